@@ -1,0 +1,1 @@
+"""Plain data: chain, profile, plan, schedule, units, errors. No torch."""

@@ -1,0 +1,46 @@
+"""The errors a user can meet. Each message says what, the value, the limit and the remedy."""
+
+from __future__ import annotations
+
+
+class CkptPlanError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class InvalidInputError(CkptPlanError, ValueError):
+    """An argument, a profile or a model step that can't be used as given."""
+
+
+class UnsupportedModelError(CkptPlanError):
+    """The model does something the planner can't take over (says what, and what to do)."""
+
+
+class PlanMismatchError(CkptPlanError):
+    """A plan meets a model, shape, device or library it was not made for (names the field)."""
+
+
+class SwapError(CkptPlanError):
+    """A copy to or from the swap tier failed; the gradients of this step must not be used."""
+
+
+class InfeasibleBudgetError(CkptPlanError):
+    """No plan fits the budget.
+
+    Attributes
+    ----------
+    budget_bytes : int
+        The budget asked for.
+    min_peak_bytes : int
+        The smallest budget for which a plan exists.
+    stage : str
+        The stage at which the smallest plan has its peak.
+    phase : str
+        "forward", "backward" or "update".
+    """
+
+    def __init__(self, message: str, *, budget_bytes: int, min_peak_bytes: int, stage: str, phase: str) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.min_peak_bytes = min_peak_bytes
+        self.stage = stage
+        self.phase = phase

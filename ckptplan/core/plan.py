@@ -1,0 +1,182 @@
+"""Plan: one decision per stage with its transfer schedule, and what was proven about it. Plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ckptplan.core.chain import ACTIONS, Action
+from ckptplan.core.errors import InvalidInputError, PlanMismatchError
+from ckptplan.core.profile import Fingerprint, Profile, read_json
+from ckptplan.core.units import format_bytes, format_seconds
+
+SCHEMA = "ckptplan.plan/1"
+Status = Literal["optimal", "feasible"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """How one stage is run.
+
+    Parameters
+    ----------
+    action : "keep", "swap" or "recompute"
+    moves : tuple of int
+        Positions in the stage's `saved` that go to the host tier; swap only.
+    release, prefetch : int or None
+        Release point: the forward step by whose end the moved storages have left the device. Prefetch point: the
+        backward step at whose start their return is issued. Stage indices, set exactly when `moves` is not empty.
+    """
+
+    action: Action
+    moves: tuple[int, ...] = ()
+    release: int | None = None
+    prefetch: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.action not in ACTIONS:
+            raise InvalidInputError(f"unknown action {self.action!r}; the actions are {', '.join(ACTIONS)}")
+        if self.moves and self.action != "swap":
+            raise InvalidInputError(f"a stage that is to {self.action} can't move storages {self.moves}")
+        if (self.release is None, self.prefetch is None) != (not self.moves, not self.moves):
+            raise InvalidInputError(
+                f"moves={self.moves} with release={self.release} and prefetch={self.prefetch}; "
+                "both points are set exactly when something moves"
+            )
+
+
+KEEP = Decision("keep")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A decision for every stage of a profile, with its predictions and its certificate.
+
+    Parameters
+    ----------
+    stages : tuple of str
+        Stage names in forward order.
+    choices : tuple of Decision
+        One per stage.
+    status : "optimal" or "feasible"
+        "optimal": the gap is closed to within 1e-6 over `space`.
+    budget_bytes, peak_bytes, host_bytes : int
+        The limit, the predicted peak on the device, and the most bytes on the host tier.
+    step_s, baseline_step_s, lower_bound_s : float
+        Predicted makespan, the same with everything kept, and the proven bound over `space`.
+    space : str
+        The plan space the bound speaks of.
+    planner : str
+    fingerprint : Fingerprint
+    """
+
+    stages: tuple[str, ...]
+    choices: tuple[Decision, ...]
+    status: Status
+    budget_bytes: int
+    peak_bytes: int
+    host_bytes: int
+    step_s: float
+    baseline_step_s: float
+    lower_bound_s: float
+    space: str
+    planner: str
+    fingerprint: Fingerprint
+    input_bytes: tuple[int, ...]
+
+    @property
+    def decisions(self) -> Mapping[str, Decision]:
+        """Stage name -> decision."""
+        return dict(zip(self.stages, self.choices, strict=True))
+
+    @property
+    def overhead(self) -> float:
+        """Excess of the predicted step over the step with everything kept, as a fraction."""
+        return self.step_s / self.baseline_step_s - 1 if self.baseline_step_s else 0.0
+
+    @property
+    def gap(self) -> float:
+        """(step_s - lower_bound_s) / lower_bound_s."""
+        return (self.step_s - self.lower_bound_s) / self.lower_bound_s if self.lower_bound_s else 0.0
+
+    def require_profile(self, profile: Profile) -> None:
+        """Raise unless the plan's stages are the profile's.
+
+        Raises
+        ------
+        PlanMismatchError
+        """
+        self.fingerprint.require(profile.fingerprint)
+        check_stages(self.stages, tuple(stage.name for stage in profile.stages))
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON (docs/formats.md)."""
+        Path(path).write_text(json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan written by `save`.
+
+        Raises
+        ------
+        InvalidInputError
+            If the file isn't a plan of this schema.
+        """
+        data = read_json(path, SCHEMA)
+        del data["schema"]
+        try:
+            choices = tuple(Decision(**{**item, "moves": tuple(item["moves"])}) for item in data.pop("choices"))
+            fingerprint = Fingerprint(**data.pop("fingerprint"))
+            lists = {name: tuple(data.pop(name)) for name in ("stages", "input_bytes")}
+            return cls(choices=choices, fingerprint=fingerprint, **lists, **data)
+        except (KeyError, TypeError) as error:
+            raise InvalidInputError(f"{path} is not a complete plan: {error}; docs/formats.md lists the fields") from error
+
+    def __post_init__(self) -> None:
+        if not len(self.stages) == len(self.choices) == len(self.input_bytes):
+            raise InvalidInputError(
+                f"{len(self.choices)} decisions and {len(self.input_bytes)} input sizes for {len(self.stages)} stages"
+            )
+        if self.status not in ("optimal", "feasible"):
+            raise InvalidInputError(f"unknown status {self.status!r}; it is 'optimal' or 'feasible'")
+
+    def __str__(self) -> str:
+        """A table a person can read: totals first, then runs of equal decisions."""
+        rows = [("stages", "decision", "release after", "prefetch before")]
+        start = 0
+        for i, choice in enumerate(self.choices):
+            after = self.choices[i + 1] if i + 1 < len(self.choices) else None
+            same = after is not None and not choice.moves and not after.moves and after.action == choice.action
+            if same:
+                continue
+            names = self.stages[start] if start == i else f"{self.stages[start]} .. {self.stages[i]} ({i - start + 1})"
+            release = "" if choice.release is None else self.stages[choice.release]
+            prefetch = "" if choice.prefetch is None else self.stages[choice.prefetch]
+            rows.append((names, choice.action, release, prefetch))
+            start = i + 1
+        widths = [max(len(row[c]) for row in rows) for c in range(4)]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        counts = {action: sum(choice.action == action for choice in self.choices) for action in ACTIONS}
+        head = [
+            f"plan by {self.planner}: {self.status}, gap {self.gap:.2%} over {self.space}",
+            f"peak    {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}; "
+            f"swapped {format_bytes(self.host_bytes)}",
+            f"step    {format_seconds(self.step_s)}, {self.overhead:+.1%} over keeping everything "
+            f"({format_seconds(self.baseline_step_s)})",
+            "stages  " + ", ".join(f"{n} {action}" for action, n in counts.items()),
+        ]
+        return "\n".join([*head, "", *table])
+
+
+def check_stages(planned: tuple[str, ...], found: tuple[str, ...]) -> None:
+    """Raise `PlanMismatchError` unless the two lists of stage names agree; name the first that doesn't."""
+    if planned == found:
+        return
+    i = next((i for i, (a, b) in enumerate(zip(planned, found, strict=False)) if a != b), min(len(planned), len(found)))
+    want = planned[i] if i < len(planned) else "no further stage"
+    have = found[i] if i < len(found) else "no further stage"
+    raise PlanMismatchError(f"stage {i} of the plan is {want!r}, here it is {have!r}; solve again for this model")

@@ -1,0 +1,237 @@
+"""Profile: everything measured about one training step, as plain data with a documented JSON form."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptplan.core.chain import Link, Stage, Storage, Transient
+from ckptplan.core.errors import InvalidInputError, PlanMismatchError
+
+SCHEMA = "ckptplan.profile/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What a profile, and every plan made from it, is bound to."""
+
+    model: str
+    parameters: str
+    training: bool
+    inputs: str
+    device: str
+    torch_version: str
+
+    def require(self, found: Fingerprint, *, ignore: tuple[str, ...] = ()) -> None:
+        """Raise unless `found` agrees in every field not in `ignore`.
+
+        Raises
+        ------
+        PlanMismatchError
+            Names the first field that differs, with both values.
+        """
+        for field in dataclasses.fields(self):
+            want, have = getattr(self, field.name), getattr(found, field.name)
+            if field.name not in ignore and want != have:
+                raise PlanMismatchError(
+                    f"the plan was made for {field.name} = {want!r}, this is {have!r}; solve again for this {field.name}"
+                )
+
+
+NO_MODEL = Fingerprint("", "", True, "", "", "")
+"""Fingerprint of a profile written by hand: such plans can be simulated, not applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The chain of one step with measured bytes and times.
+
+    Parameters
+    ----------
+    stages : tuple of Stage
+        In forward order, at least one.
+    storages : tuple of Storage
+        What the stages' indices point into.
+    base_forward_bytes, base_backward_bytes : tuple of int
+        Per stage, the bytes live at the start of its forward and backward that no storage in `storages` accounts for:
+        parameters, buffers, optimizer state, inputs, gradients so far, gradients in flight.
+    update_peak_bytes : int
+        Largest bytes after the last backward: the gradients with the optimizer's update.
+    link : Link
+        Bandwidth to and from the host tier.
+    fingerprint : Fingerprint
+    notes : tuple of str
+        What a reader must know about how it was made.
+    """
+
+    stages: tuple[Stage, ...]
+    storages: tuple[Storage, ...]
+    base_forward_bytes: tuple[int, ...]
+    base_backward_bytes: tuple[int, ...]
+    update_peak_bytes: int
+    link: Link
+    fingerprint: Fingerprint = NO_MODEL
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        n = len(self.stages)
+        if n == 0:
+            raise InvalidInputError("the profile has no stages; a chain needs at least one")
+        if len(self.base_forward_bytes) != n or len(self.base_backward_bytes) != n:
+            raise InvalidInputError(
+                f"base bytes are given for {len(self.base_forward_bytes)} forward and {len(self.base_backward_bytes)} "
+                f"backward steps; the chain has {n} stages"
+            )
+        for name, values in (("base_forward_bytes", self.base_forward_bytes), ("base_backward_bytes", self.base_backward_bytes)):
+            for k, value in enumerate(values):
+                if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 60:
+                    raise InvalidInputError(f"{name}[{k}]={value!r} must be a whole number of bytes, 0 or more")
+        names = [stage.name for stage in self.stages]
+        if len(set(names)) != n:
+            raise InvalidInputError(f"stage name {next(x for x in names if names.count(x) > 1)!r} is used twice")
+        for i, stage in enumerate(self.stages):
+            for s in (*stage.saved, *stage.pinned, *stage.inputs):
+                if not 0 <= s < len(self.storages):
+                    raise InvalidInputError(f"stage {stage.name!r} names storage {s}; there are {len(self.storages)}")
+                if self.storages[s].born > i:
+                    raise InvalidInputError(
+                        f"stage {stage.name!r} (step {i}) holds storage {self.storages[s].name!r}, made only in step {self.storages[s].born}"
+                    )
+                if s in stage.inputs and self.storages[s].born == i and s in stage.saved:
+                    raise InvalidInputError(f"stage {stage.name!r} has its own product {self.storages[s].name!r} as an input")
+
+    @property
+    def baseline_step_s(self) -> float:
+        """Compute time of the step with everything kept."""
+        return sum(stage.forward_s + stage.backward_s for stage in self.stages)
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON (docs/formats.md)."""
+        Path(path).write_text(json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read a profile written by `save` or by hand.
+
+        Raises
+        ------
+        InvalidInputError
+            If the file isn't a profile of this schema, or a value in it is impossible.
+        """
+        data = read_json(path, SCHEMA)
+        try:
+            return cls(
+                stages=tuple(_stage(item) for item in data["stages"]),
+                storages=tuple(Storage(**item) for item in data["storages"]),
+                base_forward_bytes=tuple(data["base_forward_bytes"]),
+                base_backward_bytes=tuple(data["base_backward_bytes"]),
+                update_peak_bytes=data["update_peak_bytes"],
+                link=Link(**data["link"]),
+                fingerprint=Fingerprint(**data["fingerprint"]) if "fingerprint" in data else NO_MODEL,
+                notes=tuple(data.get("notes", ())),
+            )
+        except (KeyError, TypeError) as error:
+            raise InvalidInputError(f"{path} is not a complete profile: {error}; docs/formats.md lists the fields") from error
+
+    @classmethod
+    def from_chain(
+        cls,
+        forward_s: Sequence[float],
+        backward_s: Sequence[float],
+        output_bytes: Sequence[int],
+        saved_bytes: Sequence[int],
+        *,
+        input_bytes: int,
+        forward_temp_bytes: Sequence[int] | None = None,
+        backward_temp_bytes: Sequence[int] | None = None,
+        out_bytes_per_s: float = 1e10,
+        in_bytes_per_s: float = 1e10,
+    ) -> Profile:
+        """The textbook chain of Beaumont et al. (2019): stage i maps output i-1 to output i.
+
+        Stage i saves `saved_bytes[i]`, its output included, and needs output i-1 for its backward. While it runs
+        backward its saved set, the gradients of its output and of its input and its temporaries are all present; the
+        chain's input is always held. Recompute takes `forward_s`.
+
+        Parameters
+        ----------
+        forward_s, backward_s : sequence of float
+            Seconds per stage.
+        output_bytes, saved_bytes, forward_temp_bytes, backward_temp_bytes : sequence of int
+            Bytes per stage; `saved_bytes[i] >= output_bytes[i]`. Temporaries default to 0.
+        input_bytes : int
+            Bytes of the chain's input.
+        out_bytes_per_s, in_bytes_per_s : float
+            Link bandwidth.
+
+        Raises
+        ------
+        InvalidInputError
+            On lengths that differ, saved sets smaller than the output, or values that aren't finite and 0 or more.
+        """
+        n = len(forward_s)
+        forward_temp = list(forward_temp_bytes) if forward_temp_bytes is not None else [0] * n
+        backward_temp = list(backward_temp_bytes) if backward_temp_bytes is not None else [0] * n
+        lengths = {len(x) for x in (forward_s, backward_s, output_bytes, saved_bytes, forward_temp, backward_temp)}
+        if len(lengths) != 1 or n == 0:
+            raise InvalidInputError(f"every list of a chain needs one entry per stage; got lengths {sorted(lengths)}")
+        storages: list[Storage] = []
+        stages: list[Stage] = []
+        outputs: list[int] = []
+        for i in range(n):
+            name = f"s{i}"
+            if saved_bytes[i] < output_bytes[i]:
+                raise InvalidInputError(
+                    f"stage {name!r}: saved_bytes={saved_bytes[i]} leaves no room for its output of {output_bytes[i]} bytes"
+                )
+            internal = len(storages)
+            storages.append(Storage(f"{name}.inner", saved_bytes[i] - output_bytes[i], i, i))
+            storages.append(Storage(f"{name}.out", output_bytes[i], i, min(i + 1, n - 1)))
+            inputs = (outputs[i - 1],) if i else ()
+            gradient_in = output_bytes[i - 1] if i else input_bytes
+            keep = Transient(saved_bytes[i] + forward_temp[i], gradient_in + backward_temp[i])
+            recompute = Transient(
+                output_bytes[i] + forward_temp[i],
+                saved_bytes[i] + max(forward_temp[i], gradient_in + backward_temp[i]),
+            )
+            stages.append(
+                Stage(name, name, (*inputs, internal, internal + 1), (), inputs, keep, keep, recompute,
+                      forward_s[i], backward_s[i], forward_s[i])
+            )  # fmt: skip
+            outputs.append(internal + 1)
+        return cls(
+            stages=tuple(stages),
+            storages=tuple(storages),
+            base_forward_bytes=(input_bytes,) * n,
+            base_backward_bytes=tuple(input_bytes + output_bytes[i] for i in range(n)),
+            update_peak_bytes=input_bytes,
+            link=Link(out_bytes_per_s, in_bytes_per_s),
+        )
+
+
+def _stage(item: dict[str, Any]) -> Stage:
+    transients = {a: None if item[a] is None else Transient(**item[a]) for a in ("keep", "swap", "recompute")}
+    indices = {name: tuple(item[name]) for name in ("saved", "pinned", "inputs")}
+    return Stage(**{**item, **transients, **indices})
+
+
+def read_json(path: str | Path, schema: str) -> dict[str, Any]:
+    """The object in the JSON file at `path`, after a check of its schema.
+
+    Raises
+    ------
+    InvalidInputError
+        If the file can't be read, isn't JSON, or has another schema.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"{path} can't be read as JSON: {error}") from error
+    found = data.get("schema") if isinstance(data, dict) else None
+    if found != schema:
+        raise InvalidInputError(f"{path} has schema {found!r}; this version reads {schema!r}")
+    return dict(data)

@@ -1,0 +1,41 @@
+"""Units at the edge: budgets come in as GiB and round down, figures go out as text."""
+
+from __future__ import annotations
+
+import math
+
+from ckptplan.core.errors import InvalidInputError
+
+GIB = 1 << 30
+
+
+def budget_to_bytes(budget_gb: float, *, name: str = "budget_gb") -> int:
+    """Whole bytes in `budget_gb` units of 2**30 bytes, rounded down.
+
+    Raises
+    ------
+    InvalidInputError
+        Unless the budget is a finite number above zero.
+    """
+    if isinstance(budget_gb, bool) or not isinstance(budget_gb, (int, float)):
+        raise InvalidInputError(
+            f"{name}={budget_gb!r} is not a number; give it in units of 2**30 bytes, for example {name}=12 or {name}=0.5"
+        )
+    if not math.isfinite(budget_gb) or budget_gb <= 0:
+        raise InvalidInputError(f"{name}={budget_gb!r} must be finite and above 0; it counts units of 2**30 bytes")
+    return math.floor(budget_gb * GIB)
+
+
+def format_bytes(nbytes: float) -> str:
+    """`nbytes` with the binary unit that suits its size."""
+    for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{int(nbytes)} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` as s, ms or µs, whichever suits."""
+    if seconds == 0 or abs(seconds) >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if abs(seconds) >= 1e-3 else f"{seconds * 1e6:.0f} µs"
