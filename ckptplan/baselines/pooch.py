@@ -1,0 +1,237 @@
+"""PoocH (Ito et al.): a greedy choice of keep, swap and recompute, corrected by replaying it on a three-lane timeline.
+
+The rule:
+
+1. Maps whose transfers hide completely stay swapped. Those with unhidden swap-in form a binary tree, keep or swap, in
+   the order of backward. In each leaf those with unhidden swap-out are kept, the longest wait first, while memory
+   lasts. The fastest leaf wins.
+2. The other direction, which one description has: from everything kept, swap one map after another until it fits.
+3. From either: while a map still swapped gains by recompute (its unhidden swap time minus its recompute time), convert
+   the best, replay, repeat until nothing improves. The faster of the two directions is the plan.
+
+Where the published text leaves a choice open, this is the better one for the baseline:
+
+- Release and prefetch points are those of core/schedule.py, the laziest and earliest that fit.
+- The tree spans the `TREE_MAPS` maps that wait longest (at most 2**10 leaves); branches that don't fit are cut. A leaf
+  also counts without its kept swap-outs.
+- Conversions are judged by a replay of each, with what recompute chained to it costs; the estimate only picks which
+  `CANDIDATES` maps to replay. Where no replay is faster, the best of those whose estimate promises a gain is converted
+  all the same, since several may pay together. The fastest of all that was replayed and fits is the plan.
+- When keep and swap alone don't fit, maps are converted to recompute, the most excess bytes per second added first,
+  until they do. (Excess: bytes over the budget, summed over all program steps.)
+- The memory that a conversion gives back may be used: a swapped map is kept again where that is the best next step.
+- A recompute pins what its neighbour moved, so a conversion can lack room. Step 3 is run as it is, and again with kept
+  maps swapped where a conversion doesn't fit; neither is always the better.
+
+Reference
+---------
+Y. Ito, H. Imai, T. Le Duc, Y. Negishi, K. Kawachiya, R. Matsumiya, T. Endo, "Profiling based Out-of-core Hybrid Method
+for Large Neural Networks", PPoPP 2019 poster, arXiv 1907.05013. O(stages**2) replays of O(stages) each, and 2**11 for
+the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ckptplan.baselines._build import Peak, Times, available, build, raise_infeasible, tightest_peak, times
+from ckptplan.core.chain import Action
+from ckptplan.core.plan import Plan
+from ckptplan.core.profile import Profile
+from ckptplan.core.schedule import Overflow, residency, schedule
+
+TREE_MAPS = 10
+CANDIDATES = 32
+
+Actions = tuple[Action, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Actions and their replay; over the budget, the replay is at the smallest one that fits them."""
+
+    actions: Actions
+    excess_bytes: int
+    times: Times
+
+    @property
+    def fits(self) -> bool:
+        return self.excess_bytes == 0
+
+    @property
+    def step_s(self) -> float:
+        return self.times.makespan_s
+
+    def wait_s(self, stage: int) -> float:
+        """Unhidden swap time of one stage."""
+        return self.times.out_wait_s[stage] + self.times.in_wait_s[stage]
+
+
+def plan(profile: Profile, budget_bytes: int) -> Plan:
+    """Plan in both of PoocH's directions and return the faster.
+
+    Raises
+    ------
+    InfeasibleBudgetError
+        If neither fits; `min_peak_bytes` is the smallest peak among all the actions replayed.
+    """
+    search = _Search(profile, budget_bytes)
+    for start in (search.swap_first(), search.keep_first()):
+        search.convert(start, make_room=False)
+        search.convert(start, make_room=True)
+    best = search.fastest()
+    if best is None:
+        raise_infeasible(profile, search.smallest, budget_bytes, "pooch")
+    return build(profile, best.actions, budget_bytes, "pooch")
+
+
+class _Search:
+    """Replays actions on one profile under one budget, each only once."""
+
+    def __init__(self, profile: Profile, budget_bytes: int) -> None:
+        self.profile = profile
+        self.budget_bytes = budget_bytes
+        self.seen: dict[Actions, _State] = {}
+        n = len(profile.stages)
+        self.smallest: Peak = tightest_peak(profile, residency(profile, ["keep"] * n))
+
+    def replay(self, actions: Actions) -> _State:
+        """Schedule and time `actions`; swaps that never need to be away come back as keep."""
+        if actions not in self.seen:
+            r = residency(self.profile, actions)
+            peak = tightest_peak(self.profile, r)
+            self.smallest = min(self.smallest, peak, key=lambda p: p.bytes)
+            needs = (*r.forward_bytes, *r.backward_bytes, self.profile.update_peak_bytes)
+            excess = sum(max(0, need - self.budget_bytes) for need in needs)
+            choices = schedule(self.profile, actions, max(self.budget_bytes, peak.bytes))
+            assert not isinstance(choices, Overflow), "a schedule exists at the tightest peak"
+            settled = tuple(choice.action for choice in choices)
+            moved = residency(self.profile, settled).moved_bytes
+            state = _State(actions if excess else settled, excess, times(self.profile, choices, moved))
+            self.seen[actions] = self.seen[state.actions] = state
+        return self.seen[actions]
+
+    def fastest(self) -> _State | None:
+        """Pick the fastest of all that was replayed and fits."""
+        return _fastest(self.seen.values())
+
+    def fits(self, actions: Actions) -> bool:
+        """Whether some schedule of `actions` fits, without timing it."""
+        return tightest_peak(self.profile, residency(self.profile, actions)).bytes <= self.budget_bytes
+
+    def swap_first(self) -> _State:
+        """Everything swapped, then the tree of what to keep."""
+        start = self.replay(available(self.profile, ["swap"] * len(self.profile.stages)))
+        if not start.fits:
+            return start
+        waiting = [i for i in _of(start, "swap") if start.times.in_wait_s[i] > 0]
+        longest = sorted(waiting, key=lambda i: -start.times.in_wait_s[i])[:TREE_MAPS]
+        leaves = [start.actions]
+        for i in sorted(longest, reverse=True):
+            kept = (_with(leaf, i, "keep") for leaf in leaves)
+            leaves += [leaf for leaf in kept if self.fits(leaf)]
+        ends = [state for leaf in leaves for state in self._keep_swap_outs(self.replay(leaf))]
+        return min(ends, key=lambda state: state.step_s)
+
+    def _keep_swap_outs(self, leaf: _State) -> Iterable[_State]:
+        """Yield the leaf, and the leaf with unhidden swap-outs kept while memory lasts."""
+        yield leaf
+        actions = leaf.actions
+        out_wait_s = leaf.times.out_wait_s
+        for i in sorted((i for i in _of(leaf, "swap") if out_wait_s[i] > 0), key=lambda i: -out_wait_s[i]):
+            kept = _with(actions, i, "keep")
+            if self.fits(kept):
+                actions = kept
+        if actions != leaf.actions:
+            yield self.replay(actions)
+
+    def keep_first(self) -> _State:
+        """Everything kept, then swapped map by map until it fits or swapping no longer helps."""
+        state = self.replay(available(self.profile, ["keep"] * len(self.profile.stages)))
+        while not state.fits:
+            sizes = {
+                i: sum(self.profile.storages[s].nbytes for s in self.profile.stages[i].saved)
+                for i in self._can(state, "swap")
+            }
+            largest = sorted(sizes, key=lambda i: -sizes[i])[:CANDIDATES]  # among equals the first: longest to hide
+            better = self._most_relief(state, [_with(state.actions, i, "swap") for i in largest])
+            if better is None:
+                break
+            state = better
+        return state
+
+    def convert(self, state: _State, *, make_room: bool) -> None:
+        """Recompute until it fits, then as long as a conversion gains; `fastest` knows the best on the way.
+
+        With `make_room`, a conversion that doesn't fit is tried again with every kept map swapped.
+        """
+        while not state.fits:
+            trials = [_with(state.actions, i, "recompute") for i in self._can(state, "recompute")]
+            if not trials:
+                return
+            # A recompute may pin what its neighbour moved, so one alone can make it worse and two together better.
+            state = self._most_relief(state, trials) or min(
+                map(self.replay, trials), key=lambda trial: trial.excess_bytes
+            )
+        replay = self._replay_with_room if make_room else self.replay
+        while True:
+            recompute_s = {i: self.profile.stages[i].recompute_s for i in _of(state, "swap")}
+            promising = sorted(recompute_s, key=lambda i: recompute_s[i] - state.wait_s(i))[:CANDIDATES]
+            recomputed, kept = (
+                {
+                    i: replay(_with(state.actions, i, action))
+                    for i in promising
+                    if self.profile.stages[i].transient(action) is not None
+                }
+                for action in ("recompute", "keep")
+            )
+            best = _fastest([*recomputed.values(), *kept.values()])
+            # 1e-12: sums of the same seconds may differ in the last bits; a tie is no gain.
+            if best is None or best.step_s >= state.step_s * (1 - 1e-12):
+                # Several conversions may pay together: go on while the estimate promises a gain.
+                best = _fastest(s for i, s in recomputed.items() if state.wait_s(i) > recompute_s[i])
+            if best is None:
+                return
+            state = best
+
+    def _replay_with_room(self, actions: Actions) -> _State:
+        """Replay `actions`; where they don't fit, with the maps that are kept swapped again."""
+        state = self.replay(actions)
+        if state.fits:
+            return state
+        return self.replay(available(self.profile, ["swap" if now == "keep" else now for now in actions]))
+
+    def _can(self, state: _State, action: Action) -> list[int]:
+        """Stages not recomputed, and not under `action`, that can take it."""
+        return [
+            i
+            for i, (stage, now) in enumerate(zip(self.profile.stages, state.actions, strict=True))
+            if now not in ("recompute", action) and stage.transient(action) is not None
+        ]
+
+    def _most_relief(self, state: _State, trials: Iterable[Actions]) -> _State | None:
+        """Pick the trial that takes most excess bytes off per second it adds; None if none takes any off.
+
+        Free relief goes first, the largest; then the best rate.
+        """
+        helpful = [trial for trial in map(self.replay, trials) if trial.excess_bytes < state.excess_bytes]
+
+        def rate(trial: _State) -> tuple[bool, float, int]:
+            relief = state.excess_bytes - trial.excess_bytes
+            added_s = max(0.0, trial.step_s - state.step_s)
+            return added_s == 0, relief / added_s if added_s else 0.0, relief
+
+        return max(helpful, key=rate, default=None)
+
+
+def _fastest(states: Iterable[_State]) -> _State | None:
+    return min((state for state in states if state.fits), key=lambda state: state.step_s, default=None)
+
+
+def _of(state: _State, action: Action) -> list[int]:
+    return [i for i, now in enumerate(state.actions) if now == action]
+
+
+def _with(actions: Actions, stage: int, action: Action) -> Actions:
+    return (*actions[:stage], action, *actions[stage + 1 :])

@@ -1,0 +1,1 @@
+"""Model -> Profile: stages, bytes without memory, times on the device."""

@@ -1,0 +1,103 @@
+"""A world in which a model runs without memory: fake parameters, fake floating tensors, real small integers.
+
+Integers and booleans stay real because models read them: whether a mask is all ones, whether positions restart. They
+are small next to activations, and with them real the fake run takes the same path as the real one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_REAL_NUMEL_LIMIT = 1 << 24
+
+
+def _whole(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+class FakeWorld(TorchDispatchMode):
+    """Enter it, on top of its own FakeTensorMode, to run operations without memory for their floating results.
+
+    Attributes
+    ----------
+    fake_mode : FakeTensorMode
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._outer: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> FakeWorld:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.fake_mode)
+            super().__enter__()
+            self._outer = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        assert self._outer is not None
+        self._outer.close()
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake twin of a real tensor, the same for the same tensor."""
+        return self.fake_mode.from_tensor(tensor)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One operation: for real on whole numbers alone, else fake."""
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        real = [t for t in tensors if not isinstance(t, FakeTensor)]
+        if tensors and len(real) == len(tensors) and all(_whole(t) for t in real):
+            with unset_fake_temporarily():
+                result = func(*args, **kwargs)
+            if all(_whole(t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)):
+                return result
+        if real:
+            args, kwargs = pytree.tree_map_only(
+                torch.Tensor, lambda t: t if isinstance(t, FakeTensor) else self.fake(t), (args, kwargs)
+            )
+        result = func(*args, **kwargs)
+        if not tensors and self._worth_running(result):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        return result
+
+    @staticmethod
+    def _worth_running(result: Any) -> bool:
+        made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        return bool(made) and all(_whole(t) and t.numel() <= _REAL_NUMEL_LIMIT for t in made)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {})
+
+
+@contextlib.contextmanager
+def fake_parameters(model: nn.Module, world: FakeWorld) -> Iterator[None]:
+    """Put fake twins in place of parameters, gradients and floating buffers; the model gets its own objects back."""
+    saved: list[tuple[dict[str, Any], str, Any]] = []
+    twins: dict[int, torch.Tensor] = {}
+    try:
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is None or (table is module._buffers and _whole(tensor)):
+                        continue
+                    if id(tensor) not in twins:
+                        twin = twins[id(tensor)] = world.fake(tensor)
+                        if tensor.grad is not None and tensor.is_leaf:
+                            twin.grad = world.fake(tensor.grad)
+                    saved.append((table, name, tensor))
+                    table[name] = twins[id(tensor)]
+        yield
+    finally:
+        for table, name, tensor in saved:
+            table[name] = tensor

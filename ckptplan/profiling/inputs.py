@@ -1,0 +1,98 @@
+"""Inputs for a model that comes without: recorded, declared, or told by its first layer."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptplan.core.errors import InvalidInputError
+
+_recorded: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = weakref.WeakKeyDictionary()
+
+
+def record_forward(model: nn.Module) -> Any:
+    """Remember the inputs of every later forward of `model`, for `solve(model)` without inputs.
+
+    Returns
+    -------
+    A handle whose `remove()` ends the recording.
+    """
+
+    def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _recorded[module] = (args, kwargs)
+
+    return model.register_forward_pre_hook(remember, with_kwargs=True)
+
+
+def find_inputs(model: nn.Module, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any], str]:
+    """Positional and keyword inputs for `model`, and where they came from.
+
+    In this order: its last recorded forward, Lightning's `example_input_array`, Hugging Face's `dummy_inputs` or
+    config, a leading Linear or Embedding, or a leading convolution.
+
+    Raises
+    ------
+    InvalidInputError
+        If none of these says enough; shows how to pass inputs.
+    """
+    if model in _recorded:
+        args, kwargs = _recorded[model]
+        return args, kwargs, "the last recorded forward"
+    example = getattr(model, "example_input_array", None)
+    if example is not None:
+        if isinstance(example, dict):
+            return (), _to(example, device), "example_input_array"
+        return tuple(_to(list(example) if isinstance(example, tuple) else [example], device)), {}, "example_input_array"
+    hugging = _from_config(model, device)
+    if hugging is not None:
+        return (), hugging, "the model's Hugging Face config"
+    leading = _leading(model, device)
+    if leading is not None:
+        return (leading,), {}, "the model's first layer"
+    raise InvalidInputError(
+        f"no inputs can be told from this {type(model).__name__}; pass them: solve(model, budget_gb=..., inputs=x) for "
+        "model(x), inputs=(x, y) for model(x, y), inputs={'x': x} for model(x=x)"
+    )
+
+
+def _to(tree: Any, device: torch.device) -> Any:
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), tree)
+
+
+def _from_config(model: nn.Module, device: torch.device) -> dict[str, Any] | None:
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "to_dict"):
+        return None
+    main = getattr(model, "main_input_name", "input_ids")
+    if main == "pixel_values":
+        size = getattr(config, "image_size", 224)
+        height, width = (size, size) if isinstance(size, int) else tuple(size)
+        return {"pixel_values": torch.zeros(1, getattr(config, "num_channels", 3), height, width, device=device)}
+    vocabulary = getattr(config, "vocab_size", None)
+    if main != "input_ids" or vocabulary is None:
+        return None
+    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 512
+    ids = torch.zeros(1, min(int(positions), 512), dtype=torch.long, device=device)
+    out: dict[str, Any] = {"input_ids": ids}
+    if getattr(config, "is_encoder_decoder", False):
+        out["decoder_input_ids"] = ids
+    if any(word in type(model).__name__ for word in ("LMHead", "ForCausalLM", "ForMaskedLM", "ConditionalGeneration")):
+        out["labels"] = ids
+    return out
+
+
+def _leading(model: nn.Module, device: torch.device) -> torch.Tensor | None:
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            return torch.zeros(32, module.in_features, device=device, dtype=module.weight.dtype)
+        if isinstance(module, nn.Embedding):
+            return torch.zeros(1, 128, device=device, dtype=torch.long)
+        if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            side = {1: 1024, 2: 64, 3: 16}[len(module.kernel_size)]
+            return torch.zeros(2, module.in_channels, *(side,) * len(module.kernel_size), device=device, dtype=module.weight.dtype)
+        if next(module.parameters(recurse=False), None) is not None:
+            return None
+    return None

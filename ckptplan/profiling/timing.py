@@ -1,0 +1,220 @@
+"""Time every distinct stage on the device, holding no more than one stage's saved set at a time.
+
+The model's own forward runs once per round on real inputs, with the graph cut behind every stage: a stage runs without
+autograd, except where its kind is to be timed. Then forward, backward and recompute run on the spot, on the inputs it
+got. Between the cuts the glue keeps its graph, so that its backward (the loss, most of all) can be timed too.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ckptplan.runtime.patching import PatchedForward
+from ckptplan.runtime.recompute import run_recomputed
+from ckptplan.runtime.step import TrainingStep
+from ckptplan.runtime.swap import Counters
+
+_ROUNDS = 3
+_STAGE_S = 0.5  # enough measured time per kind and quantity
+
+
+@dataclass
+class Times:
+    """Seconds by kind of stage and by segment of glue."""
+
+    forward_s: dict[str, float] = field(default_factory=dict)
+    backward_s: dict[str, float] = field(default_factory=dict)
+    recompute_s: dict[str, float] = field(default_factory=dict)
+    glue_forward_s: dict[int, float] = field(default_factory=dict)
+    glue_backward_s: dict[int, float] = field(default_factory=dict)
+
+
+class _Join(torch.autograd.Function):
+    """Make a tensor without a graph depend on an anchor, sharing its memory, fit to be modified in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, gradient.new_zeros(())
+
+
+class _Timing:
+    """One or more rounds of the cut forward."""
+
+    def __init__(self, step: TrainingStep, kinds: dict[str, str], device: torch.device, rewind: Callable[[], None]) -> None:
+        self.step, self.kinds, self.device = step, kinds, device
+        self.rewind = rewind
+        self.names = tuple(kinds)
+        self.samples: dict[tuple[str, str], list[float]] = {}
+        self.glue: dict[tuple[str, int], list[float]] = {}
+        self.anchors: list[torch.Tensor] = []
+        self.done: set[str] = set()
+        self.repeats = 1
+        self.stage = 0
+        self.left = 0.0
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def round(self, repeats: int) -> None:
+        """One forward of the step; `repeats` timings of each kind, none when 0."""
+        self.repeats, self.stage, self.done, self.anchors = repeats, 0, set(), []
+        self.rewind()
+        patches = []
+        calls: dict[nn.Module, list[int]] = {}
+        modules = dict(self.step.model.named_modules())
+        for index, name in enumerate(self.names):
+            calls.setdefault(modules[name.partition("#")[0]], []).append(index)
+        for module, indices in calls.items():
+            patches.append(PatchedForward(module, self._runner(module, indices)))
+        try:
+            for patch in patches:
+                patch.install()
+            self.left = self.now()
+            output, loss = self.step.forward()
+            self._glue_forward(len(self.names))
+            begin = self.now()
+            self._backward([loss])
+            self.glue.setdefault(("backward", len(self.names)), []).append(self.now() - begin)
+            del output, loss
+        finally:
+            for patch in patches:
+                patch.remove()
+            self.anchors = []
+
+    def _runner(self, module: nn.Module, indices: list[int]) -> Callable[..., Any]:
+        waiting = list(indices)
+
+        def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not torch.is_grad_enabled() or not waiting:
+                return original(*args, **kwargs)
+            index = waiting.pop(0)
+            self._glue_forward(index)
+            self._glue_backward(index, args, kwargs)
+            output = self._stage(index, module, original, args, kwargs)
+            self.left = self.now()
+            return output
+
+        return run
+
+    def _glue_forward(self, index: int) -> None:
+        self.glue.setdefault(("forward", index), []).append(self.now() - self.left)
+
+    def _glue_backward(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+        fresh = [t for t in tensors if type(t.grad_fn).__name__ != "_JoinBackward"]
+        begin = self.now()
+        if fresh:
+            self._backward(fresh)
+        self.glue.setdefault(("backward", index), []).append(self.now() - begin if fresh else 0.0)
+
+    def _backward(self, tensors: list[torch.Tensor]) -> None:
+        leaves = [*self.anchors, *(p for p in self.step.model.parameters() if p.requires_grad)]
+        gradients = [torch.ones_like(t) for t in tensors]
+        torch.autograd.grad(tensors, leaves, gradients, retain_graph=True, allow_unused=True)
+
+    def _stage(
+        self, index: int, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        kind = self.kinds[self.names[index]]
+        if self.repeats and kind not in self.done:
+            self.done.add(kind)
+            self._time(kind, module, original, args, kwargs)
+        with torch.no_grad():
+            output = original(*args, **kwargs)
+        given = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_floating_point() or tensor.untyped_storage()._cdata in given:
+                return tensor
+            anchor = torch.zeros((), device=tensor.device, requires_grad=True)
+            self.anchors.append(anchor)
+            return _Join.apply(tensor.detach(), anchor)  # type: ignore[no-any-return]
+
+        return pytree.tree_map_only(torch.Tensor, cut, output)
+
+    def _time(
+        self, kind: str, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        def fresh(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.detach().requires_grad_(tensor.requires_grad)
+
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        spent, count = 0.0, 0
+        while count < self.repeats or (self.repeats > 1 and spent < _STAGE_S and count < 20):
+            for name, run in (("plain", original), ("again", None)):
+                new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, fresh, (args, kwargs))
+                leaves = [t for t in pytree.tree_leaves((new_args, new_kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+                begin = self.now()
+                if run is not None:
+                    output = run(*new_args, **new_kwargs)
+                else:
+                    output = run_recomputed(module, original, new_args, new_kwargs, Counters())
+                middle = self.now()
+                outputs = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+                gradients = [torch.ones_like(t) for t in outputs]
+                del output, new_args, new_kwargs
+                ready = self.now()
+                if outputs:
+                    torch.autograd.grad(outputs, [*leaves, *parameters], gradients, allow_unused=True)
+                end = self.now()
+                del outputs, gradients, leaves
+                if self.repeats > 1:
+                    self.samples.setdefault((kind, f"{name} forward"), []).append(middle - begin)
+                    self.samples.setdefault((kind, f"{name} backward"), []).append(end - ready)
+                spent += end - begin
+            count += 1
+
+
+def time_stages(
+    step: TrainingStep, kinds: dict[str, str], device: torch.device, rewind: Callable[[], None]
+) -> Times:
+    """Measure `step` stage by stage.
+
+    Parameters
+    ----------
+    kinds : dict
+        Stage name -> kind, in call order; each kind is timed once, on the first stage that has it.
+    rewind : callable
+        Puts buffers and random states back between rounds.
+
+    Returns
+    -------
+    Times
+        Medians. Glue is keyed by the stage that follows it (their number: after the last one).
+    """
+    timing = _Timing(step, kinds, device, rewind)
+    timing.round(1)  # warm-up
+    for _ in range(_ROUNDS - 1):
+        timing.round(0)
+    timing.round(3)
+    out = Times()
+    for kind in dict.fromkeys(kinds.values()):
+        if (kind, "plain forward") not in timing.samples:
+            continue
+        middle = {
+            name: statistics.median(timing.samples[kind, name])
+            for name in ("plain forward", "plain backward", "again backward")
+        }
+        out.forward_s[kind] = middle["plain forward"]
+        out.backward_s[kind] = middle["plain backward"]
+        # Recompute stops at the last saved tensor, so it may be shorter than forward; never less than a tenth of it.
+        out.recompute_s[kind] = max(middle["again backward"] - middle["plain backward"], 0.1 * middle["plain forward"])
+    for (direction, index), values in timing.glue.items():
+        table = out.glue_forward_s if direction == "forward" else out.glue_backward_s
+        table[index] = statistics.median(values[1:] or values)
+    return out

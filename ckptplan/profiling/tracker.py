@@ -1,0 +1,194 @@
+"""Count storages, operation by operation and segment by segment, while a step runs without memory.
+
+A step is cut into *segments* in forward order: what runs before the first stage, the first stage, what runs between it
+and the second, and so on. Segment 2j+1 is stage j, even segments are glue. In backward, an operation belongs to the
+segment whose forward made the autograd node that is running: nodes carry the sequence number of their making.
+"""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from ckptplan.profiling.fake import FakeWorld
+
+Sid = tuple[str, int, int]
+"""A storage's name across replays: phase of its making, segment, and how many were made there before it."""
+
+_LAST_NODE = 1 << 62  # AccumulateGrad nodes carry the largest number and belong to nobody
+
+
+@dataclass(slots=True)
+class SegmentTrace:
+    """What one segment did in one direction.
+
+    Attributes
+    ----------
+    start_bytes, end_bytes : int
+        Live bytes when it began and when the next segment did.
+    ops : list
+        Per operation: live bytes before, live bytes after, key.
+    present : set of Sid
+        Storages alive when it began.
+    """
+
+    start_bytes: int = 0
+    end_bytes: int = 0
+    ops: list[tuple[int, int, Hashable]] = field(default_factory=list)
+    present: set[Sid] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Enough of a tensor to make another like it."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+
+class Tracker(FakeWorld):
+    """Runs operations fake and counts the storages they make.
+
+    Parameters
+    ----------
+    round_to : int
+        The device allocator rounds each block up to a multiple of this.
+    """
+
+    def __init__(self, round_to: int = 1) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.forward: dict[int, SegmentTrace] = {}
+        self.backward: dict[int, SegmentTrace] = {}
+        self._round_to = round_to
+        self._alive: dict[int, Sid | None] = {}
+        self._sizes: dict[int, int] = {}
+        self._starts: list[int] = []
+        self._made = 0
+        self._segment = -1
+        self._in_backward = False
+        self.enter_segment(0)
+
+    # --- where the program is ---
+
+    def enter_segment(self, segment: int) -> None:
+        """Forward moves on to `segment`."""
+        self._current_end()
+        self._segment = segment
+        self._made = 0
+        self._starts.append(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self.forward[segment] = SegmentTrace(self.live_bytes, self.live_bytes, present=self.alive())
+
+    def enter_backward(self, segment: int | None = None) -> None:
+        """Backward begins, or moves down to `segment`; forward steps once left are not entered again."""
+        if not self._in_backward:
+            self._current_end()
+            self._in_backward = True
+            self._segment += 1
+            segment = len(self._starts) - 1 if segment is None else segment
+        while segment is not None and segment < self._segment:
+            if self._segment in self.backward:
+                self._current_end()
+            self._segment -= 1
+            self._made = 0
+            self.backward[self._segment] = SegmentTrace(self.live_bytes, self.live_bytes, present=self.alive())
+
+    def finish(self) -> None:
+        """Backward has ended; what is alive now lives on."""
+        self._current_end()
+
+    def _current_end(self) -> None:
+        table = self.backward if self._in_backward else self.forward
+        if self._segment in table:
+            table[self._segment].end_bytes = self.live_bytes
+
+    def _locate(self) -> None:
+        """Follow backward by the node that runs."""
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            number = node._sequence_nr()
+            if number < _LAST_NODE:
+                self.enter_backward(max(bisect.bisect_right(self._starts, number) - 1, 0))
+
+    # --- storages ---
+
+    def alive(self) -> set[Sid]:
+        """Storages alive now, those from outside left out."""
+        return {sid for sid in self._alive.values() if sid is not None}
+
+    def sid(self, tensor: torch.Tensor) -> Sid | None:
+        """The name of a tensor's storage, None when it was there before the step."""
+        if not isinstance(tensor, FakeTensor) and id(tensor.untyped_storage()) not in self._alive:
+            return None
+        return self._alive.get(id(tensor.untyped_storage()))
+
+    def outside(self, tensor: torch.Tensor) -> None:
+        """`tensor` was there before the step and is not to be counted."""
+        storage = tensor.untyped_storage()
+        if id(storage) not in self._alive:
+            self._alive[id(storage)] = None
+            weakref.finalize(storage, self._alive.pop, id(storage), None)
+
+    def size_of(self, storage: torch.UntypedStorage) -> int:
+        """Bytes as the device's allocator counts them."""
+        return -(-storage.nbytes() // self._round_to) * self._round_to
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._alive:
+            return
+        nbytes = self.size_of(storage)
+        self._alive[key] = ("backward" if self._in_backward else "forward", self._segment, self._made)
+        self._made += 1
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._freed, key, nbytes)
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        self._alive.pop(key, None)
+        self.live_bytes -= nbytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._in_backward:
+            self._locate()
+        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        for tensor in given:
+            if not isinstance(tensor, FakeTensor) and id(tensor.untyped_storage()) not in self._alive:
+                self.outside(tensor)
+                self.outside(self.fake(tensor))
+        before = self.live_bytes
+        key = op_key(func, args, kwargs)
+        result = self.run(func, args, kwargs)
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor)
+        trace = (self.backward if self._in_backward else self.forward)[self._segment]
+        trace.ops.append((before, self.live_bytes, key))
+        return result
+
+
+def op_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """An operation with all that its memory depends on, hashable, and enough to run it again."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    frozen = tuple(
+        TensorSpec(tuple(x.shape), tuple(x.stride()), x.dtype, x.device.type) if isinstance(x, torch.Tensor) else x
+        for x in leaves
+        if not isinstance(x, torch.Generator)
+    )
+    try:
+        hash(frozen)
+    except TypeError:
+        frozen = tuple(x if isinstance(x, (TensorSpec, int, float, bool, str, torch.dtype, type(None))) else repr(x) for x in frozen)
+    return func, frozen, spec

@@ -1,0 +1,117 @@
+"""What an operation allocates besides its results, measured by running it once on the device.
+
+Fake tensors show results, not the temporaries inside a kernel (layout changes of a convolution, partial sums of a
+reduction). Each distinct operation of the trace is run alone on made-up values of the same shapes and strides, which
+needs no more memory than the operation needs within the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+from torch.utils import _pytree as pytree
+
+from ckptplan.profiling.tracker import TensorSpec
+from ckptplan.runtime.measure import recorded_allocations
+
+_MIN_BYTES = 1
+
+
+def measure_workspaces(keys: Iterable[Hashable], device: torch.device) -> tuple[dict[Hashable, int], list[str]]:
+    """Most bytes each operation has allocated at once, its results included.
+
+    Returns
+    -------
+    dict
+        Operation key -> bytes; operations on small tensors only are left out.
+    list of str
+        Operations that could not be run alone.
+    """
+    wanted = [key for key in dict.fromkeys(keys) if _worth_measuring(key)]
+    failed: list[str] = []
+    if device.type == "cuda":
+        peaks = {key: _cuda_peak(key, device, failed) for key in wanted}
+        return {key: peak for key, peak in peaks.items() if peak is not None}, failed
+    done: set[int] = set()
+
+    def run_all() -> None:
+        for index, key in enumerate(wanted):
+            if _run(key, device, failed, label=f"ckptplan {index}"):
+                done.add(index)
+
+    events, spans = recorded_allocations(run_all)
+    peaks: dict[Hashable, int] = {}
+    position = 0
+    for index, key in enumerate(wanted):
+        if index not in done:
+            continue
+        begin, end = spans[f"ckptplan {index}"]
+        while position < len(events) and events[position][0] < begin:
+            position += 1
+        level = peak = 0
+        while position < len(events) and events[position][0] <= end:
+            level += events[position][1]
+            peak = max(peak, level)
+            position += 1
+        peaks[key] = peak
+    return peaks, failed
+
+
+def _worth_measuring(key: Any) -> bool:
+    func, leaves, _ = key
+    specs = [x for x in leaves if isinstance(x, TensorSpec)]
+    if getattr(func, "is_view", False) or func in _NEVER:
+        return False
+    return any(_span(spec) * spec.dtype.itemsize >= _MIN_BYTES for spec in specs)
+
+
+_NEVER = {torch.ops.aten.detach.default, torch.ops.aten.set_.source_Storage_storage_offset}
+
+
+def _span(spec: TensorSpec) -> int:
+    """Elements of storage the tensor reaches over."""
+    if 0 in spec.size:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(spec.size, spec.stride, strict=True))
+
+
+def _make(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    flat = torch.empty(max(_span(spec), 1), dtype=spec.dtype, device=device if spec.device != "meta" else "meta")
+    # Any valid value will do: indices stay in range, masks select everything, nothing overflows.
+    flat.fill_(0.5 if spec.dtype.is_floating_point else spec.dtype == torch.bool)
+    return flat.as_strided(spec.size, spec.stride)
+
+
+def _run(key: Any, device: torch.device, failed: list[str], *, label: str) -> bool:
+    func, leaves, spec = key
+    try:
+        with torch.no_grad():
+            made = [_make(x, device) if isinstance(x, TensorSpec) else x for x in leaves]
+            args, kwargs = pytree.tree_unflatten(made, spec)
+            with record_function(label):
+                result = func(*args, **kwargs)
+            del result
+    except Exception:  # an operation may well refuse made-up values; its results are counted by the trace
+        failed.append(str(func))
+        return False
+    return True
+
+
+def _cuda_peak(key: Any, device: torch.device, failed: list[str]) -> int | None:
+    func, leaves, spec = key
+    try:
+        with torch.no_grad():
+            made = [_make(x, device) if isinstance(x, TensorSpec) else x for x in leaves]
+            args, kwargs = pytree.tree_unflatten(made, spec)
+            before = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            result = func(*args, **kwargs)
+            peak = torch.cuda.max_memory_allocated(device) - before
+            del result
+            return peak
+    except Exception:  # as above
+        failed.append(str(func))
+        return None

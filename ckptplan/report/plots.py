@@ -1,0 +1,79 @@
+"""Plots, saved as PNG. Matplotlib is an extra and imported only when a plot is drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptplan.core.errors import CkptPlanError
+from ckptplan.core.units import GIB
+from ckptplan.report.tables import Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MARKERS = "osD^vPX*"
+
+
+def plot_step_time(
+    rows: Sequence[Row], path: str | Path, *, title: str | None = None, ours: str | None = "ckptplan"
+) -> None:
+    """Draw step time over budget, one line per planner; where a planner finds nothing that fits, its marker is missing.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+        At least one.
+    path : str or Path
+        PNG file to write.
+    ours : str, optional
+        The planner drawn on top, thick.
+
+    Raises
+    ------
+    CkptPlanError
+        If matplotlib isn't installed.
+    """
+    figure = _figure()
+    axes = figure.subplots()
+    unit, size = ("GiB", GIB) if max(row.budget_bytes for row in rows) >= GIB else ("MiB", 1 << 20)
+    budgets = sorted({row.budget_bytes for row in rows})
+    longest_s = max((row.step_s for row in rows if row.step_s is not None), default=1.0)
+    scale, seconds = (1.0, "s") if longest_s >= 1 else (1e3, "ms")
+    for index, planner in enumerate(dict.fromkeys(row.planner for row in rows)):
+        step_s = {row.budget_bytes: row.step_s for row in rows if row.planner == planner}
+        found = [step_s.get(budget) for budget in budgets]
+        axes.plot(
+            [budget / size for budget in budgets],
+            [math.nan if value is None else value * scale for value in found],
+            marker=MARKERS[index % len(MARKERS)],
+            linewidth=2.5 if planner == ours else 1.2,
+            zorder=3 if planner == ours else 2,
+            label=planner if any(value is not None for value in found) else f"{planner} (never fits)",
+        )
+    axes.axhline(
+        rows[0].baseline_step_s * scale, color="grey", linestyle=":", linewidth=1, label="everything kept, no budget"
+    )
+    axes.set_xlabel(f"memory budget ({unit})")
+    axes.set_ylabel(f"predicted step time ({seconds})")
+    if title is not None:
+        axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(Path(path), format="png", dpi=150)
+
+
+def _figure() -> Figure:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise CkptPlanError(
+            "plots need matplotlib, which is not installed; run: pip install 'ckptplan[report]'"
+        ) from error
+    # No pyplot: it would keep figures and choose a window system for the caller's process.
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure

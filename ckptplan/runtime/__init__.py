@@ -1,0 +1,1 @@
+"""A plan on a model: recompute, swap, the stores bytes go to, apply and verify."""

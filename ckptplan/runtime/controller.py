@@ -1,0 +1,231 @@
+"""Runs a model's stages as decided: the one place where program steps, actions and transfers meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
+from ckptplan.core.plan import Decision
+from ckptplan.core.units import format_bytes
+from ckptplan.runtime.patching import PatchedForward
+from ckptplan.runtime.recompute import run_recomputed
+from ckptplan.runtime.stores import Store
+from ckptplan.runtime.swap import Counters, SwapSession
+
+
+class Observer(Protocol):
+    """Told where the program is: used to count bytes and to take times."""
+
+    def enter(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The forward of `stage` begins."""
+
+    def exit(self, stage: int, output: Any) -> None:
+        """It has ended."""
+
+    def backward(self, stage: int) -> None:
+        """Its backward is about to begin."""
+
+
+def is_glue(name: str) -> bool:
+    """Whether a stage name stands for operations outside of any module's call."""
+    return name.startswith("(")
+
+
+class _Pass:
+    """One forward pass and its backward."""
+
+    def __init__(self, session: SwapSession) -> None:
+        self.session = session
+        self.calls: dict[nn.Module, int] = {}
+        self.backward_begun = False
+
+
+class Controller:
+    """Patches the stages' modules so that every training forward follows `choices`.
+
+    Parameters
+    ----------
+    model : nn.Module
+    stages : sequence of str
+        Names in forward order; glue in parentheses.
+    choices : sequence of Decision
+    store : Store
+    input_bytes : sequence of int, optional
+        Per stage, the largest input the choices hold for.
+    observer : Observer, optional
+    one_forward : bool
+        A step calls the model's own forward once, so such a call begins a pass. Else passes are told by their calls.
+
+    Raises
+    ------
+    PlanMismatchError
+        If a stage names no module of the model.
+    UnsupportedModelError
+        If a module is patched already.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Sequence[str],
+        choices: Sequence[Decision],
+        store: Store,
+        device: torch.device,
+        *,
+        input_bytes: Sequence[int] | None = None,
+        observer: Observer | None = None,
+        one_forward: bool = True,
+    ) -> None:
+        self._model = model
+        self._stages = tuple(stages)
+        self._choices = tuple(choices)
+        self._store = store
+        self._device = device
+        self._input_bytes = input_bytes
+        self._observer = observer
+        self._training = model.training
+        self._pass: _Pass | None = None
+        self.counters = Counters()
+        self._indices: dict[nn.Module, list[int]] = {}
+        modules = dict(model.named_modules())
+        for index, name in enumerate(self._stages):
+            if is_glue(name):
+                continue
+            module = modules.get(name.partition("#")[0])
+            if module is None:
+                raise PlanMismatchError(f"the plan's stage {name!r} names no module of this {type(model).__name__}")
+            self._indices.setdefault(module, []).append(index)
+        real = sorted(i for indices in self._indices.values() for i in indices)
+        if not real:
+            raise PlanMismatchError("the plan has no stage that is a module of the model")
+        # A point inside glue is met at the nearest stage boundary that keeps the bytes within the plan: releases by
+        # the next stage's start (after the last stage there is none: at its end), prefetches at the next backward.
+        self._release_before: dict[int, list[int]] = {}
+        self._release_after: dict[int, list[int]] = {}
+        self._prefetch_at: dict[int, list[int]] = {}
+        for index, choice in enumerate(self._choices):
+            if choice.release is None or choice.prefetch is None:
+                continue
+            later = [i for i in real if i > choice.release]
+            if choice.release in real or not later:
+                self._release_after.setdefault(max(i for i in real if i <= choice.release), []).append(index)
+            else:
+                self._release_before.setdefault(later[0], []).append(index)
+            self._prefetch_at.setdefault(max(i for i in real if i <= choice.prefetch), []).insert(0, index)
+        self._patches = [PatchedForward(module, self._runner(module)) for module in self._indices]
+        if one_forward and model not in self._indices:
+            self._patches.append(PatchedForward(model, self._run_model))
+
+    def install(self) -> None:
+        """Patch every stage, or none."""
+        for patch in self._patches:
+            if isinstance(patch.module.__dict__.get("forward"), PatchedForward):
+                raise UnsupportedModelError("a plan is applied to this model already; call remove() on its handle first")
+        for patch in self._patches:
+            patch.install()
+
+    def remove(self) -> None:
+        """Put every forward back; graphs that are alive can still run backward."""
+        for patch in reversed(self._patches):
+            patch.remove()
+        self._pass = None
+
+    def _active(self) -> bool:
+        return torch.is_grad_enabled() and self._model.training == self._training
+
+    def _begin(self) -> _Pass:
+        # By storage, and anew each pass: parameters may have been moved or replaced since.
+        own = {t.untyped_storage()._cdata for t in (*self._model.parameters(), *self._model.buffers())}
+        self.counters.forwards += 1
+        session = SwapSession(self._store, self._device, lambda storage: storage._cdata in own, self.counters)
+        self._pass = _Pass(session)
+        return self._pass
+
+    def _run_model(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._active():
+            self._begin()
+        return original(*args, **kwargs)
+
+    def _runner(self, module: nn.Module) -> Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]:
+        def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return self._run_stage(module, original, args, kwargs) if self._active() else original(*args, **kwargs)
+
+        return run
+
+    def _run_stage(
+        self, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        current = self._pass
+        if current is None or (current.backward_begun and self._next_call(current, module) is None):
+            current = self._begin()
+        index = self._next_call(current, module)
+        if index is None and self._first_of_step(module):
+            current = self._begin()
+            index = self._next_call(current, module)
+        if index is None:
+            raise PlanMismatchError(
+                f"module {self._stages[self._indices[module][0]]!r} is called more than the "
+                f"{len(self._indices[module])} times a step that the plan was made for; solve again with this step"
+            )
+        current.calls[module] = current.calls.get(module, 0) + 1
+        choice = self._choices[index]
+        try:
+            self._check_inputs(index, args, kwargs)
+            for stage in self._release_before.get(index, ()):
+                current.session.release(stage)
+            if self._observer is not None:
+                self._observer.enter(index, args, kwargs)
+            if choice.action == "recompute":
+                output = run_recomputed(module, original, args, kwargs, self.counters)
+            elif choice.action == "swap":
+                with current.session.stage(index, choice.moves):
+                    output = original(*args, **kwargs)
+            else:
+                output = original(*args, **kwargs)
+            del args, kwargs
+            for stage in self._release_after.get(index, ()):
+                current.session.release(stage)
+            if self._observer is not None:
+                self._observer.exit(index, output)
+        except BaseException:
+            self._pass = None
+            raise
+        self._watch_backward(current, index, output)
+        return output
+
+    def _next_call(self, current: _Pass, module: nn.Module) -> int | None:
+        indices = self._indices[module]
+        call = current.calls.get(module, 0)
+        return indices[call] if call < len(indices) else None
+
+    def _first_of_step(self, module: nn.Module) -> bool:
+        """Whether a step may begin with `module`, so that one call too many is the next step's first."""
+        return 0 in self._indices[module] or self._indices[module][0] == min(i for x in self._indices.values() for i in x)
+
+    def _check_inputs(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._input_bytes is None:
+            return
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        given = sum(t.numel() * t.element_size() for t in tensors)
+        if given > self._input_bytes[index]:
+            raise PlanMismatchError(
+                f"stage {self._stages[index]!r} got inputs of {format_bytes(given)}; the plan holds up to "
+                f"{format_bytes(self._input_bytes[index])}; solve again with the largest shapes"
+            )
+
+    def _watch_backward(self, current: _Pass, index: int, output: Any) -> None:
+        def begin(_: Any) -> None:
+            current.backward_begun = True
+            if self._observer is not None:
+                self._observer.backward(index)
+            for stage in self._prefetch_at.get(index, ()):
+                current.session.prefetch(stage)
+
+        nodes = {t.grad_fn for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)} - {None}
+        for node in nodes:
+            node.register_prehook(begin)  # type: ignore[union-attr]

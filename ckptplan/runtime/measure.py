@@ -1,0 +1,121 @@
+"""Measure a real step: peak bytes by the allocator's own account, and wall time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ckptplan.runtime.step import TrainingStep
+
+
+def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind `tensors`."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+    """Tensors in the optimizer's state."""
+    if optimizer is None:
+        return []
+    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+
+
+def held_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Parameters, buffers and gradients."""
+    parameters = list(model.parameters())
+    return [*parameters, *model.buffers(), *(p.grad for p in parameters if p.grad is not None)]
+
+
+def recorded_allocations(run: Callable[[], Any]) -> tuple[list[tuple[int, int]], dict[str, tuple[int, int]]]:
+    """CPU allocations (+) and releases (-) of the calling thread while `run` runs.
+
+    Returns
+    -------
+    list of (int, int)
+        Time in ns and bytes, in order.
+    dict
+        Begin and end, in ns, of every `torch.profiler.record_function` inside, by name.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
+        run()
+    events: list[tuple[int, int]] = []
+    spans: dict[str, tuple[int, int]] = {}
+    for e in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if e.name() == "[memory]":
+            if e.device_type() == torch.autograd.DeviceType.CPU:
+                events.append((e.start_ns(), e.nbytes()))
+        elif e.is_user_annotation():
+            spans[e.name()] = (e.start_ns(), e.start_ns() + e.duration_ns())
+    events.sort(key=lambda event: event[0])  # stable: simultaneous events stay in order of occurrence
+    return events, spans
+
+
+def peak_above_start(run: Callable[[], Any], device: torch.device) -> int:
+    """Most bytes allocated above the level at the start while `run` runs.
+
+    CPU: the allocator's events. CUDA: its peak counter.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    level = peak = 0
+    for _, nbytes in recorded_allocations(run)[0]:
+        level += nbytes
+        peak = max(peak, level)
+    return peak
+
+
+def run_step(step: TrainingStep) -> torch.Tensor:
+    """Forward, loss and backward, the output kept until the end as a caller's variable would."""
+    output, loss = step.forward()
+    loss.backward()
+    del output
+    return loss.detach()
+
+
+def timed(run: Callable[[], Any], device: torch.device) -> float:
+    """Seconds one call takes, the device's work included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+class Outside(TorchDispatchMode):
+    """Collects the tensors that operations read and none of them made, one per storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: set[int] = set()
+        self._read: dict[int, torch.Tensor] = {}
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What was read from outside."""
+        return list(self._read.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._made:
+                self._read.setdefault(tensor.untyped_storage()._cdata, tensor.detach())
+        result = func(*args, **kwargs)
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._read:
+                self._made.add(tensor.untyped_storage()._cdata)
+        return result

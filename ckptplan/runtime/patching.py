@@ -1,0 +1,48 @@
+"""Replace `forward` on module instances, and put it back exactly."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def _class_forward(module: nn.Module) -> Any:
+    return types.MethodType(type(module).forward, module)
+
+
+class PatchedForward:
+    """An instance-level `forward` that calls `run(original, args, kwargs)`.
+
+    A copy or a pickle of the module gets its class's own `forward`: a plan belongs to the instance it was applied to.
+    """
+
+    def __init__(self, module: nn.Module, run: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        self.module = module
+        self.run = run
+        self.had_own = "forward" in module.__dict__
+        self.original: Callable[..., Any] = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self.original, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _class_forward(memo[id(self.module)])
+
+    def __reduce__(self) -> Any:
+        return _class_forward, (self.module,)
+
+    def install(self) -> None:
+        """Put this in place of the module's forward."""
+        self.module.forward = self  # type: ignore[method-assign, assignment]
+
+    def remove(self) -> None:
+        """Put the former forward back; nothing is left in the instance where nothing was."""
+        if self.module.__dict__.get("forward") is not self:
+            return  # somebody patched on top of us, or removed us already
+        if self.had_own:
+            self.module.forward = self.original  # type: ignore[method-assign]
+        else:
+            del self.module.forward

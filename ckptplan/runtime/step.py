@@ -1,0 +1,211 @@
+"""One training step: what runs, on which inputs, and what it is bound to."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
+from ckptplan.core.profile import Fingerprint
+
+LossFn = Callable[[Any], torch.Tensor]
+
+
+def default_loss(output: Any) -> torch.Tensor:
+    """`output.loss` where there is one, else the sum of the floating outputs' means.
+
+    Raises
+    ------
+    InvalidInputError
+        If the output holds no floating tensor.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    floating = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    if not floating:
+        raise InvalidInputError(
+            f"the model's output ({type(output).__name__}) has no loss and no floating tensor; pass loss_fn=, output -> scalar"
+        )
+    total = floating[0].mean()
+    for tensor in floating[1:]:
+        total = total + tensor.mean()
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingStep:
+    """Forward and loss of one step, either `model(*args, **kwargs)` with a loss function, or a callable.
+
+    Parameters
+    ----------
+    model : nn.Module
+    args, kwargs : tuple, dict
+        Inputs of the forward; empty when `fn` is set.
+    loss_fn : callable
+        Output to scalar tensor.
+    fn : callable, optional
+        Runs every forward of the step and returns the loss; replaces the others.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    loss_fn: LossFn = default_loss
+    fn: Callable[[], torch.Tensor] | None = None
+
+    def forward(self) -> tuple[Any, torch.Tensor]:
+        """Run forward and loss.
+
+        Returns
+        -------
+        tuple
+            The model's output, which a caller usually keeps during backward (None for a callable), and the loss.
+
+        Raises
+        ------
+        InvalidInputError
+            If the inputs don't fit the forward, or the loss can't run backward.
+        """
+        if self.fn is not None:
+            output, loss = None, self.fn()
+            source = "step()"
+        else:
+            output = self.model(*self.args, **self.kwargs)
+            loss = self.loss_fn(output)
+            source = "loss_fn(output)" if self.loss_fn is not default_loss else "the model's loss"
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(type(loss).__name__)
+            raise InvalidInputError(f"{source} gave {what}; it must be a floating tensor with one element")
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise InvalidInputError(
+                f"{source} does not depend on a parameter that needs gradients, so the step never runs backward; "
+                "check for no_grad, detach or frozen parameters"
+            )
+        return output, loss
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Input tensors."""
+        return [t for t in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(t, torch.Tensor)]
+
+    def on_device(self, device: torch.device) -> None:
+        """Raise `InvalidInputError` if an input lies elsewhere than the model."""
+        for tensor in self.tensors():
+            if tensor.device.type != device.type:
+                raise InvalidInputError(f"an input lies on {tensor.device}, the model on {device}; move one of them")
+
+
+def make_step(
+    model: nn.Module,
+    inputs: Any = None,
+    *,
+    loss_fn: LossFn | None = None,
+    step: Callable[[], torch.Tensor] | None = None,
+) -> TrainingStep:
+    """The step from the public arguments: a tensor, a tuple (positional) or a dict (keywords), or a callable.
+
+    Raises
+    ------
+    InvalidInputError
+        On contradictory arguments or inputs of an unknown form.
+    """
+    if step is not None:
+        if inputs is not None or loss_fn is not None:
+            raise InvalidInputError("step= runs the forwards and the loss by itself; leave out inputs= and loss_fn=")
+        if not callable(step):
+            raise InvalidInputError(f"step={step!r} is not callable; pass a function that returns the loss")
+        return TrainingStep(model, fn=step)
+    if loss_fn is not None and not callable(loss_fn):
+        raise InvalidInputError(f"loss_fn={loss_fn!r} is not callable; pass a function from output to a scalar tensor")
+    loss = loss_fn or default_loss
+    if isinstance(inputs, torch.Tensor):
+        return TrainingStep(model, (inputs,), {}, loss)
+    if isinstance(inputs, (tuple, list)):
+        return TrainingStep(model, tuple(inputs), {}, loss)
+    if isinstance(inputs, Mapping):
+        return TrainingStep(model, (), {str(key): value for key, value in inputs.items()}, loss)
+    raise InvalidInputError(f"inputs of type {type(inputs).__name__}; pass a tensor, a tuple (positional) or a dict (keywords)")
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """The one device of the model's parameters.
+
+    Raises
+    ------
+    InvalidInputError
+        If there is no parameter that needs gradients.
+    UnsupportedModelError
+        If parameters lie on several devices.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidInputError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
+    parameters = list(model.parameters())
+    if not any(p.requires_grad for p in parameters):
+        raise InvalidInputError("no parameter of the model needs gradients, so there is no training step to plan")
+    devices = {p.device for p in parameters}
+    if len(devices) > 1:
+        raise UnsupportedModelError(f"parameters lie on {sorted(map(str, devices))}; planning covers one device at a time")
+    return devices.pop()
+
+
+def check_supported(model: nn.Module) -> None:
+    """Refuse models that already do what a plan would do.
+
+    Raises
+    ------
+    UnsupportedModelError
+    """
+    for name, module in model.named_modules():
+        where = f"module {name!r}" if name else "the model"
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise UnsupportedModelError(
+                f"{where} already checkpoints; call model.gradient_checkpointing_disable() and let the plan decide"
+            )
+        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+            raise UnsupportedModelError(f"{where} is compiled; plan and apply the uncompiled model (torch.compile is not covered yet)")
+
+
+@contextlib.contextmanager
+def training_config(model: nn.Module) -> Iterator[None]:
+    """Generation caches off while inside: a stage that appends to a cache can't be run twice."""
+    config = getattr(model, "config", None)
+    if getattr(config, "use_cache", None) is not True:
+        yield
+        return
+    config.use_cache = False  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        config.use_cache = True  # type: ignore[union-attr]
+
+
+def fingerprint(step: TrainingStep) -> Fingerprint:
+    """What a profile of `step` is bound to."""
+    model = step.model
+    digest = hashlib.sha256()
+    for name, p in model.named_parameters(remove_duplicate=False):
+        digest.update(f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}\n".encode())
+    count = sum(p.numel() for p in model.parameters())
+    leaves, _ = pytree.tree_flatten_with_path((step.args, step.kwargs))
+    inputs = ", ".join(
+        f"{pytree.keystr(path)} {str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+        for path, t in leaves
+        if isinstance(t, torch.Tensor)
+    )
+    device = model_device(model)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return Fingerprint(
+        model=f"{type(model).__module__}.{type(model).__qualname__}",
+        parameters=f"{count} in {digest.hexdigest()[:16]}",
+        training=model.training,
+        inputs=inputs if step.fn is None else "step()",
+        device=name,
+        torch_version=torch.__version__.partition("+")[0],
+    )

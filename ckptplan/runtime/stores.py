@@ -1,0 +1,386 @@
+"""Where swapped bytes go: a file through worker threads (CPU tier), pinned memory on side streams (CUDA tier).
+
+A store moves bytes and says when it is done; it knows nothing of stages. The order of calls per ticket is
+`start_out`, `finish_out`, `start_in`, `finish_in`, then `free`; the last three may be left out or, for `start_in` and
+`finish_in`, come again. Only the calling thread allocates or frees device memory.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import os
+import queue
+import tempfile
+import threading
+import weakref
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ckptplan.core.errors import InvalidInputError, SwapError
+from ckptplan.core.units import format_bytes
+
+_ALIGN = 4096
+
+
+class Ticket:
+    """One block on its way to, in, or back from the host tier."""
+
+    def __init__(self, nbytes: int, offset: int) -> None:
+        self.nbytes = nbytes
+        self.offset = offset
+        self.out_done: Any = None
+        self.in_done: Any = None
+
+
+class Store(Protocol):
+    """What the swap state machine needs of a tier."""
+
+    def start_out(self, source: torch.Tensor) -> Ticket:
+        """Begin to copy a one-dimensional uint8 tensor out; the caller keeps `source` until `finish_out`."""
+
+    def finish_out(self, ticket: Ticket) -> None:
+        """Make compute wait until the copy out is done."""
+
+    def start_in(self, ticket: Ticket, target: torch.Tensor) -> None:
+        """Begin to copy the bytes back into `target`, after the copy out is done."""
+
+    def finish_in(self, ticket: Ticket) -> None:
+        """Make compute wait until the copy in is done."""
+
+    def free(self, ticket: Ticket) -> None:
+        """Give the host bytes back once no copy touches them."""
+
+    def close(self) -> None:
+        """End threads, give memory and files back: now, or when the last block that is still in use is freed."""
+
+
+class NullStore:
+    """Moves nothing: for replays that only count bytes."""
+
+    def start_out(self, source: torch.Tensor) -> Ticket:
+        return Ticket(source.numel(), 0)
+
+    def finish_out(self, ticket: Ticket) -> None: ...
+
+    def start_in(self, ticket: Ticket, target: torch.Tensor) -> None: ...
+
+    def finish_in(self, ticket: Ticket) -> None: ...
+
+    def free(self, ticket: Ticket) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Extents:
+    """Offsets in one linear host area: first fit in address order, neighbours merged when freed. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._free: list[tuple[int, int]] = []  # (offset, size), by offset
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> int:
+        size = -(-nbytes // _ALIGN) * _ALIGN
+        with self._lock:
+            for i, (offset, room) in enumerate(self._free):
+                if room >= size:
+                    self._free[i : i + 1] = [(offset + size, room - size)] if room > size else []
+                    return offset
+            offset, self.end = self.end, self.end + size
+            return offset
+
+    def give(self, offset: int, nbytes: int) -> None:
+        size = -(-nbytes // _ALIGN) * _ALIGN
+        with self._lock:
+            i = bisect.bisect(self._free, (offset, 0))
+            if i < len(self._free) and self._free[i][0] == offset + size:
+                size += self._free.pop(i)[1]
+            if i and sum(self._free[i - 1]) == offset:
+                before, room = self._free.pop(i - 1)
+                offset, size, i = before, room + size, i - 1
+            self._free.insert(i, (offset, size))
+
+
+class _Done:
+    """An event of a worker thread that carries the error, if there was one."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.error: BaseException | None = None
+
+    def wait(self, what: str) -> None:
+        self.event.wait()
+        if self.error is not None:
+            raise SwapError(f"{what} failed: {self.error}; discard this step's gradients") from self.error
+
+
+class _Worker:
+    """One thread, one first-in-first-out queue."""
+
+    def __init__(self, name: str) -> None:
+        self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._loop, args=(self.jobs,), name=name, daemon=True)
+        self.thread.start()
+
+    @staticmethod
+    def _loop(jobs: queue.SimpleQueue[Any]) -> None:
+        while (job := jobs.get()) is not None:
+            work, arguments, done = job
+            try:
+                work(*arguments)
+            except BaseException as error:
+                done.error = error
+            # Nothing of the job may outlive the signal: the waiting thread frees the memory, not this one.
+            del job, work, arguments
+            done.event.set()
+            del done
+
+    def submit(self, work: Any, *arguments: Any) -> _Done:
+        done = _Done()
+        if not self.thread.is_alive():
+            done.error = RuntimeError(f"the worker thread {self.thread.name} has ended")
+            done.event.set()
+        else:
+            self.jobs.put((work, arguments, done))
+        return done
+
+    def stop(self) -> None:
+        self.jobs.put(None)
+        if self.thread is not threading.current_thread():
+            self.thread.join()
+
+
+class _Counted:
+    """Closes when asked to and no ticket is left."""
+
+    def __init__(self) -> None:
+        self._tickets = 0
+        self._closing = False
+
+    def _shut(self) -> None:
+        raise NotImplementedError
+
+    def _issued(self, ticket: Ticket) -> Ticket:
+        self._tickets += 1
+        return ticket
+
+    def _freed(self) -> None:
+        self._tickets -= 1
+        if self._closing and self._tickets == 0:
+            self._shut()
+
+    def close(self) -> None:
+        self._closing = True
+        if self._tickets == 0:
+            self._shut()
+
+
+class DiskStore(_Counted):
+    """Swaps CPU tensors to one unnamed file: nothing is left behind, whatever happens to the process.
+
+    Parameters
+    ----------
+    directory : str or Path, optional
+        Where the file lives; the system's temporary directory by default.
+    capacity_bytes : int
+        Reserved on disk at once, so that a full disk is an error before the first step.
+
+    Raises
+    ------
+    InvalidInputError
+        If the directory can't be written or has no room.
+    """
+
+    def __init__(self, directory: str | Path | None = None, *, capacity_bytes: int = 0) -> None:
+        super().__init__()
+        where = Path(directory) if directory is not None else Path(tempfile.gettempdir())
+        try:
+            self._file = tempfile.TemporaryFile(dir=where, buffering=0)  # noqa: SIM115 - closed by close()
+        except OSError as error:
+            raise InvalidInputError(
+                f"swap directory {where} can't be written: {error}; pass swap_dir= a directory that can"
+            ) from error
+        self._where = where
+        self._reserved = 0
+        self._extents = Extents()
+        try:
+            self._reserve(capacity_bytes)
+        except SwapError as error:
+            self._file.close()
+            raise InvalidInputError(str(error)) from error
+        self._out = _Worker("ckptplan-swap-out")
+        self._in = _Worker("ckptplan-swap-in")
+        self._close = weakref.finalize(self, _close_disk, self._out, self._in, self._file)
+
+    def _reserve(self, nbytes: int) -> None:
+        if nbytes <= self._reserved:
+            return
+        try:
+            os.posix_fallocate(self._file.fileno(), 0, nbytes)
+        except OSError as error:
+            raise SwapError(
+                f"swap directory {self._where} has no room for {format_bytes(nbytes)}: {error}; "
+                "free some, pass another swap_dir=, or solve with a smaller host_gb="
+            ) from error
+        self._reserved = nbytes
+
+    def start_out(self, source: torch.Tensor) -> Ticket:
+        ticket = Ticket(source.numel(), self._extents.take(source.numel()))
+        try:
+            self._reserve(self._extents.end)
+        except SwapError:
+            self._extents.give(ticket.offset, ticket.nbytes)
+            raise
+        view = memoryview(source.numpy())
+        ticket.out_done = self._out.submit(_write, self._file.fileno(), view, ticket.offset)
+        return self._issued(ticket)
+
+    def finish_out(self, ticket: Ticket) -> None:
+        ticket.out_done.wait(f"writing {format_bytes(ticket.nbytes)} to {self._where}")
+
+    def start_in(self, ticket: Ticket, target: torch.Tensor) -> None:
+        view = memoryview(target.numpy())
+        ticket.in_done = self._in.submit(_read, ticket.out_done, self._file.fileno(), view, ticket.offset)
+
+    def finish_in(self, ticket: Ticket) -> None:
+        ticket.in_done.wait(f"reading {format_bytes(ticket.nbytes)} from {self._where}")
+
+    def free(self, ticket: Ticket) -> None:
+        for done in (ticket.out_done, ticket.in_done):
+            if done is not None and not done.event.is_set():
+                done.event.wait()
+        self._extents.give(ticket.offset, ticket.nbytes)
+        self._freed()
+
+    def _shut(self) -> None:
+        self._close()
+
+
+def _close_disk(out: _Worker, back: _Worker, file: Any) -> None:
+    out.stop()
+    back.stop()
+    with contextlib.suppress(OSError):
+        file.close()
+
+
+def _write(fd: int, view: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done:], offset + done)
+
+
+def _read(after: _Done, fd: int, view: memoryview, offset: int) -> None:
+    after.wait("the copy out")
+    done = 0
+    while done < len(view):
+        count = os.preadv(fd, [view[done:]], offset + done)
+        if count == 0:
+            raise OSError(f"the swap file ends {len(view) - done} bytes early")
+        done += count
+
+
+class PinnedStore(_Counted):
+    """Swaps CUDA tensors to page-locked host memory on two side streams.
+
+    The area is ordinary memory registered with CUDA at its exact size: PyTorch's own pinned allocator rounds up to
+    powers of two. An area that overflows (more graphs alive than the plan knew) gets a further one.
+
+    Streams: a copy out waits for the compute stream of its caller; the compute stream waits for it at the release
+    point, so the block is free for reuse on that stream and no `record_stream` is needed. A copy in waits for the
+    compute stream, on which its target was allocated, and for its own copy out. An extent is written again only after
+    the copy in that read it last: `free` makes the outward stream wait for that copy.
+    """
+
+    def __init__(self, device: torch.device, *, capacity_bytes: int, limit_bytes: int | None = None) -> None:
+        super().__init__()
+        self._device = device
+        self._limit = limit_bytes
+        self._extents = Extents()
+        self._areas: list[tuple[int, torch.Tensor]] = []  # (offset of its first byte, area)
+        self._out = torch.cuda.Stream(device)
+        self._in = torch.cuda.Stream(device)
+        try:
+            self._grow(max(capacity_bytes, _ALIGN))
+        except SwapError as error:
+            raise InvalidInputError(str(error)) from error
+
+    def _grow(self, nbytes: int) -> None:
+        start = self._areas[-1][0] + self._areas[-1][1].numel() if self._areas else 0
+        if self._limit is not None and start + nbytes > self._limit:
+            raise SwapError(
+                f"swapping needs {format_bytes(start + nbytes)} of pinned host memory, the limit is "
+                f"{format_bytes(self._limit)}; raise host_gb="
+            )
+        try:
+            area = torch.empty(nbytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise SwapError(f"no host memory for {format_bytes(nbytes)} of swap space: {error}") from error
+        code = torch.cuda.cudart().cudaHostRegister(area.data_ptr(), nbytes, 0)
+        if int(code) != 0:
+            raise SwapError(f"page-locking {format_bytes(nbytes)} of host memory failed (CUDA error {int(code)}); lower host_gb=")
+        self._areas.append((start, area))
+
+    def _host(self, ticket: Ticket) -> torch.Tensor:
+        for start, area in self._areas:
+            if start <= ticket.offset and ticket.offset + ticket.nbytes <= start + area.numel():
+                return area[ticket.offset - start : ticket.offset - start + ticket.nbytes]
+        raise SwapError(f"no pinned area holds bytes {ticket.offset}..{ticket.offset + ticket.nbytes}")
+
+    def start_out(self, source: torch.Tensor) -> Ticket:
+        compute = torch.cuda.current_stream(self._device)
+        ticket = Ticket(source.numel(), self._extents.take(source.numel()))
+        covered = self._areas[-1][0] + self._areas[-1][1].numel()
+        if self._extents.end > covered:
+            # The new area begins where the last one ends; an extent across the seam is moved behind it.
+            try:
+                size = -(-ticket.nbytes // _ALIGN) * _ALIGN
+                if ticket.offset < covered:
+                    self._extents.give(ticket.offset, covered - ticket.offset)
+                    ticket.offset, self._extents.end = covered, covered + size
+                self._grow(max(self._extents.end - covered, covered // 4))
+            except SwapError:
+                self._extents.end = covered
+                raise
+        host = self._host(ticket)
+        self._out.wait_stream(compute)
+        with torch.cuda.stream(self._out):
+            host.copy_(source, non_blocking=True)
+            ticket.out_done = self._out.record_event()
+        return self._issued(ticket)
+
+    def finish_out(self, ticket: Ticket) -> None:
+        torch.cuda.current_stream(self._device).wait_event(ticket.out_done)
+
+    def start_in(self, ticket: Ticket, target: torch.Tensor) -> None:
+        self._in.wait_stream(torch.cuda.current_stream(self._device))
+        self._in.wait_event(ticket.out_done)
+        with torch.cuda.stream(self._in):
+            target.copy_(self._host(ticket), non_blocking=True)
+            ticket.in_done = self._in.record_event()
+
+    def finish_in(self, ticket: Ticket) -> None:
+        torch.cuda.current_stream(self._device).wait_event(ticket.in_done)
+
+    def free(self, ticket: Ticket) -> None:
+        # Extents are split and merged, so the next writer waits for every read issued so far: one event, no host wait.
+        if ticket.in_done is not None:
+            self._out.wait_event(ticket.in_done)
+        self._extents.give(ticket.offset, ticket.nbytes)
+        self._freed()
+
+    def _shut(self) -> None:
+        if self._areas:
+            torch.cuda.synchronize(self._device)
+        for _, area in self._areas:
+            torch.cuda.cudart().cudaHostUnregister(area.data_ptr())
+        self._areas = []
+
+
+def make_store(device: torch.device, *, capacity_bytes: int, directory: str | Path | None, limit_bytes: int | None) -> Store:
+    """The store for tensors on `device`: pinned memory for CUDA, a file for the CPU."""
+    if device.type == "cuda":
+        return PinnedStore(device, capacity_bytes=capacity_bytes, limit_bytes=limit_bytes)
+    return DiskStore(directory, capacity_bytes=capacity_bytes)

@@ -1,0 +1,265 @@
+"""Swapping: saved tensors that leave the device between their forward and their backward.
+
+NOTE [States of a swapped storage]
+
+    ON_DEVICE --start_leaving--> LEAVING --finish_leaving--> AWAY --start_returning--> RETURNING --finish_returning--> ON_DEVICE
+
+1. One record per (storage, version), shared by every alias that any stage of the same forward saves.
+2. The device bytes are dropped in `finish_leaving` alone, after the copy out; they are allocated in `start_returning`
+   alone, by the thread that computes.
+3. A record lives as long as a saved alias of it (the autograd graph owns those), and nothing else keeps it: freeing the
+   graph frees device and host bytes in whatever state they are.
+4. Every unpack goes through `tensor()`, which brings the bytes back if no prefetch has; it may be called any number of
+   times.
+5. A storage modified after it was saved is an error, as in PyTorch, unless its copy had left before: then the copy is
+   the value that was saved, and right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ckptplan.core.errors import CkptPlanError
+from ckptplan.runtime.stores import Store, Ticket
+
+MIN_SWAP_BYTES = 1 << 12
+"""Smaller storages stay on the device: a transfer's fixed cost exceeds what they free."""
+
+
+class State(enum.Enum):
+    """Where a record's bytes are."""
+
+    ON_DEVICE = enum.auto()
+    LEAVING = enum.auto()
+    AWAY = enum.auto()
+    RETURNING = enum.auto()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage of `tensor` as one-dimensional uint8, without autograd."""
+    with torch.no_grad():
+        count = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
+
+
+def modified_error(shape: Iterable[int], saved: int, found: int) -> RuntimeError:
+    """PyTorch's kind of error for a saved tensor that was written to."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+        f"shape {list(shape)} is at version {found}; expected version {saved} instead"
+    )
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the plan was applied."""
+
+    forwards: int = 0
+    recomputed_stages: int = 0
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
+    host_wait_s: float = 0.0
+
+
+class Record:
+    """One storage under swap (NOTE [States of a swapped storage])."""
+
+    def __init__(self, tensor: torch.Tensor, store: Store, counters: Counters) -> None:
+        self._store = store
+        self._counters = counters
+        self.state = State.ON_DEVICE
+        self.nbytes = tensor.untyped_storage().nbytes()
+        self._device = tensor.device
+        self._device_bytes: torch.Tensor | None = _bytes_of(tensor)
+        self._watch: torch.Tensor | None = tensor.detach()  # shares the version counter of what was saved
+        self.version = tensor._version
+        self._modified: int | None = None
+        self._ticket: Ticket | None = None
+
+    def start_leaving(self) -> None:
+        """Issue the copy out."""
+        if self.state is State.ON_DEVICE and self._ticket is None:
+            assert self._device_bytes is not None
+            self._ticket = self._store.start_out(self._device_bytes)
+            self.state = State.LEAVING
+            self._counters.swapped_out_bytes += self.nbytes
+
+    def finish_leaving(self) -> None:
+        """Wait for the copy out, then drop the device bytes: the release point."""
+        if self.state is not State.LEAVING:
+            return
+        assert self._ticket is not None
+        begin = time.perf_counter()
+        self._store.finish_out(self._ticket)
+        self._counters.host_wait_s += time.perf_counter() - begin
+        self._check_version()
+        self._device_bytes = self._watch = None
+        self.state = State.AWAY
+
+    def start_returning(self) -> None:
+        """Allocate on the device and issue the copy in: the prefetch point."""
+        self.finish_leaving()
+        if self.state is State.AWAY:
+            assert self._ticket is not None
+            self._device_bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+            self._store.start_in(self._ticket, self._device_bytes)
+            self.state = State.RETURNING
+            self._counters.swapped_in_bytes += self.nbytes
+
+    def finish_returning(self) -> None:
+        """Wait for the copy in."""
+        if self.state is State.RETURNING:
+            assert self._ticket is not None
+            begin = time.perf_counter()
+            self._store.finish_in(self._ticket)
+            self._counters.host_wait_s += time.perf_counter() - begin
+            self.state = State.ON_DEVICE
+
+    def bytes(self) -> torch.Tensor:
+        """The whole storage on the device, as one-dimensional uint8.
+
+        Raises
+        ------
+        RuntimeError
+            If the storage was modified after it was saved and before its copy had left.
+        SwapError
+            If a copy failed.
+        """
+        if self.state in (State.AWAY, State.RETURNING):
+            self.start_returning()
+            self.finish_returning()
+        self._check_version()
+        if self._modified is not None:
+            raise modified_error([self.nbytes], self.version, self._modified)
+        assert self._device_bytes is not None
+        return self._device_bytes
+
+    def _check_version(self) -> None:
+        if self._watch is not None and self._watch._version != self.version:
+            self._modified = self._watch._version
+
+    def __del__(self) -> None:
+        if getattr(self, "_ticket", None) is None:
+            return
+        # A target must not be freed under a copy that still writes to it.
+        with contextlib.suppress(CkptPlanError):
+            self.finish_returning()
+        self._store.free(self._ticket)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class _Alias:
+    """A saved tensor as a view of a record."""
+
+    record: Record
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self.record.bytes().view(self.dtype).as_strided(self.size, self.stride, self.offset)
+
+
+@dataclass(slots=True)
+class _Held:
+    """A saved tensor that stays, with PyTorch's check that hooks switch off."""
+
+    value: torch.Tensor
+    version: int
+
+    def tensor(self) -> torch.Tensor:
+        if self.value._version != self.version:
+            raise modified_error(self.value.shape, self.version, self.value._version)
+        return self.value
+
+
+_PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+
+def movable(tensor: torch.Tensor, device: torch.device, never: Callable[[torch.UntypedStorage], bool]) -> bool:
+    """Whether the storage of a saved tensor can be swapped at all."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.device.type == device.type
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and (nbytes := tensor.untyped_storage().nbytes()) >= MIN_SWAP_BYTES
+        and nbytes % tensor.element_size() == 0
+        and not never(tensor.untyped_storage())
+    )
+
+
+class SwapSession:
+    """The records of one forward pass and the backward that follows it.
+
+    Parameters
+    ----------
+    store : Store
+    device : torch.device
+        Only tensors there are moved.
+    never : callable
+        Whether a storage belongs to the model (parameters and buffers, recognised by storage).
+    """
+
+    def __init__(
+        self, store: Store, device: torch.device, never: Callable[[torch.UntypedStorage], bool], counters: Counters
+    ) -> None:
+        self._store = store
+        self._device = device
+        self._never = never
+        self._counters = counters
+        self._records: weakref.WeakValueDictionary[tuple[int, int], Record] = weakref.WeakValueDictionary()
+        self._moved: dict[int, list[weakref.ref[Record]]] = {}
+
+    @contextlib.contextmanager
+    def stage(self, index: int, moves: tuple[int, ...]) -> Iterator[None]:
+        """Pack what autograd saves inside; at a clean exit, what `moves` names starts to leave.
+
+        Parameters
+        ----------
+        moves : tuple of int
+            Positions, in the order of first saving, of the movable storages that leave.
+        """
+        order: list[Record] = []
+        seen: set[tuple[int, int]] = set()
+
+        def pack(tensor: torch.Tensor) -> _Alias | _Held:
+            if not movable(tensor, self._device, self._never):
+                return _Held(tensor, tensor._version)
+            key = (tensor.untyped_storage()._cdata, tensor._version)
+            record = self._records.get(key)
+            if record is None or record.state in (State.AWAY, State.RETURNING):
+                record = self._records[key] = Record(tensor, self._store, self._counters)
+            if key not in seen:
+                seen.add(key)
+                order.append(record)
+            return _Alias(record, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor()):
+            yield
+        leaving = [order[position] for position in moves if position < len(order)]
+        for record in leaving:
+            record.start_leaving()
+        self._moved[index] = [weakref.ref(record) for record in leaving]
+
+    def release(self, index: int) -> None:
+        """The release point of stage `index`."""
+        for record in self._alive(index):
+            record.finish_leaving()
+
+    def prefetch(self, index: int) -> None:
+        """The prefetch point of stage `index`."""
+        for record in self._alive(index):
+            record.start_returning()
+
+    def _alive(self, index: int) -> list[Record]:
+        return [record for ref in self._moved.get(index, ()) if (record := ref()) is not None]

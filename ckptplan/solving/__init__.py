@@ -1,0 +1,5 @@
+"""Profile to plan: chain DP, exact search, fluid CP-SAT model, planner. Imports core alone; OR-Tools lazily."""
+
+from ckptplan.solving.planner import MinPeak, plan_space, smallest_peak, solve_profile
+
+__all__ = ["MinPeak", "plan_space", "smallest_peak", "solve_profile"]
