@@ -287,8 +287,8 @@ def _series(losses: list[float]) -> str:
 
 
 def _table(rows: list[Row], title: str) -> Table:
-    # Without vertical lines, so that it fits 80 columns.
-    table = Table("", title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    # Neither lines nor padding, so that it fits 80 columns.
+    table = Table("", title=title, box=box.SIMPLE_HEAD, padding=0)
     for column in ("budget", "predicted\npeak", "measured\npeak", "predicted\nstep", "measured\nstep"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("gradients,\nlosses")
@@ -323,8 +323,15 @@ def _conclude(console: Console, plan: Plan, rows: list[Row]) -> bool:
             console.print(f"[red]{row.name}: the measured peak is above the budget[/red]")
         if row.gradients_equal is False or row.losses_equal is False:
             console.print(f"[red]{row.name}: gradients or losses differ from plain training[/red]")
+    plain, ours = rows[0], rows[-1]
+    if plain.predicted_step_s and plain.measured_step_s:
+        ratio = plain.predicted_step_s / plain.measured_step_s
+        if not 2 / 3 <= ratio <= 3 / 2:
+            console.print(
+                f"[yellow]The plain step was predicted at {ratio:.2g} times its measured time, so don't compare "
+                "times: try again on an idle machine. The bytes don't depend on it.[/yellow]"
+            )
     if all(sound):
-        plain, ours = rows[0], rows[-1]
         saved = ""
         if plain.measured_peak_bytes and ours.measured_peak_bytes and plain.measured_step_s and ours.measured_step_s:
             saved = (

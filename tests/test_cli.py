@@ -114,9 +114,9 @@ def test_solve_keeps_the_host_limit(run: Run, chain: Profile, profile_file: Path
     assert Plan.load(out).host_bytes <= limit_gb * GIB
 
 
-def test_a_budget_that_is_too_small_names_the_smallest_that_works(run: Run, chain: Profile, profile_file: Path) -> None:
+def test_a_budget_that_is_too_small_names_the_smallest_that_works(run: Run, profile_file: Path) -> None:
     result = run("solve", profile_file, "--budget-gb", 0.001)
-    assert_clean_error(result, "smallest feasible peak", "s")
+    assert_clean_error(result, "smallest feasible peak")
 
 
 @pytest.mark.parametrize("budget", ["12GB", "nan", "inf", "-1", "0", ""])
@@ -131,7 +131,7 @@ def test_unknown_actions_are_named(run: Run, profile_file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments"), [("show",), ("solve", "--budget-gb", "1"), ("baselines", "--budget-gb", "1")], ids=lambda a: a[0]
+    "arguments", [("show",), ("solve", "--budget-gb", "1"), ("baselines", "--budget-gb", "1")], ids=lambda a: a[0]
 )
 @pytest.mark.parametrize(
     ("content", "text"),
@@ -245,7 +245,7 @@ def test_demo_trains_with_identical_losses_within_its_budget(capsys: pytest.Capt
     size = Size(blocks=3, width=32, heads=2, context=64, batch=8)
     assert run("cpu", steps=2, size=size, time_limit_s=2.0, console=Console(width=160))
     out = capsys.readouterr().out
-    assert "identical" in out
-    assert "differ" not in out
+    assert "same, same" in out
+    assert "DIFFER" not in out
     for row in ("plain", "ckptplan", "recompute all", "pooch"):
         assert row in out

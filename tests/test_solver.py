@@ -20,8 +20,8 @@ from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import Overflow, residency, schedule
 from ckptplan.referee import simulate, validate
-from ckptplan.solving import smallest_peak, solve_profile
-from ckptplan.solving.chain_dp import keep_or_recompute
+from ckptplan.solving import planner, smallest_peak, solve_profile
+from ckptplan.solving.chain_dp import nothing_moves
 from ckptplan.solving.evaluate import Evaluator, menus
 from ckptplan.solving.fluid_model import FluidModel, PeakModel
 
@@ -185,7 +185,9 @@ def test_peak_model_is_exact_in_bytes() -> None:
             result = PeakModel(profile, menu, host).solve(deadline=time.monotonic() + 20)
             assert result.proven
             assert result.codes is not None
-            assert evaluator.smallest_peaks(np.array([result.codes], np.int8))[0] == evaluator.smallest_peaks(rows).min()
+            assert (
+                evaluator.smallest_peaks(np.array([result.codes], np.int8))[0] == evaluator.smallest_peaks(rows).min()
+            )
 
 
 def test_host_limit() -> None:
@@ -206,12 +208,12 @@ def test_dp_equals_brute_force_over_keep_and_recompute() -> None:
         profile, rng = random_chain(seed, 1 + seed % 8), random.Random(seed)
         menu = menus(profile, actions)
         for budget in budgets(profile, rng, actions):
-            result = keep_or_recompute(profile, menu, budget, deadline=time.monotonic() + 20)
+            result = nothing_moves(profile, menu, budget, deadline=time.monotonic() + 20)
             assert result.exact
             assert result.codes is not None
             assert result.step_s == pytest.approx(brute_force(profile, budget, actions), **SAME), (seed, budget)
             assert peak_of(profile, tuple(ACTIONS[code] for code in result.codes)) <= budget
-        assert keep_or_recompute(profile, menu, budgets(profile, rng, actions)[0] - 1, deadline=math.inf).codes is None
+        assert nothing_moves(profile, menu, budgets(profile, rng, actions)[0] - 1, deadline=math.inf).codes is None
 
 
 def test_fluid_bound_is_below_the_optimum() -> None:
@@ -221,10 +223,19 @@ def test_fluid_bound_is_below_the_optimum() -> None:
         scale = 1 if seed % 2 else 12_345_677
         grown = scaled(profile, scale)
         for budget in budgets(grown, rng):
-            result = FluidModel(grown, menus(grown, ACTIONS), budget).solve(lambda *_: False, deadline=time.monotonic() + 20)
             best = brute_force(grown, budget)
-            assert result.bound <= best * (1 + 1e-12), (seed, budget)
-            assert result.proven
+            for whole in (False, True):
+                model = FluidModel(grown, menus(grown, ACTIONS), budget, whole_transfers=whole)
+                result = model.solve(lambda *_: False, deadline=time.monotonic() + 1)
+                assert result.bound <= best * (1 + 1e-12), (seed, budget, whole)
+                # With latency, or units of many bytes, the bound is below the optimum, if not by much.
+                if whole and scale == 1 and not grown.link.latency_s and result.proven:
+                    assert result.bound >= best * 0.999 - 2 * len(grown.stages) / min_rate(grown), (seed, budget)
+
+
+def min_rate(profile: Profile) -> float:
+    """Bytes per second of the slower direction: a stall may carry one byte for free."""
+    return min(profile.link.out_bytes_per_s, profile.link.in_bytes_per_s)
 
 
 def scaled(profile: Profile, scale: int) -> Profile:
@@ -237,7 +248,8 @@ def scaled(profile: Profile, scale: int) -> Profile:
         profile,
         storages=tuple(replace(s, nbytes=s.nbytes * scale) for s in profile.storages),
         stages=tuple(
-            replace(s, keep=transient(s.keep), swap=transient(s.swap), recompute=transient(s.recompute)) for s in profile.stages
+            replace(s, keep=transient(s.keep), swap=transient(s.swap), recompute=transient(s.recompute))
+            for s in profile.stages
         ),
         base_forward_bytes=tuple(b * scale for b in profile.base_forward_bytes),
         base_backward_bytes=tuple(b * scale for b in profile.base_backward_bytes),
@@ -363,3 +375,25 @@ def test_progress_is_reported() -> None:
     )
     assert seen[-1] == ("done", plan.step_s, plan.lower_bound_s)
     assert all(bound <= best * (1 + 1e-9) for _, best, bound in seen)
+
+
+def test_the_way_for_long_chains_is_sound_on_short_ones(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(planner, "ENUMERATE", 0)
+    monkeypatch.setattr(planner, "ENUMERATE_WITH_TIME", 0)
+    proven = 0
+    for seed in range(20):
+        profile, rng = random_chain(seed, 3 + seed % 4), random.Random(seed)
+        host = None if seed % 4 else 30
+        least = smallest_peak(profile, host_bytes=host)
+        assert least.proven
+        assert brute_force(profile, least.peak_bytes, host_bytes=host) < math.inf
+        assert least.peak_bytes == 0 or brute_force(profile, least.peak_bytes - 1, host_bytes=host) == math.inf
+        for budget in (least.peak_bytes, least.peak_bytes + rng.randint(1, 20)):
+            plan = solve_profile(profile, budget, host_bytes=host, time_limit_s=0.4)
+            check(profile, plan, budget, host)
+            best = brute_force(profile, budget, host_bytes=host)
+            assert plan.lower_bound_s <= best * (1 + 1e-9), (seed, budget)
+            assert plan.step_s >= best * (1 - 1e-9), (seed, budget)
+            proven += plan.status == "optimal"
+    # Latency and units of bytes leave a gap now and then; most are proven.
+    assert proven >= 20

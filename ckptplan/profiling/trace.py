@@ -53,8 +53,10 @@ class Replay:
         Storage -> bytes.
     output : set
         Storages of the model's output.
-    end_bytes, outside_bytes : int
-        Live bytes after backward, gradients included; bytes of what was read but not made by the step.
+    end_bytes : int
+        Live bytes after backward, gradients included.
+    wrapped_bytes : int
+        Numbers that became tensors, which no replay sees.
     """
 
     forward: dict[int, SegmentTrace] = field(default_factory=dict)
@@ -65,6 +67,7 @@ class Replay:
     sizes: dict[Sid, int] = field(default_factory=dict)
     output: set[Sid] = field(default_factory=set)
     end_bytes: int = 0
+    wrapped_bytes: int = 0
 
 
 class _Watcher:
@@ -118,7 +121,7 @@ def replay(
         False: let autograd save nothing, and run no backward.
     """
     out = Replay()
-    tracker = Tracker(round_to)
+    tracker = Tracker(round_to, device.type)
     watcher = _Watcher(tracker, out)
     one_forward = step.fn is None
     with fake_parameters(step.model, tracker):
@@ -126,15 +129,20 @@ def replay(
         for tensor in (*own, *(p.grad for p in own if p.grad is not None)):
             tracker.outside(tensor)
         belongs = {t.untyped_storage()._cdata for t in own}
+        outside: dict[int, tuple[int, torch.Tensor]] = {}
         controller = Controller(
             step.model, stages, choices, NullStore(), device, observer=watcher, one_forward=one_forward
         )
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | None:
             sid = tracker.sid(tensor)
+            can = movable(tensor, device, lambda storage: storage._cdata in belongs)
+            if sid is None and can:
+                # From outside the step: it never moves, but it counts in the order of saving.
+                cdata = tensor.untyped_storage()._cdata
+                sid = ("outside", 0, outside.setdefault(cdata, (len(outside), tensor.detach()))[0])
             if sid is not None:
                 out.sizes[sid] = tracker.size_of(tensor.untyped_storage())
-                can = movable(tensor, device, lambda storage: storage._cdata in belongs)
                 out.saved.setdefault(watcher.segment, {}).setdefault(sid, can)
             return tensor if saves else None
 
@@ -161,7 +169,7 @@ def replay(
                 del output, loss
         finally:
             controller.remove()
-    out.forward, out.backward = tracker.forward, tracker.backward
+    out.forward, out.backward, out.wrapped_bytes = tracker.forward, tracker.backward, tracker.wrapped_bytes
     return out
 
 
@@ -243,6 +251,7 @@ class _Tracing:
         self.program = self._run((KEEP,) * n, saves=False)
         self.kept = self._run((KEEP,) * n)
         self.recomputed = self._run((Decision("recompute"),) * n)
+        self.resident_bytes += self.kept.wrapped_bytes
         self.segments = self._nonempty()
         self.storages, self.index = self._storages()
 
@@ -274,10 +283,14 @@ class _Tracing:
         wanted: dict[Sid, int] = {}
         for sids in (*self.kept.saved.values(), *self.kept.inputs.values(), self.kept.output):
             for sid in sids:
-                if sid[0] == "forward":
+                if sid[0] != "backward":
                     wanted.setdefault(sid, self.kept.sizes[sid])
         storages, index = [], {}
         for sid, nbytes in wanted.items():
+            if sid[0] == "outside":
+                index[sid] = len(storages)
+                storages.append(Storage(f"input {sid[2]}", nbytes, -1, -1, to_end=True))
+                continue
             born = at(sid[1])
             until = max(last_seen.get(sid, born), born)
             index[sid] = len(storages)

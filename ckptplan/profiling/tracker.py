@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from ckptplan.profiling.fake import FakeWorld
 
 Sid = tuple[str, int, int]
-"""A storage's name across replays: phase of its making, segment, and how many were made there before it."""
+"""A storage's name across replays: phase of its making ("outside": before the step), segment, and a running number."""
 
 _LAST_NODE = 1 << 62  # AccumulateGrad nodes carry the largest number and belong to nobody
 
@@ -62,17 +62,21 @@ class Tracker(FakeWorld):
     ----------
     round_to : int
         The device allocator rounds each block up to a multiple of this.
+    device_type : str
+        Where the step runs.
     """
 
-    def __init__(self, round_to: int = 1) -> None:
+    def __init__(self, round_to: int = 1, device_type: str = "cpu") -> None:
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.wrapped_bytes = 0
         self.forward: dict[int, SegmentTrace] = {}
         self.backward: dict[int, SegmentTrace] = {}
         self._round_to = round_to
+        self._device_type = device_type
         self._alive: dict[int, Sid | None] = {}
-        self._sizes: dict[int, int] = {}
+        self._made_by: dict[int, int | None] = {}
         self._starts: list[int] = []
         self._made = 0
         self._segment = -1
@@ -151,12 +155,15 @@ class Tracker(FakeWorld):
         nbytes = self.size_of(storage)
         self._alive[key] = ("backward" if self._in_backward else "forward", self._segment, self._made)
         self._made += 1
+        node = torch._C._current_autograd_node() if self._in_backward else None
+        self._made_by[key] = None if node is None else node._sequence_nr()
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(storage, self._freed, key, nbytes)
 
     def _freed(self, key: int, nbytes: int) -> None:
         self._alive.pop(key, None)
+        self._made_by.pop(key, None)
         self.live_bytes -= nbytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -166,17 +173,47 @@ class Tracker(FakeWorld):
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         for tensor in given:
             if not isinstance(tensor, FakeTensor) and id(tensor.untyped_storage()) not in self._alive:
-                self.outside(tensor)
+                if tensor.dim() == 0 and tensor.device.type == "cpu" == self._device_type:
+                    self._add(tensor)  # a number that PyTorch has just wrapped, and autograd may save
+                else:
+                    self.outside(tensor)
                 self.outside(self.fake(tensor))
+        if "Tensor" in func._overloadname and self._device_type == "cpu":
+            # Numbers among the operands become tensors of 8 bytes, which autograd may save.
+            self.wrapped_bytes += 8 * sum(isinstance(x, (int, float)) for x in args)
         before = self.live_bytes
         key = op_key(func, args, kwargs)
+        in_place = self._accumulates(func, args, kwargs)
         result = self.run(func, args, kwargs)
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._add(tensor)
         trace = (self.backward if self._in_backward else self.forward)[self._segment]
-        trace.ops.append((before, self.live_bytes, key))
+        trace.ops.append((before, before, None) if in_place else (before, self.live_bytes, key))
         return result
+
+    def _accumulates(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the autograd engine, summing gradients that meet, would add in place on real tensors.
+
+        It does where one of the two is its own alone, but never on tensor subclasses such as fake ones. One of the two
+        comes from an earlier node then, which tells the sum apart from an addition inside a node's formula.
+        """
+        if not self._in_backward or func is not torch.ops.aten.add.Tensor or kwargs or torch.is_grad_enabled():
+            return False
+        pair = [x for x in args if isinstance(x, FakeTensor)]
+        if len(pair) != 2 or pair[0].shape != pair[1].shape or pair[0].dtype != pair[1].dtype:
+            return False
+        made_by = {self._made_by.get(id(t.untyped_storage())) for t in pair}
+        return len(made_by) == 2 and any(self._owned_by_engine(t) for t in pair)
+
+    @staticmethod
+    def _owned_by_engine(tensor: torch.Tensor) -> bool:
+        # 4 and 2: what the engine, this call and its wrappers count up to, observed on a gradient nobody else holds.
+        return (
+            tensor._use_count() <= 4  # type: ignore[attr-defined]
+            and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2
+            and tensor.is_contiguous()
+        )
 
 
 def op_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:

@@ -30,7 +30,7 @@ def measure_workspaces(keys: Iterable[Hashable], device: torch.device) -> tuple[
     list of str
         Operations that could not be run alone.
     """
-    wanted = [key for key in dict.fromkeys(keys) if _worth_measuring(key)]
+    wanted = [key for key in dict.fromkeys(keys) if key is not None and _worth_measuring(key)]
     failed: list[str] = []
     if device.type == "cuda":
         peaks = {key: _cuda_peak(key, device, failed) for key in wanted}

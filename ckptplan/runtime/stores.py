@@ -39,7 +39,7 @@ class Store(Protocol):
     """What the swap state machine needs of a tier."""
 
     def start_out(self, source: torch.Tensor) -> Ticket:
-        """Begin to copy a one-dimensional uint8 tensor out; the caller keeps `source` until `finish_out`."""
+        """Begin to copy a one-dimensional contiguous tensor out; the caller keeps `source` until `finish_out`."""
 
     def finish_out(self, ticket: Ticket) -> None:
         """Make compute wait until the copy out is done."""
@@ -61,7 +61,7 @@ class NullStore:
     """Moves nothing: for replays that only count bytes."""
 
     def start_out(self, source: torch.Tensor) -> Ticket:
-        return Ticket(source.numel(), 0)
+        return Ticket(source.nbytes, 0)
 
     def finish_out(self, ticket: Ticket) -> None: ...
 
@@ -228,13 +228,13 @@ class DiskStore(_Counted):
         self._reserved = nbytes
 
     def start_out(self, source: torch.Tensor) -> Ticket:
-        ticket = Ticket(source.numel(), self._extents.take(source.numel()))
+        ticket = Ticket(source.nbytes, self._extents.take(source.nbytes))
         try:
             self._reserve(self._extents.end)
         except SwapError:
             self._extents.give(ticket.offset, ticket.nbytes)
             raise
-        view = memoryview(source.numpy())
+        view = memoryview(source.view(torch.uint8).numpy())
         ticket.out_done = self._out.submit(_write, self._file.fileno(), view, ticket.offset)
         return self._issued(ticket)
 
@@ -242,7 +242,7 @@ class DiskStore(_Counted):
         ticket.out_done.wait(f"writing {format_bytes(ticket.nbytes)} to {self._where}")
 
     def start_in(self, ticket: Ticket, target: torch.Tensor) -> None:
-        view = memoryview(target.numpy())
+        view = memoryview(target.view(torch.uint8).numpy())
         ticket.in_done = self._in.submit(_read, ticket.out_done, self._file.fileno(), view, ticket.offset)
 
     def finish_in(self, ticket: Ticket) -> None:
@@ -331,7 +331,7 @@ class PinnedStore(_Counted):
 
     def start_out(self, source: torch.Tensor) -> Ticket:
         compute = torch.cuda.current_stream(self._device)
-        ticket = Ticket(source.numel(), self._extents.take(source.numel()))
+        ticket = Ticket(source.nbytes, self._extents.take(source.nbytes))
         covered = self._areas[-1][0] + self._areas[-1][1].numel()
         if self._extents.end > covered:
             # The new area begins where the last one ends; an extent across the seam is moved behind it.
@@ -347,7 +347,7 @@ class PinnedStore(_Counted):
         host = self._host(ticket)
         self._out.wait_stream(compute)
         with torch.cuda.stream(self._out):
-            host.copy_(source, non_blocking=True)
+            host.copy_(source.view(torch.uint8), non_blocking=True)
             ticket.out_done = self._out.record_event()
         return self._issued(ticket)
 
@@ -358,7 +358,7 @@ class PinnedStore(_Counted):
         self._in.wait_stream(torch.cuda.current_stream(self._device))
         self._in.wait_event(ticket.out_done)
         with torch.cuda.stream(self._in):
-            target.copy_(self._host(ticket), non_blocking=True)
+            target.view(torch.uint8).copy_(self._host(ticket), non_blocking=True)
             ticket.in_done = self._in.record_event()
 
     def finish_in(self, ticket: Ticket) -> None:

@@ -42,11 +42,11 @@ class State(enum.Enum):
     RETURNING = enum.auto()
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage of `tensor` as one-dimensional uint8, without autograd."""
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage of `tensor` as one dimension of its dtype, without autograd."""
     with torch.no_grad():
         count = tensor.untyped_storage().nbytes() // tensor.element_size()
-        return tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
+        return tensor.detach().as_strided((count,), (1,), 0)
 
 
 def modified_error(shape: Iterable[int], saved: int, found: int) -> RuntimeError:
@@ -77,7 +77,9 @@ class Record:
         self.state = State.ON_DEVICE
         self.nbytes = tensor.untyped_storage().nbytes()
         self._device = tensor.device
-        self._device_bytes: torch.Tensor | None = _bytes_of(tensor)
+        whole = _whole(tensor)
+        self._whole: torch.Tensor | None = whole
+        self._dtype, self._count = whole.dtype, whole.numel()
         self._watch: torch.Tensor | None = tensor.detach()  # shares the version counter of what was saved
         self.version = tensor._version
         self._modified: int | None = None
@@ -86,8 +88,8 @@ class Record:
     def start_leaving(self) -> None:
         """Issue the copy out."""
         if self.state is State.ON_DEVICE and self._ticket is None:
-            assert self._device_bytes is not None
-            self._ticket = self._store.start_out(self._device_bytes)
+            assert self._whole is not None
+            self._ticket = self._store.start_out(self._whole)
             self.state = State.LEAVING
             self._counters.swapped_out_bytes += self.nbytes
 
@@ -100,7 +102,7 @@ class Record:
         self._store.finish_out(self._ticket)
         self._counters.host_wait_s += time.perf_counter() - begin
         self._check_version()
-        self._device_bytes = self._watch = None
+        self._whole = self._watch = None
         self.state = State.AWAY
 
     def start_returning(self) -> None:
@@ -108,8 +110,8 @@ class Record:
         self.finish_leaving()
         if self.state is State.AWAY:
             assert self._ticket is not None
-            self._device_bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
-            self._store.start_in(self._ticket, self._device_bytes)
+            self._whole = torch.empty(self._count, dtype=self._dtype, device=self._device)
+            self._store.start_in(self._ticket, self._whole)
             self.state = State.RETURNING
             self._counters.swapped_in_bytes += self.nbytes
 
@@ -122,8 +124,8 @@ class Record:
             self._counters.host_wait_s += time.perf_counter() - begin
             self.state = State.ON_DEVICE
 
-    def bytes(self) -> torch.Tensor:
-        """The whole storage on the device, as one-dimensional uint8.
+    def whole(self, dtype: torch.dtype) -> torch.Tensor:
+        """The whole storage on the device, as one dimension of `dtype`.
 
         Raises
         ------
@@ -138,8 +140,8 @@ class Record:
         self._check_version()
         if self._modified is not None:
             raise modified_error([self.nbytes], self.version, self._modified)
-        assert self._device_bytes is not None
-        return self._device_bytes
+        assert self._whole is not None
+        return self._whole if dtype == self._dtype else self._whole.view(dtype)
 
     def _check_version(self) -> None:
         if self._watch is not None and self._watch._version != self.version:
@@ -166,7 +168,7 @@ class _Alias:
 
     def tensor(self) -> torch.Tensor:
         with torch.no_grad():
-            return self.record.bytes().view(self.dtype).as_strided(self.size, self.stride, self.offset)
+            return self.record.whole(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
 @dataclass(slots=True)

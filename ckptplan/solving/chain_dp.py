@@ -1,9 +1,9 @@
-"""Exact dynamic program over the chain for keep and recompute.
+"""Exact dynamic program over the chain for plans that move nothing: keep and recompute.
 
 A label stands for the decisions of the stages before `k`: (held bytes, time, which shared storages are held). With no
 transfers, the bytes of forward step `k` and of backward step `k` both depend on these stages alone (NOTE [Residency],
-rules 1 to 3), so each step is checked once, when stage `k` is decided. Of two labels that hold the same shared storages,
-the one with more bytes and more time can't lead to anything better and is dropped.
+rules 1 to 3), so each step is checked once, when stage `k` is decided. Of two labels that hold the same shared
+storages, the one with more bytes and more time can't lead to anything better and is dropped.
 
 Bytes are exact integers. Labels grow with the number of distinct sums of bytes; `width` caps them, and the result says
 whether the cap was ever reached.
@@ -43,15 +43,15 @@ class _Labels:
     code: NDArray[np.int8]
 
 
-def keep_or_recompute(
+def nothing_moves(
     profile: Profile, menu: Sequence[Sequence[int]], budget_bytes: int, *, deadline: float, width: int = 20_000
 ) -> DpResult:
-    """The fastest vector of keeps and recomputes that fits; O(stages x labels log labels).
+    """The fastest vector that fits with every byte staying on the device; O(stages x labels log labels).
 
     Parameters
     ----------
     menu : sequence of sequence of int
-        Action codes per stage; swaps in it are passed over.
+        Action codes per stage; a swap is a keep with another transient here.
     budget_bytes : int
     deadline : float
         By `time.monotonic()`.
@@ -69,10 +69,12 @@ def keep_or_recompute(
         grown = []
         for code in menu[k]:
             transient = stage.transient(ACTIONS[code])
-            if code == SWAP or transient is None:
+            if transient is None or (code == SWAP and transient == stage.keep):
                 continue
             before = levels[-1]
-            start = profile.base_forward_bytes[k] + tracker.program_bytes[k] + before.held - tracker.overlap(k, before.mask)
+            start = (
+                profile.base_forward_bytes[k] + tracker.program_bytes[k] + before.held - tracker.overlap(k, before.mask)
+            )
             held, mask = tracker.hold(k, code, before.held, before.mask)
             back = profile.base_backward_bytes[k] + tracker.caller_bytes + held
             fits = (start + transient.forward_bytes <= budget_bytes) & (back + transient.backward_bytes <= budget_bytes)
@@ -82,7 +84,7 @@ def keep_or_recompute(
             grown.append(
                 _Labels(held[kept], before.cost[kept] + seconds, mask[kept], kept, np.full(len(kept), code, np.int8))
             )
-        merged = _Labels(*(np.concatenate([getattr(g, f) for g in grown]) for f in _Labels.__slots__))  # type: ignore[arg-type]
+        merged = _Labels(*(np.concatenate([getattr(g, f) for g in grown]) for f in _Labels.__slots__))
         if len(merged.held) == 0:
             return DpResult(None, float("inf"), exact)
         pruned = _undominated(merged)

@@ -185,11 +185,11 @@ class Evaluator:
             backward[index, end] -= storage.nbytes
             moved[index[moves], last[moves]] += storage.nbytes
         every = np.arange(n)
+        own_forward = self._transient_forward[every, codes] + np.array(self.profile.base_forward_bytes)
+        own_backward = self._transient_backward[every, codes] + np.array(self.profile.base_backward_bytes)
         return Needs(
-            np.cumsum(forward, axis=1)[:, :n] + np.array(self.profile.base_forward_bytes) + self._transient_forward[every, codes],
-            np.cumsum(backward, axis=1)[:, :n] + np.array(self.profile.base_backward_bytes) + self._transient_backward[every, codes],
-            moved,
-        )  # fmt: skip
+            np.cumsum(forward, axis=1)[:, :n] + own_forward, np.cumsum(backward, axis=1)[:, :n] + own_backward, moved
+        )
 
     def makespans(self, codes: Codes, budget_bytes: int) -> NDArray[np.float64]:
         """Makespan of each row's lazy schedule, infinite where the row doesn't fit."""
@@ -210,7 +210,8 @@ class Evaluator:
         out[kept] = _lane(lazy.front_forward[kept], moved, forward_s, link.latency_s, link.out_bytes_per_s)
         out[kept] += _lane(lazy.front_backward[kept], moved, backward_s, link.latency_s, link.in_bytes_per_s)
         # The same seconds added in another order may come out a rounding below the baseline.
-        return np.maximum(out, self.profile.baseline_step_s)
+        np.maximum(out, self.profile.baseline_step_s, out=out)
+        return out
 
     def _lazy(self, codes: Codes, budget_bytes: int) -> _Lazy:
         needs = self.needs(codes)
@@ -237,7 +238,10 @@ class Evaluator:
 
     def _smallest_peaks(self, codes: Codes) -> NDArray[np.int64]:
         forward, backward = self.tightest(codes)
-        return np.maximum(np.maximum(forward.max(axis=1), backward.max(axis=1)), self.profile.update_peak_bytes)
+        peaks = np.full(len(codes), self.profile.update_peak_bytes, np.int64)
+        np.maximum(peaks, forward.max(axis=1), out=peaks)
+        np.maximum(peaks, backward.max(axis=1), out=peaks)
+        return peaks
 
     def tightest(self, codes: Codes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Bytes per forward and backward step in the schedule of the smallest peak."""
@@ -283,7 +287,8 @@ class Evaluator:
             if last < n - 1 and storage.program_until <= last:
                 mover[s] = last
         return [
-            tuple(p for p, s in enumerate(stage.saved) if mover.get(s) == i) for i, stage in enumerate(self.profile.stages)
+            tuple(p for p, s in enumerate(stage.saved) if mover.get(s) == i)
+            for i, stage in enumerate(self.profile.stages)
         ]
 
     def binding(self, codes: Sequence[int]) -> tuple[str, Phase]:

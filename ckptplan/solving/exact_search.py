@@ -30,7 +30,9 @@ def vectors(menu: Sequence[Sequence[int]]) -> Iterator[Codes]:
         yield block
 
 
-def fastest(evaluator: Evaluator, menu: Sequence[Sequence[int]], budget_bytes: int, deadline: float) -> tuple[Codes | None, bool]:
+def fastest(
+    evaluator: Evaluator, menu: Sequence[Sequence[int]], budget_bytes: int, deadline: float
+) -> tuple[Codes | None, bool]:
     """The fastest vector that fits, and whether all were seen before `deadline` (`time.monotonic`).
 
     Among vectors as fast as each other the one with the most stages kept is taken.

@@ -14,7 +14,10 @@ schedule of whole transfers gives a solution of this model with the same stalls,
 bound on the makespan. Backward is the same lane in reversed time (see evaluate.py). Latency per transfer is left out,
 which lowers the bound too.
 
-Rounding only relaxes. Bytes are counted in units of `budget >> 20` (single bytes below 1 MiB): sizes and budget are
+Whole transfers. With one boolean per stage and step ("its copy is gone"), freed bytes come a whole stage at a time.
+This closes the gap that large transfers leave, at the price of a model that grows with the square of the stages.
+
+Rounding only relaxes. Bytes are counted in units of `budget / 2**20`: sizes and budget are
 rounded down, what the link carries during a step is rounded up, each stall may carry one unit for free, and costs are
 rounded down. The loss is at most 2 units of stall per step and lane, 2e-6 of the time in which the link carries the
 budget.
@@ -26,6 +29,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from ckptplan.core.chain import ACTIONS
@@ -52,7 +56,9 @@ class ModelResult:
 class _Model:
     """The variables both models share, and who holds and moves what."""
 
-    def __init__(self, profile: Profile, menu: Sequence[Sequence[int]], unit_bytes: int, host_bytes: int | None) -> None:
+    gap = 0.0
+
+    def __init__(self, profile: Profile, menu: Sequence[Sequence[int]], unit: Fraction, host_bytes: int | None) -> None:
         from ortools.sat.python import cp_model
 
         self.cp = cp_model
@@ -60,13 +66,17 @@ class _Model:
         self.profile = profile
         self.menu = menu
         self.n = len(profile.stages)
-        self.unit_bytes = unit_bytes
+        self.unit = unit
         self.host_bytes = host_bytes
         self.holders = holders_of(profile)
-        self.sizes = [storage.nbytes // unit_bytes for storage in profile.storages]
+        self.sizes = [self.units(storage.nbytes) for storage in profile.storages]
         self.add_actions()
         self.add_holds()
         self.add_moves()
+
+    def units(self, nbytes: int) -> int:
+        """Whole units in `nbytes`."""
+        return nbytes * self.unit.denominator // self.unit.numerator
 
     def add_actions(self) -> None:
         """One action per stage."""
@@ -141,7 +151,7 @@ class _Model:
                     self.model.add(var + sum(against) >= 1)
                 self.m[i].append((self.sizes[s], var))
         if self.host_bytes is not None:
-            self.model.add(self.put(self.n) <= self.host_bytes // self.unit_bytes)
+            self.model.add(self.put(self.n) <= self.units(self.host_bytes))
 
     def put(self, before: int) -> Any:
         """What the stages before `before` move."""
@@ -168,7 +178,7 @@ class _Model:
             transient = self.profile.stages[k].transient(ACTIONS[code])
             assert transient is not None
             own = transient.forward_bytes if forward else transient.backward_bytes
-            total += (base + own) // self.unit_bytes * var
+            total += self.units(base + own) * var
         return total
 
     def hint(self, codes: Sequence[int]) -> None:
@@ -180,21 +190,27 @@ class _Model:
 
     def read(self, value: Callable[[Any], int]) -> tuple[int, ...]:
         """The decision vector of a solution."""
-        return tuple(next(code for code, var in options.items() if len(options) == 1 or value(var)) for options in self.x)
+        return tuple(
+            next(code for code, var in options.items() if len(options) == 1 or value(var)) for options in self.x
+        )
 
     def solver(self, deadline: float, seed: int, workers: int | None) -> Any:
         """A CP-SAT solver that answers the same for the same seed and workers."""
         solver = self.cp.CpSolver()
         solver.parameters.max_time_in_seconds = max(0.01, deadline - time.monotonic())
         solver.parameters.random_seed = seed % (1 << 31)
-        solver.parameters.num_workers = workers or 2
-        solver.parameters.interleave_search = True
-        solver.parameters.relative_gap_limit = 1e-7 if self.unit_bytes > 1 else 0.0
+        # One worker is deterministic as it is; several only where they take turns, which costs more than it brings here.
+        solver.parameters.num_workers = workers or 1
+        solver.parameters.interleave_search = (workers or 1) > 1
+        solver.parameters.relative_gap_limit = self.gap
         return solver
 
 
 class FluidModel(_Model):
     """Minimise recompute and stalls over all decisions, with links as fluids."""
+
+    # The last units of an amount that flows take long to prove and mean nothing.
+    gap = 1e-7
 
     def __init__(
         self,
@@ -206,20 +222,26 @@ class FluidModel(_Model):
         whole_transfers: bool = False,
     ) -> None:
         self.budget_bytes = budget_bytes
-        super().__init__(profile, menu, max(1, budget_bytes >> RESOLUTION_BITS), None)
+        super().__init__(profile, menu, Fraction(max(1, budget_bytes), 1 << RESOLUTION_BITS), None)
         if host_bytes is not None:
-            self.model.add(self.put(self.n) <= host_bytes // self.unit_bytes)
+            self.model.add(self.put(self.n) <= self.units(host_bytes))
         self.total_units = sum(size for moves in self.m for size, _ in moves)
         out, back = profile.link.out_bytes_per_s, profile.link.in_bytes_per_s
-        recompute_s = [s.recompute_s if RECOMPUTE in codes else 0.0 for s, codes in zip(profile.stages, menu, strict=True)]
+        recompute_s = [
+            s.recompute_s if RECOMPUTE in codes else 0.0 for s, codes in zip(profile.stages, menu, strict=True)
+        ]
         self.away_forward, self.stall_out = self.add_lane("out", out, [s.forward_s for s in profile.stages], None)
-        self.away_backward, self.stall_in = self.add_lane("in", back, [s.backward_s for s in profile.stages], recompute_s)
+        self.away_backward, self.stall_in = self.add_lane(
+            "in", back, [s.backward_s for s in profile.stages], recompute_s
+        )
         self.add_memory()
         if whole_transfers:
             self.add_whole_transfers()
         self.add_objective(recompute_s, out, back)
 
-    def add_lane(self, name: str, bytes_per_s: float, compute_s: list[float], recompute_s: list[float] | None) -> tuple[list[Any], list[Any]]:
+    def add_lane(
+        self, name: str, bytes_per_s: float, compute_s: list[float], recompute_s: list[float] | None
+    ) -> tuple[list[Any], list[Any]]:
         """away[k+1] <= away[k] + what the link carries in step k and the stall after it; all is away at the turn."""
         away: list[Any] = [0]
         stalls: list[Any] = []
@@ -245,18 +267,18 @@ class FluidModel(_Model):
         return away, stalls
 
     def _carried(self, seconds: float, bytes_per_s: float) -> int:
-        return min(self.total_units, math.ceil(seconds * bytes_per_s / self.unit_bytes * (1 + 1e-12)))
+        return min(self.total_units, math.ceil(seconds * bytes_per_s / float(self.unit) * (1 + 1e-12)))
 
     def add_memory(self) -> None:
         """Every step fits the budget."""
-        limit = self.budget_bytes // self.unit_bytes
+        limit = self.units(self.budget_bytes)
         for k in range(self.n):
             self.model.add(self.forward_bytes(k) - self.away_forward[k] <= limit)
             self.model.add(self.backward_bytes(k) - self.away_backward[k] <= limit)
 
     def add_whole_transfers(self) -> None:
         """Bytes are freed a whole stage at a time, oldest first: freed[k] = sum over i < k of gone[i, k] * put by i."""
-        limit = self.budget_bytes // self.unit_bytes
+        limit = self.units(self.budget_bytes)
         for name, away in (("out", self.away_forward), ("in", self.away_backward)):
             previous: dict[int, Any] = {}
             for k in range(1, self.n):
@@ -281,7 +303,7 @@ class FluidModel(_Model):
 
     def add_objective(self, recompute_s: list[float], out_bytes_per_s: float, in_bytes_per_s: float) -> None:
         """Recompute times and stalls, in integers that are never more than the seconds they stand for."""
-        out_s, in_s = self.unit_bytes / out_bytes_per_s, self.unit_bytes / in_bytes_per_s
+        out_s, in_s = float(self.unit) / out_bytes_per_s, float(self.unit) / in_bytes_per_s
         most_s = max(sum(recompute_s), self.profile.baseline_step_s, 1e-9)
         self.per_s = min(1e4 / min(out_s, in_s), 2.0**37 / max(out_s, in_s), 1e13 / most_s)
         terms = [
@@ -297,7 +319,9 @@ class FluidModel(_Model):
         """The makespan in seconds that an objective bound stands for."""
         return self.profile.baseline_step_s + max(0.0, objective - 0.5) / self.per_s * (1 - 1e-12)
 
-    def solve(self, on_solution: OnSolution, *, deadline: float, seed: int = 0, workers: int | None = None) -> ModelResult:
+    def solve(
+        self, on_solution: OnSolution, *, deadline: float, seed: int = 0, workers: int | None = None
+    ) -> ModelResult:
         """Solve until proven, stopped by `on_solution`, or `deadline` (`time.monotonic`)."""
         if self.profile.update_peak_bytes > self.budget_bytes:
             return ModelResult(None, math.inf, True)
@@ -313,7 +337,11 @@ class FluidModel(_Model):
         if status == self.cp.INFEASIBLE:
             return ModelResult(None, math.inf, True)
         found = self.read(solver.value) if status in (self.cp.OPTIMAL, self.cp.FEASIBLE) else None
-        bound = self.bound_s(solver.best_objective_bound) if status != self.cp.UNKNOWN or solver.best_objective_bound > 0 else 0.0
+        bound = (
+            self.bound_s(solver.best_objective_bound)
+            if status != self.cp.UNKNOWN or solver.best_objective_bound > 0
+            else 0.0
+        )
         return ModelResult(found, max(bound, self.profile.baseline_step_s), status == self.cp.OPTIMAL)
 
 
@@ -321,14 +349,21 @@ class PeakModel(_Model):
     """Minimise the peak with everything that moves away at once; exact in bytes."""
 
     def __init__(self, profile: Profile, menu: Sequence[Sequence[int]], host_bytes: int | None = None) -> None:
-        super().__init__(profile, menu, 1, host_bytes)
+        super().__init__(profile, menu, Fraction(1), host_bytes)
         self.add_peak()
 
     def add_peak(self) -> None:
         """The peak is at least every step's bytes, and the update's."""
         most = sum(self.sizes) + max(*self.profile.base_forward_bytes, *self.profile.base_backward_bytes)
-        most += sum(max(t.forward_bytes, t.backward_bytes) for s in self.profile.stages for t in (s.keep, s.swap, s.recompute) if t)
-        self.peak = self.model.new_int_var(self.profile.update_peak_bytes, max(most, self.profile.update_peak_bytes), "peak")
+        most += sum(
+            max(t.forward_bytes, t.backward_bytes)
+            for s in self.profile.stages
+            for t in (s.keep, s.swap, s.recompute)
+            if t
+        )
+        self.peak = self.model.new_int_var(
+            self.profile.update_peak_bytes, max(most, self.profile.update_peak_bytes), "peak"
+        )
         for k in range(self.n):
             self.model.add(self.forward_bytes(k) - self.put(k) <= self.peak)
             self.model.add(self.backward_bytes(k) - self.put(k) <= self.peak)

@@ -26,7 +26,10 @@ def patterns(menu: Sequence[Sequence[int]]) -> Codes:
     # Swap, then recompute, then keep: the first copies have the longest to go and come back.
     step = max(1, n // 12)
     rows.extend(
-        [1] * i + [2] * (j - i) + [0] * (n - j) for i in range(0, n + 1, step) for j in range(i, n + 1, step) if {1, 2} <= set(used)
+        [1] * i + [2] * (j - i) + [0] * (n - j)
+        for i in range(0, n + 1, step)
+        for j in range(i, n + 1, step)
+        if {1, 2} <= set(used)
     )
     wanted = np.array(rows, np.int8)
     for i, codes in enumerate(menu):

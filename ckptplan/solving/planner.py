@@ -27,6 +27,9 @@ ENUMERATE = 20_000
 ENUMERATE_WITH_TIME = 1_000_000
 """Up to this many, it is done when quick answers leave a gap: seconds at most."""
 
+WHOLE_TRANSFERS = 40
+"""Up to this many stages, a model of whole transfers (its size grows with their square) gets a share of the time."""
+
 
 @dataclass(frozen=True, slots=True)
 class MinPeak:
@@ -95,7 +98,9 @@ def solve_profile(
         On actions, limits or budgets that can't be used.
     """
     _check(actions, time_limit_s, budget_bytes=budget_bytes, host_bytes=host_bytes, workers=workers)
-    search = _Search(profile, budget_bytes, actions, host_bytes, time.monotonic() + time_limit_s, seed, workers, on_progress)
+    search = _Search(
+        profile, budget_bytes, actions, host_bytes, time.monotonic() + time_limit_s, seed, workers, on_progress
+    )
     best, bound_s = search.run()
     return Plan(
         stages=tuple(stage.name for stage in profile.stages),
@@ -116,7 +121,9 @@ def solve_profile(
 
 def plan_space(actions: Sequence[Action]) -> str:
     """The sentence every certificate refers to."""
-    return f"per-stage {'/'.join(a for a in ACTIONS if a in actions)}, first-in-first-out links, compute in program order"
+    return (
+        f"per-stage {'/'.join(a for a in ACTIONS if a in actions)}, first-in-first-out links, compute in program order"
+    )
 
 
 def smallest_peak(
@@ -164,13 +171,19 @@ def _smallest_peak(
 def _check(actions: Sequence[str], time_limit_s: float, **whole: int | None) -> None:
     unknown = [a for a in actions if a not in ACTIONS]
     if unknown or "keep" not in actions:
-        wrong = f"unknown action {unknown[0]!r}" if unknown else "'keep' is missing, and every stage needs it as a last resort"
+        wrong = (
+            f"unknown action {unknown[0]!r}"
+            if unknown
+            else "'keep' is missing, and every stage needs it as a last resort"
+        )
         raise InvalidInputError(f"actions={tuple(actions)!r}: {wrong}; give 'keep' and any of 'swap', 'recompute'")
     if isinstance(time_limit_s, bool) or not isinstance(time_limit_s, (int, float)) or not 0 < time_limit_s < math.inf:
         raise InvalidInputError(f"time_limit_s={time_limit_s!r} must be a finite number of seconds above 0")
     for name, value in whole.items():
         least = 1 if name == "workers" else 0
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 60):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 60
+        ):
             raise InvalidInputError(f"{name}={value!r} must be a whole number, {least} or more")
 
 
@@ -208,7 +221,7 @@ class _Search:
         if not self.closed() and exact_search.vector_count(self.menu) <= ENUMERATE_WITH_TIME:
             self.enumerate()
         if not self.closed():
-            self.run_fluid_model()
+            self.run_models()
         self.polish(self.deadline + 0.3)
         return self.result("done")
 
@@ -272,14 +285,24 @@ class _Search:
         )
 
     def run_dp(self) -> None:
-        """The best plan without swaps; it is the best plan where nothing may swap."""
+        """The best plan that moves nothing, and a bound: any other plan moves at least one storage out and back."""
         share = time.monotonic() + 0.25 * max(0.0, self.deadline - time.monotonic())
-        result = chain_dp.keep_or_recompute(self.profile, self.menu, self.budget_bytes, deadline=share)
+        result = chain_dp.nothing_moves(self.profile, self.menu, self.budget_bytes, deadline=share)
         if result.codes is not None:
             self.offer(result.codes)
-        if result.exact and all(SWAP not in codes for codes in self.menu) and self.best is not None:
-            self.bound_s = max(self.bound_s, min(result.step_s, self.best.step_s))
+        if result.exact:
+            self.bound_s = max(self.bound_s, min(result.step_s, self.least_moving_s()))
         self.report("chain DP")
+
+    def least_moving_s(self) -> float:
+        """No plan that moves a storage is faster: the copy out lies within forward, the copy back within backward."""
+        link, stages = self.profile.link, self.profile.stages
+        forward_s, backward_s = sum(s.forward_s for s in stages), sum(s.backward_s for s in stages)
+        movable = {s for stage, codes in zip(stages, self.menu, strict=True) if SWAP in codes for s in stage.saved}
+        sizes = [size for size in (self.profile.storages[s].nbytes for s in movable) if size]
+        return min(
+            (max(forward_s, link.out_s(size)) + max(backward_s, link.in_s(size)) for size in sizes), default=math.inf
+        )
 
     def polish(self, deadline: float) -> None:
         """Local search from the best vector."""
@@ -287,25 +310,38 @@ class _Search:
             return
         start = np.array(self.best.codes, np.int8)
         share = min(deadline, time.monotonic() + 0.25 * max(0.4, self.deadline - time.monotonic()))
-        found = local_search.improve(start, self.menu, lambda codes: self.evaluator.makespans(codes, self.budget_bytes), share)
+        found = local_search.improve(
+            start, self.menu, lambda codes: self.evaluator.makespans(codes, self.budget_bytes), share
+        )
         self.offer(found.tolist())
         self.report("local search")
 
-    def run_fluid_model(self) -> None:
-        """CP-SAT on the fluid links: the bound, and candidates from each of its solutions."""
+    def run_models(self) -> None:
+        """CP-SAT twice: fluid links bound fast; whole transfers bound tighter and find better plans, given time."""
+        left = max(0.0, self.deadline - time.monotonic())
+        whole = len(self.menu) <= WHOLE_TRANSFERS and any(SWAP in codes for codes in self.menu)
+        self.run_model("fluid links", time.monotonic() + (0.4 if whole else 1.0) * left, whole=False)
+        self.polish(self.deadline)
+        if whole and not self.closed() and time.monotonic() < self.deadline:
+            self.run_model("whole transfers", self.deadline, whole=True)
+
+    def run_model(self, part: str, deadline: float, *, whole: bool) -> None:
+        """One CP-SAT run: its bound, and each of its solutions as a candidate."""
         assert self.best is not None
-        model = FluidModel(self.profile, self.menu, self.budget_bytes, host_bytes=self.host_bytes)
+        model = FluidModel(
+            self.profile, self.menu, self.budget_bytes, host_bytes=self.host_bytes, whole_transfers=whole
+        )
         model.hint(self.best.codes)
 
         def on_solution(codes: tuple[int, ...], bound_s: float) -> bool:
             self.bound_s = max(self.bound_s, bound_s)
             self.offer(codes)
-            self.report("CP-SAT")
+            self.report(part)
             return self.closed()
 
-        result = model.solve(on_solution, deadline=self.deadline, seed=self.seed, workers=self.workers)
+        result = model.solve(on_solution, deadline=deadline, seed=self.seed, workers=self.workers)
         self.bound_s = max(self.bound_s, result.bound)
-        self.report("CP-SAT")
+        self.report(part)
 
     def result(self, part: str) -> tuple[Schedule, float]:
         """The best schedule without swaps that gain nothing, and the bound."""
