@@ -1,1 +1,39 @@
-"""ckptplan."""
+"""The fastest way to train within a memory budget: keep, swap or recompute each stage, with a proven bound."""
+
+from ckptplan.api import solve
+from ckptplan.core.errors import (
+    CkptPlanError,
+    InfeasibleBudgetError,
+    InvalidInputError,
+    PlanMismatchError,
+    SwapError,
+    UnsupportedModelError,
+)
+from ckptplan.core.plan import Decision, Plan
+from ckptplan.core.profile import Profile
+from ckptplan.profiling.inputs import record_forward
+from ckptplan.profiling.profiler import profile
+from ckptplan.referee import simulate, validate
+from ckptplan.runtime.apply import apply
+from ckptplan.runtime.verify import verify
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CkptPlanError",
+    "Decision",
+    "InfeasibleBudgetError",
+    "InvalidInputError",
+    "Plan",
+    "PlanMismatchError",
+    "Profile",
+    "SwapError",
+    "UnsupportedModelError",
+    "apply",
+    "profile",
+    "record_forward",
+    "simulate",
+    "solve",
+    "validate",
+    "verify",
+]

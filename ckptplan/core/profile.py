@@ -63,6 +63,8 @@ class Profile:
         Largest bytes after the last backward: the gradients with the optimizer's update.
     link : Link
         Bandwidth to and from the host tier.
+    resident_bytes : int
+        What is there before the step: parameters, buffers, gradients, optimizer state, inputs. Part of every base.
     fingerprint : Fingerprint
     notes : tuple of str
         What a reader must know about how it was made.
@@ -74,6 +76,7 @@ class Profile:
     base_backward_bytes: tuple[int, ...]
     update_peak_bytes: int
     link: Link
+    resident_bytes: int = 0
     fingerprint: Fingerprint = NO_MODEL
     notes: tuple[str, ...] = ()
 
@@ -131,6 +134,7 @@ class Profile:
                 base_backward_bytes=tuple(data["base_backward_bytes"]),
                 update_peak_bytes=data["update_peak_bytes"],
                 link=Link(**data["link"]),
+                resident_bytes=data.get("resident_bytes", 0),
                 fingerprint=Fingerprint(**data["fingerprint"]) if "fingerprint" in data else NO_MODEL,
                 notes=tuple(data.get("notes", ())),
             )
@@ -210,6 +214,7 @@ class Profile:
             base_backward_bytes=tuple(input_bytes + output_bytes[i] for i in range(n)),
             update_peak_bytes=input_bytes,
             link=Link(out_bytes_per_s, in_bytes_per_s),
+            resident_bytes=input_bytes,
         )
 
 

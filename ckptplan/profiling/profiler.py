@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
+from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.profiling.discover import discover_stages
 from ckptplan.profiling.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.inputs import find_inputs
 from ckptplan.profiling.links import measure_link
 from ckptplan.profiling.timing import Times, time_stages
-from ckptplan.profiling.trace import fake_inputs, trace_chain
+from ckptplan.profiling.trace import fake_inputs, replay, trace_chain
 from ckptplan.profiling.tracker import Tracker
 from ckptplan.runtime.measure import Outside, held_tensors, optimizer_tensors, unique_bytes
 from ckptplan.runtime.state import restored
@@ -84,18 +85,45 @@ def profile(
     if device is not None and torch.device(device).type != where.type:
         raise InvalidInputError(f"device={str(device)!r}, but the model is on {str(where)!r}; move the model there first")
     check_supported(model)
-    notes: list[str] = []
-    if inputs is None and step is None:
-        args, kwargs, source = find_inputs(model, where)
-        notes.append(f"inputs from {source}")
-        training = dataclasses.replace(make_step(model, (), loss_fn=loss_fn), args=args, kwargs=kwargs)
-    else:
-        training = make_step(model, inputs, loss_fn=loss_fn, step=step)
-    training.on_device(where)
+    training, notes = training_step(model, inputs, loss_fn=loss_fn, step=step)
     with restored(model) as rewind, training_config(model):
         rewind()
         with _as_ours(training, "tracing"):
             return _profile(training, optimizer, where, swap_dir, notes, report, rewind)
+
+
+def training_step(
+    model: nn.Module,
+    inputs: Any = None,
+    *,
+    loss_fn: LossFn | None = None,
+    step: Callable[[], torch.Tensor] | None = None,
+) -> tuple[TrainingStep, list[str]]:
+    """The step from the public arguments, its inputs found where none are given, and a note on where.
+
+    Raises
+    ------
+    InvalidInputError
+    """
+    device = model_device(model)
+    if inputs is None and step is None:
+        args, kwargs, source = find_inputs(model, device)
+        found = dataclasses.replace(make_step(model, (), loss_fn=loss_fn), args=args, kwargs=kwargs)
+        return found, [f"inputs from {source}"]
+    given = make_step(model, inputs, loss_fn=loss_fn, step=step)
+    given.on_device(device)
+    return given, []
+
+
+def replayed_peak(measured: Profile, step: TrainingStep, plan: Plan, device: torch.device) -> int:
+    """Bytes at the worst moment of `plan` applied to the model, by a replay that counts tensors and allocates none.
+
+    Temporaries inside operations are not in it, so it is at most the real peak; the chain's figure has them.
+    """
+    with restored(step.model) as rewind, training_config(step.model):
+        rewind()
+        seen = replay(step, plan.stages, plan.choices, device, round_to=_CUDA_BLOCK if device.type == "cuda" else 1)
+    return measured.resident_bytes + seen.peak_bytes
 
 
 def _profile(

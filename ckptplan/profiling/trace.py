@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import hashlib
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +58,8 @@ class Replay:
         Live bytes after backward, gradients included.
     wrapped_bytes : int
         Numbers that became tensors, which no replay sees.
+    peak_bytes : int
+        Most bytes of the step's own making alive at once, temporaries inside operations not counted.
     """
 
     forward: dict[int, SegmentTrace] = field(default_factory=dict)
@@ -68,6 +71,7 @@ class Replay:
     output: set[Sid] = field(default_factory=set)
     end_bytes: int = 0
     wrapped_bytes: int = 0
+    peak_bytes: int = 0
 
 
 class _Watcher:
@@ -169,6 +173,7 @@ def replay(
                 del output, loss
         finally:
             controller.remove()
+    out.peak_bytes = tracker.peak_bytes
     out.forward, out.backward, out.wrapped_bytes = tracker.forward, tracker.backward, tracker.wrapped_bytes
     return out
 
@@ -334,7 +339,11 @@ class _Tracing:
             final.append(dataclasses.replace(stage, **options))
         end = self.resident_bytes + self.kept.end_bytes
         return dataclasses.replace(
-            draft, stages=tuple(final), update_peak_bytes=end + self.update_bytes, notes=tuple(self.notes)
+            draft,
+            stages=tuple(final),
+            resident_bytes=self.resident_bytes,
+            update_peak_bytes=end + self.update_bytes,
+            notes=tuple(self.notes),
         )
 
     def _draft(self, fingerprint: Fingerprint) -> Profile:
@@ -361,11 +370,13 @@ class _Tracing:
                 )
             )
         n = len(stages)
-        return Profile(tuple(stages), tuple(self.storages), (0,) * n, (0,) * n, 0, Link(1.0, 1.0), fingerprint)
+        return Profile(tuple(stages), tuple(self.storages), (0,) * n, (0,) * n, 0, Link(1.0, 1.0), fingerprint=fingerprint)
 
     def _kind(self, g: int) -> str:
-        ops = tuple(key for _, _, key in self.kept.forward[g].ops)
-        return f"{'stage' if g % 2 else 'glue'} {hash(ops) & 0xFFFFFFFFFFFF:012x}"
+        digest = hashlib.sha256()
+        for _, _, key in self.kept.forward[g].ops:
+            digest.update(repr(key).encode())
+        return f"{'stage' if g % 2 else 'glue'} {digest.hexdigest()[:12]}"
 
     def _bases(self, draft: Profile) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Stage, ...]]:
         """Bytes that no decision changes, and what stages hold beyond what hooks show.
@@ -410,8 +421,6 @@ class _Tracing:
             recomputable = sum(1 for s in stages[: k + 1] if s.recompute is not None)
             kept_b = self.kept.backward[g].start_bytes - held_keep.backward_bytes[k]
             again_b = self.recomputed.backward[g].start_bytes - (held_again.backward_bytes[k] - rng * recomputable)
-            if kept_b != again_b:
-                print(f"backward base of {stages[k].name}: {kept_b} kept, {again_b} recomputed")
             base_backward.append(self.resident_bytes + max(kept_b, again_b, -self.resident_bytes))
         return tuple(max(b, 0) for b in base_forward), tuple(base_backward), tuple(stages)
 

@@ -58,7 +58,15 @@ class _Model:
 
     gap = 0.0
 
-    def __init__(self, profile: Profile, menu: Sequence[Sequence[int]], unit: Fraction, host_bytes: int | None) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        menu: Sequence[Sequence[int]],
+        unit: Fraction,
+        host_bytes: int | None,
+        *,
+        whole_stages: bool,
+    ) -> None:
         from ortools.sat.python import cp_model
 
         self.cp = cp_model
@@ -72,7 +80,7 @@ class _Model:
         self.sizes = [self.units(storage.nbytes) for storage in profile.storages]
         self.add_actions()
         self.add_holds()
-        self.add_moves()
+        self.add_moves(whole_stages)
 
     def units(self, nbytes: int) -> int:
         """Whole units in `nbytes`."""
@@ -120,11 +128,15 @@ class _Model:
                 value = var
         return value
 
-    def add_moves(self) -> None:
-        """m[s, i] only where stage i may move s (NOTE [Residency], rule 4)."""
+    def add_moves(self, whole_stages: bool) -> None:
+        """m[s, i] only where stage i may move s (NOTE [Residency], rule 4).
+
+        With `whole_stages`, a stage before the cutoff (see evaluate.py) moves all it may and no other stage moves
+        anything; without, any part of it may move, which only lowers the bound.
+        """
         self.m: list[list[tuple[int, Any]]] = [[] for _ in range(self.n)]
         self.prefix: list[Any] = []
-        if self.host_bytes is not None:
+        if whole_stages:
             self.prefix = [self.model.new_bool_var(f"prefix[{i}]") for i in range(self.n)]
             for a, b in zip(self.prefix, self.prefix[1:], strict=False):
                 self.model.add_implication(b, a)
@@ -147,7 +159,6 @@ class _Model:
                 for term in against:
                     self.model.add(var + term <= 1)
                 if self.prefix:
-                    # Under a host limit moving less can pay; a stage moves all it may, or nothing.
                     self.model.add(var + sum(against) >= 1)
                 self.m[i].append((self.sizes[s], var))
         if self.host_bytes is not None:
@@ -199,7 +210,7 @@ class _Model:
         solver = self.cp.CpSolver()
         solver.parameters.max_time_in_seconds = max(0.01, deadline - time.monotonic())
         solver.parameters.random_seed = seed % (1 << 31)
-        # One worker is deterministic as it is; several only where they take turns, which costs more than it brings here.
+        # One worker is deterministic as it is, several only where they take turns; here one is faster.
         solver.parameters.num_workers = workers or 1
         solver.parameters.interleave_search = (workers or 1) > 1
         solver.parameters.relative_gap_limit = self.gap
@@ -222,9 +233,13 @@ class FluidModel(_Model):
         whole_transfers: bool = False,
     ) -> None:
         self.budget_bytes = budget_bytes
-        super().__init__(profile, menu, Fraction(max(1, budget_bytes), 1 << RESOLUTION_BITS), None)
-        if host_bytes is not None:
-            self.model.add(self.put(self.n) <= self.units(host_bytes))
+        super().__init__(
+            profile,
+            menu,
+            Fraction(max(1, budget_bytes), 1 << RESOLUTION_BITS),
+            host_bytes,
+            whole_stages=whole_transfers,
+        )
         self.total_units = sum(size for moves in self.m for size, _ in moves)
         out, back = profile.link.out_bytes_per_s, profile.link.in_bytes_per_s
         recompute_s = [
@@ -346,10 +361,13 @@ class FluidModel(_Model):
 
 
 class PeakModel(_Model):
-    """Minimise the peak with everything that moves away at once; exact in bytes."""
+    """Minimise the peak with everything that moves away at once; exact in bytes.
+
+    Moving more never raises the peak, so only a host limit makes it matter that stages move all or nothing.
+    """
 
     def __init__(self, profile: Profile, menu: Sequence[Sequence[int]], host_bytes: int | None = None) -> None:
-        super().__init__(profile, menu, Fraction(1), host_bytes)
+        super().__init__(profile, menu, Fraction(1), host_bytes, whole_stages=host_bytes is not None)
         self.add_peak()
 
     def add_peak(self) -> None:

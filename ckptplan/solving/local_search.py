@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from ckptplan.solving.evaluate import Codes
 
 Cost = Callable[[Codes], NDArray[np.float64]]
-BATCH = 2048
+CELLS_PER_BATCH = 1 << 22
+"""Evaluation takes rows x stages^2; the clock is looked at between batches."""
 
 
 def patterns(menu: Sequence[Sequence[int]]) -> Codes:
@@ -44,12 +45,13 @@ def improve(start: NDArray[np.int8], menu: Sequence[Sequence[int]], cost: Cost, 
     options = [[(i, code) for code in codes] for i, codes in enumerate(menu) if len(codes) > 1]
     singles = [((i, code),) for stage in options for i, code in stage]
     pairs = [(a, b) for p, q in itertools.combinations(options, 2) for a in p for b in q]
+    rows_per_batch = max(32, min(2048, CELLS_PER_BATCH // len(menu) ** 2))
     improved = True
     while improved and time.monotonic() < deadline:
         improved = False
         for changes in (singles, pairs):
-            for at in range(0, len(changes), BATCH):
-                batch = changes[at : at + BATCH]
+            for at in range(0, len(changes), rows_per_batch):
+                batch = changes[at : at + rows_per_batch]
                 rows = np.tile(current, (len(batch), 1))
                 for position in range(len(batch[0])):
                     stages = [change[position][0] for change in batch]

@@ -25,7 +25,7 @@ GAP = 1e-6
 ENUMERATE = 20_000
 """Up to this many decision vectors, looking at each is faster than any proof."""
 ENUMERATE_WITH_TIME = 1_000_000
-"""Up to this many, it is done when quick answers leave a gap: seconds at most."""
+"""Up to this many, it is the last resort where the models leave a gap: seconds at most."""
 
 WHOLE_TRANSFERS = 40
 """Up to this many stages, a model of whole transfers (its size grows with their square) gets a share of the time."""
@@ -218,12 +218,17 @@ class _Search:
         self.start()
         self.run_dp()
         self.polish(self.deadline)
-        if not self.closed() and exact_search.vector_count(self.menu) <= ENUMERATE_WITH_TIME:
-            self.enumerate()
         if not self.closed():
             self.run_models()
+        if not self.closed() and self.countable:
+            self.enumerate()
         self.polish(self.deadline + 0.3)
         return self.result("done")
+
+    @property
+    def countable(self) -> bool:
+        """Whether looking at every vector is a last resort."""
+        return exact_search.vector_count(self.menu) <= ENUMERATE_WITH_TIME
 
     def closed(self) -> bool:
         """Whether the best schedule is proven optimal."""
@@ -318,12 +323,13 @@ class _Search:
 
     def run_models(self) -> None:
         """CP-SAT twice: fluid links bound fast; whole transfers bound tighter and find better plans, given time."""
-        left = max(0.0, self.deadline - time.monotonic())
+        left = (0.3 if self.countable else 1.0) * max(0.0, self.deadline - time.monotonic())
+        deadline = time.monotonic() + left
         whole = len(self.menu) <= WHOLE_TRANSFERS and any(SWAP in codes for codes in self.menu)
         self.run_model("fluid links", time.monotonic() + (0.4 if whole else 1.0) * left, whole=False)
         self.polish(self.deadline)
-        if whole and not self.closed() and time.monotonic() < self.deadline:
-            self.run_model("whole transfers", self.deadline, whole=True)
+        if whole and not self.closed() and time.monotonic() < deadline:
+            self.run_model("whole transfers", deadline, whole=True)
 
     def run_model(self, part: str, deadline: float, *, whole: bool) -> None:
         """One CP-SAT run: its bound, and each of its solutions as a candidate."""
@@ -347,7 +353,7 @@ class _Search:
         """The best schedule without swaps that gain nothing, and the bound."""
         assert self.best is not None
         improved = True
-        while improved:
+        while improved and time.monotonic() < self.deadline + 0.5:
             improved = False
             codes = np.array(self.best.codes, np.int8)
             stages = [i for i in reversed(range(len(codes))) if codes[i] != KEEP]
