@@ -39,6 +39,14 @@ def peak_of(profile: Profile, vector: Vector) -> int:
     return max(*r.forward_bytes, *r.backward_bytes, profile.update_peak_bytes)
 
 
+def enforceable(profile: Profile) -> tuple[list[int], list[int]]:
+    """Release and prefetch points that a runtime can meet: a module ends or begins there."""
+    modules = [i for i, stage in enumerate(profile.stages) if not stage.name.startswith("(")]
+    if not modules:
+        return list(range(len(profile.stages))), list(range(len(profile.stages)))
+    return list(range(modules[-1] + 1)), modules
+
+
 def lazy_decisions(profile: Profile, vector: Vector, budget_bytes: int) -> tuple[Decision, ...] | None:
     """Everything that moves leaves as late and returns as early as fits; what never needs to be away doesn't move."""
     if peak_of(profile, vector) > budget_bytes:
@@ -53,8 +61,10 @@ def lazy_decisions(profile: Profile, vector: Vector, budget_bytes: int) -> tuple
             here += [k] if r.moves[k] else []
         last.append(points)
     away = [bool(r.moves[i]) and (last[0][i] < n - 1 or last[1][i] < n - 1) for i in range(n)]
+    releases, prefetches = enforceable(profile)
     return tuple(
-        Decision("swap", r.moves[i], last[0][i], last[1][i]) if away[i] else Decision(vector[i]) for i in range(n)
+        Decision("swap", r.moves[i], max(x for x in releases if x <= last[0][i]), max(x for x in prefetches if x <= last[1][i]))
+        if away[i] else Decision(vector[i]) for i in range(n)
     )
 
 
@@ -130,8 +140,8 @@ def every_schedule(profile: Profile, budget_bytes: int) -> float:
         movers = [i for i in range(n) if moves[i]]
         for moving in range(len(movers) + 1):
             # The first `moving` of them move: the others' bytes never need to be away.
-            spans = [range(i, n) for i in movers[:moving]]
-            for points in itertools.product(*spans, *spans):
+            spans = [[x for x in points if x >= i] for points in enforceable(profile) for i in movers[:moving]]
+            for points in itertools.product(*spans):
                 choices = [Decision(a) for a in vector]
                 for at, i in enumerate(movers[:moving]):
                     choices[i] = Decision("swap", moves[i], points[at], points[moving + at])

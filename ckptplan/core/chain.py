@@ -12,7 +12,8 @@ NOTE [Residency]
 3. In backward step `k` a storage is resident while a stage `i <= k` holds it, or the caller keeps it.
 4. A swapped stage `o` moves some of its `saved`. Such a storage has no other holder than swapped stages before `o`, and
    it is away after forward step `release` and until backward step `prefetch`: resident in forward steps
-   `k <= release` and in backward steps `k <= prefetch`, with `o <= release` and `o <= prefetch`.
+   `k <= release` and in backward steps `k <= prefetch`, with `o <= release` and `o <= prefetch`. Both points are met
+   where a module begins or ends, so neither lies in glue after the last module, and prefetch in no glue at all.
 5. Bytes of a step = base(step) + resident storages at its start + transient(step, the stage's action). The transient is
    what the step adds on top of its start at the worst moment, what it makes included.
 """
@@ -20,6 +21,7 @@ NOTE [Residency]
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -28,6 +30,19 @@ from ckptplan.core.errors import InvalidInputError
 Action = Literal["keep", "swap", "recompute"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
 Phase = Literal["forward", "backward", "update"]
+
+
+def enforceable_points(glue: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Per step, the last release and the last prefetch point at or before it that the runtime can meet.
+
+    Release points are met where a module ends or the next one begins; prefetch points where a module's backward does.
+    """
+    modules = [k for k, inside in enumerate(glue) if not inside] or list(range(len(glue)))
+    prefetch, last = [], modules[0]
+    for k in range(len(glue)):
+        last = k if k in modules else last
+        prefetch.append(last)
+    return tuple(min(k, modules[-1]) for k in range(len(glue))), tuple(prefetch)
 
 
 def _check_bytes(owner: str, **values: int) -> None:
@@ -128,6 +143,11 @@ class Stage:
                 raise InvalidInputError(f"{owner}: {field} names a storage twice: {indices}")
         if set(self.saved) & set(self.pinned):
             raise InvalidInputError(f"{owner}: storages {sorted(set(self.saved) & set(self.pinned))} are saved and pinned")
+
+    @property
+    def is_glue(self) -> bool:
+        """Whether these are operations outside of any module's call."""
+        return self.name.startswith("(")
 
     @property
     def actions(self) -> tuple[Action, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckptplan.core.chain import Action, Phase
+from ckptplan.core.chain import Action, Phase, enforceable_points
 from ckptplan.core.plan import Decision
 from ckptplan.core.profile import Profile
 
@@ -112,40 +112,39 @@ def residency(profile: Profile, actions: Sequence[Action]) -> Residency:
 def schedule(profile: Profile, actions: Sequence[Action], budget_bytes: int) -> tuple[Decision, ...] | Overflow:
     """Decisions for `actions` with the laziest release and the earliest prefetch points that fit the budget.
 
-    A stage that is to swap but has nothing that may move, or whose bytes never need to be away, is kept instead.
+    What never needs to be away doesn't move: queues are first in, first out, so nothing else waits longer for it. A
+    swap that moves nothing becomes a keep where that costs no byte and pins nothing that another stage moves.
 
     Returns
     -------
     tuple of Decision, or Overflow
         Overflow: no schedule of these actions fits.
     """
-    chosen = list(actions)
     if profile.update_peak_bytes > budget_bytes:
         return Overflow(0, "update", profile.update_peak_bytes)
-    while True:
-        r = residency(profile, chosen)
-        for phase, needs in (("forward", r.forward_bytes), ("backward", r.backward_bytes)):
-            for k, need in enumerate(needs):
-                if need > budget_bytes:
-                    return Overflow(k, phase, need)  # type: ignore[arg-type]
-        release = _last_resident(r.forward_bytes, r.moved_bytes, budget_bytes)
-        prefetch = _last_resident(r.backward_bytes, r.moved_bytes, budget_bytes)
-        n = len(chosen)
-        idle = [i for i in range(n) if chosen[i] == "swap" and (not r.moves[i] or release[i] == prefetch[i] == n - 1)]
-        # The last of them first: turning one into keep may pin a storage that an earlier one shares.
-        turned = False
-        for i in reversed(idle):
-            trial = chosen.copy()
-            trial[i] = "keep"
-            after = residency(profile, trial)
-            if fits(profile, after, budget_bytes):
-                chosen, turned = trial, True
-                break
-        if not turned:
-            break
-    return tuple(
-        Decision("swap", r.moves[i], release[i], prefetch[i]) if r.moves[i] else Decision(chosen[i]) for i in range(n)
-    )
+    n = len(actions)
+    r = residency(profile, actions)
+    phases: tuple[tuple[Phase, tuple[int, ...]], ...] = (("forward", r.forward_bytes), ("backward", r.backward_bytes))
+    for phase, needs in phases:
+        for k, need in enumerate(needs):
+            if need > budget_bytes:
+                return Overflow(k, phase, need)
+    release = _last_resident(r.forward_bytes, r.moved_bytes, budget_bytes)
+    prefetch = _last_resident(r.backward_bytes, r.moved_bytes, budget_bytes)
+    away = [bool(r.moves[i]) and (release[i] < n - 1 or prefetch[i] < n - 1) for i in range(n)]
+    moved = {profile.stages[i].saved[p] for i in range(n) if away[i] for p in r.moves[i]}
+    last_release, last_prefetch = enforceable_points([stage.is_glue for stage in profile.stages])
+    choices = []
+    for i, (stage, action) in enumerate(zip(profile.stages, actions, strict=True)):
+        if away[i]:
+            choices.append(Decision("swap", r.moves[i], last_release[release[i]], last_prefetch[prefetch[i]]))
+            continue
+        if action == "swap" and stage.swap is not None and moved.isdisjoint(stage.saved):
+            forward_fits = stage.keep.forward_bytes <= stage.swap.forward_bytes
+            if forward_fits and stage.keep.backward_bytes <= stage.swap.backward_bytes:
+                action = "keep"
+        choices.append(Decision(action))
+    return tuple(choices)
 
 
 def fits(profile: Profile, r: Residency, budget_bytes: int) -> bool:

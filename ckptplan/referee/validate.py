@@ -76,6 +76,12 @@ def _structure(profile: Profile, plan: Plan) -> list[Violation]:
         for name, point in (("release", choice.release), ("prefetch", choice.prefetch)):
             if point is not None and not i <= point < n:
                 broken.append(Violation("points", stage.name, f"{name} point {point} is not in [{i}, {n})"))
+    modules = [i for i, name in enumerate(plan.stages) if not name.startswith("(")]
+    for stage, choice in zip(profile.stages, plan.choices, strict=True):
+        if modules and choice.release is not None and choice.release > modules[-1]:
+            broken.append(Violation("points", stage.name, "release point after the last module's end, where nothing runs"))
+        if modules and choice.prefetch is not None and choice.prefetch not in modules:
+            broken.append(Violation("points", stage.name, "prefetch point outside of any module's backward"))
     for j, (stage, choice) in enumerate(zip(profile.stages, plan.choices, strict=True)):
         for s in stage.held(choice.action):
             o = mover.get(s)

@@ -220,12 +220,25 @@ class Evaluator:
         front_forward = _fronts(needs.forward, put, budget_bytes)
         front_backward = _fronts(needs.backward, put, budget_bytes)
         cutoff = np.maximum(front_forward[:, -1], front_backward[:, -1])
+        self._enforce(front_forward, front_backward, cutoff)
         host = put[np.arange(len(codes)), cutoff]
         fits = (needs.forward.max(axis=1) <= budget_bytes) & (needs.backward.max(axis=1) <= budget_bytes)
         fits &= self.profile.update_peak_bytes <= budget_bytes
         if self.host_bytes is not None:
             fits &= host <= self.host_bytes
         return _Lazy(needs, put, front_forward, front_backward, cutoff, fits, host)
+
+    def _enforce(self, front_forward: NDArray[np.int64], front_backward: NDArray[np.int64], cutoff: NDArray[np.int64]) -> None:
+        """Points inside glue move to where the runtime can meet them (NOTE [Residency], rule 4)."""
+        glue = [stage.is_glue for stage in self.profile.stages]
+        if all(glue) or not any(glue):
+            return
+        last = max(k for k, inside in enumerate(glue) if not inside)
+        front_forward[:, last + 1 :] = cutoff[:, None]
+        front_backward[:, last + 1 :] = cutoff[:, None]
+        for k in range(last, -1, -1):
+            if glue[k]:
+                front_backward[:, k] = np.minimum(front_backward[:, k + 1], k)
 
     def smallest_peaks(self, codes: Codes) -> NDArray[np.int64]:
         """The smallest budget each row fits in.
