@@ -23,6 +23,11 @@ def _whole(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
+def _readable(tensor: torch.Tensor) -> bool:
+    """Whether programs read such tensors' values: whole numbers, and single numbers such as a count of steps."""
+    return _whole(tensor) or tensor.dim() == 0
+
+
 class FakeWorld(TorchDispatchMode):
     """Enter it, on top of its own FakeTensorMode, to run operations without memory for their floating results.
 
@@ -56,10 +61,10 @@ class FakeWorld(TorchDispatchMode):
         """One operation: for real on whole numbers alone, else fake."""
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         real = [t for t in tensors if not isinstance(t, FakeTensor)]
-        if tensors and len(real) == len(tensors) and all(_whole(t) for t in real):
+        if tensors and len(real) == len(tensors) and all(_readable(t) for t in real):
             with unset_fake_temporarily():
                 result = func(*args, **kwargs)
-            if all(_whole(t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)):
+            if all(_readable(t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)):
                 return result
         if real:
             args, kwargs = pytree.tree_map_only(
@@ -74,7 +79,7 @@ class FakeWorld(TorchDispatchMode):
     @staticmethod
     def _worth_running(result: Any) -> bool:
         made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-        return bool(made) and all(_whole(t) and t.numel() <= _REAL_NUMEL_LIMIT for t in made)
+        return bool(made) and all(_readable(t) and t.numel() <= _REAL_NUMEL_LIMIT for t in made)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})

@@ -421,8 +421,8 @@ class _Tracing:
             recomputable = sum(1 for s in stages[: k + 1] if s.recompute is not None)
             kept_b = self.kept.backward[g].start_bytes - held_keep.backward_bytes[k]
             again_b = self.recomputed.backward[g].start_bytes - (held_again.backward_bytes[k] - rng * recomputable)
-            base_backward.append(self.resident_bytes + max(kept_b, again_b, -self.resident_bytes))
-        return tuple(max(b, 0) for b in base_forward), tuple(base_backward), tuple(stages)
+            base_backward.append(self.resident_bytes + max(kept_b, again_b))
+        return tuple(base_forward), tuple(base_backward), tuple(stages)
 
     def _peaks(self, swapped: Replay) -> dict[Action, list[tuple[int, int]]]:
         """Per action and step, live bytes at the worst moment of forward and backward, temporaries included."""

@@ -76,6 +76,7 @@ class Tracker(FakeWorld):
         self._round_to = round_to
         self._device_type = device_type
         self._alive: dict[int, Sid | None] = {}
+        self._twins: list[torch.Tensor] = []  # the fake mode forgets twins that nobody holds
         self._made_by: dict[int, int | None] = {}
         self._starts: list[int] = []
         self._made = 0
@@ -108,7 +109,9 @@ class Tracker(FakeWorld):
             self.backward[self._segment] = SegmentTrace(self.live_bytes, self.live_bytes, present=self.alive())
 
     def finish(self) -> None:
-        """Backward has ended; what is alive now lives on."""
+        """The step has ended; what is alive now lives on."""
+        if self._in_backward:
+            self.enter_backward(0)
         self._current_end()
 
     def _current_end(self) -> None:
@@ -177,7 +180,9 @@ class Tracker(FakeWorld):
                     self._add(tensor)  # a number that PyTorch has just wrapped, and autograd may save
                 else:
                     self.outside(tensor)
-                self.outside(self.fake(tensor))
+                twin = self.fake(tensor)
+                self._twins.append(twin)
+                self.outside(twin)
         if "Tensor" in func._overloadname and self._device_type == "cpu":
             # Numbers among the operands become tensors of 8 bytes, which autograd may save.
             self.wrapped_bytes += 8 * sum(isinstance(x, (int, float)) for x in args)

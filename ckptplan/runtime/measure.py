@@ -113,7 +113,7 @@ class Outside(TorchDispatchMode):
         kwargs = kwargs or {}
         for tensor in pytree.tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._made:
-                self._read.setdefault(tensor.untyped_storage()._cdata, tensor.detach())
+                self._read.setdefault(tensor.untyped_storage()._cdata, tensor)
         result = func(*args, **kwargs)
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._read:

@@ -42,11 +42,19 @@ class State(enum.Enum):
     RETURNING = enum.auto()
 
 
+def _lazy(tensor: torch.Tensor, *, conj: bool, neg: bool) -> torch.Tensor:
+    """A view with the flags of a lazy conjugation and negation flipped: the same bytes, read another way."""
+    if neg:
+        tensor = torch._neg_view(tensor)
+    return torch._conj(tensor) if conj else tensor
+
+
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage of `tensor` as one dimension of its dtype, without autograd."""
+    """The whole storage of `tensor` as one dimension of its dtype, without autograd and without lazy flags."""
     with torch.no_grad():
         count = tensor.untyped_storage().nbytes() // tensor.element_size()
-        return tensor.detach().as_strided((count,), (1,), 0)
+        plain = _lazy(tensor.detach(), conj=tensor.is_conj(), neg=tensor.is_neg())
+        return plain.as_strided((count,), (1,), 0)
 
 
 def modified_error(shape: Iterable[int], saved: int, found: int) -> RuntimeError:
@@ -84,6 +92,11 @@ class Record:
         self.version = tensor._version
         self._modified: int | None = None
         self._ticket: Ticket | None = None
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the storage that was saved is gone, its bytes away or back in another one."""
+        return self._watch is None
 
     def start_leaving(self) -> None:
         """Issue the copy out."""
@@ -165,10 +178,13 @@ class _Alias:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    conj: bool
+    neg: bool
 
     def tensor(self) -> torch.Tensor:
         with torch.no_grad():
-            return self.record.whole(self.dtype).as_strided(self.size, self.stride, self.offset)
+            plain = self.record.whole(self.dtype).as_strided(self.size, self.stride, self.offset)
+            return _lazy(plain, conj=self.conj, neg=self.neg)
 
 
 @dataclass(slots=True)
@@ -239,12 +255,21 @@ class SwapSession:
                 return _Held(tensor, tensor._version)
             key = (tensor.untyped_storage()._cdata, tensor._version)
             record = self._records.get(key)
-            if record is None or record.state in (State.AWAY, State.RETURNING):
+            # What has been away is another storage now, and this address may be anybody's.
+            if record is None or record.has_left:
                 record = self._records[key] = Record(tensor, self._store, self._counters)
             if key not in seen:
                 seen.add(key)
                 order.append(record)
-            return _Alias(record, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            return _Alias(
+                record,
+                tensor.dtype,
+                tensor.size(),
+                tensor.stride(),
+                int(tensor.storage_offset()),
+                tensor.is_conj(),
+                tensor.is_neg(),
+            )
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor()):
             yield

@@ -1,0 +1,338 @@
+"""Toy architectures whose saved tensors are large enough to be swapped, one per way real models are unlike a chain.
+
+Each builder returns the model (in training mode) and its inputs, as `profile` takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptplan.core.chain import Action
+from ckptplan.core.plan import Decision, Plan
+from ckptplan.core.profile import Profile
+from ckptplan.core.schedule import residency, schedule
+from ckptplan.profiling.profiler import profile
+from ckptplan.referee import simulate
+
+Built = tuple[nn.Module, Any]
+
+
+def mlp() -> Built:
+    layers = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.Dropout(0.1)) for _ in range(4)]
+    return nn.Sequential(*layers), torch.randn(32, 64)
+
+
+def conv_norm() -> Built:
+    """Batch statistics, and ReLUs that write over the normalised values."""
+    blocks = [
+        nn.Sequential(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)) for i in range(4)
+    ]
+    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(8 * 12 * 12, 10)), torch.randn(4, 3, 12, 12)
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        weights = self.drop(torch.softmax(q @ k.transpose(-1, -2) / 4, -1))
+        x = x + self.out((weights @ v).transpose(1, 2).reshape(b, t, width))
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm2(x)))))
+
+
+class Transformer(nn.Module):
+    """Residual blocks with dropout, run by a loop."""
+
+    def __init__(self, depth: int = 4, width: int = 32, vocabulary: int = 50, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(_Attention(width, 4) for _ in range(depth))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def transformer() -> Built:
+    return Transformer(), torch.randint(0, 50, (4, 32))
+
+
+def tied() -> Built:
+    return Transformer(depth=3, tied=True), torch.randint(0, 50, (4, 32))
+
+
+class UNet(nn.Module):
+    """Skips that stay alive across the stages in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 16, 3, stride=2, padding=1)])
+        self.middle = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.SiLU())
+        self.up = nn.ModuleList([nn.ConvTranspose2d(16, 8, 2, stride=2), nn.Conv2d(16, 4, 3, padding=1)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = torch.tanh(self.down[0](x))
+        second = torch.tanh(self.down[1](first))
+        x = self.up[0](self.middle(second) + second)
+        return self.up[1](torch.cat([x, first], 1))
+
+
+def unet() -> Built:
+    return UNet(), torch.randn(2, 3, 16, 16)
+
+
+class _Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, pair: tuple[torch.Tensor, dict[str, torch.Tensor]], *, scale: torch.Tensor, flag: bool = True) -> Any:
+        x, more = pair
+        y = torch.tanh(self.a(x)) * scale
+        return y, {"z": torch.sigmoid(self.b(more["z"])) * y, "count": more.get("count", 0) + 1 if flag else 0}
+
+
+class Nested(nn.Module):
+    """Blocks that take and return tuples and dicts, with a keyword tensor that needs gradients itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Nested() for _ in range(4))
+        self.scale = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        scale = torch.sigmoid(self.scale(x))
+        pair: Any = (x, {"z": x})
+        for layer in self.layers:
+            pair = layer(pair, scale=scale)
+        assert pair[1].pop("count") == len(self.layers)
+        return {"y": pair[0], **pair[1]}
+
+
+def nested() -> Built:
+    return Nested(), torch.randn(32, 64)
+
+
+class Shared(nn.Module):
+    """One block called three times, between others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64), nn.Dropout(0.1)) for _ in range(2))
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = x + self.blocks[0](x)
+        return self.head(self.blocks[1](x))
+
+
+def shared() -> Built:
+    return Shared(), torch.randn(32, 64)
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.norm = nn.LSTM(32, 32, batch_first=True), nn.LayerNorm(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.lstm(x)[0])
+
+
+def recurrent() -> Built:
+    return nn.Sequential(*(_Recurrent() for _ in range(3))), torch.randn(8, 12, 32)
+
+
+class _Views(nn.Module):
+    """Saves a slice, an expanded, a transposed tensor, and one storage twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = torch.tanh(self.linear(x))
+        left, right = both[:, :64], both[:, 64:]
+        gate = torch.sigmoid(right.sum(1, keepdim=True)).expand(-1, 64)
+        mixed = (left.t() * right.t()).t() * gate
+        return x + mixed * torch.exp(left) * left
+
+
+def views() -> Built:
+    return nn.Sequential(*(_Views() for _ in range(4))), torch.randn(32, 64)
+
+
+class Routed(nn.Module):
+    """Counts its load in one buffer in place, in another by replacing it, and uses a third that it updates first."""
+
+    load: torch.Tensor
+    seen: torch.Tensor
+    direction: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.register_buffer("load", torch.zeros(64, dtype=torch.long))
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("direction", nn.functional.normalize(torch.randn(64), dim=0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        with torch.no_grad():
+            self.load.add_(nn.functional.one_hot(y.argmax(1), 64).sum(0))
+            self.seen = self.seen + len(x)
+            # One power iteration, as spectral normalisation does: the output depends on the value before.
+            self.direction.copy_(nn.functional.normalize(self.linear.weight @ self.direction, dim=0))
+        return x + torch.tanh(y / (self.linear.weight.t() @ self.direction).norm())
+
+
+def routed() -> Built:
+    return nn.Sequential(*(Routed() for _ in range(4))), torch.randn(32, 64)
+
+
+class _LowRank(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(64, 64).requires_grad_(False)
+        self.a, self.b = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.base(x) + self.b(self.a(x)))
+
+
+def low_rank() -> Built:
+    return nn.Sequential(nn.Linear(64, 64).requires_grad_(False), *(_LowRank() for _ in range(4))), torch.randn(32, 64)
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.twice = 2 * x  # seen by no hook
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * (x + ctx.twice / 2)
+
+
+class _Squared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(_Square.apply(self.linear(x)))
+
+
+def custom_function() -> Built:
+    return nn.Sequential(*(_Squared() for _ in range(4))), torch.randn(32, 64)
+
+
+class _Complex(nn.Module):
+    """Saves a tensor and its lazy conjugate, which share their memory and differ in a flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(33, dtype=torch.cfloat))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = torch.fft.rfft(x) * self.filter
+        power = z * z.conj() * z
+        turned = z.conj() * z.conj().imag  # the imaginary part of a conjugate is lazily negated
+        return x + torch.tanh(torch.fft.irfft(power + turned, n=x.shape[-1]) / 100)
+
+
+def complex_valued() -> Built:
+    return nn.Sequential(*(_Complex() for _ in range(4))), torch.randn(32, 64)
+
+
+BUILDERS: Mapping[str, Callable[[], Built]] = {
+    f.__name__: f
+    for f in (
+        mlp,
+        conv_norm,
+        transformer,
+        tied,
+        unet,
+        nested,
+        shared,
+        recurrent,
+        views,
+        routed,
+        low_rank,
+        custom_function,
+        complex_valued,
+    )
+}
+
+
+def build(name: str, seed: int = 0) -> Built:
+    """The model and its inputs, the same at every call."""
+    torch.manual_seed(seed)
+    model, inputs = BUILDERS[name]()
+    return model.train(), inputs
+
+
+def plan_of(measured: Profile, actions: Sequence[Action], budget_bytes: int | None = None) -> Plan:
+    """A plan from actions alone; no solver is involved.
+
+    Parameters
+    ----------
+    actions : sequence
+        One per stage; "keep" takes the place of what a stage can't do.
+    budget_bytes : int, optional
+        For the laziest schedule that fits it. By default every transfer's bytes are away in all steps but its own
+        stage's, whether that lowers the peak or not.
+    """
+    able: list[Action] = [
+        a if stage.transient(a) is not None else "keep" for a, stage in zip(actions, measured.stages, strict=True)
+    ]
+    if budget_bytes is None:
+        moves = residency(measured, able).moves
+        choices = tuple(Decision(a, m, i, i) if m else Decision(a) for i, (a, m) in enumerate(zip(able, moves, strict=True)))
+    else:
+        found = schedule(measured, able, budget_bytes)
+        assert isinstance(found, tuple), found
+        choices = found
+    timeline = simulate(measured, choices)
+    budget_bytes = budget_bytes or timeline.peak_bytes
+    return Plan(
+        stages=tuple(stage.name for stage in measured.stages),
+        choices=choices,
+        status="feasible",
+        budget_bytes=budget_bytes,
+        peak_bytes=timeline.peak_bytes,
+        host_bytes=timeline.host_bytes,
+        step_s=timeline.makespan_s,
+        baseline_step_s=measured.baseline_step_s,
+        lower_bound_s=0.0,
+        space="one choice",
+        planner="tests",
+        fingerprint=measured.fingerprint,
+        input_bytes=tuple(stage.input_bytes for stage in measured.stages),
+    )
+
+
+def uniform(model: nn.Module, inputs: Any, action: Action) -> Plan:
+    """Every stage with the same action."""
+    measured = profile(model, inputs)
+    return plan_of(measured, [action] * len(measured.stages))
