@@ -90,7 +90,7 @@ def solve(
     if budget_bytes is None:
         budget_bytes = free_bytes(model, where)
     # Once, so that profile and replay see the very same inputs, whether given or found.
-    training, notes = training_step(model, inputs, loss_fn=loss_fn, step=step)
+    training, _ = training_step(model, inputs, loss_fn=loss_fn, step=step)
     measured = profile(
         model,
         inputs if training.fn is not None or inputs is not None else (training.args or training.kwargs),

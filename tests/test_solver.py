@@ -63,8 +63,15 @@ def lazy_decisions(profile: Profile, vector: Vector, budget_bytes: int) -> tuple
     away = [bool(r.moves[i]) and (last[0][i] < n - 1 or last[1][i] < n - 1) for i in range(n)]
     releases, prefetches = enforceable(profile)
     return tuple(
-        Decision("swap", r.moves[i], max(x for x in releases if x <= last[0][i]), max(x for x in prefetches if x <= last[1][i]))
-        if away[i] else Decision(vector[i]) for i in range(n)
+        Decision(
+            "swap",
+            r.moves[i],
+            max(x for x in releases if x <= last[0][i]),
+            max(x for x in prefetches if x <= last[1][i]),
+        )
+        if away[i]
+        else Decision(vector[i])
+        for i in range(n)
     )
 
 

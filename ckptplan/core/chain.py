@@ -45,13 +45,15 @@ def enforceable_points(glue: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int
     return tuple(min(k, modules[-1]) for k in range(len(glue))), tuple(prefetch)
 
 
-def _check_bytes(owner: str, **values: int) -> None:
+def check_bytes(owner: str, **values: int) -> None:
+    """Raise `InvalidInputError` for the first of `values` that isn't a whole number of bytes, 0 or more."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 60:
             raise InvalidInputError(f"{owner}: {name}={value!r} must be a whole number of bytes, 0 or more")
 
 
-def _check_seconds(owner: str, **values: float) -> None:
+def check_seconds(owner: str, **values: float) -> None:
+    """Raise `InvalidInputError` for the first of `values` that isn't a finite number of seconds, 0 or more."""
     for name, value in values.items():
         if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
             raise InvalidInputError(f"{owner}: {name}={value!r} must be a finite number of seconds, 0 or more")
@@ -82,10 +84,11 @@ class Storage:
     to_end: bool = False
 
     def __post_init__(self) -> None:
-        _check_bytes(f"storage {self.name!r}", nbytes=self.nbytes)
+        check_bytes(f"storage {self.name!r}", nbytes=self.nbytes)
         if self.born < -1 or self.program_until < self.born:
             raise InvalidInputError(
-                f"storage {self.name!r}: born={self.born}, program_until={self.program_until}; want -1 <= born <= program_until"
+                f"storage {self.name!r}: born={self.born}, program_until={self.program_until}; "
+                "want -1 <= born <= program_until"
             )
 
 
@@ -97,7 +100,7 @@ class Transient:
     backward_bytes: int
 
     def __post_init__(self) -> None:
-        _check_bytes("transient", forward_bytes=self.forward_bytes, backward_bytes=self.backward_bytes)
+        check_bytes("transient", forward_bytes=self.forward_bytes, backward_bytes=self.backward_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +139,15 @@ class Stage:
 
     def __post_init__(self) -> None:
         owner = f"stage {self.name!r}"
-        _check_seconds(owner, forward_s=self.forward_s, backward_s=self.backward_s, recompute_s=self.recompute_s)
-        _check_bytes(owner, input_bytes=self.input_bytes)
+        check_seconds(owner, forward_s=self.forward_s, backward_s=self.backward_s, recompute_s=self.recompute_s)
+        check_bytes(owner, input_bytes=self.input_bytes)
         for field, indices in (("saved", self.saved), ("pinned", self.pinned), ("inputs", self.inputs)):
             if len(set(indices)) != len(indices):
                 raise InvalidInputError(f"{owner}: {field} names a storage twice: {indices}")
         if set(self.saved) & set(self.pinned):
-            raise InvalidInputError(f"{owner}: storages {sorted(set(self.saved) & set(self.pinned))} are saved and pinned")
+            raise InvalidInputError(
+                f"{owner}: storages {sorted(set(self.saved) & set(self.pinned))} are saved and pinned"
+            )
 
     @property
     def is_glue(self) -> bool:
@@ -177,7 +182,7 @@ class Link:
         for name, value in (("out_bytes_per_s", self.out_bytes_per_s), ("in_bytes_per_s", self.in_bytes_per_s)):
             if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
                 raise InvalidInputError(f"link: {name}={value!r} must be a finite number above 0")
-        _check_seconds("link", latency_s=self.latency_s)
+        check_seconds("link", latency_s=self.latency_s)
 
     def out_s(self, nbytes: int) -> float:
         """Time one transfer of `nbytes` takes to the host tier, alone."""

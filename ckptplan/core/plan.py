@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ckptplan.core.chain import ACTIONS, Action
+from ckptplan.core.chain import ACTIONS, Action, check_bytes, check_seconds
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.profile import Fingerprint, Profile, read_json
 from ckptplan.core.units import format_bytes, format_seconds
@@ -115,7 +115,9 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON (docs/formats.md)."""
-        Path(path).write_text(json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(
+            json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, indent=1) + "\n", encoding="utf-8"
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -129,12 +131,14 @@ class Plan:
         data = read_json(path, SCHEMA)
         del data["schema"]
         try:
-            choices = tuple(Decision(**{**item, "moves": tuple(item["moves"])}) for item in data.pop("choices"))
-            fingerprint = Fingerprint(**data.pop("fingerprint"))
-            lists = {name: tuple(data.pop(name)) for name in ("stages", "input_bytes")}
-            return cls(choices=choices, fingerprint=fingerprint, **lists, **data)
+            data["choices"] = tuple(Decision(**{**item, "moves": tuple(item["moves"])}) for item in data["choices"])
+            data["fingerprint"] = Fingerprint(**data["fingerprint"])
+            data["stages"], data["input_bytes"] = tuple(data["stages"]), tuple(data["input_bytes"])
+            return cls(**data)
         except (KeyError, TypeError) as error:
-            raise InvalidInputError(f"{path} is not a complete plan: {error}; docs/formats.md lists the fields") from error
+            raise InvalidInputError(
+                f"{path} is not a complete plan: {error}; docs/formats.md lists the fields"
+            ) from error
 
     def __post_init__(self) -> None:
         if not len(self.stages) == len(self.choices) == len(self.input_bytes):
@@ -143,6 +147,15 @@ class Plan:
             )
         if self.status not in ("optimal", "feasible"):
             raise InvalidInputError(f"unknown status {self.status!r}; it is 'optimal' or 'feasible'")
+        counts = {"budget_bytes": self.budget_bytes, "peak_bytes": self.peak_bytes, "host_bytes": self.host_bytes}
+        check_bytes("plan", **counts, **{f"input_bytes[{k}]": nbytes for k, nbytes in enumerate(self.input_bytes)})
+        check_seconds(
+            "plan", step_s=self.step_s, baseline_step_s=self.baseline_step_s, lower_bound_s=self.lower_bound_s
+        )
+        for name, choice in zip(self.stages, self.choices, strict=True):
+            for point in (choice.release, choice.prefetch):
+                if point is not None and not 0 <= point < len(self.stages):
+                    raise InvalidInputError(f"stage {name!r}: no stage has index {point}; there are {len(self.stages)}")
 
     def __str__(self) -> str:
         """A table a person can read: totals first, then runs of equal decisions."""

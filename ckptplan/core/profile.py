@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptplan.core.chain import Link, Stage, Storage, Transient
+from ckptplan.core.chain import Link, Stage, Storage, Transient, check_bytes
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 
 SCHEMA = "ckptplan.profile/1"
@@ -38,7 +38,8 @@ class Fingerprint:
             want, have = getattr(self, field.name), getattr(found, field.name)
             if field.name not in ignore and want != have:
                 raise PlanMismatchError(
-                    f"the plan was made for {field.name} = {want!r}, this is {have!r}; solve again for this {field.name}"
+                    f"the plan was made for {field.name} = {want!r}, this is {have!r}; "
+                    f"solve again for this {field.name}"
                 )
 
 
@@ -89,10 +90,9 @@ class Profile:
                 f"base bytes are given for {len(self.base_forward_bytes)} forward and {len(self.base_backward_bytes)} "
                 f"backward steps; the chain has {n} stages"
             )
-        for name, values in (("base_forward_bytes", self.base_forward_bytes), ("base_backward_bytes", self.base_backward_bytes)):
-            for k, value in enumerate(values):
-                if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 60:
-                    raise InvalidInputError(f"{name}[{k}]={value!r} must be a whole number of bytes, 0 or more")
+        check_bytes("profile", update_peak_bytes=self.update_peak_bytes, resident_bytes=self.resident_bytes)
+        for k, (forward, backward) in enumerate(zip(self.base_forward_bytes, self.base_backward_bytes, strict=True)):
+            check_bytes(f"stage {self.stages[k].name!r}", base_forward_bytes=forward, base_backward_bytes=backward)
         names = [stage.name for stage in self.stages]
         if len(set(names)) != n:
             raise InvalidInputError(f"stage name {next(x for x in names if names.count(x) > 1)!r} is used twice")
@@ -102,10 +102,13 @@ class Profile:
                     raise InvalidInputError(f"stage {stage.name!r} names storage {s}; there are {len(self.storages)}")
                 if self.storages[s].born > i:
                     raise InvalidInputError(
-                        f"stage {stage.name!r} (step {i}) holds storage {self.storages[s].name!r}, made only in step {self.storages[s].born}"
+                        f"stage {stage.name!r} (step {i}) holds storage {self.storages[s].name!r}, "
+                        f"made only in step {self.storages[s].born}"
                     )
                 if s in stage.inputs and self.storages[s].born == i and s in stage.saved:
-                    raise InvalidInputError(f"stage {stage.name!r} has its own product {self.storages[s].name!r} as an input")
+                    raise InvalidInputError(
+                        f"stage {stage.name!r} has its own product {self.storages[s].name!r} as an input"
+                    )
 
     @property
     def baseline_step_s(self) -> float:
@@ -114,7 +117,9 @@ class Profile:
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON (docs/formats.md)."""
-        Path(path).write_text(json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(
+            json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, indent=1) + "\n", encoding="utf-8"
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -139,7 +144,9 @@ class Profile:
                 notes=tuple(data.get("notes", ())),
             )
         except (KeyError, TypeError) as error:
-            raise InvalidInputError(f"{path} is not a complete profile: {error}; docs/formats.md lists the fields") from error
+            raise InvalidInputError(
+                f"{path} is not a complete profile: {error}; docs/formats.md lists the fields"
+            ) from error
 
     @classmethod
     def from_chain(
@@ -190,7 +197,7 @@ class Profile:
             name = f"s{i}"
             if saved_bytes[i] < output_bytes[i]:
                 raise InvalidInputError(
-                    f"stage {name!r}: saved_bytes={saved_bytes[i]} leaves no room for its output of {output_bytes[i]} bytes"
+                    f"stage {name!r}: saved_bytes={saved_bytes[i]} is below its output, {output_bytes[i]} bytes"
                 )
             internal = len(storages)
             storages.append(Storage(f"{name}.inner", saved_bytes[i] - output_bytes[i], i, i))

@@ -65,7 +65,13 @@ def residency(profile: Profile, actions: Sequence[Action]) -> Residency:
         if action == "swap" and i < n - 1:
             for position, s in enumerate(stage.saved):
                 storage = profile.storages[s]
-                if last[s] == i and s not in fixed and not storage.to_end and storage.program_until <= i and storage.nbytes:
+                if (
+                    last[s] == i
+                    and s not in fixed
+                    and not storage.to_end
+                    and storage.program_until <= i
+                    and storage.nbytes
+                ):
                     positions.append(position)
                     moved[s] = i
         moves.append(tuple(positions))

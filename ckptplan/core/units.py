@@ -19,7 +19,7 @@ def budget_to_bytes(budget_gb: float, *, name: str = "budget_gb") -> int:
     """
     if isinstance(budget_gb, bool) or not isinstance(budget_gb, (int, float)):
         raise InvalidInputError(
-            f"{name}={budget_gb!r} is not a number; give it in units of 2**30 bytes, for example {name}=12 or {name}=0.5"
+            f"{name}={budget_gb!r} is not a number; give it in units of 2**30 bytes, such as {name}=12 or {name}=0.5"
         )
     if not math.isfinite(budget_gb) or budget_gb <= 0:
         raise InvalidInputError(f"{name}={budget_gb!r} must be finite and above 0; it counts units of 2**30 bytes")

@@ -37,6 +37,7 @@ class Call:
 
     @property
     def saved_bytes(self) -> int:
+        """Bytes autograd saves inside, each storage counted once."""
         return sum(self.saved.values())
 
     def depth(self) -> int:

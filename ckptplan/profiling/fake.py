@@ -101,7 +101,7 @@ def fake_parameters(model: nn.Module, world: FakeWorld) -> Iterator[None]:
                         if tensor.grad is not None and tensor.is_leaf:
                             twin.grad = world.fake(tensor.grad)
                     saved.append((table, name, tensor))
-                    table[name] = twins[id(tensor)]
+                    table[name] = twins[id(tensor)]  # type: ignore[assignment]
         yield
     finally:
         for table, name, tensor in saved:

@@ -92,7 +92,9 @@ def _leading(model: nn.Module, device: torch.device) -> torch.Tensor | None:
             return torch.zeros(1, 128, device=device, dtype=torch.long)
         if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
             side = {1: 1024, 2: 64, 3: 16}[len(module.kernel_size)]
-            return torch.zeros(2, module.in_channels, *(side,) * len(module.kernel_size), device=device, dtype=module.weight.dtype)
+            return torch.zeros(
+                2, module.in_channels, *(side,) * len(module.kernel_size), device=device, dtype=module.weight.dtype
+            )
         if next(module.parameters(recurse=False), None) is not None:
             return None
     return None

@@ -25,7 +25,15 @@ from ckptplan.profiling.trace import fake_inputs, replay, trace_chain
 from ckptplan.profiling.tracker import Tracker
 from ckptplan.runtime.measure import Outside, held_tensors, optimizer_tensors, unique_bytes
 from ckptplan.runtime.state import restored
-from ckptplan.runtime.step import LossFn, TrainingStep, check_supported, fingerprint, make_step, model_device, training_config
+from ckptplan.runtime.step import (
+    LossFn,
+    TrainingStep,
+    check_supported,
+    fingerprint,
+    make_step,
+    model_device,
+    training_config,
+)
 
 _CUDA_BLOCK = 512
 _LINK_BLOCK = 8 << 20
@@ -83,7 +91,9 @@ def profile(
     report = on_progress or (lambda text: None)
     where = model_device(model)
     if device is not None and torch.device(device).type != where.type:
-        raise InvalidInputError(f"device={str(device)!r}, but the model is on {str(where)!r}; move the model there first")
+        raise InvalidInputError(
+            f"device={str(device)!r}, but the model is on {str(where)!r}; move the model there first"
+        )
     check_supported(model)
     training, notes = training_step(model, inputs, loss_fn=loss_fn, step=step)
     with restored(model) as rewind, training_config(model):
@@ -186,7 +196,11 @@ def _outside(step: TrainingStep, rewind: Callable[[], None]) -> list[torch.Tenso
         step.forward()
     rewind()
     own = {t.untyped_storage()._cdata for t in held_tensors(step.model)}
-    return [t for t in mode.tensors if not isinstance(t, torch._subclasses.FakeTensor) and t.untyped_storage()._cdata not in own]
+    return [
+        t
+        for t in mode.tensors
+        if not isinstance(t, torch._subclasses.FakeTensor) and t.untyped_storage()._cdata not in own
+    ]
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer, round_to: int) -> tuple[int, int]:
@@ -216,7 +230,8 @@ def _optimizer_bytes(optimizer: torch.optim.Optimizer, round_to: int) -> tuple[i
             update = tracker.peak_bytes - before
     except Exception as error:
         raise UnsupportedModelError(
-            f"the update of {type(optimizer).__name__} can't be traced ({error}); leave optimizer= out and lower the budget by its state"
+            f"the update of {type(optimizer).__name__} can't be traced ({error}); "
+            "leave optimizer= out and lower the budget by its state"
         ) from error
     return max(present, state), update
 

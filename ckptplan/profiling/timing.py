@@ -53,7 +53,9 @@ class _Join(torch.autograd.Function):
 class _Timing:
     """One or more rounds of the cut forward."""
 
-    def __init__(self, step: TrainingStep, kinds: dict[str, str], device: torch.device, rewind: Callable[[], None]) -> None:
+    def __init__(
+        self, step: TrainingStep, kinds: dict[str, str], device: torch.device, rewind: Callable[[], None]
+    ) -> None:
         self.step, self.kinds, self.device = step, kinds, device
         self.rewind = rewind
         self.names = tuple(kinds)
@@ -115,7 +117,9 @@ class _Timing:
         self.glue.setdefault(("forward", index), []).append(self.now() - self.left)
 
     def _glue_backward(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+        tensors = [
+            t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.grad_fn is not None
+        ]
         fresh = [t for t in tensors if type(t.grad_fn).__name__ != "_JoinBackward"]
         begin = self.now()
         if fresh:
@@ -158,14 +162,20 @@ class _Timing:
         while count < self.repeats or (self.repeats > 1 and spent < _STAGE_S and count < 20):
             for name, run in (("plain", original), ("again", None)):
                 new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, fresh, (args, kwargs))
-                leaves = [t for t in pytree.tree_leaves((new_args, new_kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+                leaves = [
+                    t
+                    for t in pytree.tree_leaves((new_args, new_kwargs))
+                    if isinstance(t, torch.Tensor) and t.requires_grad
+                ]
                 begin = self.now()
                 if run is not None:
                     output = run(*new_args, **new_kwargs)
                 else:
                     output = run_recomputed(module, original, new_args, new_kwargs, Counters())
                 middle = self.now()
-                outputs = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+                outputs = [
+                    t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None
+                ]
                 gradients = [torch.ones_like(t) for t in outputs]
                 del output, new_args, new_kwargs
                 ready = self.now()
@@ -180,9 +190,7 @@ class _Timing:
             count += 1
 
 
-def time_stages(
-    step: TrainingStep, kinds: dict[str, str], device: torch.device, rewind: Callable[[], None]
-) -> Times:
+def time_stages(step: TrainingStep, kinds: dict[str, str], device: torch.device, rewind: Callable[[], None]) -> Times:
     """Measure `step` stage by stage.
 
     Parameters

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from ckptplan.core.chain import Action, Link, Stage, Storage, Transient
 from ckptplan.core.plan import KEEP, Decision
 from ckptplan.core.profile import Fingerprint, Profile
-from ckptplan.core.schedule import residency
+from ckptplan.core.schedule import Residency, residency
 from ckptplan.profiling.fake import fake_parameters
 from ckptplan.profiling.tracker import SegmentTrace, Sid, Tracker
 from ckptplan.profiling.workspace import measure_workspaces
@@ -158,7 +158,9 @@ def replay(
                 with hooks:
                     output, loss = given.forward()
                 out.output = {
-                    sid for t in pytree.tree_leaves((output, loss)) if isinstance(t, torch.Tensor) and (sid := tracker.sid(t))
+                    sid
+                    for t in pytree.tree_leaves((output, loss))
+                    if isinstance(t, torch.Tensor) and (sid := tracker.sid(t))
                 }
                 out.sizes.update(
                     (sid, tracker.size_of(t.untyped_storage()))
@@ -252,6 +254,7 @@ class _Tracing:
         self.step, self.names, self.device, self.round_to = step, names, device, round_to
         self.resident_bytes, self.update_bytes = resident_bytes, update_bytes
         self.notes: list[str] = []
+        self.held: dict[Action, Residency] = {}
         n = len(names)
         self.program = self._run((KEEP,) * n, saves=False)
         self.kept = self._run((KEEP,) * n)
@@ -290,7 +293,8 @@ class _Tracing:
             for sid in sids:
                 if sid[0] != "backward":
                     wanted.setdefault(sid, self.kept.sizes[sid])
-        storages, index = [], {}
+        storages: list[Storage] = []
+        index: dict[Sid, int] = {}
         for sid, nbytes in wanted.items():
             if sid[0] == "outside":
                 index[sid] = len(storages)
@@ -319,7 +323,11 @@ class _Tracing:
         draft = self._draft(fingerprint)
         base_forward, base_backward, stages = self._bases(draft)
         draft = dataclasses.replace(
-            draft, stages=stages, storages=tuple(self.storages), base_forward_bytes=base_forward, base_backward_bytes=base_backward
+            draft,
+            stages=stages,
+            storages=tuple(self.storages),
+            base_forward_bytes=base_forward,
+            base_backward_bytes=base_backward,
         )
         tight = residency(draft, [_can(stage, "swap") for stage in stages])
         # Away in every step but its stage's own. The controller counts module stages alone.
@@ -333,10 +341,10 @@ class _Tracing:
         peaks = self._peaks(swapped)
         final = []
         for k, stage in enumerate(draft.stages):
-            options: dict[str, Transient | None] = {}
-            for action in ("keep", "recompute", "swap"):
-                options[action] = self._transient(draft, peaks[action], action, k) if stage.transient(action) else None  # type: ignore[arg-type]
-            final.append(dataclasses.replace(stage, **options))
+            keep = self._transient(draft, peaks["keep"], "keep", k)
+            recompute = None if stage.recompute is None else self._transient(draft, peaks["recompute"], "recompute", k)
+            swap = None if stage.swap is None else self._transient(draft, peaks["swap"], "swap", k)
+            final.append(dataclasses.replace(stage, keep=keep, recompute=recompute, swap=swap))
         end = self.resident_bytes + self.kept.end_bytes
         return dataclasses.replace(
             draft,
@@ -349,7 +357,7 @@ class _Tracing:
     def _draft(self, fingerprint: Fingerprint) -> Profile:
         zero = Transient(0, 0)
         stages = []
-        for k, g in enumerate(self.segments):
+        for g in self.segments:
             saved = {s: can for s, can in self.kept.saved.get(g, {}).items() if s in self.index}
             is_stage = g % 2 == 1
             inputs = tuple(sorted(self.index[s] for s in self.kept.inputs.get(g, ()) if s in self.index))
@@ -370,7 +378,9 @@ class _Tracing:
                 )
             )
         n = len(stages)
-        return Profile(tuple(stages), tuple(self.storages), (0,) * n, (0,) * n, 0, Link(1.0, 1.0), fingerprint=fingerprint)
+        return Profile(
+            tuple(stages), tuple(self.storages), (0,) * n, (0,) * n, 0, Link(1.0, 1.0), fingerprint=fingerprint
+        )
 
     def _kind(self, g: int) -> str:
         digest = hashlib.sha256()
@@ -388,7 +398,9 @@ class _Tracing:
         again = [_can(s, "recompute") for s in draft.stages]
         held_keep, held_again = residency(draft, keep), residency(draft, again)
         kept_f = [self.kept.forward[g].start_bytes - held_keep.forward_bytes[k] for k, g in enumerate(self.segments)]
-        again_f = [self.recomputed.forward[g].start_bytes - held_again.forward_bytes[k] for k, g in enumerate(self.segments)]
+        again_f = [
+            self.recomputed.forward[g].start_bytes - held_again.forward_bytes[k] for k, g in enumerate(self.segments)
+        ]
         stages = list(draft.stages)
         hidden_keep = hidden_again = 0
         base_forward = []
@@ -440,25 +452,21 @@ class _Tracing:
         out: dict[Action, list[tuple[int, int]]] = {}
         for action, r in replays.items():
             out[action] = [
-                (_peak(r.forward[g], extra), _peak(r.backward[g], extra) if g in r.backward else 0) for g in self.segments
+                (_peak(r.forward[g], extra), _peak(r.backward[g], extra) if g in r.backward else 0)
+                for g in self.segments
             ]
         return out
 
     def _transient(self, draft: Profile, peaks: list[tuple[int, int]], action: Action, k: int) -> Transient:
-        actions = [_can(stage, action) for stage in draft.stages]
-        held = self._held(draft, actions, action)
+        if action not in self.held:
+            self.held[action] = residency(draft, [_can(stage, action) for stage in draft.stages])
+        held = self.held[action]
         state = torch.get_rng_state().numel() if action == "recompute" and self.device.type == "cpu" else 0
         rng_held = state * sum(1 for s in draft.stages[:k] if s.recompute is not None)
-        forward = self.resident_bytes + peaks[k][0] - (held[0][k] - rng_held)
+        forward = self.resident_bytes + peaks[k][0] - (held.forward_bytes[k] - rng_held)
         rng_held = state * sum(1 for s in draft.stages[: k + 1] if s.recompute is not None)
-        backward = self.resident_bytes + peaks[k][1] - (held[1][k] - rng_held)
+        backward = self.resident_bytes + peaks[k][1] - (held.backward_bytes[k] - rng_held)
         return Transient(max(forward, 0) + state, max(backward, 0) + 2 * state)
-
-    def _held(self, draft: Profile, actions: list[Action], action: Action) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        if action not in self.__dict__.setdefault("_cache", {}):
-            r = residency(draft, actions)
-            self._cache[action] = (r.forward_bytes, r.backward_bytes)
-        return self._cache[action]  # type: ignore[no-any-return]
 
 
 def _can(stage: Stage, action: Action) -> Action:

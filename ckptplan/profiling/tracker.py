@@ -232,5 +232,8 @@ def op_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable
     try:
         hash(frozen)
     except TypeError:
-        frozen = tuple(x if isinstance(x, (TensorSpec, int, float, bool, str, torch.dtype, type(None))) else repr(x) for x in frozen)
+        frozen = tuple(
+            x if isinstance(x, (TensorSpec, int, float, bool, str, torch.dtype, type(None))) else repr(x)
+            for x in frozen
+        )
     return func, frozen, spec

@@ -33,8 +33,8 @@ def measure_workspaces(keys: Iterable[Hashable], device: torch.device) -> tuple[
     wanted = [key for key in dict.fromkeys(keys) if key is not None and _worth_measuring(key)]
     failed: list[str] = []
     if device.type == "cuda":
-        peaks = {key: _cuda_peak(key, device, failed) for key in wanted}
-        return {key: peak for key, peak in peaks.items() if peak is not None}, failed
+        on_cuda = ((key, _cuda_peak(key, device, failed)) for key in wanted)
+        return {key: peak for key, peak in on_cuda if peak is not None}, failed
     done: set[int] = set()
 
     def run_all() -> None:

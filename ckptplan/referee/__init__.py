@@ -1,4 +1,5 @@
 """Replays and checks plans; imports core alone."""
+
 from ckptplan.referee.simulate import Event, StepBytes, Timeline, simulate
 from ckptplan.referee.validate import Violation, validate
 

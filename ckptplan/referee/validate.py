@@ -21,7 +21,9 @@ class Violation:
     detail: str
 
 
-def validate(profile: Profile, plan: Plan, budget_bytes: int, *, host_bytes: int | None = None) -> tuple[Violation, ...]:
+def validate(
+    profile: Profile, plan: Plan, budget_bytes: int, *, host_bytes: int | None = None
+) -> tuple[Violation, ...]:
     """The rules `plan` breaks on `profile`, empty when it is sound.
 
     Parameters
@@ -45,7 +47,9 @@ def validate(profile: Profile, plan: Plan, budget_bytes: int, *, host_bytes: int
     timeline = simulate(profile, plan.choices)
     for step in timeline.steps:
         if step.peak_bytes > budget_bytes:
-            broken.append(Violation("budget", step.stage, f"{step.phase} needs {step.peak_bytes} of {budget_bytes} bytes"))
+            broken.append(
+                Violation("budget", step.stage, f"{step.phase} needs {step.peak_bytes} of {budget_bytes} bytes")
+            )
     if host_bytes is not None and timeline.host_bytes > host_bytes:
         broken.append(Violation("host budget", "", f"{timeline.host_bytes} of {host_bytes} bytes"))
     if timeline.peak_bytes != plan.peak_bytes:
@@ -79,7 +83,9 @@ def _structure(profile: Profile, plan: Plan) -> list[Violation]:
     modules = [i for i, name in enumerate(plan.stages) if not name.startswith("(")]
     for stage, choice in zip(profile.stages, plan.choices, strict=True):
         if modules and choice.release is not None and choice.release > modules[-1]:
-            broken.append(Violation("points", stage.name, "release point after the last module's end, where nothing runs"))
+            broken.append(
+                Violation("points", stage.name, "release point after the last module's end, where nothing runs")
+            )
         if modules and choice.prefetch is not None and choice.prefetch not in modules:
             broken.append(Violation("points", stage.name, "prefetch point outside of any module's backward"))
     for j, (stage, choice) in enumerate(zip(profile.stages, plan.choices, strict=True)):
@@ -88,9 +94,13 @@ def _structure(profile: Profile, plan: Plan) -> list[Violation]:
             if o is None or o == j:
                 continue
             if j > o or choice.action != "swap" or s in stage.pinned:
-                broken.append(Violation("held", stage.name, f"holds storage {s}, which {profile.stages[o].name!r} moves"))
+                broken.append(
+                    Violation("held", stage.name, f"holds storage {s}, which {profile.stages[o].name!r} moves")
+                )
     for s, o in mover.items():
         storage = profile.storages[s]
         if storage.to_end or storage.program_until > o:
-            broken.append(Violation("held", profile.stages[o].name, f"moves storage {s}, which the program still holds"))
+            broken.append(
+                Violation("held", profile.stages[o].name, f"moves storage {s}, which the program still holds")
+            )
     return broken

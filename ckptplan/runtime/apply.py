@@ -53,7 +53,8 @@ class Stats:
         return "\n".join(
             [
                 f"{self.forwards} training forwards",
-                f"recomputed stages per forward: {self.recomputed_stages / n:g} (planned {self.planned_recomputed_stages})",
+                f"recomputed stages per forward: {self.recomputed_stages / n:g} "
+                f"(planned {self.planned_recomputed_stages})",
                 f"swapped out per forward: {format_bytes(self.swapped_out_bytes / n)} "
                 f"(planned {format_bytes(self.planned_swapped_bytes)}), in {format_bytes(self.swapped_in_bytes / n)}",
                 f"waited for copies per forward: {format_seconds(self.host_wait_s / n)}",
@@ -109,18 +110,18 @@ class Handle:
     def __enter__(self) -> Handle:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.remove()
 
 
-def apply(
-    model: nn.Module, plan: Plan, *, swap_dir: str | Path | None = None, host_gb: float | None = None
-) -> Handle:
+def apply(model: nn.Module, plan: Plan, *, swap_dir: str | Path | None = None, host_gb: float | None = None) -> Handle:
     """Make every training forward of `model` follow `plan`.
 
     The model's classes, parameter names, `state_dict` and hooks stay as they are; only `forward` of the stages is
-    replaced on the instances. Forwards without gradients, or in evaluation mode, run as if no plan were there. A Hugging
-    Face configuration's `use_cache` is off while the plan is applied.
+    replaced on the instances. Forwards without gradients, or in evaluation mode, run as if no plan were there. The
+    `use_cache` of a Hugging Face configuration is off while the plan is applied.
 
     Parameters
     ----------
@@ -144,7 +145,9 @@ def apply(
     """
     device = model_device(model)
     if not plan.fingerprint.model:
-        raise PlanMismatchError("the plan comes from a profile written by hand, which belongs to no model; it can be simulated only")
+        raise PlanMismatchError(
+            "the plan comes from a profile written by hand, which belongs to no model; it can be simulated only"
+        )
     plan.fingerprint.require(fingerprint(TrainingStep(model)), ignore=("inputs",))
     check_supported(model)
     limit = None if host_gb is None else budget_to_bytes(host_gb, name="host_gb")

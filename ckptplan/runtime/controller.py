@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
@@ -125,7 +126,9 @@ class Controller:
         """Patch every stage, or none."""
         for patch in self._patches:
             if isinstance(patch.module.__dict__.get("forward"), PatchedForward):
-                raise UnsupportedModelError("a plan is applied to this model already; call remove() on its handle first")
+                raise UnsupportedModelError(
+                    "a plan is applied to this model already; call remove() on its handle first"
+                )
         for patch in self._patches:
             patch.install()
 
@@ -140,7 +143,12 @@ class Controller:
 
     def _begin(self) -> _Pass:
         # By storage, and anew each pass: parameters may have been moved or replaced since.
-        own = {t.untyped_storage()._cdata for t in (*self._model.parameters(), *self._model.buffers())}
+        # Weak references, so that the address of a buffer that the forward replaces stays nobody else's meanwhile.
+        own = {
+            storage._cdata: StorageWeakRef(storage)
+            for t in (*self._model.parameters(), *self._model.buffers())
+            for storage in (t.untyped_storage(),)
+        }
         self.counters.forwards += 1
         session = SwapSession(self._store, self._device, lambda storage: storage._cdata in own, self.counters)
         self._pass = _Pass(session)
@@ -205,7 +213,9 @@ class Controller:
 
     def _first_of_step(self, module: nn.Module) -> bool:
         """Whether a step may begin with `module`, so that one call too many is the next step's first."""
-        return 0 in self._indices[module] or self._indices[module][0] == min(i for x in self._indices.values() for i in x)
+        return 0 in self._indices[module] or self._indices[module][0] == min(
+            i for x in self._indices.values() for i in x
+        )
 
     def _check_inputs(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._input_bytes is None:

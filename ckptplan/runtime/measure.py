@@ -50,7 +50,7 @@ def recorded_allocations(run: Callable[[], Any]) -> tuple[list[tuple[int, int]],
     spans: dict[str, tuple[int, int]] = {}
     for e in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
         if e.name() == "[memory]":
-            if e.device_type() == torch.autograd.DeviceType.CPU:
+            if e.device_type().name == "CPU":
                 events.append((e.start_ns(), e.nbytes()))
         elif e.is_user_annotation():
             spans[e.name()] = (e.start_ns(), e.start_ns() + e.duration_ns())

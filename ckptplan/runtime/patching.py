@@ -24,7 +24,9 @@ class PatchedForward:
     A copy or a pickle of the module gets the forward it had before: a plan belongs to the instance it was applied to.
     """
 
-    def __init__(self, module: nn.Module, run: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    def __init__(
+        self, module: nn.Module, run: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+    ) -> None:
         self.module = module
         self.run = run
         self.had_own = "forward" in module.__dict__
@@ -33,6 +35,7 @@ class PatchedForward:
         self._placed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward."""
         return self.run(self.original, args, kwargs) if self._active else self.original(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

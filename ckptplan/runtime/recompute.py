@@ -82,7 +82,7 @@ class _State:
     def as_in_forward(self) -> Iterator[None]:
         """The state as the forward found it; what the recompute updates in it is dropped.
 
-        Copies take the place of updated buffers, rather than the originals being written, since the graph may hold those.
+        Copies take the place of updated buffers, rather than the originals being written, since graphs may hold those.
 
         Raises
         ------

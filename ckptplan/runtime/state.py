@@ -39,7 +39,7 @@ def buffer_state(model: nn.Module) -> Callable[[], None]:
         with torch.no_grad():
             for module, name, buffer, value in saved:
                 module._buffers[name] = buffer
-                if buffer is not None and not torch.equal(buffer.cpu(), value):
+                if buffer is not None and value is not None and not torch.equal(buffer.cpu(), value):
                     buffer.copy_(value)
 
     return restore

@@ -32,7 +32,8 @@ def default_loss(output: Any) -> torch.Tensor:
     floating = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_floating_point()]
     if not floating:
         raise InvalidInputError(
-            f"the model's output ({type(output).__name__}) has no loss and no floating tensor; pass loss_fn=, output -> scalar"
+            f"the model's output ({type(output).__name__}) has no loss and no floating tensor; "
+            "pass loss_fn=, output -> scalar"
         )
     total = floating[0].mean()
     for tensor in floating[1:]:
@@ -82,7 +83,11 @@ class TrainingStep:
             loss = self.loss_fn(output)
             source = "loss_fn(output)" if self.loss_fn is not default_loss else "the model's loss"
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(type(loss).__name__)
+            what = (
+                f"a tensor of shape {tuple(loss.shape)}"
+                if isinstance(loss, torch.Tensor)
+                else repr(type(loss).__name__)
+            )
             raise InvalidInputError(f"{source} gave {what}; it must be a floating tensor with one element")
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise InvalidInputError(
@@ -131,7 +136,9 @@ def make_step(
         return TrainingStep(model, tuple(inputs), {}, loss)
     if isinstance(inputs, Mapping):
         return TrainingStep(model, (), {str(key): value for key, value in inputs.items()}, loss)
-    raise InvalidInputError(f"inputs of type {type(inputs).__name__}; pass a tensor, a tuple (positional) or a dict (keywords)")
+    raise InvalidInputError(
+        f"inputs of type {type(inputs).__name__}; pass a tensor, a tuple (positional) or a dict (keywords)"
+    )
 
 
 def model_device(model: nn.Module) -> torch.device:
@@ -151,7 +158,9 @@ def model_device(model: nn.Module) -> torch.device:
         raise InvalidInputError("no parameter of the model needs gradients, so there is no training step to plan")
     devices = {p.device for p in parameters}
     if len(devices) > 1:
-        raise UnsupportedModelError(f"parameters lie on {sorted(map(str, devices))}; planning covers one device at a time")
+        raise UnsupportedModelError(
+            f"parameters lie on {sorted(map(str, devices))}; planning covers one device at a time"
+        )
     return devices.pop()
 
 
@@ -169,7 +178,9 @@ def check_supported(model: nn.Module) -> None:
                 f"{where} already checkpoints; call model.gradient_checkpointing_disable() and let the plan decide"
             )
         if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
-            raise UnsupportedModelError(f"{where} is compiled; plan and apply the uncompiled model (torch.compile is not covered yet)")
+            raise UnsupportedModelError(
+                f"{where} is compiled; plan and apply the uncompiled model (torch.compile is not covered yet)"
+            )
 
 
 @contextlib.contextmanager

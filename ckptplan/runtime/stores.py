@@ -14,6 +14,7 @@ import queue
 import tempfile
 import threading
 import weakref
+from collections import deque
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,10 @@ from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.core.units import format_bytes
 
 _ALIGN = 4096
+_CUDA_ALIGN = 512
+"""What the device's allocator rounds to: a plan's host bytes, summed over its storages, are exactly what is taken."""
+_PORTABLE = 1
+"""cudaHostRegisterPortable: page-locked for every device of the process."""
 
 
 class Ticket:
@@ -75,16 +80,28 @@ class NullStore:
 
 
 class Extents:
-    """Offsets in one linear host area: first fit in address order, neighbours merged when freed. Thread-safe."""
+    """Offsets in one linear host area: first fit in address order, neighbours merged when freed. Thread-safe.
 
-    def __init__(self) -> None:
+    `give` takes no lock, since the garbage collector may call it in the middle of `take`: what is given waits
+    in a queue for the next `take`.
+    """
+
+    def __init__(self, align: int = _ALIGN) -> None:
         self.end = 0
+        self._align = align
         self._free: list[tuple[int, int]] = []  # (offset, size), by offset
+        self._given: deque[tuple[int, int]] = deque()
         self._lock = threading.Lock()
 
+    def size(self, nbytes: int) -> int:
+        """`nbytes` as they are taken."""
+        return -(-nbytes // self._align) * self._align
+
     def take(self, nbytes: int) -> int:
-        size = -(-nbytes // _ALIGN) * _ALIGN
+        size = self.size(nbytes)
         with self._lock:
+            while self._given:
+                self._merge(*self._given.popleft())
             for i, (offset, room) in enumerate(self._free):
                 if room >= size:
                     self._free[i : i + 1] = [(offset + size, room - size)] if room > size else []
@@ -93,15 +110,17 @@ class Extents:
             return offset
 
     def give(self, offset: int, nbytes: int) -> None:
-        size = -(-nbytes // _ALIGN) * _ALIGN
-        with self._lock:
-            i = bisect.bisect(self._free, (offset, 0))
-            if i < len(self._free) and self._free[i][0] == offset + size:
-                size += self._free.pop(i)[1]
-            if i and sum(self._free[i - 1]) == offset:
-                before, room = self._free.pop(i - 1)
-                offset, size, i = before, room + size, i - 1
-            self._free.insert(i, (offset, size))
+        if nbytes:
+            self._given.append((offset, self.size(nbytes)))
+
+    def _merge(self, offset: int, size: int) -> None:
+        i = bisect.bisect(self._free, (offset, 0))
+        if i < len(self._free) and self._free[i][0] == offset + size:
+            size += self._free.pop(i)[1]
+        if i and sum(self._free[i - 1]) == offset:
+            before, room = self._free.pop(i - 1)
+            offset, size, i = before, room + size, i - 1
+        self._free.insert(i, (offset, size))
 
 
 class _Done:
@@ -157,24 +176,25 @@ class _Counted:
     """Closes when asked to and no ticket is left."""
 
     def __init__(self) -> None:
-        self._tickets = 0
+        # A set, not a count: `add` and `discard` are atomic, and records die in any thread, at any line.
+        self._tickets: set[Ticket] = set()
         self._closing = False
 
     def _shut(self) -> None:
         raise NotImplementedError
 
     def _issued(self, ticket: Ticket) -> Ticket:
-        self._tickets += 1
+        self._tickets.add(ticket)
         return ticket
 
-    def _freed(self) -> None:
-        self._tickets -= 1
-        if self._closing and self._tickets == 0:
+    def _freed(self, ticket: Ticket) -> None:
+        self._tickets.discard(ticket)
+        if self._closing and not self._tickets:
             self._shut()
 
     def close(self) -> None:
         self._closing = True
-        if self._tickets == 0:
+        if not self._tickets:
             self._shut()
 
 
@@ -230,11 +250,11 @@ class DiskStore(_Counted):
     def start_out(self, source: torch.Tensor) -> Ticket:
         ticket = Ticket(source.nbytes, self._extents.take(source.nbytes))
         try:
-            self._reserve(self._extents.end)
+            self._reserve(ticket.offset + self._extents.size(ticket.nbytes))
         except SwapError:
             self._extents.give(ticket.offset, ticket.nbytes)
             raise
-        view = memoryview(source.view(torch.uint8).numpy())
+        view = memoryview(source.view(torch.uint8).numpy())  # type: ignore[arg-type]
         ticket.out_done = self._out.submit(_write, self._file.fileno(), view, ticket.offset)
         return self._issued(ticket)
 
@@ -242,18 +262,27 @@ class DiskStore(_Counted):
         ticket.out_done.wait(f"writing {format_bytes(ticket.nbytes)} to {self._where}")
 
     def start_in(self, ticket: Ticket, target: torch.Tensor) -> None:
-        view = memoryview(target.view(torch.uint8).numpy())
+        view = memoryview(target.view(torch.uint8).numpy())  # type: ignore[arg-type]
         ticket.in_done = self._in.submit(_read, ticket.out_done, self._file.fileno(), view, ticket.offset)
 
     def finish_in(self, ticket: Ticket) -> None:
-        ticket.in_done.wait(f"reading {format_bytes(ticket.nbytes)} from {self._where}")
+        # A worker gets here when it happens to collect garbage; its own queue must not wait for itself.
+        if threading.current_thread() not in (self._out.thread, self._in.thread):
+            ticket.in_done.wait(f"reading {format_bytes(ticket.nbytes)} from {self._where}")
 
     def free(self, ticket: Ticket) -> None:
-        for done in (ticket.out_done, ticket.in_done):
-            if done is not None and not done.event.is_set():
-                done.event.wait()
+        for done, worker in ((ticket.in_done, self._in), (ticket.out_done, self._out)):
+            if done is None or done.event.is_set():
+                continue
+            if threading.current_thread() in (self._out.thread, self._in.thread):
+                worker.submit(self._give, ticket)  # in its turn, after the copy
+                return
+            done.event.wait()
+        self._give(ticket)
+
+    def _give(self, ticket: Ticket) -> None:
         self._extents.give(ticket.offset, ticket.nbytes)
-        self._freed()
+        self._freed(ticket)
 
     def _shut(self) -> None:
         self._close()
@@ -298,30 +327,48 @@ class PinnedStore(_Counted):
         super().__init__()
         self._device = device
         self._limit = limit_bytes
-        self._extents = Extents()
+        self._extents = Extents(_CUDA_ALIGN)
         self._areas: list[tuple[int, torch.Tensor]] = []  # (offset of its first byte, area)
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
+        # Also when nobody calls close(): memory that is freed while registered poisons its next owner.
+        self._close = weakref.finalize(self, _unpin, self._areas, device)
         try:
-            self._grow(max(capacity_bytes, _ALIGN))
+            self._grow(max(capacity_bytes, _CUDA_ALIGN))
         except SwapError as error:
             raise InvalidInputError(str(error)) from error
 
-    def _grow(self, nbytes: int) -> None:
-        start = self._areas[-1][0] + self._areas[-1][1].numel() if self._areas else 0
-        if self._limit is not None and start + nbytes > self._limit:
+    @property
+    def _covered(self) -> int:
+        """Offset at which the last area ends."""
+        return self._areas[-1][0] + self._areas[-1][1].numel() if self._areas else 0
+
+    def _grow(self, nbytes: int) -> int:
+        """Add an area of at least `nbytes`, up to a quarter of what there is; returns its first offset."""
+        held = sum(area.numel() for _, area in self._areas)
+        room = None if self._limit is None else self._limit - held
+        if room is not None and nbytes > room:
             raise SwapError(
-                f"swapping needs {format_bytes(start + nbytes)} of pinned host memory, the limit is "
-                f"{format_bytes(self._limit)}; raise host_gb="
+                f"swapping needs {format_bytes(held + nbytes)} of pinned host memory, the limit is "
+                f"{format_bytes(self._limit or 0)}; raise host_gb="
             )
+        nbytes = self._extents.size(max(nbytes, held // 4 if room is None else min(held // 4, room)))
+        # A block of distance, so that free extents of neighbouring areas never merge into one across the seam.
+        start = self._covered + _CUDA_ALIGN if self._areas else 0
         try:
-            area = torch.empty(nbytes, dtype=torch.uint8)
+            area = torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # whatever the default device is
         except RuntimeError as error:
             raise SwapError(f"no host memory for {format_bytes(nbytes)} of swap space: {error}") from error
-        code = torch.cuda.cudart().cudaHostRegister(area.data_ptr(), nbytes, 0)
-        if int(code) != 0:
-            raise SwapError(f"page-locking {format_bytes(nbytes)} of host memory failed (CUDA error {int(code)}); lower host_gb=")
+        with torch.cuda.device(self._device):
+            code = int(torch.cuda.cudart().cudaHostRegister(area.data_ptr(), nbytes, _PORTABLE))
+            if code != 0:
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device=self._device)  # takes up the error, which the next kernel would report else
+                raise SwapError(
+                    f"page-locking {format_bytes(nbytes)} of host memory failed (CUDA error {code}); lower host_gb="
+                )
         self._areas.append((start, area))
+        return start
 
     def _host(self, ticket: Ticket) -> torch.Tensor:
         for start, area in self._areas:
@@ -329,21 +376,21 @@ class PinnedStore(_Counted):
                 return area[ticket.offset - start : ticket.offset - start + ticket.nbytes]
         raise SwapError(f"no pinned area holds bytes {ticket.offset}..{ticket.offset + ticket.nbytes}")
 
+    def _take(self, nbytes: int) -> int:
+        """An extent within one area, a new one if need be."""
+        offset, covered = self._extents.take(nbytes), self._covered
+        if self._extents.end <= covered:
+            return offset
+        self._extents.give(offset, max(covered - offset, 0))  # what is left of the last area
+        self._extents.end = covered
+        size = self._extents.size(nbytes)
+        start = self._grow(size)
+        self._extents.end = start + size
+        return start
+
     def start_out(self, source: torch.Tensor) -> Ticket:
         compute = torch.cuda.current_stream(self._device)
-        ticket = Ticket(source.nbytes, self._extents.take(source.nbytes))
-        covered = self._areas[-1][0] + self._areas[-1][1].numel()
-        if self._extents.end > covered:
-            # The new area begins where the last one ends; an extent across the seam is moved behind it.
-            try:
-                size = -(-ticket.nbytes // _ALIGN) * _ALIGN
-                if ticket.offset < covered:
-                    self._extents.give(ticket.offset, covered - ticket.offset)
-                    ticket.offset, self._extents.end = covered, covered + size
-                self._grow(max(self._extents.end - covered, covered // 4))
-            except SwapError:
-                self._extents.end = covered
-                raise
+        ticket = Ticket(source.nbytes, self._take(source.nbytes))
         host = self._host(ticket)
         self._out.wait_stream(compute)
         with torch.cuda.stream(self._out):
@@ -369,17 +416,23 @@ class PinnedStore(_Counted):
         if ticket.in_done is not None:
             self._out.wait_event(ticket.in_done)
         self._extents.give(ticket.offset, ticket.nbytes)
-        self._freed()
+        self._freed(ticket)
 
     def _shut(self) -> None:
-        if self._areas:
-            torch.cuda.synchronize(self._device)
-        for _, area in self._areas:
-            torch.cuda.cudart().cudaHostUnregister(area.data_ptr())
-        self._areas = []
+        self._close()
 
 
-def make_store(device: torch.device, *, capacity_bytes: int, directory: str | Path | None, limit_bytes: int | None) -> Store:
+def _unpin(areas: list[tuple[int, torch.Tensor]], device: torch.device) -> None:
+    with contextlib.suppress(RuntimeError):  # a device that failed, or a forked process: nothing to wait for or undo
+        if areas:
+            torch.cuda.synchronize(device)
+        while areas:
+            torch.cuda.cudart().cudaHostUnregister(areas.pop()[1].data_ptr())
+
+
+def make_store(
+    device: torch.device, *, capacity_bytes: int, directory: str | Path | None, limit_bytes: int | None
+) -> Store:
     """The store for tensors on `device`: pinned memory for CUDA, a file for the CPU."""
     if device.type == "cuda":
         return PinnedStore(device, capacity_bytes=capacity_bytes, limit_bytes=limit_bytes)

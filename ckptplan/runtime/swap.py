@@ -2,7 +2,8 @@
 
 NOTE [States of a swapped storage]
 
-    ON_DEVICE --start_leaving--> LEAVING --finish_leaving--> AWAY --start_returning--> RETURNING --finish_returning--> ON_DEVICE
+    ON_DEVICE --start_leaving--> LEAVING --finish_leaving--> AWAY
+    AWAY --start_returning--> RETURNING --finish_returning--> ON_DEVICE
 
 1. One record per (storage, version), shared by every alias that any stage of the same forward saves.
 2. The device bytes are dropped in `finish_leaving` alone, after the copy out; they are allocated in `start_returning`
@@ -23,6 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 

@@ -11,11 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptplan.core.errors import InvalidInputError, PlanMismatchError
+from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.runtime.apply import Stats, apply
-from ckptplan.runtime.measure import Outside, held_tensors, optimizer_tensors, peak_above_start, run_step, timed, unique_bytes
+from ckptplan.runtime.measure import (
+    Outside,
+    held_tensors,
+    optimizer_tensors,
+    peak_above_start,
+    run_step,
+    timed,
+    unique_bytes,
+)
 from ckptplan.runtime.state import restored
 from ckptplan.runtime.step import LossFn, TrainingStep, fingerprint, make_step, model_device, training_config
 
@@ -64,7 +72,11 @@ class Verification:
 
         error = self.predicted_peak_bytes / self.measured_peak_bytes - 1 if self.measured_peak_bytes else 0.0
         fits = "within" if self.within_budget else "OVER"
-        equal = {True: "bitwise equal", False: f"DIFFER in {', '.join(self.differing)}", None: "not compared: the plain step does not fit"}
+        equal = {
+            True: "bitwise equal",
+            False: f"DIFFER in {', '.join(self.differing)}",
+            None: "not compared: the plain step does not fit",
+        }
         plain_peak = "does not fit" if self.plain_peak_bytes is None else format_bytes(self.plain_peak_bytes)
         plain_s = "" if self.plain_step_s is None else format_seconds(self.plain_step_s)
         return "\n".join(

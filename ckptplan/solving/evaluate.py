@@ -228,7 +228,9 @@ class Evaluator:
             fits &= host <= self.host_bytes
         return _Lazy(needs, put, front_forward, front_backward, cutoff, fits, host)
 
-    def _enforce(self, front_forward: NDArray[np.int64], front_backward: NDArray[np.int64], cutoff: NDArray[np.int64]) -> None:
+    def _enforce(
+        self, front_forward: NDArray[np.int64], front_backward: NDArray[np.int64], cutoff: NDArray[np.int64]
+    ) -> None:
         """Points inside glue move to where the runtime can meet them (NOTE [Residency], rule 4)."""
         glue = [stage.is_glue for stage in self.profile.stages]
         if all(glue) or not any(glue):
