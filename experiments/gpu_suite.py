@@ -51,7 +51,7 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.profiling.profiler import replayed_peak, training_step
-from ckptplan.referee import validate
+from ckptplan.referee import simulate, validate
 from ckptplan.runtime.measure import peak_above_start, timed
 from ckptplan.solving import planner
 
@@ -344,6 +344,7 @@ def plan_cell(
         "predicted_peak_bytes": plan.peak_bytes,
         "predicted_step_s": plan.step_s,
         "predicted_plain_step_s": plan.baseline_step_s,
+        "predicted_stall_s": simulate(profile, plan).stall_s,
         "host_bytes": plan.host_bytes,
         "actions": {action: sum(c.action == action for c in plan.choices) for action in ("keep", "swap", "recompute")},
         "violations": [f"{v.kind}: {v.stage}: {v.detail}" for v in broken],

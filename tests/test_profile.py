@@ -163,6 +163,26 @@ def test_a_solved_plan_holds_its_budget_and_gradients(name: str, share: float) -
     assert report.predicted_peak_bytes <= 1.02 * report.measured_peak_bytes + 3 * 5056
 
 
+class WritesItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += 1.0
+        return self.inner(torch.tanh(x))
+
+
+def test_a_stage_that_writes_to_its_input_is_never_recomputed() -> None:
+    model, inputs = nn.Sequential(nn.Linear(64, 64), *(WritesItsInput() for _ in range(3))), torch.randn(128, 64)
+    profile = ckptplan.profile(model, inputs)
+    assert [s.recompute is None for s in profile.stages if not s.is_glue] == [False, True, True, True]
+    least = smallest_peak(profile, actions=ALL).peak_bytes
+    report = ckptplan.verify(model, ckptplan.solve(profile, least / 2**30), inputs, repeats=1)
+    assert report.gradients_equal
+    assert report.measured_peak_bytes <= least
+
+
 def test_stages_are_blocks_and_what_is_worth_it_around_them() -> None:
     names = [s.name for s in ckptplan.profile(Net(), torch.randn(64, 64)).stages]
     assert [n for n in names if not n.startswith("(")][:5] == ["stem", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]

@@ -169,7 +169,8 @@ def _profile(
     rewind()
     report("timing stages")
     kinds = {stage.name: stage.kind for stage in chain.stages if not stage.name.startswith("(")}
-    times = time_stages(step, kinds, device, rewind=rewind)
+    recomputable = {stage.kind for stage in chain.stages if stage.recompute is not None}
+    times = time_stages(step, kinds, recomputable, device, rewind)
     rewind()
     report("measuring bandwidth")
     link = measure_link(device, _LINK_BLOCK, swap_dir)

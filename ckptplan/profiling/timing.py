@@ -54,9 +54,14 @@ class _Timing:
     """One or more rounds of the cut forward."""
 
     def __init__(
-        self, step: TrainingStep, kinds: dict[str, str], device: torch.device, rewind: Callable[[], None]
+        self,
+        step: TrainingStep,
+        kinds: dict[str, str],
+        recomputable: set[str],
+        device: torch.device,
+        rewind: Callable[[], None],
     ) -> None:
-        self.step, self.kinds, self.device = step, kinds, device
+        self.step, self.kinds, self.recomputable, self.device = step, kinds, recomputable, device
         self.rewind = rewind
         self.names = tuple(kinds)
         self.samples: dict[tuple[str, str], list[float]] = {}
@@ -145,31 +150,34 @@ class _Timing:
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.is_floating_point() or tensor.untyped_storage()._cdata in given:
                 return tensor
-            anchor = torch.zeros((), device=tensor.device, requires_grad=True)
-            self.anchors.append(anchor)
-            return _Join.apply(tensor.detach(), anchor)  # type: ignore[no-any-return]
+            return self._joined(tensor, self.anchors)
 
         return pytree.tree_map_only(torch.Tensor, cut, output)
+
+    @staticmethod
+    def _joined(tensor: torch.Tensor, anchors: list[torch.Tensor]) -> torch.Tensor:
+        """`tensor` without its graph, with a new one that ends at an anchor, which is added to `anchors`."""
+        anchors.append(torch.zeros((), device=tensor.device, requires_grad=True))
+        return _Join.apply(tensor.detach(), anchors[-1])  # type: ignore[no-any-return]
 
     def _time(
         self, kind: str, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        def fresh(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.detach().requires_grad_(tensor.requires_grad)
+        leaves: list[torch.Tensor] = []
 
+        def fresh(tensor: torch.Tensor) -> torch.Tensor:
+            return self._joined(tensor, leaves) if tensor.requires_grad else tensor.detach()
+
+        ways = ("plain", "again") if kind in self.recomputable else ("plain",)
         parameters = [p for p in module.parameters() if p.requires_grad]
         spent, count = 0.0, 0
         while count < self.repeats or (self.repeats > 1 and spent < _STAGE_S and count < 20):
-            for name, run in (("plain", original), ("again", None)):
+            for name in ways:
+                leaves.clear()
                 new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, fresh, (args, kwargs))
-                leaves = [
-                    t
-                    for t in pytree.tree_leaves((new_args, new_kwargs))
-                    if isinstance(t, torch.Tensor) and t.requires_grad
-                ]
                 begin = self.now()
-                if run is not None:
-                    output = run(*new_args, **new_kwargs)
+                if name == "plain":
+                    output = original(*new_args, **new_kwargs)
                 else:
                     output = run_recomputed(module, original, new_args, new_kwargs, Counters())
                 middle = self.now()
@@ -182,7 +190,7 @@ class _Timing:
                 if outputs:
                     torch.autograd.grad(outputs, [*leaves, *parameters], gradients, allow_unused=True)
                 end = self.now()
-                del outputs, gradients, leaves
+                del outputs, gradients
                 if self.repeats > 1:
                     self.samples.setdefault((kind, f"{name} forward"), []).append(middle - begin)
                     self.samples.setdefault((kind, f"{name} backward"), []).append(end - ready)
@@ -190,13 +198,21 @@ class _Timing:
             count += 1
 
 
-def time_stages(step: TrainingStep, kinds: dict[str, str], device: torch.device, rewind: Callable[[], None]) -> Times:
+def time_stages(
+    step: TrainingStep,
+    kinds: dict[str, str],
+    recomputable: set[str],
+    device: torch.device,
+    rewind: Callable[[], None],
+) -> Times:
     """Measure `step` stage by stage.
 
     Parameters
     ----------
     kinds : dict
         Stage name -> kind, in call order; each kind is timed once, on the first stage that has it.
+    recomputable : set of str
+        Kinds that can be recomputed.
     rewind : callable
         Puts buffers and random states back between rounds.
 
@@ -205,7 +221,7 @@ def time_stages(step: TrainingStep, kinds: dict[str, str], device: torch.device,
     Times
         Medians. Glue is keyed by the stage that follows it (their number: after the last one).
     """
-    timing = _Timing(step, kinds, device, rewind)
+    timing = _Timing(step, kinds, recomputable, device, rewind)
     timing.round(1)  # warm-up
     for _ in range(_ROUNDS - 1):
         timing.round(0)
@@ -217,11 +233,14 @@ def time_stages(step: TrainingStep, kinds: dict[str, str], device: torch.device,
         middle = {
             name: statistics.median(timing.samples[kind, name])
             for name in ("plain forward", "plain backward", "again backward")
+            if (kind, name) in timing.samples
         }
         out.forward_s[kind] = middle["plain forward"]
         out.backward_s[kind] = middle["plain backward"]
-        # Recompute stops at the last saved tensor, so it may be shorter than forward; never less than a tenth of it.
-        out.recompute_s[kind] = max(middle["again backward"] - middle["plain backward"], 0.1 * middle["plain forward"])
+        # Recompute stops at the last saved tensor, so it is forward at most; what the difference shows beyond that is
+        # memory touched for the first time, which a step in a running training has behind it.
+        extra = middle.get("again backward", 0.0) - middle["plain backward"]
+        out.recompute_s[kind] = min(max(extra, 0.1 * middle["plain forward"]), middle["plain forward"])
     for (direction, index), values in timing.glue.items():
         table = out.glue_forward_s if direction == "forward" else out.glue_backward_s
         table[index] = statistics.median(values[1:] or values)

@@ -50,6 +50,8 @@ class Replay:
         Segment -> storages passed in.
     input_bytes : dict
         Segment -> bytes of the tensors passed in.
+    modifies : set
+        Segments that write to what is passed in: such a stage can't run a second time.
     sizes : dict
         Storage -> bytes.
     output : set
@@ -67,6 +69,7 @@ class Replay:
     saved: dict[int, dict[Sid, bool]] = field(default_factory=dict)
     inputs: dict[int, set[Sid]] = field(default_factory=dict)
     input_bytes: dict[int, int] = field(default_factory=dict)
+    modifies: set[int] = field(default_factory=set)
     sizes: dict[Sid, int] = field(default_factory=dict)
     output: set[Sid] = field(default_factory=set)
     end_bytes: int = 0
@@ -82,12 +85,14 @@ class _Watcher:
         self._replay = replay
         self._position = 0
         self._segments: dict[int, int] = {}
+        self._given: list[tuple[torch.Tensor, int]] = []
 
     def enter(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._position += 1
         self._segments[stage] = self._position
         self._tracker.enter_segment(self._position)
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        self._given = [(t, t._version) for t in tensors]
         sids = {sid: t for t in tensors if (sid := self._tracker.sid(t)) is not None}
         self._replay.inputs[self._position] = set(sids)
         for sid, tensor in sids.items():
@@ -95,6 +100,9 @@ class _Watcher:
         self._replay.input_bytes[self._position] = sum(t.numel() * t.element_size() for t in tensors)
 
     def exit(self, stage: int, output: Any) -> None:
+        if any(t._version != version for t, version in self._given):
+            self._replay.modifies.add(self._position)
+        self._given = []
         self._position += 1
         self._tracker.enter_segment(self._position)
 
@@ -258,7 +266,9 @@ class _Tracing:
         n = len(names)
         self.program = self._run((KEEP,) * n, saves=False)
         self.kept = self._run((KEEP,) * n)
-        self.recomputed = self._run((Decision("recompute"),) * n)
+        self.recomputed = self._run(
+            tuple(KEEP if 2 * j + 1 in self.kept.modifies else Decision("recompute") for j in range(n))
+        )
         self.resident_bytes += self.kept.wrapped_bytes
         self.segments = self._nonempty()
         self.storages, self.index = self._storages()
@@ -370,7 +380,7 @@ class _Tracing:
                     inputs=inputs if is_stage else (),
                     keep=zero,
                     swap=zero if is_stage and saved else None,
-                    recompute=zero if is_stage and saved else None,
+                    recompute=zero if is_stage and saved and g not in self.kept.modifies else None,
                     forward_s=0.0,
                     backward_s=0.0,
                     recompute_s=0.0,

@@ -1,0 +1,473 @@
+"""What only a CUDA device can show: stream order, pinned memory, the allocator's peaks, backward in another thread."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# Read when cuBLAS starts; without it a matrix product may differ from run to run.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import pytest
+import torch
+from torch import nn
+
+import ckptplan
+from ckptplan import Plan, Profile
+from ckptplan.baselines._build import available, build, tightest_peak
+from ckptplan.core.schedule import residency
+from ckptplan.profiling.links import measure_link
+from ckptplan.runtime import stores
+from ckptplan.runtime.measure import held_tensors, unique_bytes
+from ckptplan.runtime.stores import PinnedStore
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda", 0)
+SLEEP_CYCLES = 10_000_000  # 5-10 ms at 1-2 GHz: longer than a stage of these models
+MIXES = {
+    "swap": ("swap",),
+    "recompute": ("recompute",),
+    "mixed": ("swap", "swap", "recompute", "keep"),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.drop = nn.Dropout(0.1)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.drop(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int = 8, width: int = 256) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class ConvNet(nn.Module):
+    """Batch statistics and in-place activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True)) for _ in range(6)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> Iterator[None]:
+    """Bitwise equality needs every one of these on CUDA."""
+    torch.use_deterministic_algorithms(True)
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        torch.backends.cudnn.deterministic = False
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every copy starts late, so that whoever does not wait for it finds the wrong bytes."""
+    for name, stream in (("start_out", "_out"), ("start_in", "_in")):
+        original = getattr(PinnedStore, name)
+
+        def slow(self: Any, *args: Any, original: Any = original, stream: str = stream) -> Any:
+            with torch.cuda.stream(getattr(self, stream)):
+                torch.cuda._sleep(SLEEP_CYCLES)
+            return original(self, *args)
+
+        monkeypatch.setattr(PinnedStore, name, slow)
+
+
+def make(kind: type[nn.Module] = Net) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    model = kind().to(DEVICE).train()
+    x = torch.randn(2048, 256, device=DEVICE) if kind is Net else torch.randn(8, 16, 32, 32, device=DEVICE)
+    return model, x
+
+
+def plan_for(profile: Profile, mix: str) -> Plan:
+    """The tightest plan in which stages take the actions of `mix` in turn."""
+    wanted = [MIXES[mix][i % len(MIXES[mix])] for i in range(len(profile.stages))]
+    actions = available(profile, wanted)
+    return build(profile, actions, tightest_peak(profile, residency(profile, actions)).bytes, mix)
+
+
+def step(model: nn.Module, x: torch.Tensor, seed: int) -> list[torch.Tensor]:
+    """One step; what it frees is overwritten before backward, as the next layer's kernels would."""
+    torch.manual_seed(seed)
+    model.zero_grad()
+    loss = model(x).square().mean()
+    junk = [torch.full((1 << 20,), float("nan"), device=DEVICE) for _ in range(8)]
+    del junk
+    loss.backward()
+    return [loss.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def train(model: nn.Module, x: torch.Tensor, steps: int = 4) -> list[list[torch.Tensor]]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found = []
+    for seed in range(steps):
+        found.append(step(model, x, seed))
+        optimizer.step()
+    return found
+
+
+def assert_same(found: list[list[torch.Tensor]], wanted: list[list[torch.Tensor]]) -> None:
+    assert len(found) == len(wanted)
+    for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        assert len(a) == len(b)
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), f"step {number} differs"
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("kind", [Net, ConvNet])
+def test_gradients_are_bitwise_those_of_the_plain_model(mix: str, kind: type[nn.Module], slow_copies: None) -> None:
+    model, x = make(kind)
+    wanted = train(model, x)
+    buffers = [b.clone() for b in model.buffers()]
+    model, x = make(kind)
+    plan = plan_for(ckptplan.profile(model, x), mix)
+    with ckptplan.apply(model, plan) as handle:
+        found = train(model, x)
+        stats = handle.stats()
+    assert_same(found, wanted)
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), buffers, strict=True))
+    assert mix != "swap" or plan.host_bytes > 0
+    assert (stats.swapped_out_bytes > 0) == (plan.host_bytes > 0)
+    assert stats.swapped_in_bytes == stats.swapped_out_bytes
+    if mix != "swap":
+        assert stats.recomputed_stages == 4 * stats.planned_recomputed_stages > 0
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_peak_is_within_the_budget(mix: str) -> None:
+    model, x = make()
+    plan = plan_for(ckptplan.profile(model, x), mix)
+    held = unique_bytes([*held_tensors(model), x])
+
+    def run() -> None:
+        loss = model(x).square().mean()
+        loss.backward()
+        model.zero_grad()
+
+    with ckptplan.apply(model, plan):
+        run()  # libraries take their workspaces once
+        gc.collect()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(3):
+            run()
+        torch.cuda.synchronize()
+        peak = held + torch.cuda.max_memory_allocated() - before
+        assert torch.cuda.memory_allocated() == before
+    assert peak <= plan.budget_bytes
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_verify_agrees(mix: str) -> None:
+    model, x = make()
+    plan = plan_for(ckptplan.profile(model, x), mix)
+    found = ckptplan.verify(model, plan, inputs=x)
+    assert found.gradients_equal, found.differing
+    assert found.within_budget, str(found)
+
+
+def test_profiling_leaves_no_trace() -> None:
+    model, x = make()
+    model(x).sum().backward()
+    before = [t.clone() for t in held_tensors(model)]
+    generators = torch.get_rng_state(), torch.cuda.get_rng_state(DEVICE)
+    ckptplan.profile(model, x)
+    assert all(torch.equal(a, b) for a, b in zip(held_tensors(model), before, strict=True))
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    assert torch.equal(torch.cuda.get_rng_state(DEVICE), generators[1])
+    gc.collect()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_random_state_goes_on_as_in_the_plain_model(mix: str) -> None:
+    model, x = make()
+    plan = plan_for(ckptplan.profile(model, x), mix)
+    wanted = step(model, x, 3)
+    state = torch.cuda.get_rng_state(DEVICE)
+    with ckptplan.apply(model, plan):
+        found = step(model, x, 3)
+    assert_same([found], [wanted])
+    assert torch.equal(torch.cuda.get_rng_state(DEVICE), state)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_compute_on_another_stream(mix: str, slow_copies: None) -> None:
+    model, x = make()
+    plan = plan_for(ckptplan.profile(model, x), mix)
+    wanted = [step(model, x, seed) for seed in range(3)]
+    side = torch.cuda.Stream(DEVICE)
+    side.wait_stream(torch.cuda.current_stream(DEVICE))
+    with ckptplan.apply(model, plan), torch.cuda.stream(side):
+        found = [step(model, x, seed) for seed in range(3)]
+    torch.cuda.current_stream(DEVICE).wait_stream(side)
+    assert_same(found, wanted)
+
+
+def test_backward_twice_through_one_graph(slow_copies: None) -> None:
+    model, x = make()
+    plan = plan_for(ckptplan.profile(model, x), "swap")
+
+    def twice() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        loss = model(x).square().mean()
+        parameters = list(model.parameters())
+        first = torch.autograd.grad(loss, parameters, retain_graph=True)
+        return [*first, *torch.autograd.grad(loss, parameters)]
+
+    wanted = twice()
+    with ckptplan.apply(model, plan):
+        assert_same([twice()], [wanted])
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_clean_step_after_an_exception_in_backward(mix: str, slow_copies: None) -> None:
+    model, x = make()
+    plan = plan_for(ckptplan.profile(model, x), mix)
+    wanted = step(model, x, 5)
+    middle = model.blocks[3].down.weight  # type: ignore[union-attr, index]
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("on purpose")
+
+    with ckptplan.apply(model, plan) as handle:
+        hook = middle.register_hook(fail)  # type: ignore[union-attr]
+        with pytest.raises(ValueError, match="on purpose"):
+            step(model, x, 5)
+        hook.remove()
+        assert_same([step(model, x, 5)], [wanted])
+        gc.collect()
+        assert not handle._store._tickets  # type: ignore[attr-defined]
+
+
+def test_graphs_that_are_dropped_half_way(slow_copies: None) -> None:
+    model, x = make()
+    plan = plan_for(ckptplan.profile(model, x), "swap")
+    wanted = step(model, x, 1)
+    with ckptplan.apply(model, plan) as handle:
+        for seed in range(3):
+            torch.manual_seed(seed)
+            out = model(x)  # copies are under way when it goes
+            del out
+            assert_same([step(model, x, 1)], [wanted])
+        assert len(handle._store._areas) == 1  # type: ignore[attr-defined]
+
+
+def test_remove_gives_pinned_memory_back() -> None:
+    model, x = make()
+    plan = plan_for(ckptplan.profile(model, x), "swap")
+    handle = ckptplan.apply(model, plan)
+    area = handle._store._areas[0][1]  # type: ignore[attr-defined]
+    assert area.is_pinned()
+    assert area.numel() == plan.host_bytes
+    loss = model(x).square().mean()
+    handle.remove()
+    assert area.is_pinned()  # a living graph still needs it
+    loss.backward()
+    del loss
+    gc.collect()
+    assert not area.is_pinned()
+
+
+def test_a_plan_needs_no_more_pinned_memory_than_it_says() -> None:
+    model, x = make()
+    plan = plan_for(ckptplan.profile(model, x), "swap")
+    with ckptplan.apply(model, plan, host_gb=plan.host_bytes / 2**30) as handle:
+        for seed in range(3):
+            step(model, x, seed)
+        assert sum(area.numel() for _, area in handle._store._areas) == plan.host_bytes  # type: ignore[attr-defined]
+
+
+# --- the store alone ---
+
+
+@contextlib.contextmanager
+def store(capacity_bytes: int) -> Iterator[PinnedStore]:
+    made = PinnedStore(DEVICE, capacity_bytes=capacity_bytes)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
+def test_round_trip(dtype: torch.dtype, slow_copies: None) -> None:
+    source = torch.randint(0, 2, (100_003,), device=DEVICE).to(dtype)
+    wanted = source.clone()
+    with store(source.nbytes) as tier:
+        ticket = tier.start_out(source)
+        tier.finish_out(ticket)
+        source.zero_()  # after the release point the block belongs to others
+        target = torch.zeros_like(wanted)
+        tier.start_in(ticket, target)
+        tier.finish_in(ticket)
+        assert torch.equal(target, wanted)
+        tier.free(ticket)
+
+
+@pytest.mark.parametrize("capacity_bytes", [1, 1 << 20, 1 << 26])
+def test_extents_are_reused_in_order(capacity_bytes: int, slow_copies: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SLEEP_CYCLES", 500_000)
+    rng = random.Random(0)
+    living: list[tuple[stores.Ticket, torch.Tensor]] = []
+    waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with store(capacity_bytes) as tier:
+        for number in range(300):
+            if living and rng.random() < 0.5:
+                ticket, wanted = living.pop(rng.randrange(len(living)))
+                target = torch.empty_like(wanted)
+                tier.start_in(ticket, target)
+                tier.finish_in(ticket)
+                tier.free(ticket)  # the copy in may not even have begun
+                waiting.append((target, wanted))
+            else:
+                wanted = torch.full((rng.randint(1, 1 << 18),), number, dtype=torch.int32, device=DEVICE)
+                source = wanted.clone()
+                living.append((tier.start_out(source), wanted))
+                tier.finish_out(living[-1][0])
+                source.fill_(-1)
+        for ticket, wanted in living:
+            target = torch.empty_like(wanted)
+            tier.start_in(ticket, target)
+            tier.finish_in(ticket)
+            waiting.append((target, wanted))
+            tier.free(ticket)
+        assert all(torch.equal(target, wanted) for target, wanted in waiting)
+
+
+def test_blocks_are_not_reused_under_a_copy(slow_copies: None) -> None:
+    with store(1 << 22) as tier:
+        source = torch.full((1 << 20,), 7.0, device=DEVICE)
+        ticket = tier.start_out(source)
+        tier.finish_out(ticket)
+        address = source.data_ptr()
+        del source
+        again = torch.full((1 << 20,), float("nan"), device=DEVICE)
+        assert again.data_ptr() == address, "the allocator is expected to hand the block out again at once"
+        target = torch.empty_like(again)
+        tier.start_in(ticket, target)
+        tier.finish_in(ticket)
+        assert torch.equal(target, torch.full_like(target, 7.0))
+        tier.free(ticket)
+
+
+def test_pinned_memory_is_on_the_host_whatever_the_default_device() -> None:
+    with torch.device(DEVICE), store(1 << 20) as tier:
+        area = tier._areas[0][1]
+        assert area.device.type == "cpu"
+        assert area.is_pinned()
+
+
+def test_a_store_that_nobody_closes_unpins() -> None:
+    tier = PinnedStore(DEVICE, capacity_bytes=1 << 20)
+    area = tier._areas[0][1]
+    del tier
+    gc.collect()
+    assert not area.is_pinned()
+
+
+def test_page_locking_that_fails_leaves_the_device_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    with store(1 << 20) as tier:
+        taken = tier._areas[0][1]
+        with monkeypatch.context() as patch:
+            patch.setattr(stores.torch, "empty", lambda *args, **kwargs: taken)  # registered already
+            with pytest.raises(ckptplan.InvalidInputError, match="page-locking"):
+                PinnedStore(DEVICE, capacity_bytes=1 << 20)
+        assert torch.ones(1000, device=DEVICE).sum().item() == 1000
+
+
+def test_limit_on_pinned_memory() -> None:
+    model, x = make()
+    plan = plan_for(ckptplan.profile(model, x), "swap")
+    with pytest.raises(ckptplan.InvalidInputError, match="host_gb"):
+        ckptplan.apply(model, plan, host_gb=plan.host_bytes / 2 / 2**30)
+
+
+def test_link_is_plausible() -> None:
+    link = measure_link(DEVICE, 8 << 20)
+    # PCIe 3 at a few lanes to NVLink-C2C.
+    assert 5e8 < link.out_bytes_per_s < 1e12
+    assert 5e8 < link.in_bytes_per_s < 1e12
+
+
+ATTENTION = """
+    import torch, ckptplan
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(64, 192)
+
+        def forward(self, x):
+            q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+            return x + y.transpose(1, 2).flatten(-2)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model = Net().to("cuda", torch.{dtype})
+    profile = ckptplan.profile(model, torch.randn(4, 128, 64, device="cuda", dtype=torch.{dtype}))
+    print(profile.notes)
+    torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_profile_of_attention_with_dropout(dtype: str) -> None:
+    # In a process of its own: fused attention reads its random seed on the host, and a wrong one ends the process.
+    code = textwrap.dedent(ATTENTION).replace("{dtype}", dtype)
+    root = str(Path(__file__).resolve().parent.parent)
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
