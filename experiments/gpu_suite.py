@@ -561,6 +561,7 @@ def run_suite(args: argparse.Namespace, path: Path, deadline: float) -> None:
     """Tests first, then every model in turn with an equal share of what is left, until all is done or time is up."""
     document = Document(path)
     mark, document.data["environment"] = fingerprint(torch.device(args.device), args.small)
+    document.data["fingerprint"] = mark
     document.data["commands"] = [*document.data["commands"], " ".join(["python", *sys.argv])][-20:]
     document.write()
     if not args.skip_tests:
@@ -613,7 +614,7 @@ def print_tables(path: Path, models: list[str]) -> None:
     """What was found, short."""
     console = Console(width=150)
     data = Document(path).data
-    cells = data["cells"]
+    cells = {key: c for key, c in data["cells"].items() if c["fingerprint"] == data["fingerprint"]}
     console.print(
         f"{data['environment'].get('device')}, torch {data['environment'].get('torch')}; {path}", soft_wrap=True
     )
@@ -633,7 +634,8 @@ def print_tables(path: Path, models: list[str]) -> None:
     wrong = list(complaints(cells))
     for text in wrong:
         console.print(f"[bold red]WRONG[/bold red] {text}", soft_wrap=True)
-    console.print(f"{len(cells)} cells, {len(wrong)} complaints")
+    older = len(data["cells"]) - len(cells)
+    console.print(f"{len(cells)} cells, {len(wrong)} complaints; {older} cells of other fingerprints not shown")
 
 
 def _row(key: list[str], c: dict[str, Any]) -> Iterator[tuple[str, ...]]:

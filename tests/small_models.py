@@ -153,14 +153,14 @@ def shared() -> Built:
 
 
 class _Recurrent(nn.Module):
+    """In double precision: the single-precision kernel's workspace has no fake twin, so its size can't be planned."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.lstm, self.norm = nn.LSTM(32, 32, batch_first=True), nn.LayerNorm(32)
+        self.lstm, self.norm = nn.LSTM(32, 32, batch_first=True).double(), nn.LayerNorm(32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # The oneDNN kernel's workspace has no fake twin, so its size can't be planned.
-        with torch.backends.mkldnn.flags(enabled=False):
-            return self.norm(x + self.lstm(x)[0])
+        return self.norm(x + self.lstm(x.double())[0].float())
 
 
 def recurrent() -> Built:
@@ -207,7 +207,7 @@ class Routed(nn.Module):
             self.seen = self.seen + len(x)
             # One power iteration, as spectral normalisation does: the output depends on the value before.
             self.direction.copy_(nn.functional.normalize(self.linear.weight @ self.direction, dim=0))
-        return x + torch.tanh(y / (self.linear.weight.t() @ self.direction).norm())
+        return x + torch.tanh(y / (self.linear.weight.t() @ self.direction.clone()).norm())
 
 
 def routed() -> Built:

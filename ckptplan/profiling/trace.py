@@ -28,7 +28,7 @@ from ckptplan.core.plan import KEEP, Decision
 from ckptplan.core.profile import Fingerprint, Profile
 from ckptplan.core.schedule import Residency, residency
 from ckptplan.profiling.fake import fake_parameters
-from ckptplan.profiling.tracker import SegmentTrace, Sid, Tracker
+from ckptplan.profiling.tracker import SegmentTrace, Sid, Tracker, owners_of_a_lone_gradient
 from ckptplan.profiling.workspace import measure_workspaces
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.step import TrainingStep
@@ -133,6 +133,7 @@ def replay(
         False: let autograd save nothing, and run no backward.
     """
     out = Replay()
+    owners_of_a_lone_gradient()  # measured now: inside the replay it would be in its own way
     tracker = Tracker(round_to, device.type)
     watcher = _Watcher(tracker, out)
     one_forward = step.fn is None

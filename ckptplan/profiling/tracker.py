@@ -8,6 +8,7 @@ segment whose forward made the autograd node that is running: nodes carry the se
 from __future__ import annotations
 
 import bisect
+import functools
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -80,6 +81,7 @@ class Tracker(FakeWorld):
         self._made_by: dict[int, int | None] = {}
         self._starts: list[int] = []
         self._made = 0
+        self._calibrating: list[tuple[int, int]] | None = None
         self._segment = -1
         self._in_backward = False
         self.enter_segment(0)
@@ -209,16 +211,34 @@ class Tracker(FakeWorld):
         if len(pair) != 2 or pair[0].shape != pair[1].shape or pair[0].dtype != pair[1].dtype:
             return False
         made_by = {self._made_by.get(id(t.untyped_storage())) for t in pair}
-        return len(made_by) == 2 and any(self._owned_by_engine(t) for t in pair)
+        if len(made_by) < 2:
+            return False
+        counts = [(_owners(t), t) for t in pair]
+        if self._calibrating is not None:
+            self._calibrating.extend(count for count, _ in counts)
+            return False
+        alone = owners_of_a_lone_gradient()
+        return any(count[0] <= alone[0] and count[1] <= alone[1] and t.is_contiguous() for count, t in counts)
 
-    @staticmethod
-    def _owned_by_engine(tensor: torch.Tensor) -> bool:
-        # 4 and 2: what the engine, this call and its wrappers count up to, observed on a gradient nobody else holds.
-        return (
-            tensor._use_count() <= 4  # type: ignore[attr-defined]
-            and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2
-            and tensor.is_contiguous()
-        )
+
+def _owners(tensor: torch.Tensor) -> tuple[int, int]:
+    """References to a tensor and to its storage, this call's own included."""
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def owners_of_a_lone_gradient() -> tuple[int, int]:
+    """What `_owners` counts on a gradient that only the autograd engine holds, in this version of PyTorch."""
+    tracker = Tracker()
+    found: list[tuple[int, int]] = []
+    tracker._calibrating = found
+    with tracker, torch.enable_grad():
+        x = torch.ones(4, requires_grad=True)
+        twice = x * 2
+        loss = (twice.tanh() + twice.sin()).sum()
+        tracker.enter_backward()
+        loss.backward()
+    return min((a for a, _ in found), default=0), min((b for _, b in found), default=0)
 
 
 def op_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
