@@ -26,7 +26,9 @@ def measure_link(device: torch.device, block_bytes: int, swap_dir: str | Path | 
         If the swap directory can't be written or has no room.
     """
     store = make_store(device, capacity_bytes=_BLOCKS * block_bytes, directory=swap_dir, limit_bytes=None)
-    busy = torch.ones(256, 256, device=device)
+    side = 4096 if device.type == "cuda" else 256
+    busy = torch.ones(side, side, device=device)
+    product = torch.empty_like(busy)
     try:
         source = torch.ones(block_bytes, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
@@ -34,13 +36,13 @@ def measure_link(device: torch.device, block_bytes: int, swap_dir: str | Path | 
         for _ in range(_ROUNDS):
             begin = _now(device)
             tickets = [store.start_out(source) for _ in range(_BLOCKS)]
-            busy @ busy
+            torch.mm(busy, busy, out=product)
             for ticket in tickets:
                 store.finish_out(ticket)
             middle = _now(device)
             for ticket in tickets:
                 store.start_in(ticket, target)
-            busy @ busy
+            torch.mm(busy, busy, out=product)
             for ticket in tickets:
                 store.finish_in(ticket)
             end = _now(device)

@@ -36,7 +36,7 @@ from ckptplan.runtime.step import (
 )
 
 _CUDA_BLOCK = 512
-_LINK_BLOCK = 8 << 20
+_LINK_BLOCK = 64 << 20
 
 Report = Callable[[str], None]
 
@@ -156,7 +156,7 @@ def _profile(
     report("tracing bytes")
     outside = step.tensors() if step.fn is None else _outside(step, rewind)
     resident = unique_bytes([*held_tensors(step.model), *outside])
-    state_bytes, update_bytes = (0, 0) if optimizer is None else _optimizer_bytes(optimizer, round_to)
+    state_bytes, update_bytes = (0, 0) if optimizer is None else _optimizer_bytes(optimizer, round_to, device)
     chain = trace_chain(
         step,
         names,
@@ -173,7 +173,9 @@ def _profile(
     times = time_stages(step, kinds, recomputable, device, rewind)
     rewind()
     report("measuring bandwidth")
-    link = measure_link(device, _LINK_BLOCK, swap_dir)
+    # Two blocks are on the device at once: within what the largest stage adds in any plan.
+    largest = max(stage.keep.forward_bytes for stage in chain.stages)
+    link = measure_link(device, max(min(_LINK_BLOCK, largest // 4), 1 << 16), swap_dir)
     return _with_times(dataclasses.replace(chain, link=link, notes=(*notes, *chain.notes)), times)
 
 
@@ -204,10 +206,10 @@ def _outside(step: TrainingStep, rewind: Callable[[], None]) -> list[torch.Tenso
     ]
 
 
-def _optimizer_bytes(optimizer: torch.optim.Optimizer, round_to: int) -> tuple[int, int]:
+def _optimizer_bytes(optimizer: torch.optim.Optimizer, round_to: int, device: torch.device) -> tuple[int, int]:
     """Bytes of the optimizer's state after its first update, and what an update adds at its worst moment."""
     present = unique_bytes(optimizer_tensors(optimizer))
-    tracker = Tracker(round_to)
+    tracker = Tracker(round_to, device.type)
     try:
         twin = copy.copy(optimizer)
         twin.state = defaultdict(dict)

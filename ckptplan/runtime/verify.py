@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -155,6 +156,9 @@ def verify(
                 plain_peak = held_bytes + measured(once, peak_above_start)
         except torch.OutOfMemoryError:
             plain_loss, reference = None, {}
+        if plain_loss is None and device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
         rewind()
         loss = run_step(training)
         found = _gradients(model)
