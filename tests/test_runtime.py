@@ -10,7 +10,6 @@ import io
 import os
 import pickle
 import random
-import sys
 import threading
 import time
 import weakref
@@ -26,13 +25,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckptplan.core.chain import ACTIONS, Action
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError, SwapError, UnsupportedModelError
-from ckptplan.core.plan import Decision, Plan
+from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.profiling.profiler import profile
-from ckptplan.runtime import controller, stores, swap
-from ckptplan.runtime.apply import Handle, apply
+from ckptplan.runtime import stores, swap
+from ckptplan.runtime.apply import apply
 from ckptplan.runtime.measure import held_tensors, peak_above_start, unique_bytes
-from ckptplan.runtime.patching import PatchedForward
 from ckptplan.runtime.step import default_loss
 from ckptplan.runtime.swap import State
 from ckptplan.runtime.verify import verify
@@ -53,13 +51,14 @@ def no_leak() -> Iterator[None]:
     """No thread and no file outlives a test, whatever it did."""
 
     def left() -> list[str]:
-        gc.collect()
         threads = [t.name for t in threading.enumerate() if t.name.startswith("ckptplan")]
         links = [os.readlink(p) for fd in os.listdir("/proc/self/fd") if os.path.islink(p := f"/proc/self/fd/{fd}")]
         return sorted([*threads, *(link for link in links if "(deleted)" in link)])
 
     before = left()
     yield
+    if left() != before:
+        gc.collect()
     assert left() == before
 
 
@@ -513,11 +512,9 @@ def test_smaller_inputs_run_and_larger_ones_are_refused(name: str, what: str) ->
 def test_too_many_calls_are_refused() -> None:
     model, inputs = build("shared")
     with apply(model, planned("shared", "recompute")):
-        model.forward_once = None
+        model(inputs)
         with pytest.raises(PlanMismatchError, match="more than the 1 times"):
-            y = model(inputs)
             model.blocks[1](inputs)
-            del y
         assert_same(clean_step(model, inputs), plain_step("shared"))
 
 
@@ -757,7 +754,7 @@ def test_somebody_patches_on_top() -> None:
 def test_paused() -> None:
     model, inputs = build("mlp")
     with apply(model, planned("mlp", "mixed 0")) as handle:
-        with pytest.raises(Planted), handle.paused():
+        with pytest.raises(Planted), handle.paused():  # noqa: PT012 - it has to leave by an exception
             assert not any("forward" in m.__dict__ for m in model.modules())
             clean_step(model, inputs)
             assert handle.stats().forwards == 0
@@ -959,7 +956,7 @@ def test_a_step_of_two_forwards(what: Action) -> None:
 
 
 def test_a_gradient_taken_in_the_middle_of_a_step() -> None:
-    """A penalty on a gradient, then more forward: what came back from the host must not be mistaken for new activations."""
+    """A penalty on a gradient, then more forward: what came back from the host is not mistaken for new activations."""
 
     def make() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
         model, x = build("nested")
@@ -975,7 +972,6 @@ def test_a_gradient_taken_in_the_middle_of_a_step() -> None:
     step().backward()
     want = gradients(model)
     for what in ("recompute", "swap"):
-        model, inputs = build("nested")
         model, step = make()
         with apply(model, planned("nested", what)) as handle:
             for _ in range(3):
@@ -983,12 +979,3 @@ def test_a_gradient_taken_in_the_middle_of_a_step() -> None:
                 step().backward()
                 assert_same(gradients(model), want)
             assert handle.stats().forwards == 6
-
-
-def test_names_used_here_exist() -> None:
-    """Guards the monkeypatches above against renames that would turn them into no-ops."""
-    assert sys.modules["ckptplan.runtime.stores"]._write is stores._write
-    assert callable(controller.Controller)
-    assert isinstance(Decision("keep"), Decision)
-    assert issubclass(PatchedForward, object)
-    assert callable(Handle.paused)

@@ -10,7 +10,7 @@ NOTE [Residency]
 2. A stage holds, until its backward: under keep its `saved` and `pinned`; under swap the same, less what is away; under
    recompute its `inputs`.
 3. In backward step `k` a storage is resident while a stage `i <= k` holds it, or the caller keeps it.
-4. A swapped stage `o` moves some of its `saved`. Such a storage has no other holder than swapped stages before `o`, and
+4. A swapped stage `o` moves some of its `saved`, none of which `stays`. Such a storage has no other holder than swapped stages before `o`, and
    it is away after forward step `release` and until backward step `prefetch`: resident in forward steps
    `k <= release` and in backward steps `k <= prefetch`, with `o <= release` and `o <= prefetch`. Both points are met
    where a module begins or ends, so neither lies in glue after the last module, and prefetch in no glue at all.
@@ -75,6 +75,8 @@ class Storage:
         Last forward step at whose start the program itself (its variables) holds it; `born` when no later step does.
     to_end : bool
         The caller keeps it for the whole step (the model's output).
+    stays : bool
+        It never moves: a transfer would cost more than it frees.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Storage:
     born: int
     program_until: int
     to_end: bool = False
+    stays: bool = False
 
     def __post_init__(self) -> None:
         check_bytes(f"storage {self.name!r}", nbytes=self.nbytes)

@@ -69,6 +69,7 @@ def residency(profile: Profile, actions: Sequence[Action]) -> Residency:
                     last[s] == i
                     and s not in fixed
                     and not storage.to_end
+                    and not storage.stays
                     and storage.program_until <= i
                     and storage.nbytes
                 ):

@@ -19,6 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _REAL_NUMEL_LIMIT = 1 << 24
 
 
+_MISREPORTED = {torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten._cudnn_rnn.default}
+"""Operations whose fake twin gives a workspace of another size than the real one saves for backward."""
+
+
 def _whole(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
 
@@ -71,10 +75,29 @@ class FakeWorld(TorchDispatchMode):
                 torch.Tensor, lambda t: t if isinstance(t, FakeTensor) else self.fake(t), (args, kwargs)
             )
         result = func(*args, **kwargs)
+        if func in _MISREPORTED:
+            return self._as_real(func, args, kwargs, result)
         if not tensors and self._worth_running(result):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         return result
+
+    @staticmethod
+    def _as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        """`result` with the shapes that the operation really gives, found by running it alone on zeros."""
+        with unset_fake_temporarily():  # gradients on or off as they are: the workspace depends on it
+            operands = pytree.tree_map_only(
+                torch.Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=t.device), (args, kwargs)
+            )
+            real = func(*operands[0], **operands[1])
+            shapes = [None if t is None else (t.shape, t.dtype, t.device) for t in real]
+            del operands, real
+        return type(result)(
+            t
+            if shape is None or t is None or (t.shape, t.dtype, t.device) == shape
+            else torch.empty(shape[0], dtype=shape[1], device=shape[2])
+            for t, shape in zip(result, shapes, strict=True)
+        )
 
     @staticmethod
     def _worth_running(result: Any) -> bool:

@@ -158,7 +158,8 @@ class _Timing:
     def _joined(tensor: torch.Tensor, anchors: list[torch.Tensor]) -> torch.Tensor:
         """`tensor` without its graph, with a new one that ends at an anchor, which is added to `anchors`."""
         anchors.append(torch.zeros((), device=tensor.device, requires_grad=True))
-        return _Join.apply(tensor.detach(), anchors[-1])  # type: ignore[no-any-return]
+        # `data`, not `detach()`: marking it dirty must not count as a write to what the user's graph saved.
+        return _Join.apply(tensor.data, anchors[-1])  # type: ignore[no-any-return]
 
     def _time(
         self, kind: str, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -33,7 +33,7 @@ from ckptplan.profiling.workspace import measure_workspaces
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.step import TrainingStep
 from ckptplan.runtime.stores import NullStore
-from ckptplan.runtime.swap import movable
+from ckptplan.runtime.swap import MIN_SWAP_BYTES, movable
 
 
 @dataclass
@@ -315,7 +315,9 @@ class _Tracing:
             until = max(last_seen.get(sid, born), born)
             index[sid] = len(storages)
             name = f"{self._name(sid[1])}/{sid[2]}"
-            storages.append(Storage(name, nbytes, born, until, to_end=sid in self.kept.output))
+            storages.append(
+                Storage(name, nbytes, born, until, to_end=sid in self.kept.output, stays=nbytes < MIN_SWAP_BYTES)
+            )
         return storages, index
 
     def _name(self, segment: int) -> str:

@@ -99,6 +99,8 @@ def _structure(profile: Profile, plan: Plan) -> list[Violation]:
                 )
     for s, o in mover.items():
         storage = profile.storages[s]
+        if storage.stays:
+            broken.append(Violation("moves", profile.stages[o].name, f"moves storage {s}, which is to stay"))
         if storage.to_end or storage.program_until > o:
             broken.append(
                 Violation("held", profile.stages[o].name, f"moves storage {s}, which the program still holds")

@@ -16,7 +16,7 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.units import budget_to_bytes, format_bytes, format_seconds
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint, model_device, training_config
-from ckptplan.runtime.stores import Store, make_store
+from ckptplan.runtime.stores import DISK_BLOCK_BYTES, Store, make_store
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,7 +151,9 @@ def apply(model: nn.Module, plan: Plan, *, swap_dir: str | Path | None = None, h
     plan.fingerprint.require(fingerprint(TrainingStep(model)), ignore=("inputs",))
     check_supported(model)
     limit = None if host_gb is None else budget_to_bytes(host_gb, name="host_gb")
-    store = make_store(device, capacity_bytes=plan.host_bytes, directory=swap_dir, limit_bytes=limit)
+    blocks = sum(len(choice.moves) for choice in plan.choices)
+    capacity = plan.host_bytes + blocks * DISK_BLOCK_BYTES if device.type == "cpu" else plan.host_bytes
+    store = make_store(device, capacity_bytes=capacity, directory=swap_dir, limit_bytes=limit)
     try:
         controller = Controller(
             model,

@@ -23,7 +23,7 @@ import torch
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.core.units import format_bytes
 
-_ALIGN = 4096
+DISK_BLOCK_BYTES = 4096
 _CUDA_ALIGN = 512
 """What the device's allocator rounds to: a plan's host bytes, summed over its storages, are exactly what is taken."""
 _PORTABLE = 1
@@ -86,7 +86,7 @@ class Extents:
     in a queue for the next `take`.
     """
 
-    def __init__(self, align: int = _ALIGN) -> None:
+    def __init__(self, align: int = DISK_BLOCK_BYTES) -> None:
         self.end = 0
         self._align = align
         self._free: list[tuple[int, int]] = []  # (offset, size), by offset

@@ -24,15 +24,16 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ckptplan.core.errors import CkptPlanError
+from ckptplan.core.errors import CkptPlanError, PlanMismatchError
 from ckptplan.runtime.stores import Store, Ticket
 
 MIN_SWAP_BYTES = 1 << 12
-"""Smaller storages stay on the device: a transfer's fixed cost exceeds what they free."""
+"""No plan moves smaller storages: a transfer's fixed cost exceeds what they free."""
 
 
 class State(enum.Enum):
@@ -94,6 +95,7 @@ class Record:
         self.version = tensor._version
         self._modified: int | None = None
         self._ticket: Ticket | None = None
+        self._stream: Any = None
 
     @property
     def has_left(self) -> bool:
@@ -125,6 +127,8 @@ class Record:
         self.finish_leaving()
         if self.state is State.AWAY:
             assert self._ticket is not None
+            if self._device.type == "cuda":
+                self._stream = torch.cuda.current_stream(self._device)
             self._whole = torch.empty(self._count, dtype=self._dtype, device=self._device)
             self._store.start_in(self._ticket, self._whole)
             self.state = State.RETURNING
@@ -158,6 +162,9 @@ class Record:
         assert self._whole is not None
         return self._whole if dtype == self._dtype else self._whole.view(dtype)
 
+    def _stream_of_target(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
     def _check_version(self) -> None:
         if self._watch is not None and self._watch._version != self.version:
             self._modified = self._watch._version
@@ -165,8 +172,9 @@ class Record:
     def __del__(self) -> None:
         if getattr(self, "_ticket", None) is None:
             return
-        # A target must not be freed under a copy that still writes to it.
-        with contextlib.suppress(CkptPlanError):
+        # A target must not be freed under a copy that still writes to it: the stream it came from waits, whichever
+        # is current where the record ends.
+        with contextlib.suppress(CkptPlanError), self._stream_of_target():
             self.finish_returning()
         self._store.free(self._ticket)  # type: ignore[arg-type]
 
@@ -206,13 +214,17 @@ _PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
 def movable(tensor: torch.Tensor, device: torch.device, never: Callable[[torch.UntypedStorage], bool]) -> bool:
-    """Whether the storage of a saved tensor can be swapped at all."""
+    """Whether the storage of a saved tensor can be swapped at all, whatever its size.
+
+    Sizes change with the batch; what counts as movable must not, since plans count positions by it.
+    """
     return (
         type(tensor) in _PLAIN
         and tensor.device.type == device.type
+        and tensor.device.index in (device.index, None)
         and tensor.layout is torch.strided
         and not tensor.is_quantized
-        and (nbytes := tensor.untyped_storage().nbytes()) >= MIN_SWAP_BYTES
+        and (nbytes := tensor.untyped_storage().nbytes()) > 0
         and nbytes % tensor.element_size() == 0
         and not never(tensor.untyped_storage())
     )
@@ -275,7 +287,12 @@ class SwapSession:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor()):
             yield
-        leaving = [order[position] for position in moves if position < len(order)]
+        if moves and moves[-1] >= len(order):
+            raise PlanMismatchError(
+                f"the stage saved {len(order)} storages, the plan moves number {moves[-1] + 1}: its forward took another "
+                "path than the one profiled; solve again with such inputs"
+            )
+        leaving = [order[position] for position in moves]
         for record in leaving:
             record.start_leaving()
         self._moved[index] = [weakref.ref(record) for record in leaving]

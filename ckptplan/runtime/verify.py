@@ -43,9 +43,9 @@ class Verification:
         Medians over the repeats, plain and planned steps in turn.
     predicted_plain_step_s : float
     gradients_equal : bool or None
-        Every gradient and the loss bit for bit as in the plain step; None where that one doesn't fit.
+        Every gradient, every buffer and the loss bit for bit as in the plain step; None where that one doesn't fit.
     differing : tuple of str
-        Parameters whose gradient differs.
+        Parameters whose gradient differs, and buffers that do.
     stats : Stats
         What the runtime did in one planned step.
     """
@@ -152,7 +152,7 @@ def verify(
             with handle.paused():
                 rewind()
                 plain_loss = run_step(training)
-                reference = _gradients(model)
+                reference = _results(model)
                 plain_peak = held_bytes + measured(once, peak_above_start)
         except torch.OutOfMemoryError:
             plain_loss, reference = None, {}
@@ -161,7 +161,7 @@ def verify(
             torch.cuda.empty_cache()
         rewind()
         loss = run_step(training)
-        found = _gradients(model)
+        found = _results(model)
         before = handle.stats()
         peak = held_bytes + measured(once, peak_above_start)
         stats = handle.stats().since(before)
@@ -188,8 +188,11 @@ def verify(
     )
 
 
-def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad.detach().to("cpu", copy=True) for name, p in model.named_parameters() if p.grad is not None}
+def _results(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a step leaves: gradients by parameter, and buffers, such as running statistics."""
+    left = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    left.update({f"buffer {name}": buffer for name, buffer in model.named_buffers()})
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in left.items()}
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

@@ -54,7 +54,8 @@ def holders_of(profile: Profile) -> tuple[tuple[Holder, ...], ...]:
     found: list[list[Holder]] = [[] for _ in profile.storages]
     for i, stage in enumerate(profile.stages):
         for s in sorted({*stage.saved, *stage.pinned, *stage.inputs}):
-            found[s].append(Holder(i, s in stage.saved, s in stage.pinned, s in stage.inputs))
+            pinned = s in stage.pinned or (s in stage.saved and profile.storages[s].stays)
+            found[s].append(Holder(i, s in stage.saved, pinned, s in stage.inputs))
     return tuple(tuple(holders) for holders in found)
 
 

@@ -146,7 +146,9 @@ class _Model:
                 continue
             for mover in holders:
                 i = mover.stage
-                if not mover.saved or SWAP not in self.menu[i] or i >= self.n - 1 or storage.program_until > i:
+                if not mover.saved or mover.pinned or SWAP not in self.menu[i]:
+                    continue
+                if i >= self.n - 1 or storage.program_until > i:
                     continue
                 against = [1 - self.x[i][SWAP]]
                 against += [self._sum(h, h.holds) for h in holders if h.stage > i]
