@@ -80,7 +80,8 @@ def rich_chain(rng: random.Random, n: int) -> Profile:
     for s, storage in enumerate(storages):
         until = min(used[s] + rng.choice((0, 0, 0, 1, 3)), n + 1)
         to_end = (s == outputs[-1] and rng.random() < 0.7) or rng.random() < 0.04
-        final.append(Storage(storage.name, storage.nbytes, storage.born, max(until, storage.born), to_end))
+        stays = rng.random() < 0.1
+        final.append(Storage(storage.name, storage.nbytes, storage.born, max(until, storage.born), to_end, stays))
 
     def transient(low: int) -> Transient:
         return Transient(low + rng.randint(0, 12), low + rng.randint(0, 20))

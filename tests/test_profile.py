@@ -114,10 +114,24 @@ class Shared(nn.Module):
         return state["x"] + state["skip"]
 
 
+class Recurrent(nn.Module):
+    """Kernels whose fake twins misreport their workspace."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)[0]
+        return x
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "blocks": lambda: (Net(), torch.randn(64, 64)),
     "convolutional": lambda: (Convolutional(), torch.randn(4, 3, 32, 32)),
     "u-shaped": lambda: (UShaped(), torch.randn(2, 3, 24, 24)),
+    "recurrent": lambda: (Recurrent(), torch.randn(8, 32, 48)),
     "shared": lambda: (Shared(), torch.randn(128, 64)),
     "sequential": lambda: (
         nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))),

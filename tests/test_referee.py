@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ckptplan.core.chain import Link, Stage, Storage, Transient
-from ckptplan.core.errors import PlanMismatchError
+from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.plan import KEEP, Decision, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.referee import simulate, validate
@@ -139,7 +139,6 @@ BROKEN: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
     "moved by two": ("moves", lambda p: with_choice(p, 0, Decision("swap", (0, 1), 1, 1))),
     "release too early": ("points", lambda p: with_choice(p, 1, Decision("swap", (0, 1), 0, 2))),
     "prefetch too late": ("points", lambda p: with_choice(p, 1, Decision("swap", (0, 1), 2, 0))),
-    "release after the end": ("points", lambda p: with_choice(p, 1, Decision("swap", (0, 1), 4, 2))),
     "held by a kept stage": ("held", lambda p: with_choice(p, 0, KEEP)),
     "peak": ("prediction", lambda p: replace(p, peak_bytes=p.peak_bytes - 1)),
     "time": ("prediction", lambda p: replace(p, step_s=p.step_s * 1.001)),
@@ -152,6 +151,19 @@ def test_broken_plans_are_named(case: str) -> None:
     kind, damage = BROKEN[case]
     profile, plan = sound()
     assert kind in {violation.kind for violation in validate(profile, damage(plan), plan.budget_bytes)}
+
+
+def test_a_point_that_is_no_stage_is_refused_when_the_plan_is_made() -> None:
+    _, plan = sound()
+    with pytest.raises(InvalidInputError, match="no stage has index 4"):
+        with_choice(plan, 1, Decision("swap", (0, 1), 4, 2))
+
+
+def test_a_storage_that_is_to_stay() -> None:
+    profile, plan = sound()
+    storages = (replace(profile.storages[0], stays=True), *profile.storages[1:])
+    found = validate(replace(profile, storages=storages), plan, 10_000)
+    assert [(v.kind, v.stage) for v in found] == [("moves", "s0")]
 
 
 def test_budgets_are_exact() -> None:

@@ -10,10 +10,10 @@ NOTE [Residency]
 2. A stage holds, until its backward: under keep its `saved` and `pinned`; under swap the same, less what is away; under
    recompute its `inputs`.
 3. In backward step `k` a storage is resident while a stage `i <= k` holds it, or the caller keeps it.
-4. A swapped stage `o` moves some of its `saved`, none of which `stays`. Such a storage has no other holder than swapped stages before `o`, and
-   it is away after forward step `release` and until backward step `prefetch`: resident in forward steps
-   `k <= release` and in backward steps `k <= prefetch`, with `o <= release` and `o <= prefetch`. Both points are met
-   where a module begins or ends, so neither lies in glue after the last module, and prefetch in no glue at all.
+4. A swapped stage `o` moves some of its `saved`, none of which `stays`. Such a storage has no other holder than swapped
+   stages before `o`, and it is away after forward step `release` and until backward step `prefetch`: resident in
+   forward steps `k <= release` and in backward steps `k <= prefetch`, with `o <= release` and `o <= prefetch`. Both
+   points are met where a module begins or ends, so neither lies in glue after the last module, and prefetch in none.
 5. Bytes of a step = base(step) + resident storages at its start + transient(step, the stage's action). The transient is
    what the step adds on top of its start at the worst moment, what it makes included.
 """

@@ -289,8 +289,8 @@ class SwapSession:
             yield
         if moves and moves[-1] >= len(order):
             raise PlanMismatchError(
-                f"the stage saved {len(order)} storages, the plan moves number {moves[-1] + 1}: its forward took another "
-                "path than the one profiled; solve again with such inputs"
+                f"the stage saved {len(order)} storages, the plan moves number {moves[-1] + 1}: its forward took "
+                "another path than the one profiled; solve again with such inputs"
             )
         leaving = [order[position] for position in moves]
         for record in leaving:
