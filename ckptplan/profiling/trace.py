@@ -12,11 +12,9 @@ same operations in each.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import hashlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +29,7 @@ from ckptplan.profiling.fake import fake_parameters
 from ckptplan.profiling.tracker import SegmentTrace, Sid, Tracker, owners_of_a_lone_gradient
 from ckptplan.profiling.workspace import measure_workspaces
 from ckptplan.runtime.controller import Controller
+from ckptplan.runtime.measure import no_cycles_collected
 from ckptplan.runtime.step import TrainingStep
 from ckptplan.runtime.stores import NullStore
 from ckptplan.runtime.swap import MIN_SWAP_BYTES, movable
@@ -162,7 +161,7 @@ def replay(
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         controller.install()
         try:
-            with _no_cycles_collected(), tracker:
+            with no_cycles_collected(), tracker:
                 given = fake_inputs(step, tracker.fake, tracker.outside)
                 with hooks:
                     output, loss = given.forward()
@@ -209,19 +208,6 @@ def fake_inputs(
         args=pytree.tree_map_only(torch.Tensor, twin, step.args),
         kwargs=pytree.tree_map_only(torch.Tensor, twin, step.kwargs),
     )
-
-
-@contextlib.contextmanager
-def _no_cycles_collected() -> Iterator[None]:
-    """Garbage in cycles stays, as in the worst real run."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def trace_chain(

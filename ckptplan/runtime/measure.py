@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,6 +36,19 @@ def held_tensors(model: nn.Module) -> list[torch.Tensor]:
     return [*parameters, *model.buffers(), *(p.grad for p in parameters if p.grad is not None)]
 
 
+@contextlib.contextmanager
+def no_cycles_collected() -> Iterator[None]:
+    """Cyclic garbage from before is gone, and what arises inside stays: a collection would lower the bytes by chance."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def recorded_allocations(run: Callable[[], Any]) -> tuple[list[tuple[int, int]], dict[str, tuple[int, int]]]:
     """CPU allocations (+) and releases (-) of the calling thread while `run` runs.
 
@@ -44,7 +59,9 @@ def recorded_allocations(run: Callable[[], Any]) -> tuple[list[tuple[int, int]],
     dict
         Begin and end, in ns, of every `torch.profiler.record_function` inside, by name.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
+    # Blocks of an earlier recording that are freed in this one would count against it.
+    recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+    with no_cycles_collected(), recording as recorded:
         run()
     events: list[tuple[int, int]] = []
     spans: dict[str, tuple[int, int]] = {}
@@ -67,7 +84,8 @@ def peak_above_start(run: Callable[[], Any], device: torch.device) -> int:
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        run()
+        with no_cycles_collected():
+            run()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     level = peak = 0
