@@ -38,7 +38,7 @@ def held_tensors(model: nn.Module) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def no_cycles_collected() -> Iterator[None]:
-    """Cyclic garbage from before is gone, and what arises inside stays: a collection would lower the bytes by chance."""
+    """Cyclic garbage from before is gone, and what arises inside stays: collections lower the bytes by chance."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
