@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,8 +119,9 @@ def _solve_and_replay(
         plan = _solve(measured, limit, actions, host_bytes, time_limit_s, seed)
         over = replayed_peak(measured, training, plan, device) - budget_bytes
         if over <= 0:
-            return dataclasses.replace(plan, budget_bytes=budget_bytes)
-        # The chain model left something out; ask for that much less. The bound then speaks of the smaller budget.
+            return plan
+        # The chain model left something out; ask for that much less. The plan then names the smaller budget, which is
+        # the one its status and bound speak of.
         limit -= over
     raise CkptPlanError(
         f"no plan kept within {format_bytes(budget_bytes)} when replayed ({format_bytes(over)} too much after "

@@ -154,11 +154,6 @@ def schedule(profile: Profile, actions: Sequence[Action], budget_bytes: int) -> 
     return tuple(choices)
 
 
-def fits(profile: Profile, r: Residency, budget_bytes: int) -> bool:
-    """Whether the steps fit with everything that moves away."""
-    return max(*r.forward_bytes, *r.backward_bytes, profile.update_peak_bytes) <= budget_bytes
-
-
 def _last_resident(needs: Sequence[int], moved_bytes: Sequence[int], budget_bytes: int) -> list[int]:
     """Per stage, the last step up to which its moved bytes can stay, oldest out first.
 
