@@ -7,15 +7,25 @@ NOTE [Residency]
 1. Storage `s` is *made* in forward step `s.born` (-1: before the step). From the next forward step on it is resident
    while the program holds it (`k <= s.program_until`), or a stage before `k` holds it, or the caller keeps it
    (`s.to_end`).
-2. A stage holds, until its backward: under keep its `saved` and `pinned`; under swap the same, less what is away; under
-   recompute its `inputs`.
+2. A stage holds, until its backward, what its option saves and pins, less what is away. In a segment `a..b` it doesn't
+   hold those of its `linked` storages that a stage of `a..b` made: the sweep makes them again.
 3. In backward step `k` a storage is resident while a stage `i <= k` holds it, or the caller keeps it.
-4. A swapped stage `o` moves some of its `saved`, none of which `stays`. Such a storage has no other holder than swapped
-   stages before `o`, and it is away after forward step `release` and until backward step `prefetch`: resident in
-   forward steps `k <= release` and in backward steps `k <= prefetch`, with `o <= release` and `o <= prefetch`. Both
+4. A stage `o` may move what its option `moves`, unless it `stays`. Such a storage has no other holder than stages
+   before `o` whose options move it too, and it is away after forward step `release` and until backward step `prefetch`:
+   resident in forward steps `k <= release` and in backward steps `k <= prefetch`, with `o <= release` and
+   `last <= prefetch`, where `last` is the last stage of the outermost segment around `o`, or `o` outside of any. Both
    points are met where a module begins or ends, so neither lies in glue after the last module, and prefetch in none.
-5. Bytes of a step = base(step) + resident storages at its start + transient(step, the stage's action). The transient is
-   what the step adds on top of its start at the worst moment, what it makes included.
+5. Bytes of a step = base(step) + resident storages at its start + what the stage's option adds on top at the worst
+   moment, what it makes included.
+6. A segment `a..b` runs forward with its stages' recompute options. Just before backward `b`, its *sweep* runs the
+   module stages of `a..b-1` again, in order; glue isn't run again. In the sweep, each stage of an inner segment saves
+   nothing and from its run on holds what rule 2 gives it for the inner segment; each other stage saves what keep does
+   and holds that, and what it held before, until its backward. `b` itself then holds all that its recompute option
+   does, and is recomputed in its backward step. An inner segment's sweep follows in the same way just before its own
+   last stage's backward. What a sweep makes is a copy of its own, beside any original still resident; it is also
+   resident until the last stage of the sweep that is `linked` to it has run.
+7. Bytes of a sweep's run of stage `k` = base of backward step `b` + what is resident in it (rules 3 and 6) + the
+   forward bytes of keep, or of recompute in an inner segment. They count as bytes of backward step `b`.
 """
 
 from __future__ import annotations
@@ -96,14 +106,75 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class Transient:
-    """What a stage adds to the bytes at its start, at the worst moment of its forward and of its backward."""
+class Option:
+    """One way to run a stage.
 
+    Parameters
+    ----------
+    name : str
+        Unique in its stage: "keep", "swap", "recompute", "recompute+swap" (its inputs), "selective-1", ...
+    saved : tuple of int
+        Storages held until backward that could be moved, in the order in which the runtime meets them.
+    pinned : tuple of int
+        Storages held until backward that can't be.
+    forward_bytes, backward_bytes : int
+        What the stage adds to the bytes at its start, at the worst moment of its forward and of its backward.
+    recompute_s : float
+        Compute time in front of its backward.
+    recomputes : bool
+        Backward runs its forward again, all of it or what `ops` leaves.
+    moves : tuple of int
+        Positions in `saved` of what goes to the host tier where rule 4 of NOTE [Residency] lets it.
+    ops : tuple of int
+        Operations whose outputs a recomputing stage saves all the same, by their number in its forward.
+    """
+
+    name: str
+    saved: tuple[int, ...]
+    pinned: tuple[int, ...]
     forward_bytes: int
     backward_bytes: int
+    recompute_s: float = 0.0
+    recomputes: bool = False
+    moves: tuple[int, ...] = ()
+    ops: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_bytes("transient", forward_bytes=self.forward_bytes, backward_bytes=self.backward_bytes)
+        owner = f"option {self.name!r}"
+        check_bytes(owner, forward_bytes=self.forward_bytes, backward_bytes=self.backward_bytes)
+        check_seconds(owner, recompute_s=self.recompute_s)
+        for field, indices in (("saved", self.saved), ("pinned", self.pinned), ("moves", self.moves)):
+            if len(set(indices)) != len(indices):
+                raise InvalidInputError(f"{owner}: {field} names one twice: {indices}")
+        if set(self.saved) & set(self.pinned):
+            raise InvalidInputError(f"{owner}: {sorted(set(self.saved) & set(self.pinned))} are saved and pinned")
+        if any(not 0 <= p < len(self.saved) for p in self.moves):
+            raise InvalidInputError(
+                f"{owner}: moves={self.moves} are not positions in {len(self.saved)} saved storages"
+            )
+        if not self.recomputes and (self.recompute_s or self.ops):
+            raise InvalidInputError(
+                f"{owner}: recompute_s={self.recompute_s}, ops={self.ops}, but it doesn't recompute"
+            )
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Storages held until backward, moved ones included."""
+        return self.saved + self.pinned
+
+    @property
+    def moved(self) -> tuple[int, ...]:
+        """Storages it would move."""
+        return tuple(self.saved[p] for p in self.moves)
+
+    @property
+    def action(self) -> Action:
+        """The action this is a kind of."""
+        return "recompute" if self.recomputes else "swap" if self.moves else "keep"
+
+    def allowed(self, actions: Sequence[str]) -> bool:
+        """Whether it uses `actions` alone; "keep" needs no leave."""
+        return (not self.recomputes or "recompute" in actions) and (not self.moves or "swap" in actions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,41 +187,38 @@ class Stage:
         Qualified name, `#k` added from the second call on; in parentheses for operations outside of any stage.
     kind : str
         Equal kinds have the same operations, shapes and dtypes, and so the same measurements.
-    saved, pinned, inputs : tuple of int
-        Storage indices: what autograd saves and could be moved, in the order of saving; what keep and swap hold and
-        can't be moved; what recompute holds.
-    keep, swap, recompute : Transient or None
-        None: the action isn't available. `keep` always is.
-    forward_s, backward_s, recompute_s : float
-        Compute time; a recomputed stage's backward takes `recompute_s + backward_s`.
+    options : tuple of Option
+        The menu; the first is "keep".
+    forward_s, backward_s : float
+        Compute time of forward and of backward, recompute left out.
+    linked : tuple of int
+        Those of the storages which "recompute" holds that are, unmodified, outputs of earlier stages.
     input_bytes : int
         Bytes of the tensors passed in, the largest the plan is made for.
     """
 
     name: str
     kind: str
-    saved: tuple[int, ...]
-    pinned: tuple[int, ...]
-    inputs: tuple[int, ...]
-    keep: Transient
-    swap: Transient | None
-    recompute: Transient | None
+    options: tuple[Option, ...]
     forward_s: float
     backward_s: float
-    recompute_s: float
+    linked: tuple[int, ...] = ()
     input_bytes: int = 0
 
     def __post_init__(self) -> None:
         owner = f"stage {self.name!r}"
-        check_seconds(owner, forward_s=self.forward_s, backward_s=self.backward_s, recompute_s=self.recompute_s)
+        check_seconds(owner, forward_s=self.forward_s, backward_s=self.backward_s)
         check_bytes(owner, input_bytes=self.input_bytes)
-        for field, indices in (("saved", self.saved), ("pinned", self.pinned), ("inputs", self.inputs)):
-            if len(set(indices)) != len(indices):
-                raise InvalidInputError(f"{owner}: {field} names a storage twice: {indices}")
-        if set(self.saved) & set(self.pinned):
-            raise InvalidInputError(
-                f"{owner}: storages {sorted(set(self.saved) & set(self.pinned))} are saved and pinned"
-            )
+        names = [option.name for option in self.options]
+        if not names or names[0] != "keep" or len(set(names)) != len(names):
+            raise InvalidInputError(f"{owner}: options {names}; want 'keep' first and no name twice")
+        if self.keep.recomputes or self.keep.moves:
+            raise InvalidInputError(f"{owner}: 'keep' neither recomputes nor moves anything")
+        again = self.find("recompute")
+        if again is not None and (not again.recomputes or again.moves or again.ops):
+            raise InvalidInputError(f"{owner}: 'recompute' recomputes, and neither moves nor saves operations' outputs")
+        if self.linked and (again is None or not set(self.linked) <= set(again.held)):
+            raise InvalidInputError(f"{owner}: linked={self.linked} must be among what 'recompute' holds")
 
     @property
     def is_glue(self) -> bool:
@@ -158,19 +226,68 @@ class Stage:
         return self.name.startswith("(")
 
     @property
-    def actions(self) -> tuple[Action, ...]:
-        """The actions this stage can take."""
-        return tuple(a for a in ACTIONS if self.transient(a) is not None)
+    def keep(self) -> Option:
+        """The option that holds everything."""
+        return self.options[0]
 
-    def transient(self, action: Action) -> Transient | None:
-        """The transient under `action`, None where the stage can't take it."""
-        if action == "keep":
-            return self.keep
-        return self.swap if action == "swap" else self.recompute
+    @property
+    def recompute(self) -> Option | None:
+        """The option that holds its inputs alone; None where the stage can't run twice."""
+        return self.find("recompute")
 
-    def held(self, action: Action) -> tuple[int, ...]:
-        """Storages held until backward under `action` (NOTE [Residency], rule 2, moved ones included)."""
-        return self.inputs if action == "recompute" else self.saved + self.pinned
+    def find(self, name: str) -> Option | None:
+        """The option of that name."""
+        return next((option for option in self.options if option.name == name), None)
+
+    def option(self, name: str) -> Option:
+        """The option of that name.
+
+        Raises
+        ------
+        InvalidInputError
+            If the stage has none.
+        """
+        found = self.find(name)
+        if found is None:
+            raise InvalidInputError(
+                f"stage {self.name!r} has no option {name!r}; its options are {', '.join(o.name for o in self.options)}"
+            )
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Stages `first..last` recomputed together (NOTE [Residency], rule 6), with inner segments for its sweep.
+
+    Parameters
+    ----------
+    first, last : int
+        Stage indices; at the top level `first < last`, since one stage by itself is an option's business.
+    inner : tuple of Segment
+        In order and disjoint, within `first..last-1`.
+    """
+
+    first: int
+    last: int
+    inner: tuple[Segment, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first <= self.last:
+            raise InvalidInputError(f"segment {self.first}..{self.last}: want 0 <= first <= last")
+        at = self.first
+        for segment in self.inner:
+            if segment.first < at or segment.last >= self.last:
+                raise InvalidInputError(
+                    f"segment {self.first}..{self.last}: inner segment {segment.first}..{segment.last} is out of order "
+                    f"or not within {self.first}..{self.last - 1}"
+                )
+            at = segment.last + 1
+
+    def depth(self, stage: int) -> int:
+        """How many segments, this one and inner ones, contain `stage`: so many times it runs again."""
+        if not self.first <= stage <= self.last:
+            return 0
+        return 1 + sum(segment.depth(stage) for segment in self.inner)
 
 
 @dataclass(frozen=True, slots=True)

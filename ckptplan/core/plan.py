@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from ckptplan.core.chain import ACTIONS, Action, check_bytes, check_seconds
+from ckptplan.core.chain import ACTIONS, Action, Segment, check_bytes, check_seconds
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.profile import Fingerprint, Profile, read_json
 from ckptplan.core.units import format_bytes, format_seconds
 
-SCHEMA = "ckptplan.plan/1"
+SCHEMA = "ckptplan.plan/2"
 Status = Literal["optimal", "feasible"]
 
 
@@ -26,27 +26,37 @@ class Decision:
     ----------
     action : "keep", "swap" or "recompute"
     moves : tuple of int
-        Positions in the stage's `saved` that go to the host tier; swap only.
+        Positions in the option's `saved` that go to the host tier.
     release, prefetch : int or None
         Release point: the forward step by whose end the moved storages have left the device. Prefetch point: the
         backward step at whose start their return is issued. Stage indices, set exactly when `moves` is not empty.
+    option : str
+        The entry of the stage's menu; left out, the one named like the action.
+    ops : tuple of int
+        Operations whose outputs a recomputed stage saves all the same.
     """
 
     action: Action
     moves: tuple[int, ...] = ()
     release: int | None = None
     prefetch: int | None = None
+    option: str = ""
+    ops: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
             raise InvalidInputError(f"unknown action {self.action!r}; the actions are {', '.join(ACTIONS)}")
-        if self.moves and self.action != "swap":
-            raise InvalidInputError(f"a stage that is to {self.action} can't move storages {self.moves}")
+        if self.moves and self.action == "keep":
+            raise InvalidInputError(f"a stage that is to keep can't move storages {self.moves}")
+        if self.ops and self.action != "recompute":
+            raise InvalidInputError(f"a stage that is to {self.action} has no operations to choose: ops={self.ops}")
         if (self.release is None, self.prefetch is None) != (not self.moves, not self.moves):
             raise InvalidInputError(
                 f"moves={self.moves} with release={self.release} and prefetch={self.prefetch}; "
                 "both points are set exactly when something moves"
             )
+        if not self.option:
+            object.__setattr__(self, "option", self.action)
 
 
 KEEP = Decision("keep")
@@ -72,6 +82,10 @@ class Plan:
         The plan space the bound speaks of.
     planner : str
     fingerprint : Fingerprint
+    input_bytes : tuple of int
+        Per stage, the bytes of the largest inputs the plan is made for.
+    segments : tuple of Segment
+        Stages recomputed together, in order and disjoint.
     """
 
     stages: tuple[str, ...]
@@ -87,6 +101,7 @@ class Plan:
     planner: str
     fingerprint: Fingerprint
     input_bytes: tuple[int, ...]
+    segments: tuple[Segment, ...] = ()
 
     @property
     def decisions(self) -> Mapping[str, Decision]:
@@ -131,7 +146,11 @@ class Plan:
         data = read_json(path, SCHEMA)
         del data["schema"]
         try:
-            data["choices"] = tuple(Decision(**{**item, "moves": tuple(item["moves"])}) for item in data["choices"])
+            data["choices"] = tuple(
+                Decision(**{**item, "moves": tuple(item["moves"]), "ops": tuple(item.get("ops", ()))})
+                for item in data["choices"]
+            )
+            data["segments"] = tuple(_segment(item) for item in data.get("segments", ()))
             data["fingerprint"] = Fingerprint(**data["fingerprint"])
             data["stages"], data["input_bytes"] = tuple(data["stages"]), tuple(data["input_bytes"])
             return cls(**data)
@@ -156,20 +175,22 @@ class Plan:
             for point in (choice.release, choice.prefetch):
                 if point is not None and not 0 <= point < len(self.stages):
                     raise InvalidInputError(f"stage {name!r}: no stage has index {point}; there are {len(self.stages)}")
+        check_segments(self.segments, self.choices)
 
     def __str__(self) -> str:
         """A table a person can read: totals first, then runs of equal decisions."""
         rows = [("stages", "decision", "release after", "prefetch before")]
+        around = {i: s for s in self.segments for i in range(s.first, s.last + 1)}
         start = 0
         for i, choice in enumerate(self.choices):
             after = self.choices[i + 1] if i + 1 < len(self.choices) else None
-            same = after is not None and not choice.moves and not after.moves and after.action == choice.action
-            if same:
+            plain = after is not None and not choice.moves and not after.moves
+            if plain and (after.option, around.get(i + 1)) == (choice.option, around.get(i)):  # type: ignore[union-attr]
                 continue
             names = self.stages[start] if start == i else f"{self.stages[start]} .. {self.stages[i]} ({i - start + 1})"
             release = "" if choice.release is None else self.stages[choice.release]
             prefetch = "" if choice.prefetch is None else self.stages[choice.prefetch]
-            rows.append((names, choice.action, release, prefetch))
+            rows.append((names, choice.option + _together(around.get(i)), release, prefetch))
             start = i + 1
         widths = [max(len(row[c]) for row in rows) for c in range(4)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -180,9 +201,18 @@ class Plan:
             f"swapped {format_bytes(self.host_bytes)}",
             f"step    {format_seconds(self.step_s)}, {self.overhead:+.1%} over keeping everything "
             f"({format_seconds(self.baseline_step_s)})",
-            "stages  " + ", ".join(f"{n} {action}" for action, n in counts.items()),
+            "stages  "
+            + ", ".join(f"{n} {action}" for action, n in counts.items())
+            + (f"; {len(self.segments)} segments" if self.segments else ""),
         ]
         return "\n".join([*head, "", *table])
+
+
+def _together(segment: Segment | None) -> str:
+    if segment is None:
+        return ""
+    runs = 1 + max(segment.depth(i) for i in range(segment.first, segment.last + 1))
+    return f" together, up to {runs} runs" if runs > 2 else " together"
 
 
 def check_stages(planned: tuple[str, ...], found: tuple[str, ...]) -> None:
@@ -193,3 +223,20 @@ def check_stages(planned: tuple[str, ...], found: tuple[str, ...]) -> None:
     want = planned[i] if i < len(planned) else "no further stage"
     have = found[i] if i < len(found) else "no further stage"
     raise PlanMismatchError(f"stage {i} of the plan is {want!r}, here it is {have!r}; solve again for this model")
+
+
+def check_segments(segments: Sequence[Segment], choices: Sequence[Decision]) -> None:
+    """Raise `InvalidInputError` unless segments are in order, disjoint, and of recomputed stages and glue alone."""
+    at = 0
+    for segment in segments:
+        where = f"segment {segment.first}..{segment.last}"
+        if segment.first < at or segment.last >= len(choices) or segment.first == segment.last:
+            raise InvalidInputError(f"{where} of {len(choices)} stages: out of order, past the end, or of one stage")
+        at = segment.last + 1
+        for i in range(segment.first, segment.last + 1):
+            if choices[i].ops:
+                raise InvalidInputError(f"{where}: stage {i} saves operations' outputs, which a segment's stages don't")
+
+
+def _segment(item: Mapping[str, Any]) -> Segment:
+    return Segment(item["first"], item["last"], tuple(_segment(inner) for inner in item["inner"]))

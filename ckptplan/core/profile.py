@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckptplan.core.chain import Link, Stage, Storage, Transient, check_bytes
+from ckptplan.core.chain import Link, Option, Stage, Storage, check_bytes
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 
-SCHEMA = "ckptplan.profile/1"
+SCHEMA = "ckptplan.profile/2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +97,28 @@ class Profile:
         if len(set(names)) != n:
             raise InvalidInputError(f"stage name {next(x for x in names if names.count(x) > 1)!r} is used twice")
         for i, stage in enumerate(self.stages):
-            for s in (*stage.saved, *stage.pinned, *stage.inputs):
-                if not 0 <= s < len(self.storages):
-                    raise InvalidInputError(f"stage {stage.name!r} names storage {s}; there are {len(self.storages)}")
-                if self.storages[s].born > i:
+            for option in stage.options:
+                self._check_held(i, option)
+            for s in stage.linked:
+                maker = self.storages[s].born
+                if not 0 <= maker < i or self.stages[maker].is_glue:
                     raise InvalidInputError(
-                        f"stage {stage.name!r} (step {i}) holds storage {self.storages[s].name!r}, "
-                        f"made only in step {self.storages[s].born}"
+                        f"stage {stage.name!r} is linked to storage {self.storages[s].name!r}, which no earlier module "
+                        f"stage makes (born={maker})"
                     )
-                if s in stage.inputs and self.storages[s].born == i and s in stage.saved:
-                    raise InvalidInputError(
-                        f"stage {stage.name!r} has its own product {self.storages[s].name!r} as an input"
-                    )
+
+    def _check_held(self, i: int, option: Option) -> None:
+        owner = f"stage {self.stages[i].name!r}, option {option.name!r}"
+        for s in option.held:
+            if isinstance(s, bool) or not isinstance(s, int) or not 0 <= s < len(self.storages):
+                raise InvalidInputError(f"{owner} names storage {s!r}; there are {len(self.storages)}")
+            storage = self.storages[s]
+            if storage.born > i:
+                raise InvalidInputError(
+                    f"{owner} (step {i}) holds storage {storage.name!r}, made only in step {storage.born}"
+                )
+            if option.name == "recompute" and storage.born == i and s in self.stages[i].keep.saved:
+                raise InvalidInputError(f"{owner} has the stage's own product {storage.name!r} as an input")
 
     @property
     def baseline_step_s(self) -> float:
@@ -204,15 +214,21 @@ class Profile:
             storages.append(Storage(f"{name}.out", output_bytes[i], i, min(i + 1, n - 1)))
             inputs = (outputs[i - 1],) if i else ()
             gradient_in = output_bytes[i - 1] if i else input_bytes
-            keep = Transient(saved_bytes[i] + forward_temp[i], gradient_in + backward_temp[i])
-            recompute = Transient(
+            saved = (*inputs, internal, internal + 1)
+            keep = Option("keep", saved, (), saved_bytes[i] + forward_temp[i], gradient_in + backward_temp[i])
+            recompute = Option(
+                "recompute",
+                inputs,
+                (),
                 output_bytes[i] + forward_temp[i],
                 saved_bytes[i] + max(forward_temp[i], gradient_in + backward_temp[i]),
+                recompute_s=forward_s[i],
+                recomputes=True,
             )
-            stages.append(
-                Stage(name, name, (*inputs, internal, internal + 1), (), inputs, keep, keep, recompute,
-                      forward_s[i], backward_s[i], forward_s[i])
-            )  # fmt: skip
+            menu = [keep, replace(keep, name="swap", moves=tuple(range(len(saved)))), recompute]
+            if inputs:
+                menu.append(replace(recompute, name="recompute+swap", moves=(0,)))
+            stages.append(Stage(name, name, tuple(menu), forward_s[i], backward_s[i], linked=inputs))
             outputs.append(internal + 1)
         return cls(
             stages=tuple(stages),
@@ -226,9 +242,12 @@ class Profile:
 
 
 def _stage(item: dict[str, Any]) -> Stage:
-    transients = {a: None if item[a] is None else Transient(**item[a]) for a in ("keep", "swap", "recompute")}
-    indices = {name: tuple(item[name]) for name in ("saved", "pinned", "inputs")}
-    return Stage(**{**item, **transients, **indices})
+    indices = ("saved", "pinned", "moves", "ops")
+    options = tuple(
+        Option(**{**option, **{name: tuple(option[name]) for name in indices if name in option}})
+        for option in item["options"]
+    )
+    return Stage(**{**item, "options": options, "linked": tuple(item.get("linked", ()))})
 
 
 def read_json(path: str | Path, schema: str) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""From actions to a schedule: what moves, and the latest release and earliest prefetch points that fit the budget.
+"""From options and segments to a schedule: bytes per step, what moves, and the best release and prefetch points.
 
 Shared by the solver and the baselines, so that a baseline never loses for want of a good schedule; the referee has its
 own reading of the rules.
 
-Why the lazy schedule is the best for given actions: copies finish in the order of the stages, so at each forward step
+Why the lazy schedule is the best for given options: copies finish in the order of the stages, so at each forward step
 the cheapest way to make room is to wait for the shortest sufficient prefix of the queue, and waiting earlier never
 lets a later step start sooner. Backward is the same in reversed time.
 """
@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from ckptplan.core.chain import Action, Phase, enforceable_points
+from ckptplan.core.chain import Option, Phase, Segment, Stage, enforceable_points
 from ckptplan.core.plan import Decision
 from ckptplan.core.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)
 class Overflow:
-    """The first step at which even the tightest schedule of the given actions exceeds the budget."""
+    """The first step at which even the tightest schedule of the given options exceeds the budget."""
 
     stage: int
     phase: Phase
@@ -29,53 +30,60 @@ class Overflow:
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """Bytes per step for given actions, before any transfer is scheduled (NOTE [Residency] in chain.py).
+    """Bytes and compute time per step, before any transfer is scheduled (NOTE [Residency] in chain.py).
 
     Attributes
     ----------
     moves : tuple of tuple of int
-        Per stage, the positions in its `saved` that leave the device.
+        Per stage, the positions in its option's `saved` that leave the device.
     moved_bytes : tuple of int
         Their bytes per stage.
+    needed : tuple of int
+        Per stage, the backward step by whose start what it moved must be back.
     forward_bytes, backward_bytes : tuple of int
-        Bytes of each step at its worst moment if everything that moves were away in every step but its own stage's.
+        Bytes of each step, sweeps included, at its worst moment if everything that moves were away wherever it can be.
+    backward_s : tuple of float
+        Compute time of each backward step, recompute and sweeps included.
     """
 
     moves: tuple[tuple[int, ...], ...]
     moved_bytes: tuple[int, ...]
+    needed: tuple[int, ...]
     forward_bytes: tuple[int, ...]
     backward_bytes: tuple[int, ...]
+    backward_s: tuple[float, ...]
 
 
-def residency(profile: Profile, actions: Sequence[Action]) -> Residency:
-    """Bytes per step with everything movable away; O(stages + holds)."""
+def held(profile: Profile, i: int, option: Option, segment: Segment | None) -> tuple[int, ...]:
+    """What stage `i` holds under `option`, by itself or in `segment` (rule 2)."""
+    if segment is None:
+        return option.held
+    stage = profile.stages[i]
+    if stage.is_glue:
+        return option.held
+    linked = set(stage.linked)
+    return tuple(s for s in option.held if s not in linked or profile.storages[s].born < segment.first)
+
+
+def around(segments: Sequence[Segment], n: int) -> list[Segment | None]:
+    """Per stage, the segment of `segments` that contains it."""
+    out: list[Segment | None] = [None] * n
+    for segment in segments:
+        out[segment.first : segment.last + 1] = [segment] * (segment.last + 1 - segment.first)
+    return out
+
+
+def residency(profile: Profile, options: Sequence[Option], segments: Sequence[Segment] = ()) -> Residency:
+    """Bytes per step with everything movable away; O(stages + holds), and for segments their sweeps on top."""
     n = len(profile.stages)
+    outer = around(segments, n)
+    needed = tuple(i if outer[i] is None else outer[i].last for i in range(n))  # type: ignore[union-attr]
+    holds = [held(profile, i, options[i], outer[i]) for i in range(n)]
+    moved = _moved(profile, options, holds, needed)
     first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    fixed: set[int] = set()
-    for i, (stage, action) in enumerate(zip(profile.stages, actions, strict=True)):
-        for s in stage.held(action):
+    for i, storages in enumerate(holds):
+        for s in storages:
             first.setdefault(s, i)
-            last[s] = i
-        fixed.update(stage.held(action) if action != "swap" else stage.pinned)
-    moves: list[tuple[int, ...]] = []
-    moved: dict[int, int] = {}
-    for i, (stage, action) in enumerate(zip(profile.stages, actions, strict=True)):
-        positions = []
-        if action == "swap" and i < n - 1:
-            for position, s in enumerate(stage.saved):
-                storage = profile.storages[s]
-                if (
-                    last[s] == i
-                    and s not in fixed
-                    and not storage.to_end
-                    and not storage.stays
-                    and storage.program_until <= i
-                    and storage.nbytes
-                ):
-                    positions.append(position)
-                    moved[s] = i
-        moves.append(tuple(positions))
     # Differences per step: an interval [a, b) of residency adds its bytes at a and takes them off at b.
     forward = [0] * (n + 1)
     backward = [0] * (n + 1)
@@ -96,28 +104,122 @@ def residency(profile: Profile, actions: Sequence[Action]) -> Residency:
             backward[n] -= storage.nbytes
         elif s in first:
             backward[first[s]] += storage.nbytes
-            backward[moved[s] + 1 if s in moved else n] -= storage.nbytes
-    totals: list[list[int]] = []
-    for diff, base in ((forward, profile.base_forward_bytes), (backward, profile.base_backward_bytes)):
-        running, out = 0, []
-        for k in range(n):
-            running += diff[k]
-            out.append(base[k] + running)
-        totals.append(out)
-    for k, (stage, action) in enumerate(zip(profile.stages, actions, strict=True)):
-        transient = stage.transient(action)
-        assert transient is not None, f"{stage.name} can't {action}"
-        totals[0][k] += transient.forward_bytes
-        totals[1][k] += transient.backward_bytes
+            backward[needed[moved[s]] + 1 if s in moved else n] -= storage.nbytes
+    starts = list(accumulate(backward))[:n]
+    forward_bytes = [
+        base + resident + option.forward_bytes
+        for base, resident, option in zip(profile.base_forward_bytes, accumulate(forward), options, strict=False)
+    ]
+    last_run = list(options)  # how each stage is run for the last time before its backward
+    most_in_sweep = [0] * n
+    sweep_s = [0.0] * n
+    for segment in segments:
+        _add_sweeps(profile, segment, starts, last_run, most_in_sweep, sweep_s)
+    backward_bytes = [
+        max(base + resident + option.backward_bytes, in_sweep)
+        for base, resident, option, in_sweep in zip(
+            profile.base_backward_bytes, starts, last_run, most_in_sweep, strict=True
+        )
+    ]
+    backward_s = [
+        stage.backward_s + option.recompute_s + seconds
+        for stage, option, seconds in zip(profile.stages, last_run, sweep_s, strict=True)
+    ]
+    moves = tuple(tuple(p for p in option.moves if moved.get(option.saved[p]) == i) for i, option in enumerate(options))
     sizes = tuple(
-        sum(profile.storages[stage.saved[p]].nbytes for p in positions)
-        for stage, positions in zip(profile.stages, moves, strict=True)
+        sum(profile.storages[option.saved[p]].nbytes for p in positions)
+        for option, positions in zip(options, moves, strict=True)
     )
-    return Residency(tuple(moves), sizes, tuple(totals[0]), tuple(totals[1]))
+    return Residency(moves, sizes, needed, tuple(forward_bytes), tuple(backward_bytes), tuple(backward_s))
 
 
-def schedule(profile: Profile, actions: Sequence[Action], budget_bytes: int) -> tuple[Decision, ...] | Overflow:
-    """Decisions for `actions` with the laziest release and the earliest prefetch points that fit the budget.
+def _moved(
+    profile: Profile, options: Sequence[Option], holds: Sequence[tuple[int, ...]], needed: Sequence[int]
+) -> dict[int, int]:
+    """Storage -> the stage that moves it (rule 4)."""
+    n = len(options)
+    last: dict[int, int] = {}
+    fixed: set[int] = set()
+    for i, (option, storages) in enumerate(zip(options, holds, strict=True)):
+        moving = set(option.moved)
+        for s in storages:
+            last[s] = i
+            if s not in moving:
+                fixed.add(s)
+    return {
+        s: i
+        for s, i in last.items()
+        if i < n - 1
+        and s not in fixed
+        and (storage := profile.storages[s]).nbytes
+        and not storage.to_end
+        and not storage.stays
+        and storage.program_until <= i
+    }
+
+
+def _add_sweeps(
+    profile: Profile,
+    segment: Segment,
+    starts: list[int],
+    last_run: list[Option],
+    most_in_sweep: list[int],
+    sweep_s: list[float],
+) -> None:
+    """Run the sweep of `segment` and those inside it (rules 6 and 7).
+
+    `starts` are the bytes resident at each backward step and get the sweep's copies added; `last_run` gets what each
+    stage of the segment does last; `most_in_sweep` and `sweep_s` get the sweep's largest bytes and its time, at the
+    backward step that it stands in front of.
+    """
+    stages, storages = profile.stages, profile.storages
+    last = segment.last
+    inner = around(segment.inner, last + 1)
+    runs = [k for k in range(segment.first, last) if not stages[k].is_glue]
+    makers = set(runs)
+    begins: dict[int, int] = {}  # copy -> the run after which it is there
+    in_transit_to: dict[int, int] = {}
+    held_by: dict[int, int] = {}  # copy -> the lowest stage that holds it
+    for k in (*runs, last):
+        again = stages[k].recompute
+        assert again is not None, f"{stages[k].name} can't be recomputed"
+        before = held(profile, k, again, segment)
+        if k == last:
+            last_run[k], after = again, again.held
+        elif inner[k] is None:
+            last_run[k], after = stages[k].keep, stages[k].keep.held
+        else:
+            after = held(profile, k, again, inner[k])
+        for s in stages[k].linked:
+            if storages[s].born in makers:
+                in_transit_to[s] = k
+                begins.setdefault(s, storages[s].born)
+        for s in set(after).difference(before):
+            held_by.setdefault(s, k)
+            begins.setdefault(s, storages[s].born if storages[s].born in makers else k)
+    resident = starts[last]
+    for k in runs:
+        option = stages[k].keep if inner[k] is None else stages[k].recompute
+        assert option is not None
+        copies = sum(
+            storages[s].nbytes
+            for s, begin in begins.items()
+            if begin < k and (k <= in_transit_to.get(s, -1) or held_by.get(s, last + 1) < k)
+        )
+        need = profile.base_backward_bytes[last] + resident + copies + option.forward_bytes
+        most_in_sweep[last] = max(most_in_sweep[last], need)
+        sweep_s[last] += stages[k].forward_s
+    for s, k in held_by.items():
+        for j in range(k, last + 1):
+            starts[j] += storages[s].nbytes
+    for item in segment.inner:
+        _add_sweeps(profile, item, starts, last_run, most_in_sweep, sweep_s)
+
+
+def schedule(
+    profile: Profile, options: Sequence[Option], budget_bytes: int, segments: Sequence[Segment] = ()
+) -> tuple[Decision, ...] | Overflow:
+    """Decisions for `options` with the laziest release and the earliest prefetch points that fit the budget.
 
     What never needs to be away doesn't move: queues are first in, first out, so nothing else waits longer for it. A
     swap that moves nothing becomes a keep where that costs no byte and pins nothing that another stage moves.
@@ -125,50 +227,74 @@ def schedule(profile: Profile, actions: Sequence[Action], budget_bytes: int) -> 
     Returns
     -------
     tuple of Decision, or Overflow
-        Overflow: no schedule of these actions fits.
+        Overflow: no schedule of these options fits.
     """
     if profile.update_peak_bytes > budget_bytes:
         return Overflow(0, "update", profile.update_peak_bytes)
-    n = len(actions)
-    r = residency(profile, actions)
+    n = len(options)
+    r = residency(profile, options, segments)
     phases: tuple[tuple[Phase, tuple[int, ...]], ...] = (("forward", r.forward_bytes), ("backward", r.backward_bytes))
     for phase, needs in phases:
         for k, need in enumerate(needs):
             if need > budget_bytes:
                 return Overflow(k, phase, need)
-    release = _last_resident(r.forward_bytes, r.moved_bytes, budget_bytes)
-    prefetch = _last_resident(r.backward_bytes, r.moved_bytes, budget_bytes)
+    release = last_resident(r.forward_bytes, r.moved_bytes, range(n), budget_bytes)
+    prefetch = last_resident(r.backward_bytes, r.moved_bytes, r.needed, budget_bytes)
     away = [bool(r.moves[i]) and (release[i] < n - 1 or prefetch[i] < n - 1) for i in range(n)]
-    moved = {profile.stages[i].saved[p] for i in range(n) if away[i] for p in r.moves[i]}
+    moved = {options[i].saved[p] for i in range(n) if away[i] for p in r.moves[i]}
     last_release, last_prefetch = enforceable_points([stage.is_glue for stage in profile.stages])
     choices = []
-    for i, (stage, action) in enumerate(zip(profile.stages, actions, strict=True)):
+    for i, (stage, option) in enumerate(zip(profile.stages, options, strict=True)):
         if away[i]:
-            choices.append(Decision("swap", r.moves[i], last_release[release[i]], last_prefetch[prefetch[i]]))
+            points = (last_release[release[i]], last_prefetch[prefetch[i]])
+            choices.append(Decision(option.action, r.moves[i], *points, option.name, option.ops))
             continue
-        if action == "swap" and stage.swap is not None and moved.isdisjoint(stage.saved):
-            forward_fits = stage.keep.forward_bytes <= stage.swap.forward_bytes
-            if forward_fits and stage.keep.backward_bytes <= stage.swap.backward_bytes:
-                action = "keep"
-        choices.append(Decision(action))
+        if option.moves:
+            option = _in_place(stage, option, moved)
+        choices.append(Decision(option.action, option=option.name, ops=option.ops))
     return tuple(choices)
 
 
-def _last_resident(needs: Sequence[int], moved_bytes: Sequence[int], budget_bytes: int) -> list[int]:
+def _in_place(stage: Stage, option: Option, moved: set[int]) -> Option:
+    """The option that does as `option` and moves nothing, where it costs no byte and pins nothing in `moved`."""
+    for other in stage.options:
+        if (
+            not other.moves
+            and (other.recomputes, other.ops) == (option.recomputes, option.ops)
+            and set(other.held) == set(option.held)
+            and other.forward_bytes <= option.forward_bytes
+            and other.backward_bytes <= option.backward_bytes
+            and moved.isdisjoint(other.held)
+        ):
+            return other
+    return option
+
+
+def last_resident(
+    needs: Sequence[int], moved_bytes: Sequence[int], needed: Sequence[int], budget_bytes: int
+) -> list[int]:
     """Per stage, the last step up to which its moved bytes can stay, oldest out first.
 
     Forward: the release point. Backward, whose steps run from the last to the first: the prefetch point.
+
+    Parameters
+    ----------
+    needs : sequence of int
+        Bytes per step with everything away wherever it can be.
+    needed : sequence of int
+        Per stage, non-decreasing, the step up to which `needs` has its moved bytes as resident.
     """
     n = len(needs)
     last = [n - 1] * n
-    queue: list[int] = []
+    waiting = 0  # stages up to here have joined the queue
+    front = 0
     staying = 0
     for k in range(n):
-        while queue and needs[k] + staying > budget_bytes:
-            oldest = queue.pop(0)
-            last[oldest] = k - 1
-            staying -= moved_bytes[oldest]
-        if moved_bytes[k]:
-            queue.append(k)
-            staying += moved_bytes[k]
+        while front < waiting and needs[k] + staying > budget_bytes:
+            last[front] = k - 1
+            staying -= moved_bytes[front]
+            front += 1
+        while waiting < n and needed[waiting] <= k:
+            staying += moved_bytes[waiting]
+            waiting += 1
     return last
