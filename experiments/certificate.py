@@ -83,8 +83,8 @@ def measure(name: str, percents: tuple[int, ...]) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as plain text, and the summary that the promises speak of."""
-    head = f"{'instance':20} {'n':>5} {'budget':>6} {'overhead':>8} {'gap':>8} {'first':>7} {'to 1 %':>7} {'in all':>7} {'MiB':>6}"
-    lines = [head]
+    titles = ("overhead", "gap", "first", "to 1 %", "in all", "MiB")
+    lines = [f"{'instance':20} {'n':>5} {'budget':>6} {'{:>8} {:>8} {:>7} {:>7} {:>7} {:>6}'.format(*titles)}"]
     for r in rows:
         near = "-" if r["to_1_percent_s"] is None else f"{r['to_1_percent_s']:.2f} s"
         lines.append(
