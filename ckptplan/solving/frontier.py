@@ -12,6 +12,7 @@ from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import residency
+from ckptplan.core.units import format_bytes
 from ckptplan.solving.planner import smallest_peak, solve_profile
 
 CLOSE = 0.002
@@ -35,6 +36,7 @@ def frontier_profile(
     host_bytes: int | None = None,
     time_limit_s: float = 60.0,
     seed: int = 0,
+    workers: int | None = None,
     on_progress: Report | None = None,
 ) -> tuple[Plan, ...]:
     """Plans along the trade-off, smallest peak first; the last one keeps everything.
@@ -70,7 +72,7 @@ def frontier_profile(
             on_progress(f"budget {len(found) + 1} of {points}")
         return solve_profile(
             profile, budget_bytes, actions=actions, segments=segments, host_bytes=host_bytes,
-            time_limit_s=each_s, seed=seed,
+            time_limit_s=each_s, seed=seed, workers=workers,
         )  # fmt: skip
 
     found: list[Plan] = []
@@ -121,6 +123,8 @@ def smallest_within(
     host_bytes: int | None = None,
     time_limit_s: float = 10.0,
     seed: int = 0,
+    workers: int | None = None,
+    on_progress: Report | None = None,
 ) -> Plan:
     """The smallest peak found whose step is at most `max_overhead` longer than with everything kept.
 
@@ -148,8 +152,17 @@ def smallest_within(
         """The plan for a budget if it is fast enough; else what its bound proves is noted."""
         nonlocal proven
         share_s = max(0.05, (deadline - time.monotonic()) / 4)
+        if on_progress is not None:
+            on_progress(f"trying {format_bytes(budget_bytes)}")
         try:
-            plan = solve_profile(profile, budget_bytes, time_limit_s=share_s, seed=seed, **limits)  # type: ignore[arg-type]
+            plan = solve_profile(
+                profile,
+                budget_bytes,
+                time_limit_s=share_s,
+                seed=seed,
+                workers=workers,
+                **limits,  # type: ignore[arg-type]
+            )
         except InfeasibleBudgetError:
             return None
         if plan.step_s <= limit_s:
