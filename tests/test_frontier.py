@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from random_chains import homogeneous_chain, random_chain
@@ -31,7 +32,7 @@ def test_frontier_runs_from_the_smallest_peak_to_everything_kept(name: str) -> N
     assert plans[-1].step_s == pytest.approx(profile.baseline_step_s)
     for plan in plans:
         assert validate(profile, plan, plan.budget_bytes) == ()
-    for a, b in zip(plans, plans[1:], strict=False):
+    for a, b in pairwise(plans):
         assert a.budget_bytes < b.budget_bytes
         assert a.step_s > b.step_s
         assert a.lower_bound_s >= b.lower_bound_s
@@ -62,7 +63,7 @@ def test_smallest_peak_within_a_slowdown(name: str, overhead: float) -> None:
 def test_more_slowdown_never_needs_more_memory() -> None:
     peaks = [smallest_within(CHAINS["homogeneous"], x, time_limit_s=5).peak_bytes for x in (0.0, 0.1, 0.2, 0.5)]
     # 0.2 %: the bisection stops there.
-    assert all(b <= a * 1.002 for a, b in zip(peaks, peaks[1:], strict=False))
+    assert all(b <= a * 1.002 for a, b in pairwise(peaks))
     assert peaks[-1] < peaks[0]
 
 
