@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
-from ckptplan.solving.evaluate import Codes, Evaluator
+from ckptplan.solving.evaluate import Codes, Evaluator, Menu
 
 CHUNK = 1 << 14
 
 
-def vector_count(menu: Sequence[Sequence[int]]) -> int:
+def vector_count(menu: Menu) -> int:
     """How many decision vectors a menu per stage allows."""
     return math.prod(len(codes) for codes in menu)
 
 
-def vectors(menu: Sequence[Sequence[int]]) -> Iterator[Codes]:
+def vectors(menu: Menu) -> Iterator[Codes]:
     """All decision vectors in chunks, the last stage changing fastest."""
     total = vector_count(menu)
     for start in range(0, total, CHUNK):
@@ -31,7 +31,7 @@ def vectors(menu: Sequence[Sequence[int]]) -> Iterator[Codes]:
 
 
 def fastest(
-    evaluator: Evaluator, menu: Sequence[Sequence[int]], budget_bytes: int, deadline: float
+    evaluator: Evaluator, menu: Menu, budget_bytes: int, deadline: float
 ) -> tuple[Codes | None, bool]:
     """The fastest vector that fits, and whether all were seen before `deadline` (`time.monotonic`).
 
@@ -56,7 +56,7 @@ def fastest(
     return best, True
 
 
-def smallest(evaluator: Evaluator, menu: Sequence[Sequence[int]]) -> tuple[Codes, int]:
+def smallest(evaluator: Evaluator, menu: Menu) -> tuple[Codes, int]:
     """The vector with the smallest peak and that peak in bytes."""
     best, best_bytes = np.zeros(len(menu), np.int8), 1 << 62
     for block in vectors(menu):
