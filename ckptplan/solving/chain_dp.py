@@ -41,9 +41,7 @@ class _Labels:
     code: NDArray[np.int8]
 
 
-def nothing_moves(
-    profile: Profile, menu: Menu, budget_bytes: int, *, deadline: float, width: int = 20_000
-) -> DpResult:
+def nothing_moves(profile: Profile, menu: Menu, budget_bytes: int, *, deadline: float, width: int = 20_000) -> DpResult:
     """The fastest vector that fits with every byte staying on the device; O(stages x labels log labels).
 
     Parameters

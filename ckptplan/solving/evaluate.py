@@ -186,7 +186,7 @@ class Evaluator:
         backward[:, :n] += t.private_held[every, codes]
         moved = t.private_moved[every, codes]
         if segments:
-            np.subtract.at(backward, (slice(None), t.needed + 1), moved)
+            np.subtract.at(backward.reshape(-1), (np.arange(rows) * (n + 1))[:, None] + t.needed + 1, moved)
         else:
             backward[:, 1:] -= moved
         at = (np.arange(rows) * (n + 1))[:, None]
@@ -223,6 +223,11 @@ class Evaluator:
         step = max(1, _CELLS_PER_CHUNK // codes.shape[1])
         parts = [self._makespans(codes[a : a + step], budget_bytes, segments) for a in range(0, len(codes), step)]
         return np.concatenate(parts) if parts else np.zeros(0)
+
+    def compute_s(self, codes: Codes, segments: Segments = ()) -> NDArray[np.float64]:
+        """Compute time of each row: no transfer can make it less."""
+        seconds = self._tables(segments).backward_s[np.arange(codes.shape[1]), codes].sum(axis=1)
+        return np.asarray(seconds + self._forward_s.sum())
 
     def _makespans(self, codes: Codes, budget_bytes: int, segments: Segments) -> NDArray[np.float64]:
         out = np.full(len(codes), np.inf)
@@ -335,12 +340,17 @@ class Evaluator:
 
     def schedule(self, codes: Sequence[int], budget_bytes: int, segments: Segments = ()) -> Schedule | None:
         """The lazy schedule of one plan, None where it doesn't fit."""
-        choices = schedule(self.profile, self.options(codes), budget_bytes, segments)
-        if isinstance(choices, Overflow):
-            return None
-        # What moves nothing may have become its twin that keeps; the figures are those of the plan as it is handed out.
         names = [[option.name for option in stage.options] for stage in self.profile.stages]
-        codes = [have.index(choice.option) for have, choice in zip(names, choices, strict=True)]
+        chosen: list[int] = []
+        choices: tuple[Decision, ...] = ()
+        while chosen != list(codes):
+            # What moves nothing may become its twin that keeps, which can spare bytes and with them other moves.
+            chosen = list(codes)
+            found = schedule(self.profile, self.options(chosen), budget_bytes, segments)
+            if isinstance(found, Overflow):
+                return None
+            choices = found
+            codes = [have.index(choice.option) for have, choice in zip(names, choices, strict=True)]
         row = np.array([codes], np.int8)
         lazy = self._lazy(row, budget_bytes, segments)
         if not lazy.fits[0]:
