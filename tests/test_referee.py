@@ -367,7 +367,6 @@ BROKEN: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
     "other operations": ("option", lambda p: with_choice(p, 3, Decision("recompute", ops=(1,)))),
     "no such position": ("moves", lambda p: with_choice(p, 0, Decision("swap", (5,), 1, 1))),
     "not moved by the option": ("moves", lambda p: with_choice(p, 0, Decision("recompute", (0,), 1, 1))),
-    "twice": ("moves", lambda p: with_choice(p, 0, Decision("swap", (0, 0), 1, 1))),
     "moved by two": ("moves", lambda p: with_choice(p, 0, Decision("swap", (0, 1), 1, 1))),
     "release too early": ("points", lambda p: with_choice(p, 1, Decision("swap", (0, 1), 0, 2))),
     "prefetch too late": ("points", lambda p: with_choice(p, 1, Decision("swap", (0, 1), 2, 0))),
@@ -378,7 +377,6 @@ BROKEN: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
     "bound": ("bound", lambda p: replace(p, lower_bound_s=p.step_s * 1.001)),
 }
 BROKEN_SEGMENTS: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
-    "a stage kept": ("segment", lambda p: with_choice(p, 2, KEEP)),
     "moves what the sweep makes": (
         "moves",
         lambda p: with_choice(p, 2, Decision("recompute", (0,), 2, 3, "recompute+swap")),
@@ -403,12 +401,21 @@ def test_broken_plans_are_named(case: str) -> None:
             simulate(profile, damaged)
 
 
-def test_a_segment_needs_stages_that_can_be_recomputed() -> None:
-    profile, plan = sound_segment()
+def test_a_segment_needs_stages_that_recompute() -> None:
+    segments = (Segment(1, 3),)
+    with pytest.raises(InvalidInputError, match=r"stage 's2': segment 1\.\.3: the stage is decided 'keep'"):
+        simulate(five_linked(), (KEEP, RECOMPUTE, KEEP, RECOMPUTE, KEEP), segments)
+    profile = five_linked()
     fixed = replace(profile.stages[2], options=profile.stages[2].options[:1], linked=())
     profile = replace(profile, stages=(*profile.stages[:2], fixed, *profile.stages[3:]))
-    found = validate(profile, with_choice(plan, 2, KEEP), 10_000)
-    assert [(v.kind, v.stage) for v in found] == [("segment", "s2")]
+    with pytest.raises(InvalidInputError, match=r"stage 's2': segment 1\.\.3: the stage can't be recomputed"):
+        simulate(profile, (KEEP, RECOMPUTE, KEEP, RECOMPUTE, KEEP), segments)
+    with pytest.raises(InvalidInputError, match="out of order"):
+        simulate(five_linked(), (RECOMPUTE,) * 5, (Segment(1, 3), Segment(3, 4)))
+    with pytest.raises(InvalidInputError, match="of one stage alone"):
+        simulate(five_linked(), (RECOMPUTE,) * 5, (Segment(1, 1),))
+    with pytest.raises(InvalidInputError, match="2 decisions for 5 stages"):
+        simulate(five_linked(), (KEEP, KEEP))
 
 
 def test_a_segment_doesn_t_end_in_glue() -> None:
