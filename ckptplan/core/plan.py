@@ -86,6 +86,8 @@ class Plan:
         Per stage, the bytes of the largest inputs the plan is made for.
     segments : tuple of Segment
         Stages recomputed together, in order and disjoint.
+    peak_bound_bytes : int or None
+        Of a plan asked for by its slowdown: no plan of `space` within that slowdown has a smaller peak than this.
     """
 
     stages: tuple[str, ...]
@@ -102,6 +104,7 @@ class Plan:
     fingerprint: Fingerprint
     input_bytes: tuple[int, ...]
     segments: tuple[Segment, ...] = ()
+    peak_bound_bytes: int | None = None
 
     @property
     def decisions(self) -> Mapping[str, Decision]:
@@ -160,6 +163,8 @@ class Plan:
             ) from error
 
     def __post_init__(self) -> None:
+        if self.peak_bound_bytes is not None:
+            check_bytes("plan", peak_bound_bytes=self.peak_bound_bytes)
         if not len(self.stages) == len(self.choices) == len(self.input_bytes):
             raise InvalidInputError(
                 f"{len(self.choices)} decisions and {len(self.input_bytes)} input sizes for {len(self.stages)} stages"
@@ -205,6 +210,8 @@ class Plan:
             + ", ".join(f"{n} {action}" for action, n in counts.items())
             + (f"; {len(self.segments)} segments" if self.segments else ""),
         ]
+        if self.peak_bound_bytes is not None:
+            head.insert(2, f"        no plan this fast can do with less than {format_bytes(self.peak_bound_bytes)}")
         return "\n".join([*head, "", *table])
 
 
