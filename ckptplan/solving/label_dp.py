@@ -9,15 +9,17 @@ evaluate.py) run forward over `k`, so one pass decides about both:
 | out, in | backlog: bytes in the queue of the forward and of the (reversed) backward lane                       |
 | P       | bytes moved out by the stages of an open segment; they join the backward queue where it ends         |
 | T       | seconds of both lanes so far, waiting included                                                       |
-| X       | bytes moved so far, for the host limit                                                               |
+| X       | bytes moved so far                                                                                    |
+| .._due  | how many of them must have gone by now in each lane, for all steps so far to fit                      |
 
 In an open segment, for each level of nesting: its first stage, the bytes of the copies that its sweep holds at the
 backward of the stage reached (O), the most bytes of copies and of a run's own that the sweep needs (M), and its
 seconds (S). They take effect where the segment ends; NOTE [Residency], rules 6 and 7.
 
 Which storages several stages may hold is told by three bit masks: held, fixed to the device, and held late enough to
-move (rule 4). Bytes are exact integers. Links are fluids: a transfer frees its bytes as they flow, so T is a little too
-small for the plan it stands for. The evaluator has the last word on each plan.
+move (rule 4). Bytes are exact integers. A transfer frees its bytes when it is done, so what the queues hold is told item
+by item for the last `WINDOW` items (`ends`: how many bytes the newest 1, 2, ... items have together); a longer backlog is
+taken as if its items were like the window's oldest one. The evaluator has the last word on each plan.
 
 What makes it fast is pruning: labels fall into cells of a coarse grid over their bytes, and one that isn't faster than
 all labels in cells with no more bytes of any kind is dropped. Values stay exact; only the comparison is coarse. So every
@@ -28,7 +30,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +42,7 @@ from ckptplan.solving.evaluate import Segments, holders_of
 from ckptplan.solving.exact_search import PlanSpace
 
 MAX_TRACKED = 62
+WINDOW = 8
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -52,6 +56,28 @@ class Found:
     fluid_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What a byte costs at the boundary before each stage, in seconds; shape (stages + 1,).
+
+    Any numbers are allowed: they steer which labels stay, not what a label says.
+
+    Attributes
+    ----------
+    held : array
+        Of a byte held until backward.
+    out, back : array
+        Of a byte in the backlog of each lane.
+    copies : array
+        Of a byte that a sweep's copies take, per backward step.
+    """
+
+    held: Floats
+    out: Floats
+    back: Floats
+    copies: Floats
+
+
 @dataclass(slots=True)
 class _Labels:
     """Columns of labels with the same number of open segments; shapes (labels,) or (levels, labels)."""
@@ -60,8 +86,12 @@ class _Labels:
     T: Floats
     out: Floats
     back: Floats
+    out_ends: Floats
+    back_ends: Floats
     P: Ints
     X: Ints
+    out_due: Floats
+    back_due: Floats
     held: Ints
     fixed: Ints
     late: Ints
@@ -79,7 +109,8 @@ class _Labels:
         return _Labels(*plain, rows, np.zeros(len(rows), np.int16))
 
 
-_FIELDS = ("H", "T", "out", "back", "P", "X", "held", "fixed", "late", "first", "O", "M", "S", "copied")
+_FIELDS = tuple(field.name for field in fields(_Labels))[:-2]
+"""What a label says; `parent` and `move` say where it comes from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,15 +202,25 @@ class LabelDp:
                 private += nbytes
         return private, tracked, inputs, linked
 
-    def run(self, cells: int, deadline: float, *, below_s: float = np.inf, count: int = 16) -> list[Found]:
+    def run(
+        self,
+        width: int,
+        deadline: float,
+        *,
+        prices: Prices | None = None,
+        below_s: float = np.inf,
+        count: int = 16,
+    ) -> list[Found]:
         """The fastest plans found, by their fluid time; none after `deadline`.
 
         Parameters
         ----------
-        cells : int
-            Size of the grid that labels are pruned on.
+        width : int
+            Labels per boundary, about: the size of the grid that they are pruned on, or with prices the most there are.
         deadline : float
             By `time.monotonic()`.
+        prices : Prices, optional
+            What bytes are worth, to keep the most promising labels.
         below_s : float
             Labels that can't beat this are dropped.
         count : int
@@ -208,20 +249,19 @@ class LabelDp:
                 taken[to].append((level, move))
                 grown[to].append(after)
             pools = [
-                self._prune(_join(labels, self.depth), k + 1, to, cells, below_s) for to, labels in enumerate(grown)
+                self._prune(_join(labels, self.depth), k + 1, to, width, prices, below_s)
+                for to, labels in enumerate(grown)
             ]
             history.append([_trace(pool) for pool in pools])
             self.moves.append(taken)
         last = pools[0]
         link = self.profile.link
-        total = last.T + last.out / link.out_bytes_per_s + last.back / link.in_bytes_per_s
-        # What need never be away doesn't move: the truth lies between with and without waiting for the backlog.
-        order = list(
-            dict.fromkeys(
-                np.stack([np.argsort(total, kind="stable"), np.argsort(last.T, kind="stable")], 1).ravel().tolist()
-            )
-        )
-        return [self._read(history, row, float(last.T[row])) for row in order[:count]]
+        # What need never be away in either lane doesn't move; the rest must have gone by the end of both.
+        due = np.maximum(last.out_due, last.back_due)
+        total = last.T + np.maximum(due - last.X + last.out, 0.0) / link.out_bytes_per_s
+        total += np.maximum(due - last.X + last.back, 0.0) / link.in_bytes_per_s
+        order = np.argsort(total, kind="stable").tolist()
+        return [self._read(history, row, float(total[row])) for row in order[:count]]
 
     def _moves(self, k: int) -> list[tuple[int, _Move]]:
         """(open segments before, what is decided) for stage `k`."""
@@ -255,7 +295,9 @@ class LabelDp:
             return None
         now, room = before.take(rows), room[rows]
         # Forward: wait until the backlog leaves room, then run.
-        wait = np.maximum(now.out - room, 0.0)
+        most = _whole_items(now.out_ends, room)
+        wait = np.maximum(now.out - most, 0.0)
+        now.out_due = np.maximum(now.out_due, np.where(now.X > room, now.X - most, 0.0))
         now.out = np.maximum(now.out - wait - stage.forward_s * link.out_bytes_per_s, 0.0)
         now.T = now.T + wait / link.out_bytes_per_s + stage.forward_s
         for opened in range(level, inner):
@@ -289,7 +331,10 @@ class LabelDp:
             assert in_sweep is not None
             need = np.maximum(need, in_sweep)
         room = budget - profile.base_backward_bytes[k] - t.caller_bytes - now.H - now.P - moved - need
-        wait = np.maximum(now.back - room, 0.0)
+        most = _whole_items(now.back_ends, room)
+        wait = np.maximum(now.back - most, 0.0)
+        put = now.X - now.P
+        now.back_due = np.maximum(now.back_due, np.where(put > room, put - most, 0.0))
         taken: Floats | float = seconds + now.S[inner - 1] if move.ends else seconds
         now.back = np.maximum(now.back - wait - taken * link.in_bytes_per_s, 0.0)
         now.T = now.T + wait / link.in_bytes_per_s + taken
@@ -299,13 +344,11 @@ class LabelDp:
         for s in t.expiring[k]:
             moved = moved + t.leave(now, s)
         if moves or t.expiring[k] or linked:
-            extra = np.where(moved > 0, link.latency_s, 0.0) if link.latency_s else 0.0
-            now.out = now.out + moved + extra * link.out_bytes_per_s
+            now.out, now.out_ends = _put(now.out, now.out_ends, moved, link.latency_s * link.out_bytes_per_s)
             now.P = now.P + moved
             now.X = now.X + moved
         if inner - move.ends == 0:
-            extra = np.where(now.P > 0, link.latency_s, 0.0) if link.latency_s else 0.0
-            now.back = now.back + now.P + extra * link.in_bytes_per_s
+            now.back, now.back_ends = _put(now.back, now.back_ends, now.P, link.latency_s * link.in_bytes_per_s)
             now.P = np.zeros_like(now.P)
         fits = room >= 0
         if self.host_bytes is not None:
@@ -356,44 +399,36 @@ class LabelDp:
                     t.copy(now, level, s, nbytes, mine if innermost else mine & (born < now.first[level + 1]))
         return np.asarray(now.M[inner - 1] + now.O[: inner - 1].sum(axis=0))
 
-    def _prune(self, labels: _Labels, boundary: int, level: int, cells: int, below_s: float) -> _Labels:
+    def _prune(
+        self, labels: _Labels, boundary: int, level: int, width: int, prices: Prices | None, below_s: float
+    ) -> _Labels:
         """One label, the fastest, per cell; none that is slower than one in a cell with fewer bytes."""
         rows: Ints = np.arange(len(labels.T))
         if below_s < np.inf:
             rows = np.flatnonzero(labels.T + self.rest_s[boundary] < below_s)
         if len(rows) < 2:
             return labels if len(rows) == len(labels.T) else _keep(labels, rows)
-        columns: list[NDArray[np.float64]] = [
-            labels.H[rows].astype(float),
-            labels.out[rows],
-            labels.back[rows] + labels.P[rows],
-        ]
+        backlog = labels.back[rows] + labels.P[rows]
+        columns: list[NDArray[np.float64]] = [labels.H[rows].astype(float), labels.out[rows], backlog]
         if level:
             columns.append(labels.O[:level, rows].sum(axis=0).astype(float))
         if self.host_bytes is not None:
             columns.append(labels.X[rows].astype(float))
         near = self.tracker.near[min(boundary, len(self.tracker.near) - 1)]
         classes = _classes(labels.held[rows] & near, labels.fixed[rows] & near)
-        shape = _shape(columns, cells, int(classes.max()) + 1)
-        index = classes
-        for values, size in zip(columns, shape, strict=True):
-            low, high = float(values.min()), float(values.max())
-            cell = ((values - low) * (size / (high - low) * (1 - 1e-12))).astype(np.int64) if size > 1 else 0
-            index = index * size + cell
-        seconds = labels.T[rows]
-        order = np.lexsort((columns[0], seconds, index))
-        index, rows, seconds = index[order], rows[order], seconds[order]
-        firsts = np.flatnonzero(np.r_[True, index[1:] != index[:-1]])
-        index, rows, seconds = index[firsts], rows[firsts], seconds[firsts]
-        grid = np.full(int(np.prod(shape)) * (int(classes.max()) + 1), np.inf)
-        grid[index] = seconds
-        grid = grid.reshape(-1, *shape)
-        for axis in range(1, grid.ndim):
-            if grid.shape[axis] > 1:
-                np.minimum.accumulate(grid, axis=axis, out=grid)
-        kept = rows[seconds <= grid.reshape(-1)[index]]
-        kept.sort()
-        return _keep(labels, kept)
+        seconds = labels.T[rows] + labels.S[:level, rows].sum(axis=0) if level else labels.T[rows]
+        if prices is None:
+            return _keep(labels, np.sort(rows[_sparse(columns, seconds, seconds, classes, width)]))
+        worth = [prices.held[boundary], prices.out[boundary], prices.back[boundary], prices.copies[boundary]]
+        score = seconds + sum(price * values for price, values in zip(worth, columns, strict=False))
+        # Half of the labels by what they promise at these prices, half spread over all there is: prices can mislead.
+        order = np.argsort(score, kind="stable")[: 8 * width]
+        chosen = order[_sparse([c[order] for c in columns], score[order], seconds[order], classes[order], 4 * width)]
+        chosen = chosen[np.argsort(score[chosen], kind="stable")[: width // 2]]
+        spread = _sparse(columns, score, seconds, classes, width)
+        if len(spread) > width // 2:
+            spread = spread[np.argsort(score[spread], kind="stable")[:: -(-2 * len(spread) // width)]]
+        return _keep(labels, rows[np.union1d(chosen, spread)])
 
     def _read(self, history: Sequence[Sequence[_Labels]], row: int, fluid_s: float) -> Found:
         """The plan of a label at the end."""
@@ -416,7 +451,49 @@ class LabelDp:
         return Found(tuple(codes), tuple(stack[0][1]), fluid_s)
 
 
-def _shape(columns: Sequence[NDArray[np.float64]], cells: int, classes: int) -> list[int]:
+def _whole_items(ends: Floats, room: Ints) -> Floats:
+    """The most bytes that the newest items of a queue have in no more than `room`."""
+    most = np.where(ends <= room, ends, 0.0).max(axis=0)
+    longer = ends[-1] <= room
+    if longer.any():
+        item = np.maximum(ends[-1] - ends[-2], 1.0)
+        most = np.where(longer, ends[-1] + np.floor((room - ends[-1]) / item) * item, most)
+    return np.asarray(most)
+
+
+def _put(backlog: Floats, ends: Floats, moved: Ints, latency_bytes: float) -> tuple[Floats, Floats]:
+    """Backlog and window with one more item where `moved` isn't 0; `latency_bytes` flow in a latency."""
+    size = moved + np.where(moved > 0, latency_bytes, 0.0) if latency_bytes else moved.astype(float)
+    some = moved > 0
+    longer = np.empty_like(ends)
+    longer[0] = size
+    longer[1:] = ends[:-1] + size
+    return backlog + size, np.where(some, longer, ends)
+
+
+def _sparse(columns: Sequence[Floats], score: Floats, seconds: Floats, classes: Ints, cells: int) -> Ints:
+    """The row with the best score per cell, unless one in a cell with fewer bytes has fewer seconds."""
+    count = int(classes.max()) + 1
+    shape = _shape(columns, cells, count)
+    index = classes
+    for values, size in zip(columns, shape, strict=True):
+        if size > 1:
+            low, high = float(values.min()), float(values.max())
+            index = index * size + ((values - low) * (size / (high - low) * (1 - 1e-12))).astype(np.int64)
+    rows = np.lexsort((columns[0], score, index))
+    index = index[rows]
+    firsts = np.flatnonzero(np.r_[True, index[1:] != index[:-1]])
+    index, rows = index[firsts], rows[firsts]
+    grid = np.full(int(np.prod(shape)) * count, np.inf)
+    grid[index] = seconds[rows]
+    grid = grid.reshape(count, *shape)
+    for axis in range(1, grid.ndim):
+        if grid.shape[axis] > 1:
+            np.minimum.accumulate(grid, axis=axis, out=grid)
+    return np.asarray(rows[seconds[rows] <= grid.reshape(-1)[index]])
+
+
+def _shape(columns: Sequence[Floats], cells: int, classes: int) -> list[int]:
     """How many cells each column gets: the first (held bytes) eight times as many as the others."""
     varies = [float(values.max()) > float(values.min()) for values in columns]
     others = sum(varies[1:])
@@ -436,12 +513,13 @@ def _classes(held: Ints, fixed: Ints) -> Ints:
 
 
 def _empty(count: int, depth: int) -> _Labels:
-    ints = [np.zeros(count, np.int64) for _ in range(7)]
-    levels = [np.zeros((depth, count), np.int64) for _ in range(4)]
-    return _Labels(
-        ints[0], np.zeros(count), np.zeros(count), np.zeros(count), ints[1], ints[2], ints[3], ints[4], ints[5],
-        levels[0], levels[1], levels[2], np.zeros((depth, count)), levels[3], ints[6], np.zeros(count, np.int16),
-    )  # fmt: skip
+    """Labels of nothing decided yet."""
+    floats = {"T", "out", "back", "out_due", "back_due"}
+    found: dict[str, NDArray[Any]] = {name: np.zeros(count, float if name in floats else np.int64) for name in _FIELDS}
+    found |= {name: np.zeros((depth, count), np.int64) for name in ("first", "O", "M", "copied")}
+    found |= {name: np.zeros((WINDOW, count)) for name in ("out_ends", "back_ends")}
+    found["S"] = np.zeros((depth, count))
+    return _Labels(**found, parent=np.zeros(count, np.int64), move=np.zeros(count, np.int16))
 
 
 def _join(labels: list[_Labels], depth: int) -> _Labels:
