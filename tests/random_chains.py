@@ -1,10 +1,11 @@
-"""Seeded random profiles for tests: textbook chains, and richer ones with every kind of sharing the rules allow."""
+"""Seeded random profiles, options and segments: textbook chains, and richer ones with all sharing the rules allow."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
-from ckptplan.core.chain import Link, Stage, Storage, Transient
+from ckptplan.core.chain import Link, Option, Segment, Stage, Storage
 from ckptplan.core.profile import Profile
 
 
@@ -40,13 +41,22 @@ def homogeneous_chain(n: int, *, link_ratio: float, forward_s: float = 0.010, wi
     )
 
 
-def rich_chain(rng: random.Random, n: int) -> Profile:
-    """Storages shared by neighbours and across the chain, pins, glue, outputs that stay, menus with gaps."""
+def rich_chain(rng: random.Random, n: int, *, most_options: int = 7) -> Profile:
+    """Storages shared by neighbours and across the chain, pins, glue, outputs that stay, menus with gaps.
+
+    Parameters
+    ----------
+    most_options : int
+        Longest menu; brute force over long chains wants short ones.
+    """
     storages: list[Storage] = []
     saved: list[list[int]] = [[] for _ in range(n)]
     pinned: list[list[int]] = [[] for _ in range(n)]
     inputs: list[list[int]] = [[] for _ in range(n)]
+    linked: list[list[int]] = [[] for _ in range(n)]
+    own: list[list[int]] = [[] for _ in range(n)]
     used: list[int] = []
+    glue = [rng.random() < 0.15 for _ in range(n)]
 
     def make(name: str, nbytes: int, born: int) -> int:
         storages.append(Storage(name, nbytes, born, max(born, 0)))
@@ -65,14 +75,19 @@ def rich_chain(rng: random.Random, n: int) -> Profile:
     for i in range(n):
         for part in range(rng.randint(0, 2)):
             s = make(f"s{i}.inner{part}", rng.randint(0, 30), i)
+            own[i].append(s)
             hold(s, i, saves=True, pins=rng.random() < 0.15, takes=False)
         for s in everywhere:
             if storages[s].born < i and rng.random() < 0.7:
                 hold(s, i, saves=rng.random() < 0.8, pins=rng.random() < 0.2, takes=rng.random() < 0.7)
         before = [*outputs[-1:], *(s for s in outputs[:-1] if rng.random() < 0.2)]
         for s in before:
-            hold(s, i, saves=rng.random() < 0.8, pins=rng.random() < 0.1, takes=rng.random() < 0.95)
+            takes = rng.random() < 0.95
+            hold(s, i, saves=rng.random() < 0.8, pins=rng.random() < 0.1, takes=takes)
+            if takes and not glue[storages[s].born] and rng.random() < 0.85:
+                linked[i].append(s)
         out = make(f"s{i}.out", rng.randint(1, 15), i)
+        own[i].append(out)
         if rng.random() < 0.6:
             hold(out, i, saves=True, pins=rng.random() < 0.1, takes=False)
         outputs.append(out)
@@ -83,27 +98,18 @@ def rich_chain(rng: random.Random, n: int) -> Profile:
         stays = rng.random() < 0.1
         final.append(Storage(storage.name, storage.nbytes, storage.born, max(until, storage.born), to_end, stays))
 
-    def transient(low: int) -> Transient:
-        return Transient(low + rng.randint(0, 12), low + rng.randint(0, 20))
-
     stages = []
     for i in range(n):
-        own = sum(final[s].nbytes for s in range(len(final)) if final[s].born == i)
-        glue = rng.random() < 0.15
-        keep = transient(own)
+        made = sum(final[s].nbytes for s in own[i])
+        menu = _menu(rng, saved[i], pinned[i], inputs[i], own[i], made, glue=glue[i])[:most_options]
         stages.append(
             Stage(
-                name=f"(glue {i})" if glue else f"s{i}",
+                name=f"(glue {i})" if glue[i] else f"s{i}",
                 kind=str(i),
-                saved=tuple(saved[i]),
-                pinned=tuple(pinned[i]),
-                inputs=tuple(inputs[i]),
-                keep=keep,
-                swap=None if glue or rng.random() < 0.15 else rng.choice((keep, transient(own))),
-                recompute=None if glue or rng.random() < 0.15 else transient(own),
+                options=tuple(menu),
                 forward_s=rng.randint(0, 20) / 4,
                 backward_s=rng.randint(0, 40) / 4,
-                recompute_s=rng.randint(0, 24) / 4,
+                linked=tuple(linked[i]) if any(option.name == "recompute" for option in menu) else (),
                 input_bytes=rng.randint(0, 9),
             )
         )
@@ -119,7 +125,107 @@ def rich_chain(rng: random.Random, n: int) -> Profile:
     )
 
 
-def random_chain(seed: int, n: int) -> Profile:
+def _menu(
+    rng: random.Random, saved: list[int], pinned: list[int], inputs: list[int], own: list[int], made: int, *, glue: bool
+) -> list[Option]:
+    """A menu for a stage that saves and pins these, takes `inputs`, and makes `own`, `made` bytes in all.
+
+    What moves needs at least as many bytes of its own as the same without moving, as it does in truth.
+    """
+
+    def cost() -> tuple[int, int]:
+        return made + rng.randint(0, 12), made + rng.randint(0, 20)
+
+    def moving(option: Option, name: str, part: float) -> list[Option]:
+        moves = tuple(p for p in range(len(option.saved)) if rng.random() < part)
+        more = rng.choice((0, 0, 3))
+        return [replace(option, name=name, moves=moves, backward_bytes=option.backward_bytes + more)] if moves else []
+
+    keep = Option("keep", tuple(saved), tuple(pinned), *cost())
+    menu = [keep]
+    if glue:
+        return menu
+    if rng.random() < 0.85:
+        menu += moving(keep, "swap", 1.0)
+    if rng.random() < 0.85:
+        full_s = rng.randint(0, 24) / 4
+        fixed = [s for s in inputs if s in pinned or rng.random() < 0.05]
+        again = Option(
+            "recompute",
+            tuple(s for s in inputs if s not in fixed),
+            tuple(fixed),
+            *cost(),
+            recompute_s=full_s,
+            recomputes=True,
+        )
+        menu.append(again)
+        if rng.random() < 0.5:
+            menu += moving(again, "recompute+swap", 0.9)
+        for k in range(rng.choice((0, 0, 1, 2))):
+            kept = [s for s in own if s in saved and rng.random() < 0.6]
+            if not kept:
+                continue
+            forward, backward = cost()
+            partly = replace(
+                again,
+                name=f"selective-{k + 1}",
+                saved=(*again.saved, *kept),
+                forward_bytes=forward,
+                backward_bytes=backward,
+                recompute_s=rng.randint(0, int(full_s * 4)) / 4,
+                ops=tuple(range(k + 1)),
+            )
+            menu.append(partly)
+            if rng.random() < 0.5:
+                menu += moving(partly, f"selective-{k + 1}+swap", 0.7)
+    if rng.random() < 0.3:
+        menu += moving(keep, "swap-1", 0.5)
+    return menu
+
+
+def random_chain(seed: int, n: int, *, most_options: int = 7) -> Profile:
     """One of the two, two rich ones to each textbook one."""
     rng = random.Random(seed)
-    return textbook_chain(rng, n) if seed % 3 == 0 else rich_chain(rng, n)
+    return textbook_chain(rng, n) if seed % 3 == 0 else rich_chain(rng, n, most_options=most_options)
+
+
+def random_segments(rng: random.Random, profile: Profile, *, share: float = 0.3) -> tuple[Segment, ...]:
+    """Disjoint segments, with inner ones, of module stages that can be recomputed; `share` is how many begin one."""
+    stages = profile.stages
+
+    def last_of(first: int, least: int, limit: int) -> int | None:
+        """A random end in `[least, limit)` for a segment that begins at `first`."""
+        if stages[first].is_glue or stages[first].recompute is None:
+            return None
+        ends = []
+        for last in range(first, limit):
+            if not stages[last].is_glue and stages[last].recompute is None:
+                break
+            if last >= least and not stages[last].is_glue:
+                ends.append(last)
+        return rng.choice(ends) if ends else None
+
+    def fill(first: int, limit: int, shortest: int, likely: float) -> tuple[Segment, ...]:
+        found, k = [], first
+        while k < limit:
+            last = last_of(k, k + shortest, limit) if rng.random() < likely else None
+            if last is not None:
+                found.append(Segment(k, last, fill(k, last, 0, likely * 0.8)))
+                k = last
+            k += 1
+        return tuple(found)
+
+    return fill(0, len(stages), 1, share)
+
+
+def random_options(rng: random.Random, profile: Profile, segments: tuple[Segment, ...] = ()) -> tuple[Option, ...]:
+    """An option for every stage, with what `segments` ask of theirs."""
+    inside = {i for segment in segments for i in range(segment.first, segment.last + 1)}
+    found = []
+    for i, stage in enumerate(profile.stages):
+        menu = stage.options
+        if i in inside:
+            names = ("keep",) if stage.is_glue else ("recompute", "recompute+swap")
+            menu = tuple(option for option in menu if option.name in names)
+        found.append(rng.choice(menu))
+    return tuple(found)

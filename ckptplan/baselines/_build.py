@@ -1,17 +1,17 @@
-"""From a baseline's actions to a finished plan: schedule, peak, makespan, and the error when nothing fits.
+"""From a baseline's options and segments to a finished plan: schedule, peak, makespan, and the error when nothing fits.
 
 All baselines share this, so they differ in their rule alone: release and prefetch points are the best there are for the
-actions chosen (core/schedule.py), and an action that a stage can't take becomes keep.
+options chosen (core/schedule.py), and an option that a stage doesn't have becomes keep.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NoReturn
 
-from ckptplan.core.chain import Action, Phase
+from ckptplan.core.chain import Option, Phase, Segment, Stage
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
@@ -19,6 +19,22 @@ from ckptplan.core.schedule import Overflow, Residency, residency, schedule
 from ckptplan.core.units import format_bytes
 
 SPACE = "none: a rule, bound is the compute time alone"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a rule chose: an option per stage, and the segments.
+
+    Parameters
+    ----------
+    options : tuple of Option
+        One per stage, of its menu.
+    segments : tuple of Segment
+        Top level, in order; their module stages' options are "recompute" or "recompute+swap".
+    """
+
+    options: tuple[Option, ...]
+    segments: tuple[Segment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,63 +62,186 @@ class Peak:
     phase: Phase
 
 
-def available(profile: Profile, wanted: Sequence[Action]) -> tuple[Action, ...]:
-    """`wanted` with keep wherever a stage can't take its action."""
-    return tuple(
-        action if stage.transient(action) is not None else "keep"
-        for stage, action in zip(profile.stages, wanted, strict=True)
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A choice under its best schedule within a budget.
+
+    Attributes
+    ----------
+    choice : Choice
+        As it is scheduled: a swap that moves nothing is a keep where that makes no difference.
+    decisions : tuple of Decision
+    peak : Peak
+    times : Times
+    host_bytes : int
+        What moves.
+    """
+
+    choice: Choice
+    decisions: tuple[Decision, ...]
+    peak: Peak
+    times: Times
+    host_bytes: int
+
+
+def pick(stage: Stage, *names: str) -> Option:
+    """The first of the options `names` that `stage` has; keep where it has none of them."""
+    return next((option for name in names if (option := stage.find(name)) is not None), stage.keep)
+
+
+def named(profile: Profile, names: Sequence[str], segments: Iterable[Segment] = ()) -> Choice:
+    """The choice of one option name per stage.
+
+    A stage that lacks its option keeps, and "recompute+swap" without it is recompute. Module stages of `segments`
+    recompute whatever `names` says, and a segment of one stage becomes that stage's option.
+    """
+    wanted = list(names)
+    longer = []
+    for segment in segments:
+        for i in range(segment.first, segment.last + 1):
+            if profile.stages[i].is_glue:
+                wanted[i] = "keep"
+            elif wanted[i] not in ("recompute", "recompute+swap"):
+                wanted[i] = "recompute"
+        if segment.first < segment.last:
+            longer.append(segment)
+    options = tuple(
+        pick(stage, name, "recompute") if name == "recompute+swap" else pick(stage, name)
+        for stage, name in zip(profile.stages, wanted, strict=True)
     )
+    return Choice(options, tuple(longer))
 
 
-def times(profile: Profile, choices: Sequence[Decision], moved_bytes: Sequence[int]) -> Times:
+def runs(profile: Profile) -> list[list[int]]:
+    """Module stages that may lie in one segment: maximal runs without a module that can't be recomputed."""
+    found: list[list[int]] = [[]]
+    for i, stage in enumerate(profile.stages):
+        if stage.is_glue:
+            continue
+        if stage.recompute is None:
+            found.append([])
+        else:
+            found[-1].append(i)
+    return [run for run in found if run]
+
+
+def joined(profile: Profile, options: Sequence[Option]) -> tuple[Segment, ...]:
+    """Consecutive stages whose whole forward is recomputed, as segments of two and more; glue between is skipped."""
+    segments = []
+    run: list[int] = []
+    for i, (stage, option) in enumerate(zip(profile.stages, options, strict=True)):
+        if stage.is_glue:
+            continue
+        if option.recomputes and not option.ops:
+            run.append(i)
+        else:
+            segments.append(run)
+            run = []
+    return tuple(Segment(run[0], run[-1]) for run in (*segments, run) if len(run) > 1)
+
+
+def own_bytes(profile: Profile) -> list[int]:
+    """Per stage, the bytes that recompute would free: held by keep and not by recompute, each storage counted once.
+
+    0 where the stage can't be recomputed.
+    """
+    counted: set[int] = set()
+    sizes = []
+    for stage in profile.stages:
+        again = stage.recompute
+        mine = set(stage.keep.held) - counted
+        counted |= mine
+        free = mine - set(again.held) if again is not None else set()
+        sizes.append(sum(profile.storages[s].nbytes for s in free if not profile.storages[s].to_end))
+    return sizes
+
+
+def movable_bytes(profile: Profile) -> tuple[int, ...]:
+    """Per stage, the bytes that it moves when every stage swaps."""
+    return residency(profile, named(profile, ["swap"] * len(profile.stages)).options).moved_bytes
+
+
+def costly(profile: Profile) -> list[bool]:
+    """Per stage, whether its forward costs more per byte it saves than the median stage's.
+
+    Stands in for "is a convolution or linear layer" of rules that know layers: a profile has stages, and the split
+    those rules are after is between what is dear to recompute and what is cheap. Glue and stages that save nothing are
+    not costly.
+    """
+    rates = [
+        stage.forward_s / nbytes if nbytes and not stage.is_glue else None
+        for stage, nbytes in zip(
+            profile.stages,
+            (sum(profile.storages[s].nbytes for s in stage.keep.held) for stage in profile.stages),
+            strict=True,
+        )
+    ]
+    known = sorted(rate for rate in rates if rate is not None)
+    # The lower median: with all stages alike, or two, all of them count as costly but those below it.
+    middle = known[(len(known) - 1) // 2] if known else 0.0
+    alike = bool(known) and known[-1] <= middle
+    return [rate is not None and (rate > middle or alike) for rate in rates]
+
+
+def times(profile: Profile, decisions: Sequence[Decision], r: Residency) -> Times:
     """Three first-in-first-out lanes, as the design's time model has them; O(stages).
 
     Parameters
     ----------
-    moved_bytes : sequence of int
-        Bytes each stage moves.
+    r : Residency
+        Of the decisions' options: what each stage moves, when it must be back, and the time of each backward step.
     """
-    n = len(choices)
+    n = len(decisions)
     out_wait, in_wait, done = [0.0] * n, [0.0] * n, [0.0] * n
     now = out_free = in_free = 0.0
     released: list[list[int]] = [[] for _ in range(n)]
     returned: list[list[int]] = [[] for _ in range(n)]
-    for i, choice in enumerate(choices):
+    awaited: list[list[int]] = [[] for _ in range(n)]
+    for i, choice in enumerate(decisions):
         if choice.release is not None and choice.prefetch is not None:
             released[choice.release].append(i)
             returned[choice.prefetch].append(i)
+            awaited[r.needed[i]].append(i)
     for k, stage in enumerate(profile.stages):
         now += stage.forward_s
-        if choices[k].moves:
-            out_free = done[k] = max(now, out_free) + profile.link.out_s(moved_bytes[k])
+        if decisions[k].moves:
+            out_free = done[k] = max(now, out_free) + profile.link.out_s(r.moved_bytes[k])
         for i in released[k]:
             out_wait[i] = max(0.0, done[i] - now)
             now = max(now, done[i])
     for k in reversed(range(n)):
-        stage, choice = profile.stages[k], choices[k]
         for i in reversed(returned[k]):
-            in_free = done[i] = max(now, in_free) + profile.link.in_s(moved_bytes[i])
-        if choice.moves:
-            in_wait[k] = max(0.0, done[k] - now)
-            now = max(now, done[k])
-        now += stage.backward_s + (stage.recompute_s if choice.action == "recompute" else 0.0)
+            in_free = done[i] = max(now, in_free) + profile.link.in_s(r.moved_bytes[i])
+        for i in reversed(awaited[k]):
+            in_wait[i] = max(0.0, done[i] - now)
+            now = max(now, done[i])
+        now += r.backward_s[k]
     return Times(now, tuple(out_wait), tuple(in_wait))
 
 
 def tightest_peak(profile: Profile, r: Residency) -> Peak:
-    """Find the worst step with everything that moves away: no schedule of these actions has a smaller peak."""
+    """Find the worst step with everything that moves away: no schedule of these options has a smaller peak."""
     return _worst(profile, r.forward_bytes, r.backward_bytes)
 
 
-def peak(profile: Profile, choices: Sequence[Decision], r: Residency) -> Peak:
-    """Find the worst step of scheduled decisions, where `r` is the residency of their actions."""
-    n = len(choices)
+def excess_bytes(profile: Profile, r: Residency, budget_bytes: int) -> int:
+    """Bytes over the budget, summed over all program steps, with everything that moves away."""
+    needs = (*r.forward_bytes, *r.backward_bytes, profile.update_peak_bytes)
+    return sum(max(0, need - budget_bytes) for need in needs)
+
+
+def peak(profile: Profile, decisions: Sequence[Decision], r: Residency) -> Peak:
+    """Find the worst step of scheduled decisions, where `r` is the residency of their options."""
+    n = len(decisions)
     staying_forward, staying_backward = [0] * (n + 1), [0] * (n + 1)
-    for i, choice in enumerate(choices):
-        if choice.release is not None and choice.prefetch is not None:
-            for staying, point in ((staying_forward, choice.release), (staying_backward, choice.prefetch)):
-                staying[i + 1] += r.moved_bytes[i]
-                staying[point + 1] -= r.moved_bytes[i]
+    for i, choice in enumerate(decisions):
+        for staying, begin, point in (
+            (staying_forward, i, choice.release),
+            (staying_backward, r.needed[i], choice.prefetch),
+        ):
+            # What never needs to leave has no points and stays to the end.
+            staying[begin + 1] += r.moved_bytes[i]
+            staying[(n - 1 if point is None else point) + 1] -= r.moved_bytes[i]
     forward, backward = (
         [need + more for need, more in zip(needs, accumulate(staying), strict=False)]
         for needs, staying in ((r.forward_bytes, staying_forward), (r.backward_bytes, staying_backward))
@@ -110,29 +249,74 @@ def peak(profile: Profile, choices: Sequence[Decision], r: Residency) -> Peak:
     return _worst(profile, forward, backward)
 
 
-def build(profile: Profile, wanted: Sequence[Action], budget_bytes: int, planner: str) -> Plan:
-    """Make the plan of `wanted` under its best schedule.
+def smallest_peak(profile: Profile, choice: Choice) -> Peak:
+    """The worst step of `choice` under its tightest schedule."""
+    return tightest_peak(profile, residency(profile, choice.options, choice.segments))
+
+
+def replay(profile: Profile, choice: Choice, budget_bytes: int) -> Replay | None:
+    """`choice` under its best schedule within the budget; None where none fits."""
+    decisions = schedule(profile, choice.options, budget_bytes, choice.segments)
+    if isinstance(decisions, Overflow):
+        return None
+    settled = tuple(stage.option(decision.option) for stage, decision in zip(profile.stages, decisions, strict=True))
+    r = residency(profile, settled, choice.segments)
+    return Replay(
+        choice=Choice(settled, choice.segments),
+        decisions=decisions,
+        peak=peak(profile, decisions, r),
+        times=times(profile, decisions, r),
+        host_bytes=sum(size for size, decision in zip(r.moved_bytes, decisions, strict=True) if decision.moves),
+    )
+
+
+def build(profile: Profile, choice: Choice, budget_bytes: int, planner: str) -> Plan:
+    """Make the plan of `choice` under its best schedule.
 
     Raises
     ------
     InfeasibleBudgetError
-        If no schedule of these actions fits; `min_peak_bytes` is that of the tightest.
+        If no schedule of these options fits; `min_peak_bytes` is that of the tightest.
     """
-    actions = available(profile, wanted)
-    choices = schedule(profile, actions, budget_bytes)
-    if isinstance(choices, Overflow):
-        raise_infeasible(profile, tightest_peak(profile, residency(profile, actions)), budget_bytes, planner)
-    r = residency(profile, [choice.action for choice in choices])
-    step_s = times(profile, choices, r.moved_bytes).makespan_s
+    return build_fastest(profile, [choice], budget_bytes, planner)
+
+
+def build_fastest(profile: Profile, choices: Iterable[Choice], budget_bytes: int, planner: str) -> Plan:
+    """Make the plan of the fastest of `choices` that fits, the first among equals.
+
+    Raises
+    ------
+    InfeasibleBudgetError
+        If none fits; `min_peak_bytes` is the smallest among them.
+    """
+    best: Replay | None = None
+    smallest: Peak | None = None
+    for choice in choices:
+        found = replay(profile, choice, budget_bytes)
+        if found is None:
+            if best is None:
+                tightest = smallest_peak(profile, choice)
+                smallest = tightest if smallest is None or tightest.bytes < smallest.bytes else smallest
+        elif best is None or found.times.makespan_s < best.times.makespan_s * (1 - 1e-12):
+            best = found
+    if best is not None:
+        return finish(profile, best, budget_bytes, planner)
+    assert smallest is not None, "a rule has at least one choice"
+    raise_infeasible(profile, smallest, budget_bytes, planner)
+
+
+def finish(profile: Profile, found: Replay, budget_bytes: int, planner: str) -> Plan:
+    """The plan of a replay that fits."""
     bound_s = profile.baseline_step_s
+    step_s = found.times.makespan_s
     return Plan(
         stages=tuple(stage.name for stage in profile.stages),
-        choices=choices,
+        choices=found.decisions,
         # No plan computes less than the step with everything kept, so meeting that is proof enough.
         status="optimal" if step_s <= bound_s * (1 + 1e-6) else "feasible",
         budget_bytes=budget_bytes,
-        peak_bytes=peak(profile, choices, r).bytes,
-        host_bytes=sum(r.moved_bytes),
+        peak_bytes=found.peak.bytes,
+        host_bytes=found.host_bytes,
         step_s=step_s,
         baseline_step_s=bound_s,
         lower_bound_s=min(bound_s, step_s),  # the same seconds added in another order may differ in the last bit
@@ -140,6 +324,7 @@ def build(profile: Profile, wanted: Sequence[Action], budget_bytes: int, planner
         planner=planner,
         fingerprint=profile.fingerprint,
         input_bytes=tuple(stage.input_bytes for stage in profile.stages),
+        segments=found.choice.segments,
     )
 
 

@@ -1,10 +1,11 @@
 """Chen et al. (2016): about sqrt(L) segments of equal length, all but the last recomputed.
 
-The plan space of this version has segments of one stage only, so what stays of the paper's rule is which stages are
-recomputed: the L stages that can be recomputed are cut into ceil(sqrt(L)) segments as equal as can be, those of the
-last segment are kept, since its backward follows at once, and every other one is recomputed by itself. The inputs of
-inner stages are held, which the paper's segments would drop: more bytes between forward and backward, fewer while a
-segment runs again.
+The L stages that can be recomputed are cut into ceil(sqrt(L)) segments as equal as can be. The last one is kept, since
+its backward follows at once. Of every other one only the inputs are held; its forward runs again as one sweep, whose
+stages are kept until their backward (no nesting).
+
+Stages that can't run again are kept, and a segment never spans one: where a cut of equal length would, the segment is
+split there. The paper cuts a graph of operations; here a cut can lie between stages only.
 
 Reference
 ---------
@@ -15,8 +16,8 @@ from __future__ import annotations
 
 import math
 
-from ckptplan.baselines._build import build
-from ckptplan.core.chain import Action
+from ckptplan.baselines._build import build, named, runs
+from ckptplan.core.chain import Segment
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 
@@ -29,10 +30,17 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     InfeasibleBudgetError
         If that doesn't fit.
     """
-    decidable = [i for i, stage in enumerate(profile.stages) if stage.recompute is not None]
+    together = {i: number for number, run in enumerate(runs(profile)) for i in run}
+    decidable = sorted(together)
     length = len(decidable)
-    segments = math.isqrt(length - 1) + 1 if length else 1  # ceil(sqrt(length)), exactly
-    actions: list[Action] = ["keep"] * len(profile.stages)
-    for i in decidable[: (segments - 1) * length // segments]:
-        actions[i] = "recompute"
-    return build(profile, actions, budget_bytes, "chen_sqrt")
+    count = math.isqrt(length - 1) + 1 if length else 1  # ceil(sqrt(length)), exactly
+    names = ["keep"] * len(profile.stages)
+    segments = []
+    for number in range(count - 1):
+        part = decidable[number * length // count : (number + 1) * length // count]
+        for run in sorted({together[i] for i in part}):
+            within = [i for i in part if together[i] == run]
+            segments.append(Segment(within[0], within[-1]))
+            for i in within:
+                names[i] = "recompute"
+    return build(profile, named(profile, names, segments), budget_bytes, "chen_sqrt")

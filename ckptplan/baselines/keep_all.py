@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptplan.baselines._build import build
+from ckptplan.baselines._build import build, named
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 
@@ -15,4 +15,4 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     InfeasibleBudgetError
         If the step doesn't fit as it is.
     """
-    return build(profile, ["keep"] * len(profile.stages), budget_bytes, "keep_all")
+    return build(profile, named(profile, ["keep"] * len(profile.stages)), budget_bytes, "keep_all")

@@ -22,6 +22,11 @@ Where the published text leaves a choice open, this is the better one for the ba
 - The memory that a conversion gives back may be used: a swapped map is kept again where that is the best next step.
 - A recompute pins what its neighbour moved, so a conversion can lack room. Step 3 is run as it is, and again with kept
   maps swapped where a conversion doesn't fit; neither is always the better.
+- What recomputes of neighbours share is tried in three ways, each with a search of its own: every stage by itself; the
+  same with the inputs of recomputed stages swapped where their maps are; and neighbours as one chain, which holds the
+  inputs of its first stage alone (a segment without inner ones).
+
+A map here is what one stage saves. Options inside a stage (selective) are not part of the rule.
 
 Reference
 ---------
@@ -32,24 +37,37 @@ the tree.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ckptplan.baselines._build import Peak, Times, available, build, raise_infeasible, tightest_peak, times
-from ckptplan.core.chain import Action
+from ckptplan.baselines._build import (
+    Choice,
+    Peak,
+    Times,
+    build,
+    excess_bytes,
+    joined,
+    named,
+    raise_infeasible,
+    replay,
+    smallest_peak,
+    tightest_peak,
+)
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
-from ckptplan.core.schedule import Overflow, residency, schedule
+from ckptplan.core.schedule import residency
 
 TREE_MAPS = 10
 CANDIDATES = 32
 
-Actions = tuple[Action, ...]
+Actions = tuple[str, ...]
+"""Option names, one per stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """Actions and their replay; over the budget, the replay is at the smallest one that fits them."""
+    """Options and their replay; over the budget, the replay is at the smallest one that fits them."""
 
     actions: Actions
     excess_bytes: int
@@ -74,41 +92,67 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     Raises
     ------
     InfeasibleBudgetError
-        If neither fits; `min_peak_bytes` is the smallest peak among all the actions replayed.
+        If neither fits; `min_peak_bytes` is the smallest peak among all that was replayed.
     """
-    search = _Search(profile, budget_bytes)
-    for start in (search.swap_first(), search.keep_first()):
-        search.convert(start, make_room=False)
-        search.convert(start, make_room=True)
-    best = search.fastest()
+    best: tuple[_State, Choice] | None = None
+    smallest: Peak | None = None
+    for again, chained in (("recompute", False), ("recompute+swap", False), ("recompute", True)):
+        if again == "recompute+swap" and not any(stage.find(again) for stage in profile.stages):
+            continue
+        search = _Search(profile, budget_bytes, again, chained)
+        for start in (search.swap_first(), search.keep_first()):
+            search.convert(start, make_room=False)
+            search.convert(start, make_room=True)
+        smallest = search.smallest if smallest is None or search.smallest.bytes < smallest.bytes else smallest
+        found = search.fastest()
+        if found is not None and (best is None or found.step_s < best[0].step_s):
+            best = found, search.choice(found.actions)
     if best is None:
-        raise_infeasible(profile, search.smallest, budget_bytes, "pooch")
-    return build(profile, best.actions, budget_bytes, "pooch")
+        assert smallest is not None
+        raise_infeasible(profile, smallest, budget_bytes, "pooch")
+    return build(profile, best[1], budget_bytes, "pooch")
 
 
 class _Search:
-    """Replays actions on one profile under one budget, each only once."""
+    """Replays options on one profile under one budget, each only once.
 
-    def __init__(self, profile: Profile, budget_bytes: int) -> None:
+    Parameters
+    ----------
+    again : str
+        The option a conversion gives: "recompute" or "recompute+swap".
+    chained : bool
+        Whether neighbours that recompute do so together.
+    """
+
+    def __init__(self, profile: Profile, budget_bytes: int, again: str, chained: bool) -> None:
         self.profile = profile
         self.budget_bytes = budget_bytes
+        self.again = again
+        self.chained = chained
         self.seen: dict[Actions, _State] = {}
-        n = len(profile.stages)
-        self.smallest: Peak = tightest_peak(profile, residency(profile, ["keep"] * n))
+        self.smallest: Peak = smallest_peak(profile, self.choice(("keep",) * len(profile.stages)))
+
+    def choice(self, actions: Actions) -> Choice:
+        """`actions` with the segments that chained recompute makes."""
+        chosen = named(self.profile, actions)
+        return Choice(chosen.options, joined(self.profile, chosen.options)) if self.chained else chosen
+
+    def start(self, name: str) -> Actions:
+        """The option of that name for every stage that has it, keep for the others."""
+        return tuple(option.name for option in named(self.profile, [name] * len(self.profile.stages)).options)
 
     def replay(self, actions: Actions) -> _State:
         """Schedule and time `actions`; swaps that never need to be away come back as keep."""
         if actions not in self.seen:
-            r = residency(self.profile, actions)
-            peak = tightest_peak(self.profile, r)
-            self.smallest = min(self.smallest, peak, key=lambda p: p.bytes)
-            needs = (*r.forward_bytes, *r.backward_bytes, self.profile.update_peak_bytes)
-            excess = sum(max(0, need - self.budget_bytes) for need in needs)
-            choices = schedule(self.profile, actions, max(self.budget_bytes, peak.bytes))
-            assert not isinstance(choices, Overflow), "a schedule exists at the tightest peak"
-            settled = tuple(choice.action for choice in choices)
-            moved = residency(self.profile, settled).moved_bytes
-            state = _State(actions if excess else settled, excess, times(self.profile, choices, moved))
+            choice = self.choice(actions)
+            r = residency(self.profile, choice.options, choice.segments)
+            tightest = tightest_peak(self.profile, r)
+            self.smallest = min(self.smallest, tightest, key=lambda p: p.bytes)
+            excess = excess_bytes(self.profile, r, self.budget_bytes)
+            found = replay(self.profile, choice, max(self.budget_bytes, tightest.bytes))
+            assert found is not None, "a schedule exists at the tightest peak"
+            settled = actions if excess else tuple(option.name for option in found.choice.options)
+            state = _State(settled, excess, found.times)
             self.seen[actions] = self.seen[state.actions] = state
         return self.seen[actions]
 
@@ -118,11 +162,11 @@ class _Search:
 
     def fits(self, actions: Actions) -> bool:
         """Whether some schedule of `actions` fits, without timing it."""
-        return tightest_peak(self.profile, residency(self.profile, actions)).bytes <= self.budget_bytes
+        return smallest_peak(self.profile, self.choice(actions)).bytes <= self.budget_bytes
 
     def swap_first(self) -> _State:
         """Everything swapped, then the tree of what to keep."""
-        start = self.replay(available(self.profile, ["swap"] * len(self.profile.stages)))
+        start = self.replay(self.start("swap"))
         if not start.fits:
             return start
         waiting = [i for i in _of(start, "swap") if start.times.in_wait_s[i] > 0]
@@ -148,11 +192,12 @@ class _Search:
 
     def keep_first(self) -> _State:
         """Everything kept, then swapped map by map until it fits or swapping no longer helps."""
-        state = self.replay(available(self.profile, ["keep"] * len(self.profile.stages)))
+        state = self.replay(self.start("keep"))
         while not state.fits:
             sizes = {
-                i: sum(self.profile.storages[s].nbytes for s in self.profile.stages[i].saved)
-                for i in self._can(state, "swap")
+                i: sum(self.profile.storages[s].nbytes for s in self.profile.stages[i].keep.saved)
+                for i, (stage, now) in enumerate(zip(self.profile.stages, state.actions, strict=True))
+                if now == "keep" and stage.find("swap") is not None
             }
             largest = sorted(sizes, key=lambda i: -sizes[i])[:CANDIDATES]  # among equals the first: longest to hide
             better = self._most_relief(state, [_with(state.actions, i, "swap") for i in largest])
@@ -167,25 +212,24 @@ class _Search:
         With `make_room`, a conversion that doesn't fit is tried again with every kept map swapped.
         """
         while not state.fits:
-            trials = [_with(state.actions, i, "recompute") for i in self._can(state, "recompute")]
+            trials = [_with(state.actions, i, name) for i, name in self._convertible(state)]
             if not trials:
                 return
             # A recompute may pin what its neighbour moved, so one alone can make it worse and two together better.
             state = self._most_relief(state, trials) or min(
                 map(self.replay, trials), key=lambda trial: trial.excess_bytes
             )
-        replay = self._replay_with_room if make_room else self.replay
+        again = self._replay_with_room if make_room else self.replay
         while True:
-            recompute_s = {i: self.profile.stages[i].recompute_s for i in _of(state, "swap")}
+            recompute_s = {
+                i: math.inf if (option := self.profile.stages[i].recompute) is None else option.recompute_s
+                for i in _of(state, "swap")
+            }
             promising = sorted(recompute_s, key=lambda i: recompute_s[i] - state.wait_s(i))[:CANDIDATES]
-            recomputed, kept = (
-                {
-                    i: replay(_with(state.actions, i, action))
-                    for i in promising
-                    if self.profile.stages[i].transient(action) is not None
-                }
-                for action in ("recompute", "keep")
-            )
+            recomputed = {
+                i: again(_with(state.actions, i, self._converted(i))) for i in promising if recompute_s[i] < math.inf
+            }
+            kept = {i: again(_with(state.actions, i, "keep")) for i in promising}
             best = _fastest([*recomputed.values(), *kept.values()])
             # 1e-12: sums of the same seconds may differ in the last bits; a tie is no gain.
             if best is None or best.step_s >= state.step_s * (1 - 1e-12):
@@ -200,14 +244,19 @@ class _Search:
         state = self.replay(actions)
         if state.fits:
             return state
-        return self.replay(available(self.profile, ["swap" if now == "keep" else now for now in actions]))
+        swapped = zip(self.start("swap"), actions, strict=True)
+        return self.replay(tuple(most if now == "keep" else now for most, now in swapped))
 
-    def _can(self, state: _State, action: Action) -> list[int]:
-        """Stages not recomputed, and not under `action`, that can take it."""
+    def _converted(self, i: int) -> str:
+        """What a conversion to recompute makes of stage `i`."""
+        return self.again if self.profile.stages[i].find(self.again) is not None else "recompute"
+
+    def _convertible(self, state: _State) -> list[tuple[int, str]]:
+        """Stages not recomputed that can be, and their option then."""
         return [
-            i
+            (i, self._converted(i))
             for i, (stage, now) in enumerate(zip(self.profile.stages, state.actions, strict=True))
-            if now not in ("recompute", action) and stage.transient(action) is not None
+            if not now.startswith("recompute") and stage.recompute is not None
         ]
 
     def _most_relief(self, state: _State, trials: Iterable[Actions]) -> _State | None:
@@ -229,9 +278,9 @@ def _fastest(states: Iterable[_State]) -> _State | None:
     return min((state for state in states if state.fits), key=lambda state: state.step_s, default=None)
 
 
-def _of(state: _State, action: Action) -> list[int]:
+def _of(state: _State, action: str) -> list[int]:
     return [i for i, now in enumerate(state.actions) if now == action]
 
 
-def _with(actions: Actions, stage: int, action: Action) -> Actions:
+def _with(actions: Actions, stage: int, action: str) -> Actions:
     return (*actions[:stage], action, *actions[stage + 1 :])

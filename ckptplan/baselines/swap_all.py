@@ -6,7 +6,7 @@ and a stage whose bytes never need to be away is kept.
 
 from __future__ import annotations
 
-from ckptplan.baselines._build import build
+from ckptplan.baselines._build import build, named
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 
@@ -19,4 +19,4 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     InfeasibleBudgetError
         If that doesn't fit.
     """
-    return build(profile, ["swap"] * len(profile.stages), budget_bytes, "swap_all")
+    return build(profile, named(profile, ["swap"] * len(profile.stages)), budget_bytes, "swap_all")

@@ -4,23 +4,31 @@ An interpreter, on purpose: it walks the step, adds and drops holders one at a t
 the plan. The rules it follows are NOTE [Residency] in core/chain.py and these, for time:
 
 1. Compute runs forward 0..L-1, then backward L-1..0; a recomputed stage's backward has its recompute in front.
-2. What a swapped stage moves joins the outward queue, as one transfer, when its forward ends. Compute waits at the end
-   of forward step `release` until that transfer is done.
+2. What a stage moves joins the outward queue, as one transfer, when its forward ends. Compute waits at the end of
+   forward step `release` until that transfer is done.
 3. At the start of backward step k the returns of all stages with `prefetch == k` join the inward queue, the highest
-   stage first. Compute waits at the start of a stage's backward until its return is done.
+   stage first. Compute waits at the start of a stage's backward until its return is done; at the start of the backward
+   of an outermost segment's last stage, until the returns of all its stages are.
 4. Queues are first in, first out, one transfer at a time, each direction alone; backlog carries over.
+5. A segment's sweep runs after these waits and before its last stage's own recompute; each of its runs takes the
+   stage's `forward_s`. The sweep of an inner segment runs at the start of its own last stage's backward. In its
+   backward step, a stage that a sweep kept takes `backward_s` alone, the last stage of a segment its `recompute_s` too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ckptplan.core.chain import Phase
+from ckptplan.core.chain import Link, Option, Phase, Segment, Storage
+from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
+from ckptplan.referee.rules import broken_rules, holds, outermost
 
 Lane = Literal["compute", "out", "in"]
+What = Literal["forward", "recompute", "backward", "wait", "out", "in"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +36,7 @@ class Event:
     """One busy or waiting interval [start_s, end_s) of a lane."""
 
     lane: Lane
-    what: Literal["forward", "recompute", "backward", "wait", "out", "in"]
+    what: What
     stage: str
     start_s: float
     end_s: float
@@ -36,17 +44,24 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """Bytes on the device in one program step: at its start, and at its worst moment."""
+    """Bytes on the device in one program step: at its start, and at its worst moment.
+
+    With `sweep`, the run of `stage` in a segment's sweep, a part of the backward step that follows.
+    """
 
     phase: Phase
     stage: str
     start_bytes: int
     peak_bytes: int
+    sweep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What a plan does, by the referee's reckoning."""
+    """What a plan does, by the referee's reckoning.
+
+    `runs` counts, per stage, how often its forward runs, the parts that a selective option runs again as one.
+    """
 
     peak_bytes: int
     peak_stage: str
@@ -55,6 +70,7 @@ class Timeline:
     host_bytes: int
     steps: tuple[StepBytes, ...]
     events: tuple[Event, ...]
+    runs: tuple[int, ...]
 
     @property
     def stall_s(self) -> float:
@@ -62,129 +78,295 @@ class Timeline:
         return sum(event.end_s - event.start_s for event in self.events if event.what == "wait")
 
 
-def simulate(profile: Profile, plan: Plan | tuple[Decision, ...]) -> Timeline:
-    """Replay `plan`, or bare decisions, on `profile`; no limit is applied.
+def simulate(profile: Profile, plan: Plan | Sequence[Decision], segments: Sequence[Segment] = ()) -> Timeline:
+    """Replay `plan`, or bare decisions with their segments, on `profile`; no limit is applied.
 
     Returns
     -------
     Timeline
         Peak, makespan, bytes per step and one event per interval on the three lanes.
+
+    Raises
+    ------
+    PlanMismatchError
+        If the plan was made for another profile.
+    InvalidInputError
+        If the decisions break a rule of structure (`validate` lists all that do).
     """
-    choices = plan.choices if isinstance(plan, Plan) else plan
+    choices: Sequence[Decision]
     if isinstance(plan, Plan):
         plan.require_profile(profile)
-    steps = _bytes_per_step(profile, choices)
-    events, makespan_s = _lanes(profile, choices)
-    worst = max(steps, key=lambda step: step.peak_bytes)
-    moved = sum(_moved_bytes(profile, i, choices[i]) for i in range(len(choices)))
-    return Timeline(worst.peak_bytes, worst.stage, worst.phase, makespan_s, moved, steps, events)
+        choices, segments = plan.choices, plan.segments
+    else:
+        choices = plan
+    broken = broken_rules(profile, choices, segments)
+    if broken:
+        raise InvalidInputError(f"the plan can't be replayed: stage {broken[0].stage!r}: {broken[0].detail}")
+    return replay(profile, choices, segments)
 
 
-def _moved_bytes(profile: Profile, stage: int, choice: Decision) -> int:
-    return sum(profile.storages[profile.stages[stage].saved[p]].nbytes for p in choice.moves)
-
-
-def _bytes_per_step(profile: Profile, choices: tuple[Decision, ...]) -> tuple[StepBytes, ...]:
-    n = len(profile.stages)
-    holders: dict[int, set[int]] = {s: set() for s in range(len(profile.storages))}
-    made: list[list[int]] = [[] for _ in range(n)]
-    leaves_program: list[list[int]] = [[] for _ in range(n)]
-    released: list[list[int]] = [[] for _ in range(n)]
-    returned: list[list[int]] = [[] for _ in range(n)]
-    here: set[int] = set()
-    for s, storage in enumerate(profile.storages):
-        if storage.born < 0:
-            here.add(s)
-        else:
-            made[storage.born].append(s)
-        leaves_program[min(max(storage.program_until, 0), n - 1)].append(s)
-    for i, choice in enumerate(choices):
-        moved = [profile.stages[i].saved[p] for p in choice.moves]
-        if choice.release is not None and choice.prefetch is not None:
-            released[choice.release].extend(moved)
-            returned[choice.prefetch].extend(moved)
-    total = sum(profile.storages[s].nbytes for s in here)
-    steps: list[StepBytes] = []
-
-    def arrive(s: int) -> int:
-        if s in here:
-            return 0
-        here.add(s)
-        return profile.storages[s].nbytes
-
-    def leave(s: int) -> int:
-        if s not in here:
-            return 0
-        here.remove(s)
-        return profile.storages[s].nbytes
-
+def replay(profile: Profile, choices: Sequence[Decision], segments: Sequence[Segment]) -> Timeline:
+    """`simulate` for decisions whose structure has been checked."""
+    step = _Step(profile, choices, segments)
+    n = len(choices)
     for k in range(n):
-        stage, choice = profile.stages[k], choices[k]
-        transient = stage.transient(choice.action)
-        added = transient.forward_bytes if transient else 0
-        start = profile.base_forward_bytes[k] + total
-        steps.append(StepBytes("forward", stage.name, start, start + added))
-        total += sum(arrive(s) for s in made[k])
-        for s in stage.held(choice.action):
-            holders[s].add(k)
-        for s in {*made[k], *leaves_program[k]}:
-            storage = profile.storages[s]
-            if storage.program_until <= k and not holders[s] and not storage.to_end:
-                total -= leave(s)
-        total -= sum(leave(s) for s in released[k])
-    # The program's own variables are gone by now; what is left is held by stages or kept by the caller.
-    for s in list(here):
-        if not holders[s] and not profile.storages[s].to_end:
-            total -= leave(s)
+        step.forward(k)
+    step.turn()
     for k in reversed(range(n)):
-        stage, choice = profile.stages[k], choices[k]
-        total += sum(arrive(s) for s in returned[k] if holders[s])
-        transient = stage.transient(choice.action)
-        added = transient.backward_bytes if transient else 0
-        start = profile.base_backward_bytes[k] + total
-        steps.append(StepBytes("backward", stage.name, start, start + added))
-        for s in stage.held(choice.action):
-            holders[s].discard(k)
-            if not holders[s] and not profile.storages[s].to_end:
-                total -= leave(s)
-    steps.append(StepBytes("update", profile.stages[0].name, profile.update_peak_bytes, profile.update_peak_bytes))
-    return tuple(steps)
+        step.backward(k)
+    step.update()
+    worst = max(step.steps, key=lambda entry: entry.peak_bytes)
+    return Timeline(
+        worst.peak_bytes,
+        worst.stage,
+        worst.phase,
+        step.clock.now,
+        sum(step.moved_bytes),
+        tuple(step.steps),
+        tuple(step.clock.events),
+        tuple(step.runs),
+    )
 
 
-def _lanes(profile: Profile, choices: tuple[Decision, ...]) -> tuple[tuple[Event, ...], float]:
-    n = len(profile.stages)
-    events: list[Event] = []
-    out_done: dict[int, float] = {}
-    in_done: dict[int, float] = {}
-    now = out_free = in_free = 0.0
+Block = tuple[int, int]
+"""A storage, and 0 for the one that forward made or the number of the sweep that made it again."""
 
-    def wait(until: float, stage: str) -> float:
-        if until > now:
-            events.append(Event("compute", "wait", stage, now, until))
-        return max(now, until)
+_PROGRAM, _CALLER, _SWEEP = -1, -2, -3
+"""Holders that aren't stages: the program's variables, the caller, and a sweep on the way to a linked stage."""
 
-    for k, (stage, choice) in enumerate(zip(profile.stages, choices, strict=True)):
-        events.append(Event("compute", "forward", stage.name, now, now + stage.forward_s))
-        now += stage.forward_s
-        if choice.moves:
-            begin = max(now, out_free)
-            out_free = out_done[k] = begin + profile.link.out_s(_moved_bytes(profile, k, choice))
-            events.append(Event("out", "out", stage.name, begin, out_free))
-        for i in range(k + 1):
-            if choices[i].release == k:
-                now = wait(out_done[i], stage.name)
-    for k in reversed(range(n)):
-        stage, choice = profile.stages[k], choices[k]
-        for i in reversed(range(n)):
-            if choices[i].prefetch == k:
-                begin = max(now, in_free)
-                in_free = in_done[i] = begin + profile.link.in_s(_moved_bytes(profile, i, choices[i]))
-                events.append(Event("in", "in", profile.stages[i].name, begin, in_free))
-        if choice.moves:
-            now = wait(in_done[k], stage.name)
-        if choice.action == "recompute":
-            events.append(Event("compute", "recompute", stage.name, now, now + stage.recompute_s))
-            now += stage.recompute_s
-        events.append(Event("compute", "backward", stage.name, now, now + stage.backward_s))
-        now += stage.backward_s
-    return tuple(events), now
+
+class _Device:
+    """Blocks with their holders; a block without one is freed."""
+
+    def __init__(self, storages: Sequence[Storage]) -> None:
+        self._storages = storages
+        self._holders: dict[Block, set[int]] = {}
+        self._away: set[Block] = set()
+        self.total = 0
+
+    def hold(self, block: Block, holder: int) -> None:
+        holders = self._holders.get(block)
+        if holders is None:
+            holders = self._holders[block] = set()
+            self.total += self._storages[block[0]].nbytes
+        holders.add(holder)
+
+    def drop(self, block: Block, holder: int) -> None:
+        holders = self._holders.get(block)
+        if holders is None or holder not in holders:
+            return
+        holders.remove(holder)
+        if not holders:
+            del self._holders[block]
+            if block in self._away:
+                self._away.remove(block)
+            else:
+                self.total -= self._storages[block[0]].nbytes
+
+    def send_away(self, block: Block) -> None:
+        if block in self._holders and block not in self._away:
+            self._away.add(block)
+            self.total -= self._storages[block[0]].nbytes
+
+    def bring_back(self, block: Block) -> None:
+        if block in self._away:
+            self._away.remove(block)
+            self.total += self._storages[block[0]].nbytes
+
+
+class _Clock:
+    """Compute's time, and when each transfer queue is free again."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.now = 0.0
+        self.events: list[Event] = []
+        self._out_free = self._in_free = 0.0
+
+    def run(self, what: What, stage: str, seconds: float) -> None:
+        self.events.append(Event("compute", what, stage, self.now, self.now + seconds))
+        self.now += seconds
+
+    def wait(self, until: float, stage: str) -> None:
+        if until > self.now:
+            self.events.append(Event("compute", "wait", stage, self.now, until))
+            self.now = until
+
+    def send(self, stage: str, nbytes: int) -> float:
+        begin = max(self.now, self._out_free)
+        self._out_free = begin + self._link.out_s(nbytes)
+        self.events.append(Event("out", "out", stage, begin, self._out_free))
+        return self._out_free
+
+    def fetch(self, stage: str, nbytes: int) -> float:
+        begin = max(self.now, self._in_free)
+        self._in_free = begin + self._link.in_s(nbytes)
+        self.events.append(Event("in", "in", stage, begin, self._in_free))
+        return self._in_free
+
+
+class _Step:
+    """One step under way."""
+
+    def __init__(self, profile: Profile, choices: Sequence[Decision], segments: Sequence[Segment]) -> None:
+        n = len(choices)
+        self.profile, self.stages, self.storages = profile, profile.stages, profile.storages
+        self.steps: list[StepBytes] = []
+        self.runs = [1] * n
+        self.device = _Device(profile.storages)
+        self.clock = _Clock(profile.link)
+        # How each stage ran last: by its decision, or as a sweep ran it.
+        self.option: list[Option] = [
+            stage.option(choice.option) for stage, choice in zip(self.stages, choices, strict=True)
+        ]
+        outer = outermost(segments)
+        self.forward_holds = [holds(profile, i, choice, outer.get(i)) for i, choice in enumerate(choices)]
+        self.held: list[dict[int, Block]] = [{} for _ in range(n)]  # per stage: storage -> the block it holds
+        self.sweep_before: dict[int, Segment] = {}  # backward step -> segment whose sweep stands in front of it
+        self._find_sweeps(segments)
+        self.sweeps = 0
+
+        self.moved_bytes = [0] * n
+        self.moved: list[tuple[int, ...]] = [()] * n
+        self.release_at: list[list[int]] = [[] for _ in range(n)]
+        self.fetch_at: list[list[int]] = [[] for _ in range(n)]
+        self.wait_at: list[list[int]] = [[] for _ in range(n)]
+        self.done: dict[int, float] = {}  # stage -> when its latest transfer is complete
+        for i, choice in enumerate(choices):
+            if choice.release is None or choice.prefetch is None:
+                continue
+            self.moved[i] = tuple(self.option[i].saved[p] for p in choice.moves)
+            self.moved_bytes[i] = sum(self.storages[s].nbytes for s in self.moved[i])
+            self.release_at[choice.release].append(i)
+            self.fetch_at[choice.prefetch].append(i)
+            self.wait_at[outer[i].last if i in outer else i].append(i)
+
+        self.made: list[list[int]] = [[] for _ in range(n)]
+        self.program_ends: list[list[int]] = [[] for _ in range(n)]
+        until = self._program_until()
+        for s, storage in enumerate(self.storages):
+            if storage.born < 0:
+                if until[s] >= 0:
+                    self.device.hold((s, 0), _PROGRAM)
+                if storage.to_end:
+                    self.device.hold((s, 0), _CALLER)
+            elif storage.born < n:
+                self.made[storage.born].append(s)
+            self.program_ends[min(max(until[s], 0), n - 1)].append(s)
+
+    def _program_until(self) -> list[int]:
+        """Per storage, the program's last step with it; a stage that is the first to hold it got it from there."""
+        until = [storage.program_until for storage in self.storages]
+        held: set[int] = set()
+        for i, storages in enumerate(self.forward_holds):
+            for s in storages:
+                if s not in held:
+                    held.add(s)
+                    until[s] = max(until[s], i)
+        return until
+
+    def _find_sweeps(self, segments: Iterable[Segment]) -> None:
+        for segment in segments:
+            self.sweep_before[segment.last] = segment
+            self._find_sweeps(segment.inner)
+
+    def _record(self, phase: Phase, stage: int, base_bytes: int, added_bytes: int, *, sweep: bool = False) -> None:
+        start = base_bytes + self.device.total
+        self.steps.append(StepBytes(phase, self.stages[stage].name, start, start + added_bytes, sweep))
+
+    def _take(self, stage: int, s: int, block: Block) -> None:
+        """Let `stage` hold `block` of storage `s`, unless it holds one of `s` already."""
+        if s not in self.held[stage]:
+            self.held[stage][s] = block
+            self.device.hold(block, stage)
+
+    def forward(self, k: int) -> None:
+        name, option = self.stages[k].name, self.option[k]
+        self._record("forward", k, self.profile.base_forward_bytes[k], option.forward_bytes)
+        self.clock.run("forward", name, self.stages[k].forward_s)
+        for s in self.made[k]:
+            self.device.hold((s, 0), _PROGRAM)
+            if self.storages[s].to_end:
+                self.device.hold((s, 0), _CALLER)
+        for s in self.forward_holds[k]:
+            self._take(k, s, (s, 0))
+        for s in self.program_ends[k]:
+            self.device.drop((s, 0), _PROGRAM)
+        if self.moved[k]:
+            self.done[k] = self.clock.send(name, self.moved_bytes[k])
+        for i in self.release_at[k]:
+            self.clock.wait(self.done[i], name)
+            for s in self.moved[i]:
+                self.device.send_away((s, 0))
+
+    def turn(self) -> None:
+        """Nothing of the program's own lasts into backward."""
+        for s in range(len(self.storages)):
+            self.device.drop((s, 0), _PROGRAM)
+
+    def backward(self, k: int) -> None:
+        stage = self.stages[k]
+        for i in reversed(self.fetch_at[k]):
+            self.done[i] = self.clock.fetch(self.stages[i].name, self.moved_bytes[i])
+            for s in self.moved[i]:
+                self.device.bring_back((s, 0))
+        for i in reversed(self.wait_at[k]):
+            self.clock.wait(self.done[i], stage.name)
+        if k in self.sweep_before:
+            self._sweep(self.sweep_before[k])
+        option = self.option[k]
+        self._record("backward", k, self.profile.base_backward_bytes[k], option.backward_bytes)
+        if option.recomputes:
+            self.runs[k] += 1
+            self.clock.run("recompute", stage.name, option.recompute_s)
+        self.clock.run("backward", stage.name, stage.backward_s)
+        for block in self.held[k].values():
+            self.device.drop(block, k)
+
+    def _sweep(self, segment: Segment) -> None:
+        """Rules 6 and 7: run `segment` again up to its last stage, which then is about to be recomputed."""
+        self.sweeps += 1
+        number = self.sweeps
+        inner = outermost(segment.inner)
+        base_bytes = self.profile.base_backward_bytes[segment.last]
+        runs = [k for k in range(segment.first, segment.last) if not self.stages[k].is_glue]
+        awaited_by: dict[int, int] = {}  # storage -> the last stage that is linked to it
+        for k in (*runs, segment.last):
+            awaited_by.update(dict.fromkeys(self.stages[k].linked, k))
+        for k in runs:
+            stage, again = self.stages[k], self._recompute(k)
+            option = again if k in inner else stage.keep
+            self._record("backward", k, base_bytes, option.forward_bytes, sweep=True)
+            self.clock.run("recompute", stage.name, stage.forward_s)
+            self.runs[k] += 1
+            for s in self.made[k]:
+                if s in awaited_by:
+                    self.device.hold((s, number), _SWEEP)
+            if k in inner:
+                first = inner[k].first
+                kept = [s for s in again.held if s not in stage.linked or self.storages[s].born < first]
+            else:
+                kept = list(option.held)
+            self._arrive(k, kept, number, awaited_by)
+            self.option[k] = option
+        last = self._recompute(segment.last)
+        self._arrive(segment.last, last.held, number, awaited_by)
+        self.option[segment.last] = last
+
+    def _arrive(self, k: int, kept: Iterable[int], number: int, awaited_by: dict[int, int]) -> None:
+        """Stage `k` of sweep `number` has run, or is about to be recomputed: it holds `kept` from here on."""
+        for s in kept:
+            self._take(k, s, (s, number))
+        for s in self.stages[k].linked:
+            if awaited_by[s] == k:
+                self.device.drop((s, number), _SWEEP)
+
+    def _recompute(self, k: int) -> Option:
+        option = self.stages[k].recompute
+        if option is None:
+            raise InvalidInputError(f"stage {self.stages[k].name!r} is in a segment and can't be recomputed")
+        return option
+
+    def update(self) -> None:
+        peak = self.profile.update_peak_bytes
+        self.steps.append(StepBytes("update", self.stages[0].name, peak, peak))
