@@ -15,6 +15,9 @@ from ckptplan.core.chain import Option, Segment
 from ckptplan.core.profile import Profile
 
 Floats = NDArray[np.float64]
+TOLERANCE = 1e-7
+"""Of the linear programs; bounds are computed from multipliers that are exactly feasible, and don't depend on it."""
+
 OnCandidate = Callable[[tuple[int, ...], tuple[Segment, ...]], None]
 
 
@@ -76,7 +79,9 @@ class Chain:
         self.menus = [self._menu(i) for i in range(n)]
         self._segment_numbers()
         link = profile.link
-        moving = [{*single, *(s for s, _, _ in many)} for single, many in zip(self.movable, self.segment_moves, strict=True)]
+        moving = [
+            {*single, *(s for s, _, _ in many)} for single, many in zip(self.movable, self.segment_moves, strict=True)
+        ]
         largest = max((sum(profile.storages[s].nbytes for s in items) for items in moving), default=0)
         # A transfer of b bytes takes latency + b / rate; no stage's transfer is faster per byte than the largest one's.
         self.out = self._rate(largest, link.out_s(largest) if largest else 1.0)
@@ -85,6 +90,12 @@ class Chain:
         self.most_put = np.concatenate([[0.0], np.cumsum(most)])
         if self.host is not None:
             self.most_put = np.minimum(self.most_put, self.host)
+
+    def inside(self, i: int) -> int:
+        """The option that stage i has in a segment; the one that moves where there is one."""
+        options = self.profile.stages[i].options
+        names = ("keep",) if self.glue[i] else ("recompute+swap", "recompute")
+        return next(c for name in names for c in (*self.menu[i], 0) if options[c].name == name)
 
     def _rate(self, nbytes: int, seconds: float) -> float:
         """Bytes per second, in the units of this class."""
@@ -197,9 +208,9 @@ class Chain:
         self.segment_moves: list[list[tuple[int, int, float]]] = [[] for _ in range(n)]
         for i, stage in enumerate(stages):
             again = self.again[i]
-            keep_kept, keep_extra = self._own(i, set(stage.keep.held) | (
-                set(again.held) - set(stage.linked) if again is not None else set()
-            ))
+            keep_kept, keep_extra = self._own(
+                i, set(stage.keep.held) | (set(again.held) - set(stage.linked) if again is not None else set())
+            )
             self.keep_kept[i] = keep_kept
             self.keep_own[i] = stage.keep.backward_bytes / self.unit + self._own(i, stage.keep.held)[1]
             if again is None:
@@ -573,11 +584,15 @@ class LinearTrees:
                 self.sweep[0] = lb * (c.full + c.last_own)
             else:
                 s, b = slice(0, n - i), slice(i, n)
-                best = c.keep_kept[s] * (self.back[i + 1 :] - self.back[s]) + lb[s] * c.keep_own[s] + self.sweep[i - 1, b]
+                best = (
+                    c.keep_kept[s] * (self.back[i + 1 :] - self.back[s]) + lb[s] * c.keep_own[s] + self.sweep[i - 1, b]
+                )
                 inner = self.less[:i, s] + intervals.held[:i, s] * self.back[i + 1 :] + self.sweep[:i][::-1, b]
                 self.sweep[i, b] = np.minimum(best, inner.min(axis=0))
             last = np.arange(i, n)
-            value = costs.tau[last] * (again_s[last] + intervals.run[last] - intervals.run[last - i]) + self.sweep[i, last]
+            value = (
+                costs.tau[last] * (again_s[last] + intervals.run[last] - intervals.run[last - i]) + self.sweep[i, last]
+            )
             self.tree[i, : n - i] = np.where(intervals.possible[i, : n - i], value, np.inf)
             self.less[i, : n - i] = self.tree[i, : n - i] - intervals.held[i, : n - i] * self.back[last + 1]
         self._segments()
@@ -627,6 +642,44 @@ class LinearTrees:
                 best = min(best, float((behind[a + 1 + i] + self.segment[i, a]).min()))
             behind[a] = best
         return ahead, behind
+
+    def best_path(self) -> tuple[tuple[int, ...], tuple[Segment, ...]]:
+        """Option codes and segments of the cheapest path."""
+        ahead, _ = self.path()
+        n, w = self.chain.n, self.intervals.longest
+        codes = [m.codes[int(cost.argmin())] for m, cost in zip(self.chain.menus, self.options, strict=True)]
+        segments = []
+        b = n
+        while b > 0:
+            i = np.arange(min(w, b))
+            through = ahead[b - 1 - i] + self.segment[i, b - 1 - i]
+            if w and through.min() < ahead[b - 1] + self.single[b - 1]:
+                length = int(through.argmin())
+                segments.append(self.structure(b - 1 - length, b - 1))
+                b -= length
+            b -= 1
+        return tuple(codes), tuple(reversed(segments))
+
+    def missing(self, stage_prices: Floats) -> list[tuple[int, int]]:
+        """Segments cheaper than the stages they replace: the best from each first and to each last stage."""
+        n, w = self.chain.n, self.intervals.longest
+        if not w:
+            return []
+        total = np.concatenate([[0.0], np.cumsum(stage_prices)])
+        reduced = np.full((w, n), np.inf)
+        for i in range(w):
+            reduced[i, : n - i] = self.segment[i, : n - i] - (total[i + 1 :] - total[: n - i])
+        found = []
+        for a, i in enumerate(reduced.argmin(axis=0).tolist()):
+            if reduced[i, a] < -TOLERANCE:
+                found.append((a, a + i))
+        for b in range(n):
+            i = np.arange(min(w, b + 1))
+            values = reduced[i, b - i]
+            at = int(values.argmin())
+            if values[at] < -TOLERANCE:
+                found.append((b - at, b))
+        return sorted(set(found))
 
     def structure(self, first: int, last: int) -> Segment:
         """The cheapest tree of the segment `first..last`."""
@@ -714,7 +767,9 @@ class HeldDP:
         self.rest = self.behind - np.concatenate([np.cumsum(room[::-1])[::-1], [0.0]])
         self._arcs(longest)
 
-    def _row(self, over: Floats, weight: float | Floats, price: float | Floats, hard: float | Floats, width: float) -> Floats:
+    def _row(
+        self, over: Floats, weight: float | Floats, price: float | Floats, hard: float | Floats, width: float
+    ) -> Floats:
         """Least of weight * (over + t)+ - price * t over 0 <= t <= width; infinite where even t = 0 is too much."""
         cost = weight * np.maximum(over, 0.0) + price * np.clip(over, -width, 0.0)
         return np.where(over > hard, np.inf, cost)
@@ -762,11 +817,17 @@ class HeldDP:
             s = b - i
             if i == 0:
                 own = c.full + c.last_own - self.room_backward
-                value = self._row(low + own[:, None], self.weight_backward[:, None], lb[:, None], self.hard_backward[:, None], width)
+                value = self._row(
+                    low + own[:, None], self.weight_backward[:, None], lb[:, None], self.hard_backward[:, None], width
+                )
             else:
                 own = c.keep_kept[s] + c.keep_own[s] - self.room_backward[s]
                 value = self._row(
-                    low + own[:, None], self.weight_backward[s][:, None], lb[s][:, None], self.hard_backward[s][:, None], width
+                    low + own[:, None],
+                    self.weight_backward[s][:, None],
+                    lb[s][:, None],
+                    self.hard_backward[s][:, None],
+                    width,
                 )
                 value = value + moved(sweep[i - 1, b], c.keep_kept[s], lin.back[b + 1] - lin.back[s + 1])
                 for j in range(i):
@@ -987,6 +1048,7 @@ class _Bounder:
     deadline: float
     upper_s: float
     on_candidate: OnCandidate | None
+    chain: Chain = field(init=False)
     best: float = 1.0
     rounds: int = 0
     complete: bool = False
@@ -1007,3 +1069,91 @@ class _Bounder:
     def seconds(self, value: float) -> float:
         """Seconds, less what sums of floats may be off by."""
         return max(self.profile.baseline_step_s, value * self.chain.second * (1 - 1e-9))
+
+    def offer(self, codes: Sequence[int], segments: Sequence[Segment]) -> None:
+        """Hand out a candidate once; stages in segments get the option that segments ask for."""
+        if self.on_candidate is None:
+            return
+        fixed = list(codes)
+        for segment in segments:
+            for i in range(segment.first, segment.last + 1):
+                fixed[i] = self.chain.inside(i)
+        key = (tuple(fixed), tuple(segments))
+        if key not in self.offered:
+            self.offered.add(key)
+            self.on_candidate(*key)
+
+    def generate(self) -> None:
+        """Solve, price every segment, add those that are missing, and again."""
+        chain = self.chain
+        master = Master(chain)
+        intervals = Intervals(chain)
+        seen: set[Segment] = set()
+        while (left := self.deadline - time.monotonic()) > 0:
+            duals = master.solve(left)
+            if duals is None:
+                return
+            self.rounds += 1
+            trees = LinearTrees(intervals, Costs.of(chain, duals))
+            ahead, _ = trees.path()
+            value = 1.0 + trees.constant + float(ahead[-1])
+            if value > self.best or self.trees is None:
+                self.best, self.duals, self.trees = max(value, self.best), duals, trees
+            found = [trees.structure(a, b) for a, b in trees.missing(duals.stage)]
+            new = [tree for tree in found if tree not in seen]
+            if not new or 1.0 + duals.objective - self.best < TOLERANCE:
+                self.complete = True
+                self.round_off(duals, master)
+                return
+            seen.update(new)
+            for tree in new:
+                master.add(column_of(chain, intervals, tree))
+
+    def round_off(self, duals: Duals, master: Master) -> None:
+        """Candidates from the linear program: the largest share of each stage."""
+        if self.on_candidate is None:
+            return
+        assert self.trees is not None
+        taken = [column.tree for (column, _), share in zip(master.y, duals.shares, strict=True) if share > 0.5]
+        codes = [m.codes[int(values.argmax())] for m, values in zip(self.chain.menus, duals.values, strict=True)]
+        self.offer(codes, sorted(taken, key=lambda tree: tree.first))
+        for scale in (1.0, 1.1, 1.25, 1.5, 2.0):
+            self.offer(*LinearTrees(self.trees.intervals, Costs.of(self.chain, duals, scale=scale)).best_path())
+
+    def sharpen(self) -> None:
+        """The held-bytes program at the best multipliers; what it need not look above grows until it is reached no more."""
+        assert self.trees is not None and self.duals is not None
+        n = self.chain.n
+        slots, longest = (4000, 200) if n <= 60 else (2000, 100) if n <= 150 else (1000, 48) if n <= 400 else (800, 24)
+        upper = self.upper_s / self.chain.second
+        limits = (
+            [math.inf]
+            if self.duals.excess > TOLERANCE
+            else [1.02 * self.best, 1.1 * self.best, 1.5 * self.best, math.inf]
+        )
+        for limit in limits:
+            program = HeldDP(self.trees, min(limit, upper), slots=slots, longest=longest)
+            value = program.run()
+            self.best = max(self.best, value)
+            plan = program.plan()
+            if plan is not None:
+                self.offer(*plan)
+            if value < limit or value >= upper:
+                return
+
+    def prices(self) -> Prices | None:
+        """The multipliers in seconds and bytes."""
+        if self.duals is None or self.trees is None:
+            return None
+        costs, second = self.trees.costs, self.chain.second
+        per_byte = second / self.chain.unit
+        forward, backward = costs.linear_forward * per_byte, costs.linear_backward * per_byte
+        return Prices(
+            forward_s_per_byte=tuple(forward.tolist()),
+            backward_s_per_byte=tuple(backward.tolist()),
+            budget_s_per_byte=float(forward.sum() + backward.sum()),
+            out_s=self.duals.flow[0] * second,
+            in_s=self.duals.flow[1] * second,
+            host_s_per_byte=costs.host * per_byte,
+            options_s=tuple(tuple((cost * second).tolist()) for cost in self.trees.options),
+        )
