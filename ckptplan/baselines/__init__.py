@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from ckptplan.baselines import chen_sqrt, keep_all, pooch, recompute_all, swap_all
+from ckptplan.baselines import chen_sqrt, keep_all, pooch, recompute_all, rotor, swap_all
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 
@@ -16,6 +16,7 @@ BASELINES: Mapping[str, Callable[[Profile, int], Plan]] = MappingProxyType(
         "swap_all": swap_all.plan,
         "chen_sqrt": chen_sqrt.plan,
         "pooch": pooch.plan,
+        "rotor": rotor.plan,
     }
 )
 """Name -> planner. Each raises `InfeasibleBudgetError` when its rule finds nothing that fits."""
