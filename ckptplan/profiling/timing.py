@@ -22,17 +22,22 @@ from ckptplan.runtime.recompute import run_recomputed
 from ckptplan.runtime.step import TrainingStep
 from ckptplan.runtime.swap import Counters
 
+Way = tuple[int, ...] | None
+"""How a stage is run: plain, or recomputed with these operations' outputs saved."""
+
 _ROUNDS = 3
+_LEAST = 0.02
+"""Least share of forward that a recompute with saved outputs is taken to cost, whatever the noise says."""
 _STAGE_S = 0.5  # enough measured time per kind and quantity
 
 
 @dataclass
 class Times:
-    """Seconds by kind of stage and by segment of glue."""
+    """Seconds by kind of stage and by segment of glue; of recompute also by the operations whose outputs are saved."""
 
     forward_s: dict[str, float] = field(default_factory=dict)
     backward_s: dict[str, float] = field(default_factory=dict)
-    recompute_s: dict[str, float] = field(default_factory=dict)
+    recompute_s: dict[tuple[str, tuple[int, ...]], float] = field(default_factory=dict)
     glue_forward_s: dict[int, float] = field(default_factory=dict)
     glue_backward_s: dict[int, float] = field(default_factory=dict)
 
@@ -57,14 +62,14 @@ class _Timing:
         self,
         step: TrainingStep,
         kinds: dict[str, str],
-        recomputable: set[str],
+        again: dict[str, tuple[tuple[int, ...], ...]],
         device: torch.device,
         rewind: Callable[[], None],
     ) -> None:
-        self.step, self.kinds, self.recomputable, self.device = step, kinds, recomputable, device
+        self.step, self.kinds, self.again, self.device = step, kinds, again, device
         self.rewind = rewind
         self.names = tuple(kinds)
-        self.samples: dict[tuple[str, str], list[float]] = {}
+        self.samples: dict[tuple[str, Way, str], list[float]] = {}
         self.glue: dict[tuple[str, int], list[float]] = {}
         self.anchors: list[torch.Tensor] = []
         self.done: set[str] = set()
@@ -76,6 +81,13 @@ class _Timing:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+    def median(self, kind: str, way: Way) -> tuple[float, float]:
+        """Seconds of forward and of backward."""
+        return (
+            statistics.median(self.samples[kind, way, "forward"]),
+            statistics.median(self.samples[kind, way, "backward"]),
+        )
 
     def round(self, repeats: int) -> None:
         """One forward of the step; `repeats` timings of each kind, none when 0."""
@@ -169,18 +181,18 @@ class _Timing:
         def fresh(tensor: torch.Tensor) -> torch.Tensor:
             return self._joined(tensor, leaves) if tensor.requires_grad else tensor.detach()
 
-        ways = ("plain", "again") if kind in self.recomputable else ("plain",)
+        ways: tuple[Way, ...] = (None, *self.again.get(kind, ()))
         parameters = [p for p in module.parameters() if p.requires_grad]
         spent, count = 0.0, 0
         while count < self.repeats or (self.repeats > 1 and spent < _STAGE_S and count < 20):
-            for name in ways:
+            for way in ways:
                 leaves.clear()
                 new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, fresh, (args, kwargs))
                 begin = self.now()
-                if name == "plain":
+                if way is None:
                     output = original(*new_args, **new_kwargs)
                 else:
-                    output = run_recomputed(module, original, new_args, new_kwargs, Counters())
+                    output = run_recomputed(module, original, new_args, new_kwargs, Counters(), ops=way)
                 middle = self.now()
                 outputs = [
                     t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None
@@ -193,8 +205,8 @@ class _Timing:
                 end = self.now()
                 del outputs, gradients
                 if self.repeats > 1:
-                    self.samples.setdefault((kind, f"{name} forward"), []).append(middle - begin)
-                    self.samples.setdefault((kind, f"{name} backward"), []).append(end - ready)
+                    self.samples.setdefault((kind, way, "forward"), []).append(middle - begin)
+                    self.samples.setdefault((kind, way, "backward"), []).append(end - ready)
                 spent += end - begin
             count += 1
 
@@ -202,7 +214,7 @@ class _Timing:
 def time_stages(
     step: TrainingStep,
     kinds: dict[str, str],
-    recomputable: set[str],
+    again: dict[str, tuple[tuple[int, ...], ...]],
     device: torch.device,
     rewind: Callable[[], None],
 ) -> Times:
@@ -212,8 +224,9 @@ def time_stages(
     ----------
     kinds : dict
         Stage name -> kind, in call order; each kind is timed once, on the first stage that has it.
-    recomputable : set of str
-        Kinds that can be recomputed.
+    again : dict
+        Kind -> the operations whose outputs each of its recomputing options saves, none of them first; empty where it
+        can't be recomputed.
     rewind : callable
         Puts buffers and random states back between rounds.
 
@@ -222,26 +235,26 @@ def time_stages(
     Times
         Medians. Glue is keyed by the stage that follows it (their number: after the last one).
     """
-    timing = _Timing(step, kinds, recomputable, device, rewind)
+    timing = _Timing(step, kinds, again, device, rewind)
     timing.round(1)  # warm-up
     for _ in range(_ROUNDS - 1):
         timing.round(0)
     timing.round(3)
     out = Times()
     for kind in dict.fromkeys(kinds.values()):
-        if (kind, "plain forward") not in timing.samples:
+        if (kind, None, "forward") not in timing.samples:
             continue
-        middle = {
-            name: statistics.median(timing.samples[kind, name])
-            for name in ("plain forward", "plain backward", "again backward")
-            if (kind, name) in timing.samples
-        }
-        out.forward_s[kind] = middle["plain forward"]
-        out.backward_s[kind] = middle["plain backward"]
+        forward_s, backward_s = timing.median(kind, None)
+        out.forward_s[kind], out.backward_s[kind] = forward_s, backward_s
+        if not again.get(kind):
+            continue
+        excess_s = {way: sum(timing.median(kind, way)) - forward_s - backward_s for way in again[kind]}
         # Recompute stops at the last saved tensor, so it is forward at most; what the difference shows beyond that is
-        # memory touched for the first time, which a step in a running training has behind it.
-        extra = middle.get("again backward", 0.0) - middle["plain backward"]
-        out.recompute_s[kind] = min(max(extra, 0.1 * middle["plain forward"]), middle["plain forward"])
+        # memory touched for the first time, which a step in a running training has behind it, whatever it saves.
+        scale = min(1.0, forward_s / excess_s[()]) if excess_s[()] > 0 else 1.0
+        for way, seconds in excess_s.items():
+            floor_s = (_LEAST if way else 0.1) * forward_s
+            out.recompute_s[kind, way] = max(scale * seconds, floor_s)
     for (direction, index), values in timing.glue.items():
         table = out.glue_forward_s if direction == "forward" else out.glue_backward_s
         table[index] = statistics.median(values[1:] or values)
