@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -85,6 +86,8 @@ class Controller:
         self._model = model
         self._stages = tuple(stages)
         self._choices = tuple(choices)
+        # What one stage moves, stages before it may hold too, and all must hold it by the same record.
+        self._moves = any(choice.moves for choice in self._choices)
         self._store = store
         self._device = device
         self._input_bytes = input_bytes
@@ -189,12 +192,24 @@ class Controller:
             if self._observer is not None:
                 self._observer.enter(index, args, kwargs)
             if choice.action == "recompute":
-                output = run_recomputed(module, original, args, kwargs, self.counters)
-            elif choice.action == "swap":
-                with current.session.stage(index, choice.moves):
-                    output = original(*args, **kwargs)
+                output = run_recomputed(
+                    module,
+                    original,
+                    args,
+                    kwargs,
+                    self.counters,
+                    index=index,
+                    name=self._stages[index],
+                    ops=choice.ops,
+                    moves=choice.moves,
+                    session=current.session if self._moves else None,
+                )
             else:
-                output = original(*args, **kwargs)
+                self.counters.runs[index] += 1
+                with (
+                    current.session.stage(index, choice.moves) if choice.action == "swap" else contextlib.nullcontext()
+                ):
+                    output = original(*args, **kwargs)
             del args, kwargs
             for stage in self._release_after.get(index, ()):
                 current.session.release(stage)
