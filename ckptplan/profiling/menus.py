@@ -14,10 +14,8 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from ckptplan.profiling.tracker import OpTrace, Sid
-from ckptplan.runtime.selective import can_be_saved, is_random
+from ckptplan.runtime.selective import can_be_saved, is_numbered, is_random
 
 POINTS = 3
 """Choices of operations offered per stage, between recomputing all and keeping all."""
@@ -65,7 +63,7 @@ class Choice:
 
 def numbered(trace: Iterable[OpTrace]) -> list[OpTrace]:
     """The operations that have a number at run time (NOTE [Numbering] in runtime/selective.py), in its order."""
-    return [op for op in trace if _func(op) is not torch.ops.aten.detach.default]
+    return [op for op in trace if is_numbered(_func(op))]
 
 
 def list_ops(

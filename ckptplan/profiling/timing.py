@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,12 +82,13 @@ class _Timing:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def median(self, kind: str, way: Way) -> tuple[float, float]:
-        """Seconds of forward and of backward."""
-        return (
-            statistics.median(self.samples[kind, way, "forward"]),
-            statistics.median(self.samples[kind, way, "backward"]),
+    def excess_s(self, kind: str, way: Way) -> float:
+        """What `way` takes more than the plain stage: the median over pairs of runs, one right after the other."""
+        plain, other = (
+            [f + b for f, b in zip(self.samples[kind, w, "forward"], self.samples[kind, w, "backward"], strict=True)]
+            for w in (None, way)
         )
+        return statistics.median(b - a for a, b in zip(plain, other, strict=True))
 
     def round(self, repeats: int) -> None:
         """One forward of the step; `repeats` timings of each kind, none when 0."""
@@ -184,7 +185,7 @@ class _Timing:
         ways: tuple[Way, ...] = (None, *self.again.get(kind, ()))
         parameters = [p for p in module.parameters() if p.requires_grad]
         spent, count = 0.0, 0
-        while count < self.repeats or (self.repeats > 1 and spent < _STAGE_S and count < 20):
+        while count < self.repeats or (self.repeats > 1 and spent < _STAGE_S * len(ways) / 2 and count < 20):
             for way in ways:
                 leaves.clear()
                 new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, fresh, (args, kwargs))
@@ -211,6 +212,18 @@ class _Timing:
             count += 1
 
 
+def _falling(values: Iterable[float]) -> list[float]:
+    """The nearest sequence that doesn't rise: neighbours that do are averaged (pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        pool = (value, 1)
+        while pools and pools[-1][0] < pool[0]:
+            mean, count = pools.pop()
+            pool = ((mean * count + pool[0] * pool[1]) / (count + pool[1]), count + pool[1])
+        pools.append(pool)
+    return [mean for mean, count in pools for _ in range(count)]
+
+
 def time_stages(
     step: TrainingStep,
     kinds: dict[str, str],
@@ -225,8 +238,8 @@ def time_stages(
     kinds : dict
         Stage name -> kind, in call order; each kind is timed once, on the first stage that has it.
     again : dict
-        Kind -> the operations whose outputs each of its recomputing options saves, none of them first; empty where it
-        can't be recomputed.
+        Kind -> the operations whose outputs each of its recomputing options saves, by rising bytes and so, noise
+        aside, falling time; none of them first. Empty where it can't be recomputed.
     rewind : callable
         Puts buffers and random states back between rounds.
 
@@ -244,17 +257,18 @@ def time_stages(
     for kind in dict.fromkeys(kinds.values()):
         if (kind, None, "forward") not in timing.samples:
             continue
-        forward_s, backward_s = timing.median(kind, None)
-        out.forward_s[kind], out.backward_s[kind] = forward_s, backward_s
+        forward_s = out.forward_s[kind] = statistics.median(timing.samples[kind, None, "forward"])
+        out.backward_s[kind] = statistics.median(timing.samples[kind, None, "backward"])
         if not again.get(kind):
             continue
-        excess_s = {way: sum(timing.median(kind, way)) - forward_s - backward_s for way in again[kind]}
+        whole_s = timing.excess_s(kind, ())
         # Recompute stops at the last saved tensor, so it is forward at most; what the difference shows beyond that is
         # memory touched for the first time, which a step in a running training has behind it, whatever it saves.
-        scale = min(1.0, forward_s / excess_s[()]) if excess_s[()] > 0 else 1.0
-        for way, seconds in excess_s.items():
-            floor_s = (_LEAST if way else 0.1) * forward_s
-            out.recompute_s[kind, way] = max(scale * seconds, floor_s)
+        scale = min(1.0, forward_s / whole_s) if whole_s > 0 else 1.0
+        out.recompute_s[kind, ()] = max(scale * whole_s, 0.1 * forward_s)
+        chosen = [way for way in again[kind] if way]
+        measured = (max(scale * timing.excess_s(kind, way), _LEAST * forward_s) for way in chosen)
+        out.recompute_s.update(((kind, way), s) for way, s in zip(chosen, _falling(measured), strict=True))
     for (direction, index), values in timing.glue.items():
         table = out.glue_forward_s if direction == "forward" else out.glue_backward_s
         table[index] = statistics.median(values[1:] or values)

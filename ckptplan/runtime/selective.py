@@ -22,6 +22,9 @@ from ckptplan.core.errors import PlanMismatchError
 from ckptplan.runtime.swap import Held, Packed, version_of
 
 
+_ASKING = {torch.ops.prim.device.default, *torch._subclasses.functional_tensor.FunctionalTensor.metadata_fns}
+
+
 class NumberedOps(TorchDispatchMode):
     """Numbers the operations that run inside (NOTE [Numbering]); entered again, it counts from 0 again.
 
@@ -41,11 +44,16 @@ class NumberedOps(TorchDispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
+        if not is_numbered(func):
             return func(*args, **(kwargs or {}))
         number = self.count
         self.count += 1
         return self._run(number, func, args, kwargs or {})
+
+
+def is_numbered(func: Any) -> bool:
+    """Whether a call gets a number; fake tensors ask for their device and sizes through calls that real ones don't."""
+    return func is not torch.ops.aten.detach.default and func not in _ASKING
 
 
 def is_random(func: Any) -> bool:
