@@ -255,19 +255,26 @@ def version_of(tensor: torch.Tensor) -> int:
 _PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
+def plain(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is nothing but a view of a storage of whole elements."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and (nbytes := tensor.untyped_storage().nbytes()) > 0
+        and nbytes % tensor.element_size() == 0
+    )
+
+
 def movable(tensor: torch.Tensor, device: torch.device, never: Callable[[torch.UntypedStorage], bool]) -> bool:
     """Whether the storage of a saved tensor can be swapped at all, whatever its size.
 
     Sizes change with the batch; what counts as movable must not, since plans count positions by it.
     """
     return (
-        type(tensor) in _PLAIN
+        plain(tensor)
         and tensor.device.type == device.type
         and tensor.device.index in (device.index, None)
-        and tensor.layout is torch.strided
-        and not tensor.is_quantized
-        and (nbytes := tensor.untyped_storage().nbytes()) > 0
-        and nbytes % tensor.element_size() == 0
         and not never(tensor.untyped_storage())
     )
 
@@ -354,6 +361,10 @@ class SwapSession:
     def movable(self, tensor: torch.Tensor) -> bool:
         """Whether the storage of `tensor` counts in the order of saving."""
         return movable(tensor, self._device, self._never)
+
+    def belongs(self, tensor: torch.Tensor) -> bool:
+        """Whether the storage of `tensor` is the model's own."""
+        return self._never(tensor.untyped_storage())
 
     def record(self, tensor: torch.Tensor) -> Record:
         """The record of a movable tensor's storage in its version, shared by all stages of this forward."""
