@@ -77,7 +77,7 @@ def _casts_parameter(func: Any, args: tuple[Any, ...]) -> bool:
     return isinstance(args[0], torch.Tensor) and args[0].is_leaf and args[0].requires_grad
 
 
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
+def alias(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory without autograd's data, which the result of an operation gets only after the dispatch mode."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # share the version
         return tensor.detach()
@@ -92,7 +92,7 @@ class _Saved:
 
     def value(self) -> Any:
         """The output; its tensors are new objects each time, as autograd wants of a result."""
-        leaves = [_alias(x.tensor()) if isinstance(x, Packed) else x for x in self.leaves]
+        leaves = [alias(x.tensor()) if isinstance(x, Packed) else x for x in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
 
@@ -168,11 +168,11 @@ class Selection:
         return result
 
     def _held(self, tensor: torch.Tensor) -> Packed:
-        alias = _alias(tensor)
+        detached = alias(tensor)
         if self._pack is None:
-            return Held(alias, version_of(alias))
+            return Held(detached, version_of(detached))
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-            return self._pack(alias)
+            return self._pack(detached)
 
     def _recompute(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if number == 0:
