@@ -640,7 +640,7 @@ def one_inside_another(n: int) -> Segment:
 
 
 def test_peak_falls_with_what_is_held() -> None:
-    """By the allocator's own account; a stage's input is the unit, its saved set some 5 of them, its gradients small."""
+    """By the allocator's own account; a stage's input is the unit, its saved set some 5, its gradients are small."""
     model, stages = Loop(12, 16), [f"layers.{i}" for i in range(12)]
     x = torch.randn(4096, 16)
     size = x.nbytes
@@ -1078,6 +1078,37 @@ def test_a_saved_output_written_over(moves: tuple[int, ...]) -> None:
         loss = call(model, x)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+class _Counts(nn.Module):
+    """With buffers, whose copies for the recompute are made around forward, more of them before than again."""
+
+    seen: torch.Tensor
+    fixed: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("fixed", torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.b(torch.tanh(self.a(x)) * self.fixed) * self.seen.clone()
+
+
+def test_numbers_are_those_of_the_stages_own_operations() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(_Counts() for _ in range(3))), torch.randn(32, 64)
+    found, _ = operations(copy.deepcopy(model), "1", x)
+    products = [i for i, func in enumerate(found) if "addmm" in str(func)]
+    check(model, x, ["0", "1", "2"], [Decision("recompute", ops=(products[0],))] * 3)
+    watched: list[int] = []
+    model[1].a.register_forward_hook(lambda _, __, output: watched.append(output.data_ptr()))
+    with applied(model, ["0", "1", "2"], [Decision("recompute", ops=(products[0],))] * 3):
+        call(model, x).backward()
+    assert len(watched) == 2  # in forward and in the recompute
+    assert watched[0] == watched[1]  # where the very memory came back
 
 
 class _Turns(nn.Module):

@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptplan.core.errors import PlanMismatchError
 from ckptplan.runtime.swap import Held, Packed, version_of
+
+_ASKING = {torch.ops.prim.device.default, *FunctionalTensor.metadata_fns}
 
 
 class NumberedOps(TorchDispatchMode):
@@ -41,11 +44,16 @@ class NumberedOps(TorchDispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
+        if not is_numbered(func):
             return func(*args, **(kwargs or {}))
         number = self.count
         self.count += 1
         return self._run(number, func, args, kwargs or {})
+
+
+def is_numbered(func: Any) -> bool:
+    """Whether a call gets a number; fake tensors ask for their device and sizes through calls that real ones don't."""
+    return func is not torch.ops.aten.detach.default and func not in _ASKING
 
 
 def is_random(func: Any) -> bool:
@@ -97,7 +105,7 @@ class _Saved:
 
 
 class Selection:
-    """The operations of one run of a stage whose outputs are saved, and the pair of modes that save and return them.
+    """The operations of one run of a stage whose outputs are saved in forward and returned in the recompute.
 
     Parameters
     ----------
@@ -113,30 +121,40 @@ class Selection:
         self, ops: Iterable[int], pack: Callable[[torch.Tensor], Packed] | None = None, name: str = ""
     ) -> None:
         self._ops = tuple(sorted(set(ops)))
-        self._last = self._ops[-1] if self._ops else -1
+        self._last = self._ops[-1]
         self._pack = pack
         self._name = name
         self._made: list[tuple[Hashable, bool]] = []  # operation, whether it casts a parameter; up to the last saved
         self._random: list[int] = []
         self._saved: dict[int, _Saved] = {}
         self._next = 0
+        self._forward_ran = False
 
-    def contexts(self) -> tuple[NumberedOps, NumberedOps]:
-        """The modes for forward and for recompute, as `checkpoint` wants them of its `context_fn`."""
-        return NumberedOps(self._forward), NumberedOps(self._recompute)
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """`forward` so that its first run saves, and later ones return what was saved.
 
-    def forward_done(self) -> None:
-        """Check, once forward has run, that what was saved can stand in for a recompute.
-
-        Raises
-        ------
-        PlanMismatchError
-            If forward had fewer operations, or a random one would be replayed after one that is skipped.
+        The modes lie around the stage's own code alone: what is done for its buffers before and after has no numbers.
         """
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._forward_ran:
+                self._next = 0
+                with NumberedOps(self._recompute):
+                    return forward(*args, **kwargs)
+            with NumberedOps(self._forward) as mode:
+                result = forward(*args, **kwargs)
+            self._check(mode.count)
+            self._forward_ran = True
+            return result
+
+        return run
+
+    def _check(self, count: int) -> None:
+        """Raise `PlanMismatchError` if what was saved can't stand in for a recompute."""
         missing = [n for n in self._ops if n not in self._saved]
         if missing:
             raise PlanMismatchError(
-                f"stage {self._name!r} ran {len(self._made)} operations and the plan saves the output of number "
+                f"stage {self._name!r} ran {count} operations and the plan saves the output of number "
                 f"{missing[0]}: its forward took another path than the one profiled; solve again with such inputs"
             )
         kept = [n for n in self._random if n in self._saved]
@@ -175,8 +193,6 @@ class Selection:
             return self._pack(detached)
 
     def _recompute(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if number == 0:
-            self._next = 0
         if self._next > self._last:
             return func(*args, **kwargs)
         found, cast = _operation(func, args, kwargs), _casts_parameter(func, args)
