@@ -92,14 +92,14 @@ def run_recomputed(
     session : SwapSession, optional
         Holds what is saved; needed where something moves.
     """
-    call = Call(module, original, counters, index)
+    inputs, outputs = (None, None) if session is None else (session.packing(), session.packing())
+    selection = Selection(ops, None if outputs is None else outputs.pack, name)
+    call = Call(module, selection.around(original) if ops else original, counters, index)
     tensors = call.split(args, kwargs)
     del args, kwargs
-    inputs, outputs = (None, None) if session is None else (session.packing(), session.packing())
     run: Callable[..., Any] = call
     options: dict[str, Any] = {}
     if ops:
-        selection = Selection(ops, None if outputs is None else outputs.pack, name)
         options["context_fn"] = selection.contexts
         forward_ran = False
 

@@ -32,11 +32,18 @@ class NumberedOps(TorchDispatchMode):
     ----------
     run : callable
         `run(number, func, args, kwargs)` gives the operation's result; operations it calls itself aren't numbered.
+    counts : callable
+        Whether operations are numbered now.
     """
 
-    def __init__(self, run: Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    def __init__(
+        self,
+        run: Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any],
+        counts: Callable[[], bool] = lambda: True,
+    ) -> None:
         super().__init__()
         self._run = run
+        self._counts = counts
         self.count = 0
 
     def __enter__(self) -> NumberedOps:
@@ -44,7 +51,7 @@ class NumberedOps(TorchDispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not is_numbered(func):
+        if not is_numbered(func) or not self._counts():
             return func(*args, **(kwargs or {}))
         number = self.count
         self.count += 1
@@ -128,10 +135,26 @@ class Selection:
         self._random: list[int] = []
         self._saved: dict[int, _Saved] = {}
         self._next = 0
+        self._inside = False
 
     def contexts(self) -> tuple[NumberedOps, NumberedOps]:
         """The modes for forward and for recompute, as `checkpoint` wants them of its `context_fn`."""
-        return NumberedOps(self._forward), NumberedOps(self._recompute)
+        return NumberedOps(self._forward, self._is_inside), NumberedOps(self._recompute, self._is_inside)
+
+    def _is_inside(self) -> bool:
+        return self._inside
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """`forward` as what is numbered; copies of buffers that are made before and after it are not."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._inside = True
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._inside = False
+
+        return run
 
     def forward_done(self) -> None:
         """Check, once forward has run, that what was saved can stand in for a recompute.
