@@ -93,26 +93,13 @@ def run_recomputed(
         Holds what is saved; needed where something moves.
     """
     inputs, outputs = (None, None) if session is None else (session.packing(), session.packing())
-    selection = Selection(ops, None if outputs is None else outputs.pack, name)
-    call = Call(module, selection.around(original) if ops else original, counters, index)
+    if ops:
+        original = Selection(ops, None if outputs is None else outputs.pack, name).around(original)
+    call = Call(module, original, counters, index)
     tensors = call.split(args, kwargs)
     del args, kwargs
-    run: Callable[..., Any] = call
-    options: dict[str, Any] = {}
-    if ops:
-        options["context_fn"] = selection.contexts
-        forward_ran = False
-
-        def run(*given: torch.Tensor) -> Any:
-            nonlocal forward_ran
-            result = call(*given)
-            if not forward_ran:
-                forward_ran = True
-                selection.forward_done()
-            return result
-
     with contextlib.nullcontext() if inputs is None else inputs.hooks():
-        result = checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=True, **options)
+        result = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=True)
     if inputs is not None and outputs is not None and session is not None:
         session.leave(index, {**outputs.order, **inputs.order}, moves)
     return result

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptplan.core.errors import PlanMismatchError
 from ckptplan.runtime.swap import Held, Packed, version_of
 
-
-_ASKING = {torch.ops.prim.device.default, *torch._subclasses.functional_tensor.FunctionalTensor.metadata_fns}
+_ASKING = {torch.ops.prim.device.default, *FunctionalTensor.metadata_fns}
 
 
 class NumberedOps(TorchDispatchMode):
@@ -32,18 +32,11 @@ class NumberedOps(TorchDispatchMode):
     ----------
     run : callable
         `run(number, func, args, kwargs)` gives the operation's result; operations it calls itself aren't numbered.
-    counts : callable
-        Whether operations are numbered now.
     """
 
-    def __init__(
-        self,
-        run: Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any],
-        counts: Callable[[], bool] = lambda: True,
-    ) -> None:
+    def __init__(self, run: Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
         self._run = run
-        self._counts = counts
         self.count = 0
 
     def __enter__(self) -> NumberedOps:
@@ -51,7 +44,7 @@ class NumberedOps(TorchDispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not is_numbered(func) or not self._counts():
+        if not is_numbered(func):
             return func(*args, **(kwargs or {}))
         number = self.count
         self.count += 1
@@ -92,7 +85,7 @@ def _casts_parameter(func: Any, args: tuple[Any, ...]) -> bool:
     return isinstance(args[0], torch.Tensor) and args[0].is_leaf and args[0].requires_grad
 
 
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
+def alias(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory without autograd's data, which the result of an operation gets only after the dispatch mode."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # share the version
         return tensor.detach()
@@ -107,12 +100,12 @@ class _Saved:
 
     def value(self) -> Any:
         """The output; its tensors are new objects each time, as autograd wants of a result."""
-        leaves = [_alias(x.tensor()) if isinstance(x, Packed) else x for x in self.leaves]
+        leaves = [alias(x.tensor()) if isinstance(x, Packed) else x for x in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
 
 class Selection:
-    """The operations of one run of a stage whose outputs are saved, and the pair of modes that save and return them.
+    """The operations of one run of a stage whose outputs are saved in forward and returned in the recompute.
 
     Parameters
     ----------
@@ -128,46 +121,40 @@ class Selection:
         self, ops: Iterable[int], pack: Callable[[torch.Tensor], Packed] | None = None, name: str = ""
     ) -> None:
         self._ops = tuple(sorted(set(ops)))
-        self._last = self._ops[-1] if self._ops else -1
+        self._last = self._ops[-1]
         self._pack = pack
         self._name = name
         self._made: list[tuple[Hashable, bool]] = []  # operation, whether it casts a parameter; up to the last saved
         self._random: list[int] = []
         self._saved: dict[int, _Saved] = {}
         self._next = 0
-        self._inside = False
-
-    def contexts(self) -> tuple[NumberedOps, NumberedOps]:
-        """The modes for forward and for recompute, as `checkpoint` wants them of its `context_fn`."""
-        return NumberedOps(self._forward, self._is_inside), NumberedOps(self._recompute, self._is_inside)
-
-    def _is_inside(self) -> bool:
-        return self._inside
+        self._forward_ran = False
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """`forward` as what is numbered; copies of buffers that are made before and after it are not."""
+        """`forward` so that its first run saves, and later ones return what was saved.
+
+        The modes lie around the stage's own code alone: what is done for its buffers before and after has no numbers.
+        """
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._inside = True
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self._inside = False
+            if self._forward_ran:
+                self._next = 0
+                with NumberedOps(self._recompute):
+                    return forward(*args, **kwargs)
+            with NumberedOps(self._forward) as mode:
+                result = forward(*args, **kwargs)
+            self._check(mode.count)
+            self._forward_ran = True
+            return result
 
         return run
 
-    def forward_done(self) -> None:
-        """Check, once forward has run, that what was saved can stand in for a recompute.
-
-        Raises
-        ------
-        PlanMismatchError
-            If forward had fewer operations, or a random one would be replayed after one that is skipped.
-        """
+    def _check(self, count: int) -> None:
+        """Raise `PlanMismatchError` if what was saved can't stand in for a recompute."""
         missing = [n for n in self._ops if n not in self._saved]
         if missing:
             raise PlanMismatchError(
-                f"stage {self._name!r} ran {len(self._made)} operations and the plan saves the output of number "
+                f"stage {self._name!r} ran {count} operations and the plan saves the output of number "
                 f"{missing[0]}: its forward took another path than the one profiled; solve again with such inputs"
             )
         kept = [n for n in self._random if n in self._saved]
@@ -199,15 +186,13 @@ class Selection:
         return result
 
     def _held(self, tensor: torch.Tensor) -> Packed:
-        alias = _alias(tensor)
+        detached = alias(tensor)
         if self._pack is None:
-            return Held(alias, version_of(alias))
+            return Held(detached, version_of(detached))
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-            return self._pack(alias)
+            return self._pack(detached)
 
     def _recompute(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if number == 0:
-            self._next = 0
         if self._next > self._last:
             return func(*args, **kwargs)
         found, cast = _operation(func, args, kwargs), _casts_parameter(func, args)
