@@ -137,7 +137,8 @@ def replayed_peak(measured: Profile, step: TrainingStep, plan: Plan, device: tor
     """
     with restored(step.model) as rewind, training_config(step.model):
         rewind()
-        seen = replay(step, plan.stages, plan.choices, device, round_to=_CUDA_BLOCK if device.type == "cuda" else 1)
+        round_to = _CUDA_BLOCK if device.type == "cuda" else 1
+        seen = replay(step, plan.stages, plan.choices, device, segments=plan.segments, round_to=round_to)
     return measured.resident_bytes + seen.peak_bytes
 
 

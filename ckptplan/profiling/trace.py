@@ -1,10 +1,10 @@
 """Bytes of a step: replay it without memory under a few uniform plans and read off storages, holders and transients.
 
-Four replays, all through the same controller and hooks that run a real plan:
+The replays go through the same controller and hooks that run a real plan:
 
 - *program*: nothing is saved at all, so what lives on is what the program's own variables hold;
 - *keep*: what every stage and the glue between them saves, and the bytes no decision changes;
-- *recompute* and *swap*: the same chain with every stage that way, for the transients of these actions.
+- one per further option of the menus: every stage that has it that way, for what it holds unseen and its transients.
 
 A storage has the same name in all replays (where it was made, and as which of how many), since the forward runs the
 same operations in each.
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ckptplan.core.chain import Link, Option, Stage, Storage
+from ckptplan.core.chain import Link, Option, Segment, Stage, Storage
 from ckptplan.core.plan import KEEP, Decision
 from ckptplan.core.profile import Fingerprint, Profile
 from ckptplan.core.schedule import residency
@@ -161,6 +161,7 @@ def replay(
     choices: tuple[Decision, ...],
     device: torch.device,
     *,
+    segments: tuple[Segment, ...] = (),
     round_to: int = 1,
     saves: bool = True,
 ) -> Replay:
@@ -169,7 +170,9 @@ def replay(
     Parameters
     ----------
     stages, choices
-        Module stages only.
+        For a trace, of module stages only: segments of the trace are counted by them.
+    segments : tuple of Segment
+        Stages recomputed together, by their indices in `stages`.
     saves : bool
         False: let autograd save nothing, and run no backward.
     """
@@ -184,7 +187,14 @@ def replay(
         names = _Names(tracker, device, {t.untyped_storage()._cdata for t in own})
         watcher = _Watcher(tracker, names, out)
         controller = Controller(
-            step.model, stages, choices, NullStore(), device, observer=watcher, one_forward=one_forward
+            step.model,
+            stages,
+            choices,
+            NullStore(),
+            device,
+            segments=segments,
+            observer=watcher,
+            one_forward=one_forward,
         )
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | None:

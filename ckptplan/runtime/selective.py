@@ -25,9 +25,6 @@ from ckptplan.runtime.swap import Held, Packed, version_of
 _ASKING = {torch.ops.prim.device.default, *FunctionalTensor.metadata_fns}
 
 
-_ASKING = {torch.ops.prim.device.default, *torch._subclasses.functional_tensor.FunctionalTensor.metadata_fns}
-
-
 class NumberedOps(TorchDispatchMode):
     """Numbers the operations that run inside (NOTE [Numbering]); entered again, it counts from 0 again.
 
