@@ -1,0 +1,1159 @@
+"""Lower bounds on the makespan over the whole plan space: options, nested segments, swapping on links with backlog."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptplan.core.chain import Option, Segment
+from ckptplan.core.profile import Profile
+
+Floats = NDArray[np.float64]
+TOLERANCE = 1e-7
+"""Of the linear programs; bounds are computed from multipliers that are exactly feasible, and don't depend on it."""
+
+OnCandidate = Callable[[tuple[int, ...], tuple[Segment, ...]], None]
+
+
+class _Menu:
+    """One stage's options as arrays; bytes in units of the budget, times in units of the baseline."""
+
+    def __init__(self, codes: Sequence[int], k: int) -> None:
+        self.codes = tuple(codes)
+        self.forward = np.zeros(k)
+        self.backward = np.zeros(k)
+        self.kept = np.zeros(k)
+        self.seconds = np.zeros(k)
+        self.free = np.zeros(k)
+        self.shared: list[list[int]] = [[] for _ in range(k)]
+        self.fixes: list[list[int]] = [[] for _ in range(k)]
+
+
+class Chain:
+    """Profile and menu as the numbers that the bounds are made of.
+
+    Attributes
+    ----------
+    counted : list of int
+        Per storage, the stage by which it is counted once it is held: the first that holds it under all its options,
+        else the first that may hold it.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        menu: Sequence[Sequence[int]],
+        budget_bytes: int,
+        host_bytes: int | None,
+        *,
+        segments: bool,
+    ) -> None:
+        self.profile = profile
+        self.n = n = len(profile.stages)
+        self.unit = float(max(1, budget_bytes))
+        self.second = max(profile.baseline_step_s, 1e-12)
+        self.budget = budget_bytes / self.unit
+        self.host = None if host_bytes is None else host_bytes / self.unit
+        self.size = np.array([s.nbytes for s in profile.storages], float) / self.unit
+        self.menu = menu
+        self.again: list[Option | None] = [
+            stage.recompute
+            if segments
+            and not stage.is_glue
+            and any(stage.options[c].name in ("recompute", "recompute+swap") for c in menu[i])
+            else None
+            for i, stage in enumerate(profile.stages)
+        ]
+        self.glue = np.array([stage.is_glue for stage in profile.stages])
+        self.forward_s = np.array([s.forward_s for s in profile.stages]) / self.second
+        self.backward_s = np.array([s.backward_s for s in profile.stages]) / self.second
+        self._count_holders()
+        self._constants()
+        self._movers()
+        self.menus = [self._menu(i) for i in range(n)]
+        self._segment_numbers()
+        link = profile.link
+        moving = [
+            {*single, *(s for s, _, _ in many)} for single, many in zip(self.movable, self.segment_moves, strict=True)
+        ]
+        largest = max((sum(profile.storages[s].nbytes for s in items) for items in moving), default=0)
+        # A transfer of b bytes takes latency + b / rate; no stage's transfer is faster per byte than the largest one's.
+        self.out = self._rate(largest, link.out_s(largest) if largest else 1.0)
+        self.back = self._rate(largest, link.in_s(largest) if largest else 1.0)
+        most = [float(sum(self.size[s] for s in items)) for items in moving]
+        self.most_put = np.concatenate([[0.0], np.cumsum(most)])
+        if self.host is not None:
+            self.most_put = np.minimum(self.most_put, self.host)
+
+    def inside(self, i: int) -> int:
+        """The option that stage i has in a segment; the one that moves where there is one."""
+        options = self.profile.stages[i].options
+        names = ("keep",) if self.glue[i] else ("recompute+swap", "recompute")
+        return next(c for name in names for c in (*self.menu[i], 0) if options[c].name == name)
+
+    def _rate(self, nbytes: int, seconds: float) -> float:
+        """Bytes per second, in the units of this class."""
+        if nbytes == 0:
+            return 1.0
+        return nbytes / self.unit / (seconds / self.second) * (1 + 1e-12)
+
+    def _held_sets(self, i: int) -> list[set[int]]:
+        stage = self.profile.stages[i]
+        sets = [set(stage.options[c].held) for c in self.menu[i]]
+        again = self.again[i]
+        return [*sets, set(again.held)] if again is not None else sets
+
+    def _count_holders(self) -> None:
+        n_storages = len(self.profile.storages)
+        first: list[int] = [-1] * n_storages
+        self.certain: list[list[int]] = [[] for _ in range(n_storages)]
+        self.holders: list[list[int]] = [[] for _ in range(n_storages)]
+        for i in range(self.n):
+            sets = self._held_sets(i)
+            for s in set().union(*sets):
+                self.holders[s].append(i)
+                if first[s] < 0:
+                    first[s] = i
+                if all(s in held for held in sets):
+                    self.certain[s].append(i)
+        self.counted = [c[0] if c else f for c, f in zip(self.certain, first, strict=True)]
+
+    def _own(self, i: int, held: Sequence[int] | set[int]) -> tuple[float, float]:
+        """Bytes of `held` counted from stage i on, and those that are there in its own backward besides."""
+        storages = self.profile.storages
+        kept = sum(self.size[s] for s in held if self.counted[s] == i and not storages[s].to_end)
+        extra = sum(self.size[s] for s in held if self.counted[s] > i and not storages[s].to_end)
+        return float(kept), float(extra)
+
+    def _constants(self) -> None:
+        n = self.n
+        forward, backward = np.zeros(n + 1), 0.0
+        for s, storage in enumerate(self.profile.storages):
+            if storage.to_end:
+                forward[min(storage.born + 1, n)] += self.size[s]
+                backward += self.size[s]
+                continue
+            # Held by the program up to program_until, as far as no stage's account has it.
+            end = min(storage.program_until, n - 1)
+            if self.counted[s] >= 0:
+                end = min(end, self.counted[s])
+            if end > storage.born:
+                forward[storage.born + 1] += self.size[s]
+                forward[end + 1] -= self.size[s]
+        self.base_forward = np.array(self.profile.base_forward_bytes) / self.unit + np.cumsum(forward)[:n]
+        self.base_backward = np.array(self.profile.base_backward_bytes) / self.unit + backward
+
+    def _movers(self) -> None:
+        """Which storages each stage may move, and which earlier stages could forbid it."""
+        profile, n = self.profile, self.n
+        self.movable: list[dict[int, tuple[int, ...]]] = [{} for _ in range(n)]  # storage -> earlier stages to ask
+        self.movable_any: list[set[int]] = [set() for _ in range(n)]
+        for i, stage in enumerate(profile.stages[: n - 1]):
+            moved = {s for c in self.menu[i] for s in stage.options[c].moved}
+            for s in sorted(moved):
+                storage = profile.storages[s]
+                if not storage.nbytes or storage.to_end or storage.stays or storage.program_until > i:
+                    continue
+                later = [j for j in self.certain[s] if j > i]
+                if any(s not in profile.stages[j].linked or self.again[j] is None for j in later):
+                    continue
+                earlier = [j for j in self.holders[s] if j < i]
+                if any(
+                    all(s in stage_j.options[c].held and s not in stage_j.options[c].moved for c in self.menu[j])
+                    and (self.again[j] is None)
+                    for j in earlier
+                    for stage_j in (profile.stages[j],)
+                ):
+                    continue
+                self.movable_any[i].add(s)
+                if not later:
+                    self.movable[i][s] = tuple(earlier[-2:])
+
+    def _menu(self, i: int) -> _Menu:
+        stage = self.profile.stages[i]
+        out = _Menu(self.menu[i], len(self.menu[i]))
+        for at, code in enumerate(self.menu[i]):
+            option = stage.options[code]
+            kept, extra = self._own(i, option.held)
+            out.kept[at] = kept
+            out.forward[at] = option.forward_bytes / self.unit
+            out.backward[at] = option.backward_bytes / self.unit + kept + extra
+            out.seconds[at] = option.recompute_s / self.second
+            for s in option.moved:
+                if s in self.movable[i]:
+                    if self.movable[i][s]:
+                        out.shared[at].append(s)
+                    else:
+                        out.free[at] += self.size[s]
+            out.fixes[at] = [s for s in option.held if s not in option.moved]
+        return out
+
+    def _segment_numbers(self) -> None:
+        """What stages cost inside segments; see `Trees`."""
+        n, stages = self.n, self.profile.stages
+        self.full = np.zeros(n)  # counted at the stage when it is the segment's last
+        self.last_own = np.zeros(n)
+        self.keep_kept = np.zeros(n)
+        self.keep_own = np.zeros(n)
+        self.segment_forward = np.zeros(n)
+        self.run_s = np.zeros(n)
+        self.again_s = np.full(n, np.inf)
+        self.drops: list[list[tuple[int, float]]] = [[] for _ in range(n)]
+        self.segment_moves: list[list[tuple[int, int, float]]] = [[] for _ in range(n)]
+        for i, stage in enumerate(stages):
+            again = self.again[i]
+            keep_kept, keep_extra = self._own(
+                i, set(stage.keep.held) | (set(again.held) - set(stage.linked) if again is not None else set())
+            )
+            self.keep_kept[i] = keep_kept
+            self.keep_own[i] = stage.keep.backward_bytes / self.unit + self._own(i, stage.keep.held)[1]
+            if again is None:
+                self.full[i] = self._own(i, stage.keep.held)[0]
+                self.segment_forward[i] = stage.keep.forward_bytes / self.unit
+                continue
+            self.full[i], extra = self._own(i, again.held)
+            self.last_own[i] = again.backward_bytes / self.unit + extra
+            ways = [stage.options[c] for c in self.menu[i] if stage.options[c].name in ("recompute", "recompute+swap")]
+            self.segment_forward[i] = min(o.forward_bytes for o in ways) / self.unit
+            self.run_s[i] = stage.forward_s / self.second
+            self.again_s[i] = again.recompute_s / self.second
+            for s in stage.linked:
+                if self.counted[s] == i and not self.profile.storages[s].to_end:
+                    self.drops[i].append((self.profile.storages[s].born, float(self.size[s])))
+            for s in {s for o in ways for s in o.moved} & self.movable_any[i]:
+                born = self.profile.storages[s].born if s in stage.linked else n
+                self.segment_moves[i].append((s, born, float(self.size[s])))
+
+
+@dataclass(slots=True)
+class Column:
+    """A segment as a column of the master program; `tree` is its inner structure."""
+
+    tree: Segment
+    kept: Floats
+    forward: Floats
+    backward: Floats
+    seconds: Floats
+    moves: float
+
+
+@dataclass(slots=True)
+class Duals:
+    """Multipliers of the rows of `Master`, all of them 0 or more; see the module's docstring."""
+
+    objective: float
+    excess: float
+    forward: Floats  # memory, forward step k
+    backward: Floats
+    drain: tuple[Floats, Floats]  # p
+    queue: tuple[Floats, Floats]  # q
+    put: tuple[Floats, Floats]  # r, entry k is step k's, k = 0..n
+    host: float
+    ask: dict[tuple[int, int, int], float]
+    stage: Floats
+    values: list[Floats]
+    shares: Floats
+    flow: tuple[float, float]  # seconds that a link would save by being twice as fast, to first order
+
+
+class Master:
+    """The linear program over options and the segments found so far, links as fluids."""
+
+    def __init__(self, chain: Chain) -> None:
+        from ortools.linear_solver import pywraplp
+
+        self.chain = c = chain
+        self.lp: Any = pywraplp.Solver.CreateSolver("GLOP")
+        self.big = big = self.lp.infinity()
+        self.x: list[list[Any]] = []
+        self.y: list[tuple[Column, Any]] = []
+        n = c.n
+        lp = self.lp
+        self.excess = lp.NumVar(0, big, "z")
+        self.objective = lp.Objective()
+        self.objective.SetMinimization()
+        self.objective.SetCoefficient(self.excess, 1e3)
+        self.cover = [lp.Constraint(1, 1) for _ in range(n)]
+        self.carry = [lp.Constraint(0, big) for _ in range(n)]
+        held = [lp.NumVar(0, big, "") for _ in range(n + 1)]
+        held[0].SetUb(0)
+        self.forward = [lp.Constraint(-big, c.budget - c.base_forward[k]) for k in range(n)]
+        self.backward = [lp.Constraint(-big, c.budget - c.base_backward[k]) for k in range(n)]
+        for k in range(n):
+            self.carry[k].SetCoefficient(held[k + 1], 1)
+            self.carry[k].SetCoefficient(held[k], -1)
+            for row in (self.forward[k], self.backward[k]):
+                row.SetCoefficient(held[k], 1)
+                row.SetCoefficient(self.excess, -1)
+            m = c.menus[k]
+            self.x.append([])
+            for o in range(len(m.codes)):
+                var = lp.NumVar(0, big, "")
+                self.x[k].append(var)
+                self.cover[k].SetCoefficient(var, 1)
+                self._set(self.carry[k], var, -m.kept[o])
+                self._set(self.forward[k], var, m.forward[o])
+                self._set(self.backward[k], var, m.backward[o])
+                self.objective.SetCoefficient(var, float(m.seconds[o]))
+        self.lanes: list[dict[str, Any]] = []
+        self.ask: dict[tuple[int, int, int], Any] = {}
+        self.host: Any = None
+        if c.most_put[-1] > 0:
+            self._add_links()
+
+    @staticmethod
+    def _set(row: Any, var: Any, value: float) -> None:
+        if value:
+            row.SetCoefficient(var, float(value))
+
+    def _add_links(self) -> None:
+        c, lp, big, n = self.chain, self.lp, self.big, self.chain.n
+        self.host = lp.Constraint(-big, big if c.host is None else c.host)
+        times = (c.forward_s, c.backward_s)
+        for rate, seconds, memory in zip((c.out, c.back), times, (self.forward, self.backward), strict=True):
+            away = [lp.NumVar(0, big, "") for _ in range(n + 1)]
+            away[0].SetUb(0)
+            put = [lp.NumVar(0, big, "") for _ in range(n + 1)]
+            put[0].SetUb(0)
+            lane: dict[str, Any] = {"drain": [], "queue": [], "put": [], "sum": [], "away": away, "joined": put}
+            for k in range(n):
+                stall = lp.NumVar(0, big, "")
+                self.objective.SetCoefficient(stall, 1)
+                drain = lp.Constraint(-big, float(seconds[k]))
+                drain.SetCoefficient(away[k + 1], 1 / rate)
+                drain.SetCoefficient(away[k], -1 / rate)
+                drain.SetCoefficient(stall, -1)
+                queue = lp.Constraint(-big, 0)
+                queue.SetCoefficient(away[k + 1], 1 / rate)
+                queue.SetCoefficient(put[k], -1 / rate)
+                queue.SetCoefficient(stall, -1)
+                # At the turn all is away: with the row below an equation.
+                below = lp.Constraint(0 if k == n - 1 else -big, 0)
+                below.SetCoefficient(away[k + 1], 1)
+                below.SetCoefficient(put[k + 1], -1)
+                total = lp.Constraint(0, 0)
+                total.SetCoefficient(put[k + 1], 1)
+                total.SetCoefficient(put[k], -1)
+                memory[k].SetCoefficient(away[k], -1)
+                for name, row in (("drain", drain), ("queue", queue), ("put", below), ("sum", total)):
+                    lane[name].append(row)
+            self.lanes.append(lane)
+        for k in range(n):
+            m = c.menus[k]
+            for o, var in enumerate(self.x[k]):
+                self._set(self.lanes[1]["drain"][k], var, -float(m.seconds[o]))
+            if m.free.any():
+                moved, limit = self._moved(k, k)
+                for o, var in enumerate(self.x[k]):
+                    self._set(limit, var, -m.free[o])
+            for s in sorted({s for items in m.shared for s in items}):
+                moved, limit = self._moved(k, k)
+                for o, var in enumerate(self.x[k]):
+                    if s in m.shared[o]:
+                        limit.SetCoefficient(var, -float(c.size[s]))
+                for j in c.movable[k][s]:
+                    fixing = [v for o, v in enumerate(self.x[j]) if s in c.menus[j].fixes[o]]
+                    if fixing:
+                        row = lp.Constraint(-big, float(c.size[s]))
+                        row.SetCoefficient(moved, 1)
+                        for v in fixing:
+                            row.SetCoefficient(v, float(c.size[s]))
+                        self.ask[k, s, j] = row
+
+    def _moved(self, out_at: int, back_at: int) -> tuple[Any, Any]:
+        """A variable for bytes that join both queues, and the row that limits it."""
+        moved = self.lp.NumVar(0, self.big, "")
+        self.lanes[0]["sum"][out_at].SetCoefficient(moved, -1)
+        self.lanes[1]["sum"][back_at].SetCoefficient(moved, -1)
+        self.host.SetCoefficient(moved, 1)
+        limit = self.lp.Constraint(-self.big, 0)
+        limit.SetCoefficient(moved, 1)
+        return moved, limit
+
+    def add(self, column: Column) -> None:
+        """Add a segment."""
+        a, b = column.tree.first, column.tree.last
+        var = self.lp.NumVar(0, self.big, "")
+        self.y.append((column, var))
+        self.objective.SetCoefficient(var, float(column.seconds.sum()))
+        for k in range(a, b + 1):
+            self.cover[k].SetCoefficient(var, 1)
+            self._set(self.carry[k], var, -column.kept[k - a])
+            self._set(self.forward[k], var, column.forward[k - a])
+            self._set(self.backward[k], var, column.backward[k - a])
+            if self.lanes:
+                self._set(self.lanes[1]["drain"][k], var, -column.seconds[k - a])
+        if self.lanes and column.moves:
+            _, limit = self._moved(a, b)
+            limit.SetCoefficient(var, -float(column.moves))
+
+    def _flow(self, at: int) -> float:
+        """Minus the derivative of the optimum by the logarithm of a link's rate."""
+        lane, rate = self.lanes[at], (self.chain.out, self.chain.back)[at]
+        away = [var.solution_value() for var in lane["away"]]
+        put = [var.solution_value() for var in lane["joined"]]
+        total = 0.0
+        for k, (drain, queue) in enumerate(zip(lane["drain"], lane["queue"], strict=True)):
+            total -= drain.dual_value() * (away[k + 1] - away[k]) + queue.dual_value() * (away[k + 1] - put[k])
+        return max(0.0, total / rate)
+
+    def solve(self, seconds: float) -> Duals | None:
+        """Solve; None where the time ran out."""
+        self.lp.SetTimeLimit(max(1, int(1000 * seconds)))
+        if self.lp.Solve() != self.lp.OPTIMAL:
+            return None
+        n, empty = self.chain.n, np.zeros(self.chain.n)
+
+        def less(rows: list[Any]) -> Floats:
+            return np.array([max(0.0, -row.dual_value()) for row in rows])
+
+        lanes = self.lanes
+        return Duals(
+            objective=self.objective.Value(),
+            excess=self.excess.solution_value(),
+            forward=less(self.forward),
+            backward=less(self.backward),
+            drain=tuple(less(lane["drain"]) for lane in lanes) if lanes else (empty, empty),  # type: ignore[arg-type]
+            queue=tuple(less(lane["queue"]) for lane in lanes) if lanes else (empty, empty),  # type: ignore[arg-type]
+            put=tuple(  # type: ignore[arg-type]
+                np.concatenate([[0.0], [-row.dual_value() for row in lane["put"]]]) for lane in lanes
+            )
+            if lanes
+            else (np.zeros(n + 1), np.zeros(n + 1)),
+            host=max(0.0, -self.host.dual_value()) if self.host is not None else 0.0,
+            ask={key: max(0.0, -row.dual_value()) for key, row in self.ask.items()},
+            stage=np.array([row.dual_value() for row in self.cover]),
+            values=[np.array([var.solution_value() for var in row]) for row in self.x],
+            shares=np.array([var.solution_value() for _, var in self.y]),
+            flow=(self._flow(0), self._flow(1)) if lanes else (0.0, 0.0),
+        )
+
+
+@dataclass(slots=True)
+class Costs:
+    """Feasible multipliers and what follows from them; times in units of the baseline, bytes in units of the budget.
+
+    Attributes
+    ----------
+    linear_forward, linear_backward : array (stages,)
+        Price of a byte in each step, in the linear bound.
+    away_forward, away_backward : array (stages,)
+        What a byte over the budget costs in each step; infinite where nothing can move.
+    tau : array (stages,)
+        What a second of compute in a backward step costs; below 1 where the link uses it.
+    options : list of array
+        Per stage and option, what does not depend on memory: recompute and moves.
+    move_out, move_back : array (stages,)
+        Per byte that joins the queues after a stage.
+    constant : float
+        What any plan pays, memory left out.
+    """
+
+    linear_forward: Floats
+    linear_backward: Floats
+    away_forward: Floats
+    away_backward: Floats
+    tau: Floats
+    options: list[Floats]
+    move_out: Floats
+    move_back: Floats
+    host: float
+    constant: float
+
+    @classmethod
+    def of(cls, chain: Chain, duals: Duals, *, scale: float = 1.0) -> Costs:
+        """Make multipliers of the solver's, which are right up to its tolerance alone."""
+        c, n = chain, chain.n
+        constant = 0.0
+        away, moves, taus = [], [], []
+        for lane, (rate, seconds) in enumerate(((c.out, c.forward_s), (c.back, c.backward_s))):
+            p, q, r = duals.drain[lane], duals.queue[lane], np.maximum(duals.put[lane], 0.0)
+            over = np.maximum(1.0, p + q)
+            p, q = p / over, q / over
+            before = np.concatenate([[0.0], (p + q) / rate])
+            price = before[:n] - p / rate + r[:n]
+            price[0] = 0.0
+            r = r[:n] + np.maximum(0.0, -price)
+            price = np.maximum(price, 0.0)
+            # P[k] for k < n costs -(q / rate + r); at the turn everything is away.
+            late = np.concatenate([(q / rate + r), [0.0]])
+            tail = np.cumsum(late[::-1])[::-1]
+            moves.append(before[n] - tail[1:])
+            constant -= float(p @ seconds)
+            taus.append(1.0 - p)
+            away.append(price)
+        if c.most_put[-1] <= 0:
+            away = [np.full(n, np.inf), np.full(n, np.inf)]
+            taus = [np.ones(n), np.ones(n)]
+            moves = [np.zeros(n), np.zeros(n)]
+            constant = 0.0
+        else:
+            away[0][0] = away[1][0] = np.inf
+        host = duals.host if c.host is not None else 0.0
+        constant -= host * (c.host or 0.0)
+        fixed: list[dict[int, float]] = [{} for _ in range(n)]
+        asked: dict[tuple[int, int], float] = {}
+        for (k, s, j), w in duals.ask.items():
+            if w > 0:
+                fixed[j][s] = fixed[j].get(s, 0.0) + w * c.size[s]
+                asked[k, s] = asked.get((k, s), 0.0) + w
+                constant -= w * c.size[s]
+        options = []
+        for i, m in enumerate(c.menus):
+            cost = m.seconds * taus[1][i]
+            price_i = moves[0][i] + moves[1][i] + host
+            cost = cost + m.free * min(0.0, price_i)
+            for o in range(len(m.codes)):
+                cost[o] += sum(c.size[s] * min(0.0, price_i + asked.get((i, s), 0.0)) for s in m.shared[o])
+                if fixed[i]:
+                    cost[o] += sum(fixed[i].get(s, 0.0) for s in m.fixes[o])
+            options.append(cost)
+        return cls(
+            linear_forward=np.minimum(duals.forward * scale, away[0]),
+            linear_backward=np.minimum(duals.backward * scale, away[1]),
+            away_forward=away[0],
+            away_backward=away[1],
+            tau=taus[1],
+            options=options,
+            move_out=moves[0],
+            move_back=moves[1],
+            host=host,
+            constant=constant,
+        )
+
+
+class Intervals:
+    """Numbers of every run of stages that no multiplier enters; row i is for i + 1 stages, column s for first stage s."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = c = chain
+        n = c.n
+        start = np.arange(n)
+        can = np.array([again is not None for again in c.again])
+        blocked = np.concatenate([[0], np.cumsum(~(can | c.glue))])
+        self.longest = 0  # stages in the longest possible segment
+        at = 0
+        for i in range(n):
+            at = i + 1 if not (can[i] or c.glue[i]) else at
+            self.longest = max(self.longest, i + 1 - at)
+        self.longest = self.longest if can.any() else 0
+        w = self.longest
+        held = np.zeros((w, n))
+        moves = np.zeros((w, n))
+        self.possible = np.zeros((w, n), bool)
+        for i in range(w):
+            held[i, : n - i] = c.full[i:]
+            last = start[: n - i] + i
+            self.possible[i, : n - i] = (blocked[last + 1] == blocked[start[: n - i]]) & can[last] & can[start[: n - i]]
+        for j in range(n):
+            low = max(0, j - w + 1)
+            for born, nbytes in c.drops[j]:
+                s = np.arange(low, born + 1)
+                held[j - s, s] -= nbytes
+            for _, born, nbytes in c.segment_moves[j]:
+                s = np.arange(low, j + 1)
+                s = s[s > born] if born < n else s
+                moves[j - s, s] += nbytes
+        self.held_at = np.maximum(held, 0.0)
+        self.held = np.cumsum(self.held_at, axis=0)
+        self.moves = np.cumsum(moves, axis=0)
+        self.run = np.concatenate([[0.0], np.cumsum(c.run_s)])
+
+
+class LinearTrees:
+    """The cheapest tree of every segment at linear prices; see the module's docstring for the recursion."""
+
+    def __init__(self, intervals: Intervals, costs: Costs) -> None:
+        self.intervals, self.costs, self.chain = intervals, costs, intervals.chain
+        c, n, w = self.chain, self.chain.n, intervals.longest
+        lf, lb = costs.linear_forward, costs.linear_backward
+        self.back = np.concatenate([[0.0], np.cumsum(lb)])
+        self.fore = np.concatenate([[0.0], np.cumsum(lf)])
+        again_s = np.where(np.isfinite(c.again_s), c.again_s, 0.0)
+        self.sweep = np.zeros((w, n))  # G, column: last stage
+        self.tree = np.full((w, n), np.inf)  # R, column: first stage
+        self.less = np.full((w, n), np.inf)  # R less what is held until later
+        for i in range(w):
+            if i == 0:
+                self.sweep[0] = lb * (c.full + c.last_own)
+            else:
+                s, b = slice(0, n - i), slice(i, n)
+                best = (
+                    c.keep_kept[s] * (self.back[i + 1 :] - self.back[s]) + lb[s] * c.keep_own[s] + self.sweep[i - 1, b]
+                )
+                inner = self.less[:i, s] + intervals.held[:i, s] * self.back[i + 1 :] + self.sweep[:i][::-1, b]
+                self.sweep[i, b] = np.minimum(best, inner.min(axis=0))
+            last = np.arange(i, n)
+            value = (
+                costs.tau[last] * (again_s[last] + intervals.run[last] - intervals.run[last - i]) + self.sweep[i, last]
+            )
+            self.tree[i, : n - i] = np.where(intervals.possible[i, : n - i], value, np.inf)
+            self.less[i, : n - i] = self.tree[i, : n - i] - intervals.held[i, : n - i] * self.back[last + 1]
+        self._segments()
+
+    def _segments(self) -> None:
+        """What a segment costs at the top level: its tree, its forward, what it holds for later steps, its moves."""
+        c, n, costs, iv = self.chain, self.chain.n, self.costs, self.intervals
+        w = iv.longest
+        own = costs.linear_forward * c.segment_forward
+        self.forward = np.zeros((w, n))
+        self.move = np.zeros((w, n))
+        self.segment = np.full((w, n), np.inf)
+        total = self.fore[n] + self.back[n]
+        running = np.zeros(n)
+        for i in range(w):
+            k = n - i
+            running[:k] += own[i:] + iv.held_at[i, :k] * (self.fore[n] - self.fore[i + 1 :])
+            self.forward[i, :k] = running[:k]
+            price = np.minimum(0.0, costs.move_out[:k] + costs.move_back[i:] + costs.host)
+            self.move[i, :k] = iv.moves[i, :k] * price
+            after = iv.held[i, :k] * (self.back[n] - self.back[i + 1 :])
+            self.segment[i, :k] = self.tree[i, :k] + running[:k] + after + self.move[i, :k]
+        self.segment[:1] = np.inf
+        assert total >= 0
+        tail = self.fore[n] - self.fore[1:] + self.back[n] - self.back[1:]
+        lf, lb = costs.linear_forward, costs.linear_backward
+        self.options = [
+            costs.options[i] + lf[i] * m.forward + lb[i] * m.backward + m.kept * tail[i] for i, m in enumerate(c.menus)
+        ]
+        self.single = np.array([cost.min() for cost in self.options])
+        self.constant = costs.constant - float(lf @ (c.budget - c.base_forward) + lb @ (c.budget - c.base_backward))
+
+    def path(self) -> tuple[Floats, Floats]:
+        """Cheapest ways to each boundary from the first and to the last, constants left out."""
+        n, w = self.chain.n, self.intervals.longest
+        ahead, behind = np.zeros(n + 1), np.zeros(n + 1)
+        for b in range(n):
+            best = ahead[b] + self.single[b]
+            if w:
+                i = np.arange(min(w, b + 1))
+                best = min(best, float((ahead[b - i] + self.segment[i, b - i]).min()))
+            ahead[b + 1] = best
+        for a in reversed(range(n)):
+            best = behind[a + 1] + self.single[a]
+            if w:
+                i = np.arange(min(w, n - a))
+                best = min(best, float((behind[a + 1 + i] + self.segment[i, a]).min()))
+            behind[a] = best
+        return ahead, behind
+
+    def best_path(self) -> tuple[tuple[int, ...], tuple[Segment, ...]]:
+        """Option codes and segments of the cheapest path."""
+        ahead, _ = self.path()
+        n, w = self.chain.n, self.intervals.longest
+        codes = [m.codes[int(cost.argmin())] for m, cost in zip(self.chain.menus, self.options, strict=True)]
+        segments = []
+        b = n
+        while b > 0:
+            i = np.arange(min(w, b))
+            through = ahead[b - 1 - i] + self.segment[i, b - 1 - i]
+            if w and through.min() < ahead[b - 1] + self.single[b - 1]:
+                length = int(through.argmin())
+                segments.append(self.structure(b - 1 - length, b - 1))
+                b -= length
+            b -= 1
+        return tuple(codes), tuple(reversed(segments))
+
+    def missing(self, stage_prices: Floats) -> list[tuple[int, int]]:
+        """Segments cheaper than the stages they replace: the best from each first and to each last stage."""
+        n, w = self.chain.n, self.intervals.longest
+        if not w:
+            return []
+        total = np.concatenate([[0.0], np.cumsum(stage_prices)])
+        reduced = np.full((w, n), np.inf)
+        for i in range(w):
+            reduced[i, : n - i] = self.segment[i, : n - i] - (total[i + 1 :] - total[: n - i])
+        found = []
+        for a, i in enumerate(reduced.argmin(axis=0).tolist()):
+            if reduced[i, a] < -TOLERANCE:
+                found.append((a, a + i))
+        for b in range(n):
+            i = np.arange(min(w, b + 1))
+            values = reduced[i, b - i]
+            at = int(values.argmin())
+            if values[at] < -TOLERANCE:
+                found.append((b - at, b))
+        return sorted(set(found))
+
+    def structure(self, first: int, last: int) -> Segment:
+        """The cheapest tree of the segment `first..last`."""
+        inner, s = [], first
+        while s < last:
+            i = last - s
+            best = (
+                self.chain.keep_kept[s] * (self.back[last + 1] - self.back[s])
+                + self.costs.linear_backward[s] * self.chain.keep_own[s]
+                + self.sweep[i - 1, last]
+            )
+            options = self.less[:i, s] + self.intervals.held[:i, s] * self.back[last + 1] + self.sweep[:i, last][::-1]
+            e = int(options.argmin())
+            if options[e] < best:
+                inner.append(self.structure(s, s + e))
+                s += e
+            s += 1
+        return Segment(first, last, tuple(inner))
+
+
+def column_of(chain: Chain, intervals: Intervals, tree: Segment) -> Column:
+    """The coefficients of a segment in the master program."""
+    c, a, b = chain, tree.first, tree.last
+    size = b - a + 1
+    kept = np.array([intervals.held_at[j - a, a] for j in range(a, b + 1)])
+    rows, seconds = np.zeros(size), np.zeros(size)
+
+    def sweep(segment: Segment) -> None:
+        s, last = segment.first, segment.last
+        seconds[last - a] += c.again_s[last] + intervals.run[last] - intervals.run[s]
+        rows[last - a] += c.full[last] + c.last_own[last]
+        inner = {item.first: item for item in segment.inner}
+        while s < last:
+            if s in inner:
+                e = inner[s].last
+                sweep(inner[s])
+                rows[e + 1 - a : last + 1 - a] += intervals.held[e - s, s]
+                s = e + 1
+            else:
+                rows[s - a : last + 1 - a] += c.keep_kept[s]
+                rows[s - a] += c.keep_own[s]
+                s += 1
+
+    sweep(tree)
+    before = np.concatenate([[0.0], np.cumsum(kept)[:-1]])
+    return Column(tree, kept, c.segment_forward[a : b + 1], rows - before, seconds, float(intervals.moves[b - a, a]))
+
+
+class HeldDP:
+    """A bound by a dynamic program over (boundary, held bytes) at given multipliers of the links."""
+
+    def __init__(
+        self,
+        linear: LinearTrees,
+        limit: float,
+        *,
+        slots: int = 1000,
+        coarse: int = 8,
+        longest: int = 1 << 30,
+    ) -> None:
+        self.linear, self.costs, self.chain, self.limit = linear, linear.costs, linear.chain, limit
+        c, n = self.chain, self.chain.n
+        k = self.costs
+        self.weight_forward = np.where(np.isfinite(k.away_forward), k.away_forward, 0.0)
+        self.weight_backward = np.where(np.isfinite(k.away_backward), k.away_backward, 0.0)
+        slack = 1e-9
+        put = c.most_put[:n]
+        self.room_forward = c.budget - c.base_forward
+        self.room_backward = c.budget - c.base_backward
+        self.hard_forward = np.where(np.isfinite(k.away_forward), put, 0.0) + slack
+        self.hard_backward = np.where(np.isfinite(k.away_backward), put, 0.0) + slack
+        # The most bytes that can be held at a boundary: what options add up to, and what the next step lets in.
+        most = np.cumsum([m.kept.max() for m in c.menus])
+        let_in = np.minimum(self.room_forward + self.hard_forward, self.room_backward + self.hard_backward)
+        top = max(float(np.minimum(most[:-1], let_in[1:]).max()) if n > 1 else 0.0, 1e-6)
+        self.slots = -(-slots // coarse) * coarse
+        self.width = top / (self.slots - 1)
+        self.coarse = coarse
+        self.low = np.arange(self.slots) * self.width
+        self.ahead, self.behind = linear.path()
+        self.fixed = 1.0 + k.constant
+        self.mu = np.concatenate([np.cumsum((k.linear_forward + k.linear_backward)[::-1])[::-1], [0.0]])
+        # The linear bound of completing a plan, as what is added to the value of a state.
+        room = k.linear_forward * self.room_forward + k.linear_backward * self.room_backward
+        self.rest = self.behind - np.concatenate([np.cumsum(room[::-1])[::-1], [0.0]])
+        self._arcs(longest)
+
+    def _row(
+        self, over: Floats, weight: float | Floats, price: float | Floats, hard: float | Floats, width: float
+    ) -> Floats:
+        """Least of weight * (over + t)+ - price * t over 0 <= t <= width; infinite where even t = 0 is too much."""
+        cost = weight * np.maximum(over, 0.0) + price * np.clip(over, -width, 0.0)
+        return np.where(over > hard, np.inf, cost)
+
+    def _arcs(self, longest: int) -> None:
+        """Segments that could be in a plan below the limit, and their costs by what is held before them."""
+        c, n, lin, iv = self.chain, self.chain.n, self.linear, self.linear.intervals
+        total = 1.0 + lin.constant
+        self.arcs: list[list[int]] = [[] for _ in range(n)]
+        w = 0
+        for i in range(1, iv.longest):
+            k = n - i
+            value = total + self.ahead[:k] + lin.segment[i, :k] + self.behind[i + 1 :]
+            for a in np.flatnonzero(value < self.limit):
+                self.arcs[int(a)].append(i)
+                w = max(w, i + 1)
+        self.count = sum(map(len, self.arcs))
+        self.wide = min(w, longest)
+        self._trees()
+
+    def _trees(self) -> None:
+        c, n, lin, iv, k, w = self.chain, self.chain.n, self.linear, self.linear.intervals, self.costs, self.wide
+        self.q = q = self.slots // self.coarse
+        width = self.width * self.coarse
+        low = np.arange(q) * width
+        lb = k.linear_backward
+        again_s = np.where(np.isfinite(c.again_s), c.again_s, 0.0)
+        sweep = np.full((w, n, q + 2), np.inf)
+        self.tree = np.full((w, n, q), np.inf)
+        pad = np.full((1, 2), np.inf)
+        columns = np.arange(q)
+
+        def moved(values: Floats, add: Floats, price: Floats) -> Floats:
+            """Values at low + add, rounded both ways, the rounding charged at `price`."""
+            shift = np.floor(add / width * (1 + 1e-15)).astype(np.int64)
+            part = add - shift * width
+            index = np.minimum(columns + shift[:, None], q)
+            rows = np.arange(len(add))[:, None]
+            down = values[rows, index] + (price * part)[:, None]
+            up = values[rows, np.minimum(index + 1, q + 1)] + (price * (part - width))[:, None]
+            return np.minimum(down, up)
+
+        for i in range(w):
+            b = np.arange(i, n)
+            s = b - i
+            if i == 0:
+                own = c.full + c.last_own - self.room_backward
+                value = self._row(
+                    low + own[:, None], self.weight_backward[:, None], lb[:, None], self.hard_backward[:, None], width
+                )
+            else:
+                own = c.keep_kept[s] + c.keep_own[s] - self.room_backward[s]
+                value = self._row(
+                    low + own[:, None],
+                    self.weight_backward[s][:, None],
+                    lb[s][:, None],
+                    self.hard_backward[s][:, None],
+                    width,
+                )
+                value = value + moved(sweep[i - 1, b], c.keep_kept[s], lin.back[b + 1] - lin.back[s + 1])
+                for j in range(i):
+                    possible = np.flatnonzero(iv.possible[j, s])
+                    if len(possible) == 0:
+                        continue
+                    sp, bp = s[possible], b[possible]
+                    later = moved(sweep[i - j - 1, bp], iv.held[j, sp], lin.back[bp + 1] - lin.back[sp + j + 1])
+                    value[possible] = np.minimum(value[possible], self.tree[j, sp] + later)
+            sweep[i, b, :q] = value
+            seconds = k.tau[b] * (again_s[b] + iv.run[b] - iv.run[s])
+            self.tree[i, s] = np.where(iv.possible[i, s][:, None], value + seconds[:, None], np.inf)
+        self.fore = np.zeros((w, n, q))
+        running = np.zeros((n, q))
+        for i in range(w):
+            s = np.arange(n - i)
+            at = s + i
+            before = iv.held[i - 1, s] if i else np.zeros(n)
+            own = before + c.segment_forward[at] - self.room_forward[at]
+            running = running[: n - i] + self._row(
+                low + own[:, None],
+                self.weight_forward[at][:, None],
+                k.linear_forward[at][:, None],
+                self.hard_forward[at][:, None],
+                width,
+            )
+            self.fore[i, s] = running
+        del pad
+
+    def _arc(self, a: int, i: int) -> Floats:
+        """The cost of the segment of i + 1 stages from `a`, by slot of what is held before it."""
+        lin, n, b = self.linear, self.chain.n, a + i
+        k, c = self.costs, self.chain
+        slope = lin.back[b + 1] - lin.back[a] + lin.fore[b + 1] - lin.fore[a]
+        rows = slice(a, b + 1)
+        constant = -float(
+            k.linear_forward[rows] @ self.room_forward[rows] + k.linear_backward[rows] @ self.room_backward[rows]
+        )
+        held = lin.intervals.held[i, a]
+        inside = lin.tree[i, a] + lin.forward[i, a] - held * (lin.fore[n] - lin.fore[b + 1])
+        cost = inside + constant + slope * self.low
+        if i < self.wide:
+            coarse = self.tree[i, a] + self.fore[i, a]
+            offset = slope * (self.low - np.repeat(self.low[:: self.coarse], self.coarse))
+            cost = np.maximum(cost, np.repeat(coarse, self.coarse) + offset)
+        return cost + lin.move[i, a]
+
+    def run(self) -> float:
+        """The bound, in units of the baseline; at most `limit`."""
+        c, n, k, q, width = self.chain, self.chain.n, self.costs, self.slots, self.width
+        value = np.full((n + 1, q), np.inf)
+        value[0, 0] = 0.0
+        self.source = np.full((n + 1, q), -1, np.int32)
+        self.choice = np.full((n + 1, q), -1, np.int32)
+        for i, m in enumerate(c.menus):
+            bar = self.limit - self.fixed - self.rest[i]
+            value[i][value[i] + self.mu[i] * self.low > bar] = np.inf
+            live = np.flatnonzero(np.isfinite(value[i]))
+            if len(live) == 0:
+                continue
+            first, last = int(live[0]), int(live[-1]) + 1
+            low, here = self.low[first:last], value[i, first:last]
+            for o in range(len(m.codes)):
+                over_f = low + (m.forward[o] - self.room_forward[i])
+                over_b = low + (m.backward[o] - self.room_backward[i])
+                cost = self._row(over_f, self.weight_forward[i], k.linear_forward[i], self.hard_forward[i], width)
+                cost += self._row(over_b, self.weight_backward[i], k.linear_backward[i], self.hard_backward[i], width)
+                self._move(value, i + 1, first, here + cost + k.options[i][o], float(m.kept[o]), -2 - o)
+            for length in self.arcs[i]:
+                cost = self._arc(i, length)[first:last]
+                self._move(value, i + length + 1, first, here + cost, float(self.linear.intervals.held[length, i]), i)
+        self.value = value
+        best = float(value[n].min())
+        return min(self.limit, self.fixed + best)
+
+    def _move(self, value: Floats, to: int, first: int, new: Floats, add: float, choice: int) -> None:
+        shift = math.floor(add / self.width * (1 + 1e-15))
+        part = add - shift * self.width
+        if to == self.chain.n:
+            # Nothing depends on what is held at the end.
+            at = int(new.argmin())
+            if new[at] < value[to, 0]:
+                value[to, 0], self.source[to, 0], self.choice[to, 0] = new[at], first + at, choice
+            return
+        for up, charge in ((0, part), (1, part - self.width)):
+            if up and part <= 0:
+                continue
+            begin = first + shift + up
+            size = min(len(new), self.slots - begin)
+            if size <= 0:
+                continue
+            moved = new[:size] + self.mu[to] * charge
+            target = value[to, begin : begin + size]
+            better = moved < target
+            target[better] = moved[better]
+            at = np.flatnonzero(better)
+            self.source[to, begin + at] = first + at
+            self.choice[to, begin + at] = choice
+
+    def plan(self) -> tuple[tuple[int, ...], tuple[Segment, ...]] | None:
+        """Option codes and segments of the best path."""
+        n, c = self.chain.n, self.chain
+        codes, segments = [0] * n, []
+        b, q = n, 0
+        if not np.isfinite(self.value[n, 0]):
+            return None
+        while b > 0:
+            choice, q = int(self.choice[b, q]), int(self.source[b, q])
+            if choice <= -2:
+                b -= 1
+                codes[b] = c.menus[b].codes[-2 - choice]
+            else:
+                segments.append(self.linear.structure(choice, b - 1))
+                b = choice
+        return tuple(codes), tuple(reversed(segments))
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What the multipliers of the bound say, for people; seconds and bytes.
+
+    Attributes
+    ----------
+    forward_s_per_byte, backward_s_per_byte : tuple of float
+        What a byte less would save, by the step in which it is held; 0 where the budget doesn't bind.
+    budget_s_per_byte : float
+        Seconds that a byte more of budget saves, to first order: the sum of the above.
+    out_s, in_s : float
+        Seconds that a link twice as fast would save, to first order; divide by its rate for seconds per byte per second.
+    host_s_per_byte : float
+        Seconds that a byte more on the host tier saves.
+    options_s : tuple of tuple of float
+        Per stage and allowed option (in the order of the menu given), what it costs: its time and moves, and its bytes
+        at their prices. The cheapest is what the bound counts with; the others say what they would cost more.
+    """
+
+    forward_s_per_byte: tuple[float, ...]
+    backward_s_per_byte: tuple[float, ...]
+    budget_s_per_byte: float
+    out_s: float
+    in_s: float
+    host_s_per_byte: float
+    options_s: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A proven lower bound.
+
+    Attributes
+    ----------
+    bound_s : float
+        No plan of the space is faster; infinite where there is no plan.
+    prices : Prices or None
+        None where no linear program was solved in time.
+    rounds : int
+        Linear programs solved.
+    complete : bool
+        Whether the linear relaxation over all segments was solved to its end.
+    """
+
+    bound_s: float
+    prices: Prices | None
+    rounds: int
+    complete: bool
+
+
+def lower_bound(
+    profile: Profile,
+    menu: Sequence[Sequence[int]],
+    budget_bytes: int,
+    *,
+    host_bytes: int | None = None,
+    segments: bool = True,
+    deadline: float,
+    upper_s: float = math.inf,
+    on_candidate: OnCandidate | None = None,
+    seed: int = 0,
+) -> Bound:
+    """Prove that no plan is faster than the result.
+
+    Parameters
+    ----------
+    profile : Profile
+    menu : sequence of sequence of int
+        Per stage, the options allowed, as indices into `stage.options`.
+    budget_bytes : int
+    host_bytes : int, optional
+        Most bytes moved in all.
+    segments : bool
+        Whether plans may have segments.
+    deadline : float
+        Of `time.monotonic()`.
+    upper_s : float
+        Makespan of a plan that is known: nothing above it needs proof, which saves time.
+    on_candidate : callable, optional
+        Gets option codes and segments of plans that may be good; they may not fit.
+    seed : int
+        Has no effect: nothing here is random.
+
+    Returns
+    -------
+    Bound
+    """
+    del seed
+    return _Bounder(profile, menu, budget_bytes, host_bytes, segments, deadline, upper_s, on_candidate).run()
+
+
+@dataclass(slots=True)
+class _Bounder:
+    """One run of `lower_bound`; times are in units of the baseline."""
+
+    profile: Profile
+    menu: Sequence[Sequence[int]]
+    budget_bytes: int
+    host_bytes: int | None
+    segments: bool
+    deadline: float
+    upper_s: float
+    on_candidate: OnCandidate | None
+    chain: Chain = field(init=False)
+    best: float = 1.0
+    rounds: int = 0
+    complete: bool = False
+    duals: Duals | None = None
+    trees: LinearTrees | None = None
+    offered: set[tuple[tuple[int, ...], tuple[Segment, ...]]] = field(default_factory=set)
+
+    def run(self) -> Bound:
+        """Columns until no segment is missing, then the held-bytes program at the best multipliers."""
+        if self.profile.update_peak_bytes > self.budget_bytes:
+            return Bound(math.inf, None, 0, True)
+        self.chain = Chain(self.profile, self.menu, self.budget_bytes, self.host_bytes, segments=self.segments)
+        self.generate()
+        if self.trees is not None:
+            self.sharpen()
+        return Bound(self.seconds(self.best), self.prices(), self.rounds, self.complete)
+
+    def seconds(self, value: float) -> float:
+        """Seconds, less what sums of floats may be off by."""
+        return max(self.profile.baseline_step_s, value * self.chain.second * (1 - 1e-9))
+
+    def offer(self, codes: Sequence[int], segments: Sequence[Segment]) -> None:
+        """Hand out a candidate once; stages in segments get the option that segments ask for."""
+        if self.on_candidate is None:
+            return
+        fixed = list(codes)
+        for segment in segments:
+            for i in range(segment.first, segment.last + 1):
+                fixed[i] = self.chain.inside(i)
+        key = (tuple(fixed), tuple(segments))
+        if key not in self.offered:
+            self.offered.add(key)
+            self.on_candidate(*key)
+
+    def generate(self) -> None:
+        """Solve, price every segment, add those that are missing, and again."""
+        chain = self.chain
+        master = Master(chain)
+        intervals = Intervals(chain)
+        seen: set[Segment] = set()
+        while (left := self.deadline - time.monotonic()) > 0:
+            duals = master.solve(left)
+            if duals is None:
+                return
+            self.rounds += 1
+            trees = LinearTrees(intervals, Costs.of(chain, duals))
+            ahead, _ = trees.path()
+            value = 1.0 + trees.constant + float(ahead[-1])
+            if value > self.best or self.trees is None:
+                self.best, self.duals, self.trees = max(value, self.best), duals, trees
+            found = [trees.structure(a, b) for a, b in trees.missing(duals.stage)]
+            new = [tree for tree in found if tree not in seen]
+            if not new or 1.0 + duals.objective - self.best < TOLERANCE:
+                self.complete = True
+                self.round_off(duals, master)
+                return
+            seen.update(new)
+            for tree in new:
+                master.add(column_of(chain, intervals, tree))
+
+    def round_off(self, duals: Duals, master: Master) -> None:
+        """Candidates from the linear program: the largest share of each stage."""
+        if self.on_candidate is None:
+            return
+        assert self.trees is not None
+        taken = [column.tree for (column, _), share in zip(master.y, duals.shares, strict=True) if share > 0.5]
+        codes = [m.codes[int(values.argmax())] for m, values in zip(self.chain.menus, duals.values, strict=True)]
+        self.offer(codes, sorted(taken, key=lambda tree: tree.first))
+        for scale in (1.0, 1.1, 1.25, 1.5, 2.0):
+            self.offer(*LinearTrees(self.trees.intervals, Costs.of(self.chain, duals, scale=scale)).best_path())
+
+    def sharpen(self) -> None:
+        """The held-bytes program at the best multipliers; what it need not look above grows until it is reached no more."""
+        assert self.trees is not None and self.duals is not None
+        n = self.chain.n
+        slots, longest = (4000, 200) if n <= 60 else (2000, 100) if n <= 150 else (1000, 48) if n <= 400 else (800, 24)
+        upper = self.upper_s / self.chain.second
+        limits = (
+            [math.inf]
+            if self.duals.excess > TOLERANCE
+            else [1.02 * self.best, 1.1 * self.best, 1.5 * self.best, math.inf]
+        )
+        for limit in limits:
+            program = HeldDP(self.trees, min(limit, upper), slots=slots, longest=longest)
+            value = program.run()
+            self.best = max(self.best, value)
+            plan = program.plan()
+            if plan is not None:
+                self.offer(*plan)
+            if value < limit or value >= upper:
+                return
+
+    def prices(self) -> Prices | None:
+        """The multipliers in seconds and bytes."""
+        if self.duals is None or self.trees is None:
+            return None
+        costs, second = self.trees.costs, self.chain.second
+        per_byte = second / self.chain.unit
+        forward, backward = costs.linear_forward * per_byte, costs.linear_backward * per_byte
+        return Prices(
+            forward_s_per_byte=tuple(forward.tolist()),
+            backward_s_per_byte=tuple(backward.tolist()),
+            budget_s_per_byte=float(forward.sum() + backward.sum()),
+            out_s=self.duals.flow[0] * second,
+            in_s=self.duals.flow[1] * second,
+            host_s_per_byte=costs.host * per_byte,
+            options_s=tuple(tuple((cost * second).tolist()) for cost in self.trees.options),
+        )
