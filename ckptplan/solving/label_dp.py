@@ -17,13 +17,13 @@ backward of the stage reached (O), the most bytes of copies and of a run's own t
 seconds (S). They take effect where the segment ends; NOTE [Residency], rules 6 and 7.
 
 Which storages several stages may hold is told by three bit masks: held, fixed to the device, and held late enough to
-move (rule 4). Bytes are exact integers. A transfer frees its bytes when it is done, so what the queues hold is told item
-by item for the last `WINDOW` items (`ends`: how many bytes the newest 1, 2, ... items have together); a longer backlog is
-taken as if its items were like the window's oldest one. The evaluator has the last word on each plan.
+move (rule 4). Bytes are exact integers. A transfer frees its bytes when it is done, so what the queues hold is told
+item by item for the last `WINDOW` items (`ends`: how many bytes the newest 1, 2, ... items have together); a longer
+backlog is taken as if its items were like the window's oldest one. The evaluator has the last word on each plan.
 
 What makes it fast is pruning: labels fall into cells of a coarse grid over their bytes, and one that isn't faster than
-all labels in cells with no more bytes of any kind is dropped. Values stay exact; only the comparison is coarse. So every
-plan is truly feasible, and the loss is a matter of `cells`. O(stages x options x cells).
+all labels in cells with no more bytes of any kind is dropped. Values stay exact; only the comparison is coarse. So
+every plan is truly feasible, and the loss is a matter of how many labels there are. O(stages x options x labels).
 """
 
 from __future__ import annotations
@@ -144,6 +144,8 @@ class LabelDp:
         self.host_bytes = host_bytes
         self.depth = depth if any(space.inside) and space.segments else 0
         self.tracker = _Tracker(self.profile)
+        self.complete = True
+        """Whether the last run came to its end before its deadline."""
         n = len(self.profile.stages)
         seconds = [stage.forward_s + stage.backward_s for stage in self.profile.stages]
         self.rest_s = np.concatenate([np.cumsum(seconds[::-1])[::-1], [0.0]])
@@ -227,6 +229,7 @@ class LabelDp:
             Most plans to give back.
         """
         n = len(self.profile.stages)
+        self.complete = True
         if self.profile.update_peak_bytes > self.budget_bytes:
             return []
         pools = [_empty(1, self.depth)] + [_empty(0, self.depth) for _ in range(self.depth)]
@@ -234,6 +237,7 @@ class LabelDp:
         self.moves: list[list[list[tuple[int, _Move]]]] = []
         for k in range(n):
             if time.monotonic() > deadline:
+                self.complete = False
                 return []
             grown: list[list[_Labels]] = [[] for _ in pools]
             taken: list[list[tuple[int, _Move]]] = [[] for _ in pools]

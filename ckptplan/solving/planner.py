@@ -8,15 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckptplan.core.chain import ACTIONS, Action, Phase
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.units import format_bytes
-from ckptplan.solving import exact_search, local_search
+from ckptplan.solving import exact_search, local_search, prices
 from ckptplan.solving.evaluate import KEEP, Evaluator, Menu, Schedule, Segments, menus
 from ckptplan.solving.exact_search import PlanSpace
+from ckptplan.solving.label_dp import LabelDp, Prices
+from ckptplan.solving.local_search import LocalSearch
 
 OnProgress = Callable[[str, float, float], None]
 """Called with the part at work, the best makespan so far and the lower bound so far, in seconds."""
@@ -26,6 +29,10 @@ ENUMERATE = 20_000
 """Up to this many plans, looking at each is faster than any other proof."""
 ENUMERATE_WITH_TIME = 4_000_000
 """Up to this many, it is the last resort where bounds leave a gap: seconds at most."""
+FIRST_WIDTH = 250
+MOST_LABELS = 60_000
+FINALISTS = 60
+BOUND_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,16 +177,36 @@ def _smallest_peak(evaluator: Evaluator, space: PlanSpace, deadline: float) -> M
         row, segments, peak = exact_search.smallest(evaluator, space)
         bound = peak
     else:
-        starts = local_search.patterns(space.menu)
-        start = starts[evaluator.smallest_peaks(starts).argmin()]
-        row = local_search.improve(
-            start, space.menu, lambda codes: evaluator.smallest_peaks(codes).astype(float), deadline
-        )
-        peak = evaluator.peak(row.tolist())
+        row, segments, peak = _search_peak(evaluator, space, deadline)
         bound = evaluator.profile.update_peak_bytes
     codes = tuple(row.tolist())
     stage, phase = evaluator.binding(codes, segments)
     return MinPeak(peak, bound, codes, segments, stage, phase, bound == peak)
+
+
+def _search_peak(evaluator: Evaluator, space: PlanSpace, deadline: float) -> tuple[NDArray[np.int8], Segments, int]:
+    """A small peak: patterns, even segments, then ever smaller budgets for the label DP."""
+    starts = local_search.patterns(space)
+    peaks = evaluator.smallest_peaks(starts)
+    best: tuple[list[int], Segments] = (starts[peaks.argmin()].tolist(), ())
+    least = int(peaks.min())
+    if space.segments:
+        for power in range(1, len(space.menu).bit_length()):
+            even = local_search.even_segments(space, 1 << power)
+            peak = evaluator.peak(*even)
+            if peak < least:
+                best, least = even, peak
+    low = evaluator.profile.update_peak_bytes  # no plan was found for `low - 1` bytes or fewer
+    while low < least - (least >> 10) and time.monotonic() < deadline:
+        middle = (low + least - 1) // 2
+        found = LabelDp(space, middle, host_bytes=evaluator.host_bytes).run(FIRST_WIDTH, deadline, count=8)
+        smaller = [(evaluator.peak(plan.codes, plan.segments), plan) for plan in found]
+        peak, plan = min(smaller, key=lambda item: item[0], default=(least, None))
+        if plan is not None and peak < least:
+            best, least = (list(plan.codes), plan.segments), peak
+        else:
+            low = middle + 1
+    return np.array(best[0], np.int8), best[1], least
 
 
 def _check(actions: Sequence[str], time_limit_s: float, **whole: int | None) -> None:
@@ -233,10 +260,84 @@ class _Search:
             self.enumerate()
             return self.result("exact search")
         self.start()
-        self.polish(self.deadline)
+        self.improve()
         if not self.closed() and self.space.count() <= ENUMERATE_WITH_TIME:
             self.enumerate()
         return self.result("done")
+
+    def improve(self) -> None:
+        """Label DP and bounds by turns, each time with more labels."""
+        steer = self.steering()
+        width, round_ = FIRST_WIDTH, 0
+        while not self.closed() and time.monotonic() < self.deadline:
+            begin = time.monotonic()
+            complete = self.run_dp(width, steer)
+            if round_ == 0:
+                self.polish(2000)
+                self.run_bound()
+            elif complete:
+                self.polish(4000)
+            if not complete or time.monotonic() + 3 * (time.monotonic() - begin) > self.deadline or width > MOST_LABELS:
+                break
+            width, round_ = 4 * width, round_ + 1
+
+    def left_s(self) -> float:
+        """Seconds until the deadline."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def steering(self) -> Prices | None:
+        """What bytes are worth, from the linear program without segments."""
+        chain = prices.Chain(self.profile, self.menu, self.budget_bytes, self.host_bytes, segments=self.segments)
+        duals = prices.Master(chain).solve(0.5 * self.left_s())
+        if duals is None:
+            return None
+        link, per_byte = self.profile.link, chain.second / chain.unit
+
+        def after(values: prices.Floats) -> prices.Floats:
+            return np.concatenate([np.cumsum(values[::-1])[::-1], [0.0]])
+
+        def at(memory: prices.Floats, drain: prices.Floats, bytes_per_s: float) -> prices.Floats:
+            return np.append(memory * per_byte + drain / bytes_per_s, 0.0)
+
+        return Prices(
+            after(duals.forward + duals.backward) * per_byte,
+            at(duals.forward, duals.drain[0], link.out_bytes_per_s),
+            at(duals.backward, duals.drain[1], link.in_bytes_per_s),
+            np.append(duals.backward * per_byte, 0.0),
+        )
+
+    def run_dp(self, width: int, steer: Prices | None) -> bool:
+        """Offer what the label DP finds; whether it came to its end."""
+        begin = time.monotonic()
+        dp = LabelDp(self.space, self.budget_bytes, host_bytes=self.host_bytes)
+        below_s = math.inf if self.best is None else self.best.step_s
+        found = dp.run(width, self.deadline, prices=steer, below_s=below_s, count=FINALISTS)
+        best_s = below_s
+        for plan in found:
+            seconds = self.evaluator.step_s(plan.codes, self.budget_bytes, plan.segments)
+            if seconds < best_s:
+                best_s = seconds
+                self.offer(plan.codes, plan.segments)
+            if time.monotonic() > self.deadline or time.monotonic() - begin > 0.5 * self.left_s():
+                break
+        self.report("label DP")
+        return dp.complete
+
+    def run_bound(self) -> None:
+        """A proven bound, and what its programs suggest."""
+        assert self.best is not None
+        bound = prices.lower_bound(
+            self.profile,
+            self.menu,
+            self.budget_bytes,
+            host_bytes=self.host_bytes,
+            segments=self.space.segments,
+            deadline=time.monotonic() + BOUND_SHARE * self.left_s(),
+            upper_s=self.best.step_s,
+            on_candidate=self.offer,
+        )
+        self.bound_s = max(self.bound_s, float(bound.bound_s))
+        self.report("bound")
 
     def closed(self) -> bool:
         """Whether the best schedule is proven optimal."""
@@ -273,9 +374,14 @@ class _Search:
 
     def start(self) -> None:
         """First vectors that fit; where none is found, the one with the smallest peak."""
-        starts = local_search.patterns(self.menu)
+        starts = local_search.patterns(self.space)
         costs = self.evaluator.makespans(starts, self.budget_bytes)
         self.offer(starts[costs.argmin()].tolist())
+        if self.best is None and self.space.segments:
+            for power in range(1, len(self.menu).bit_length()):
+                self.offer(*local_search.even_segments(self.space, 1 << power))
+        if self.best is None:
+            self.run_dp(FIRST_WIDTH, None)
         if self.best is None:
             self.refuse()
         self.report("patterns")
@@ -301,19 +407,14 @@ class _Search:
             phase=least.phase,
         )
 
-    def polish(self, deadline: float) -> None:
-        """Local search from the best vector."""
+    def polish(self, pairs: int) -> None:
+        """Local search from the best plan."""
         if self.best is None or self.closed():
             return
-        start, segments = np.array(self.best.codes, np.int8), self.best.segments
-        share = min(deadline, time.monotonic() + 0.25 * max(0.4, self.deadline - time.monotonic()))
-        found = local_search.improve(
-            start,
-            self.space.menu_in(segments),
-            lambda codes: self.evaluator.makespans(codes, self.budget_bytes, segments),
-            share,
-        )
-        self.offer(found.tolist(), segments)
+        search = LocalSearch(self.evaluator, self.space, self.budget_bytes, self.seed)
+        share = time.monotonic() + 0.2 * self.left_s()
+        codes, segments, _ = search.improve(self.best.codes, self.best.segments, share, pairs=pairs)
+        self.offer(codes, segments)
         self.report("local search")
 
     def result(self, part: str) -> tuple[Schedule, float]:
