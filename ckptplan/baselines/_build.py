@@ -1,7 +1,7 @@
 """From a baseline's options and segments to a finished plan: schedule, peak, makespan, and the error when nothing fits.
 
-All baselines share this, so they differ in their rule alone: release and prefetch points are the best there are for the
-options chosen (core/schedule.py), and an option that a stage doesn't have becomes keep.
+All baselines share this, so they differ in their rule alone: release and prefetch points are the best there are for
+the options chosen (core/schedule.py), and an option that a stage doesn't have becomes keep.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """rotor (Beaumont et al. 2019): the optimal recompute-only schedule of a chain, nothing is swapped.
 
-The dynamic program is in `_rotor_dp.py`, over persistent schedules: what a run saves stays until its backward. They are
-exactly the nested segments of the plan space here.
+The dynamic program is in `_rotor_dp.py`, over persistent schedules: what a run saves stays until its backward. They
+are exactly the nested segments of the plan space here.
 
 Bytes are exact where the budget is at most 4000 units of the sizes' greatest common divisor, and 48 million entries
 of the table are enough (4000 units up to 109 stages, 533 at 300). Beyond that every size is rounded up to a coarser
