@@ -63,8 +63,8 @@ def cheapest(offers: Sequence[Offer], needs: Sequence[float]) -> list[float]:
 def targets(budget_bytes: int) -> Iterator[int]:
     """Budgets to give such a program, 105 % of the true one down to 40 %, in steps of 1 %.
 
-    Rounding fractions to whole options changes the bytes, either way, so the program is solved for all and what fits after
-    rounding counts.
+    Rounding fractions to whole options changes the bytes, either way, so the program is solved for all of them, and
+    what fits after rounding counts.
     """
     for percent in range(105, 39, -1):
         yield budget_bytes * percent // 100

@@ -12,7 +12,7 @@ Access away is the end of a stage's forward, access back the start of its backwa
 by feedback at run time; here release and prefetch points are the best there are. Update 3 speaks of recomputed
 neighbours as one chain, so they can form a segment. What the rule leaves open is tried in all ways, and the fastest
 that fits is returned: neighbours recomputed together (segments) or each by itself, and then with or without their
-inputs swapped.
+inputs swapped; FT of a set by itself, or less the copies already picked, since these use the same link.
 
 Reference
 ---------
@@ -49,7 +49,9 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     variants = [("recompute", False), ("recompute", True)]
     if any(stage.find("recompute+swap") for stage in profile.stages):
         variants.append(("recompute+swap", False))
-    choices = [_pick(profile, budget_bytes, again, chained) for again, chained in variants]
+    choices = [
+        _pick(profile, budget_bytes, again, chained, shared) for again, chained in variants for shared in (False, True)
+    ]
     return build_fastest(profile, choices, budget_bytes, "capuchin")
 
 
@@ -65,7 +67,7 @@ def free_times(profile: Profile, sizes: tuple[int, ...]) -> list[float]:
     ]
 
 
-def _pick(profile: Profile, budget_bytes: int, again: str, chained: bool) -> Choice:
+def _pick(profile: Profile, budget_bytes: int, again: str, chained: bool, shared: bool) -> Choice:
     n = len(profile.stages)
     moved, freed = movable_bytes(profile), own_bytes(profile)
     free_s = free_times(profile, moved)
@@ -88,6 +90,9 @@ def _pick(profile: Profile, budget_bytes: int, again: str, chained: bool) -> Cho
             free_s[swap] >= 0 or redo is None or _rate(moved[swap], -free_s[swap]) >= _rate(freed[redo], again_s[redo])
         ):
             names[swap] = "swap"
+            if shared:
+                copies_s = profile.link.out_s(moved[swap]) + profile.link.in_s(moved[swap])
+                free_s = [seconds - copies_s for seconds in free_s]
         elif redo is not None:
             names[redo] = again
             if chained and redo + 1 < n:

@@ -49,7 +49,7 @@ def _nested(profile: Profile, options: tuple[Option, ...]) -> tuple[Segment, ...
 
 def _halved(profile: Profile, first: int, last: int) -> Segment:
     """The segment whose sweep recomputes its first half again, and so on down."""
-    modules = [i for i in range(first, last) if not profile.stages[i].is_glue]
+    modules = [i for i in range(first, last + 1) if not profile.stages[i].is_glue]
     inner = _halved(profile, first, modules[len(modules) // 2 - 1]) if len(modules) > 1 else None
     return Segment(first, last, () if inner is None else (inner,))
 

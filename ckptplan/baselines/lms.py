@@ -10,8 +10,8 @@ all that it may. A block evicted once stays swapped for the whole step, since a 
 
 Reference
 ---------
-IBM, "PyTorch Large Model Support" (documentation of PowerAI / Watson ML CE, 2019-2020): inactive tensors are swapped out
-only when an allocation would fail, best fit first.
+IBM, "PyTorch Large Model Support" (documentation of PowerAI / Watson ML CE, 2019-2020): inactive tensors are swapped
+out only when an allocation would fail, best fit first.
 """
 
 from __future__ import annotations

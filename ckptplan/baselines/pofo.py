@@ -17,8 +17,8 @@ returned, or rotor's own plan at its exact resolution if that is faster: all in 
 
 Reference
 ---------
-O. Beaumont, L. Eyraud-Dubois, A. Shilova, "Efficient Combination of Rematerialization and Offloading for Training DNNs",
-NeurIPS 2021.
+O. Beaumont, L. Eyraud-Dubois, A. Shilova, "Efficient Combination of Rematerialization and Offloading for Training
+DNNs", NeurIPS 2021.
 """
 
 from __future__ import annotations
@@ -223,8 +223,9 @@ class _Search:
         rows = np.flatnonzero(forward & backward)
         kept = labels.kept + chain.kept[s] - moved - front
         movable = labels.movable if chain.glue[s] else np.full(len(kept), kind == _SWAP)
-        return self._made(s, rows, rows, kind, kept[rows], out[rows], back[rows],
-                          (labels.cost + lost_up + lost_down)[rows], movable[rows], np.zeros(len(rows), np.int64))  # fmt: skip
+        cost = (labels.cost + lost_up + lost_down)[rows]
+        none = np.zeros(len(rows), np.int64)
+        return self._made(s, rows, kind, kept[rows], out[rows], back[rows], cost, movable[rows], none)
 
     def _segments(self, s: int, ends: range, labels: _Labels, rows: Ints, kind: int) -> Iterator[tuple[int, _Labels]]:
         chain, table = self.chain, self.table
@@ -259,7 +260,7 @@ class _Search:
                 busy_s = back_s + again + best[good]
                 back = np.maximum(0.0, left[good] - busy_s * self.in_rate) + moved
                 yield e + 1, self._made(
-                    s, good, rows[good], kind, kept[good] + chain.boundary[e + 1], out[good], back,
+                    s, rows[good], kind, kept[good] + chain.boundary[e + 1], out[good], back,
                     (labels.cost + lost)[good] + again + best[good], np.full(len(good), True), within[good],
                 )  # fmt: skip
             again_s += chain.forward_s[e]
@@ -271,10 +272,10 @@ class _Search:
 
     @staticmethod
     def _made(
-        s: int, good: Ints, parent: Ints, kind: int, kept: Floats, out: Floats, back: Floats, cost: Floats,
+        s: int, parent: Ints, kind: int, kept: Floats, out: Floats, back: Floats, cost: Floats,
         movable: NDArray[np.bool_], within: Ints,
     ) -> _Labels:  # fmt: skip
-        size = len(good)
+        size = len(parent)
         return _Labels(kept, out, back, cost, movable, np.full(size, s), parent, np.full(size, kind), within)
 
     def _choice(self, ends: _Labels, row: int) -> Choice:

@@ -12,6 +12,11 @@ On a textbook chain (`Profile.from_chain`) at exact units the plan is the optimu
 the smallest there is. On richer profiles the program's bytes are an estimate; the plans it gives for budgets around
 the one asked for are replayed with true bytes, and the fastest of those that fit is taken, which is the better for
 the baseline.
+
+Reference
+---------
+O. Beaumont, L. Eyraud-Dubois, J. Herrmann, A. Joly, A. Shilova, "Optimal checkpointing for heterogeneous chains: how to
+train deep neural networks with limited memory", INRIA RR-9302, arXiv 1911.13214 (2019).
 """
 
 from __future__ import annotations

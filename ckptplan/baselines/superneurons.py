@@ -6,7 +6,7 @@
    segment. It is recomputed "speed-centric", all at once and kept until used, unless that needs more bytes than the
    largest layer alone; then "memory-centric": for every backward again from the segment's start.
 
-Profiles have stages, so costly means: forward takes more time per byte saved than the median stage's
+Profiles have stages, so costly means: forward takes at least as much time per byte saved as the median stage's
 (`_build.costly`). Speed-centric is a segment without inner ones; memory-centric is one whose every stage runs again
 for each backward behind it, nested segments that all begin at its first stage. The largest layer's own peak is the
 largest saved set with the forward bytes of its stage.

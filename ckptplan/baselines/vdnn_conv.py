@@ -1,8 +1,8 @@
 """vDNN (Rhu et al. 2016), policy "conv": only the inputs of convolutions are swapped.
 
 The reason given is that a convolution takes long enough to hide the copy of its input. Profiles have stages instead
-of layers, so the stages taken here are those whose forward takes more time per byte saved than the median stage's
-(`_build.costly`); what such a stage saves, its input included, is swapped.
+of layers, so the stages taken here are those whose forward takes at least as much time per byte saved as the median
+stage's (`_build.costly`); what such a stage saves, its input included, is swapped.
 
 The paper prefetches the nearest earlier swapped layer while its successor's backward runs, and waits for each
 copy-out at the end of its layer. Here release and prefetch points are the best there are, which is never slower; what
