@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +13,87 @@ import torch
 from torch import nn
 
 from ckptplan.core.chain import ACTIONS, Action
-from ckptplan.core.errors import CkptPlanError, InvalidInputError
+from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
-from ckptplan.core.units import budget_to_bytes, format_bytes
+from ckptplan.core.units import budget_to_bytes, format_bytes, format_seconds
 from ckptplan.profiling.profiler import profile, replayed_peak, training_step
 from ckptplan.referee import validate
 from ckptplan.runtime.measure import held_tensors, unique_bytes
-from ckptplan.runtime.step import LossFn, TrainingStep, model_device
+from ckptplan.runtime.step import LossFn, model_device
+from ckptplan.solving.frontier import frontier_profile, smallest_within
 from ckptplan.solving.planner import solve_profile
 
 _TIGHTENINGS = 3
+PLAIN = ("keep", "swap", "recompute", "recompute+swap")
+"""The options that every stage has where it can; the others of its menu are its operations' business."""
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What there is to plan, and within which limits."""
+
+    profile: Profile
+    replayed_bytes: Callable[[Plan], int] | None
+    actions: tuple[Action, ...]
+    segments: bool
+    host_bytes: int | None
+    time_limit_s: float
+    seed: int
+    workers: int | None
+    report: Report
+
+    def solved(self, budget_bytes: int) -> Plan:
+        """The plan for a budget; for a model, one whose replay keeps it.
+
+        Raises
+        ------
+        CkptPlanError
+            If none does, or the referee rejects a plan: a defect in either case.
+        """
+        limit, over = budget_bytes, 0
+        for _ in range(_TIGHTENINGS):
+            plan = self.sound(
+                solve_profile(
+                    self.profile,
+                    limit,
+                    actions=self.actions,
+                    segments=self.segments,
+                    host_bytes=self.host_bytes,
+                    time_limit_s=self.time_limit_s,
+                    seed=self.seed,
+                    workers=self.workers,
+                    on_progress=self.progress,
+                )
+            )
+            over = 0 if self.replayed_bytes is None else self.replayed_bytes(plan) - budget_bytes
+            if over <= 0:
+                return plan
+            # The chain model left something out; ask for that much less. The plan then names the smaller budget, which
+            # is the one its status and bound speak of.
+            limit -= over
+        raise CkptPlanError(
+            f"no plan kept within {format_bytes(budget_bytes)} when replayed ({format_bytes(over)} too much after "
+            f"{_TIGHTENINGS} attempts); the model does something the memory model misses, please report it"
+        )
+
+    def sound(self, plan: Plan) -> Plan:
+        """`plan`, which the referee accepts."""
+        broken = validate(self.profile, plan, plan.budget_bytes, host_bytes=self.host_bytes)
+        if broken:
+            raise CkptPlanError(
+                "the solver gave a plan that the referee rejects, please report it: "
+                + "; ".join(f"{v.kind} {v.stage}: {v.detail}" for v in broken)
+            )
+        return plan
+
+    def progress(self, part: str, best_s: float, bound_s: float) -> None:
+        """Put the solver's state into words."""
+        found = "no plan yet" if best_s == math.inf else f"step {format_seconds(best_s)}"
+        gap = f", gap {best_s / bound_s - 1:.2%}" if bound_s and best_s != math.inf else ""
+        self.report(f"solving ({part}): {found}{gap}")
 
 
 def solve(
@@ -34,13 +106,19 @@ def solve(
     device: str | torch.device | None = None,
     host_gb: float | None = None,
     actions: tuple[Action, ...] = ACTIONS,
+    segments: bool = True,
+    menus: bool = True,
+    max_overhead: float | None = None,
     time_limit_s: float = 10.0,
     step: Callable[[], torch.Tensor] | None = None,
     swap_dir: str | Path | None = None,
     seed: int = 0,
-    on_progress: Callable[[str], None] | None = None,
+    workers: int | None = None,
+    on_progress: Report | None = None,
 ) -> Plan:
     """The fastest plan that fits the budget, and how far from the best possible it can be at most.
+
+    With `max_overhead` in place of a budget: the plan with the smallest peak found among those within that slowdown.
 
     Parameters
     ----------
@@ -51,15 +129,21 @@ def solve(
         Everything the step may hold on the device at any moment, in units of 2**30 bytes; rounded down to bytes. None:
         what the device has free, and what the model holds there already.
     host_gb : float, optional
-        Limit on swapped bytes, in units of 2**30 bytes.
+        Limit on swapped bytes, in units of 2**30 bytes; 0 lets nothing move.
     actions : tuple of str
         Which of "keep", "swap" and "recompute" may be used; "keep" must be.
+    segments : bool
+        Whether consecutive stages may be recomputed together, nested where that pays.
+    menus : bool
+        Whether a stage may also save, move or recompute some of its operations' outputs and not others.
+    max_overhead : float, optional
+        Largest slowdown against keeping everything: 0.10 for ten per cent. Not together with a budget.
     time_limit_s : float
         For solving, profiling not counted.
-    seed : int
-        Of the solver.
+    seed, workers : int
+        Of the solver: the same of both give the same plan, unless the time limit cuts the search.
     on_progress : callable, optional
-        Told what is being done.
+        Told what is being done, in words.
 
     Returns
     -------
@@ -72,22 +156,141 @@ def solve(
         With the smallest budget that works, and the stage and phase that bind.
     InvalidInputError, UnsupportedModelError
     """
-    host_bytes = None if host_gb is None else budget_to_bytes(host_gb, name="host_gb")
+    if budget_gb is not None and max_overhead is not None:
+        raise InvalidInputError(
+            f"budget_gb={budget_gb!r} and max_overhead={max_overhead!r} are both given; pass one: the budget to be as "
+            "fast as possible within it, or the slowdown to need as little memory as possible"
+        )
     budget_bytes = None if budget_gb is None else budget_to_bytes(budget_gb)
+    if budget_bytes is None and max_overhead is None:
+        if isinstance(model_or_profile, Profile):
+            raise InvalidInputError("a profile says nothing of free memory; pass budget_gb= or max_overhead=")
+        budget_bytes = free_bytes(model_or_profile, model_device(model_or_profile))
+    job = _job(
+        model_or_profile, inputs, loss_fn, optimizer, device, step, swap_dir, menus, actions, segments, host_gb,
+        time_limit_s, seed, workers, on_progress,
+    )  # fmt: skip
+    if budget_bytes is not None:
+        return job.solved(budget_bytes)
+    assert max_overhead is not None
+    plan = job.sound(
+        smallest_within(
+            job.profile,
+            max_overhead,
+            actions=job.actions,
+            segments=segments,
+            host_bytes=job.host_bytes,
+            time_limit_s=time_limit_s,
+            seed=seed,
+            workers=workers,
+            on_progress=job.report,
+        )
+    )
+    # No budget was named that a replay could exceed, so the plan names the one it keeps.
+    replayed = plan.peak_bytes if job.replayed_bytes is None else job.replayed_bytes(plan)
+    return replace(plan, budget_bytes=max(plan.budget_bytes, replayed))
+
+
+def frontier(
+    model_or_profile: nn.Module | Profile,
+    *,
+    points: int = 12,
+    inputs: Any = None,
+    loss_fn: LossFn | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    device: str | torch.device | None = None,
+    host_gb: float | None = None,
+    actions: tuple[Action, ...] = ACTIONS,
+    segments: bool = True,
+    menus: bool = True,
+    time_limit_s: float = 60.0,
+    step: Callable[[], torch.Tensor] | None = None,
+    swap_dir: str | Path | None = None,
+    seed: int = 0,
+    workers: int | None = None,
+    on_progress: Report | None = None,
+) -> tuple[Plan, ...]:
+    """The plans along the time/memory trade-off, from the smallest peak to everything kept.
+
+    Parameters
+    ----------
+    points : int
+        Most plans, 2 or more.
+    time_limit_s : float
+        For all of them together, profiling not counted.
+
+    The others are those of `solve`.
+
+    Returns
+    -------
+    tuple of Plan
+        By rising peak and falling step time, each with its proven bound; checked as `solve` checks its plans.
+
+    Raises
+    ------
+    InvalidInputError, UnsupportedModelError
+    """
+    job = _job(
+        model_or_profile, inputs, loss_fn, optimizer, device, step, swap_dir, menus, actions, segments, host_gb,
+        time_limit_s / max(points, 1), seed, workers, on_progress,
+    )  # fmt: skip
+    plans = frontier_profile(
+        job.profile,
+        points=points,
+        actions=job.actions,
+        segments=segments,
+        host_bytes=job.host_bytes,
+        time_limit_s=time_limit_s,
+        seed=seed,
+        workers=workers,
+        on_progress=job.report,
+    )
+    checked = []
+    for plan in plans:
+        job.sound(plan)
+        if job.replayed_bytes is not None and job.replayed_bytes(plan) > plan.budget_bytes:
+            try:
+                plan = job.solved(plan.budget_bytes)
+            except InfeasibleBudgetError:
+                continue  # the smallest peak of the chain is below what its replay needs
+        checked.append(plan)
+    return tuple(checked)
+
+
+def _job(
+    model_or_profile: nn.Module | Profile,
+    inputs: Any,
+    loss_fn: LossFn | None,
+    optimizer: torch.optim.Optimizer | None,
+    device: str | torch.device | None,
+    step: Callable[[], torch.Tensor] | None,
+    swap_dir: str | Path | None,
+    menus: bool,
+    actions: tuple[Action, ...],
+    segments: bool,
+    host_gb: float | None,
+    time_limit_s: float,
+    seed: int,
+    workers: int | None,
+    on_progress: Report | None,
+) -> _Job:
+    host_bytes = (
+        None
+        if host_gb is None
+        else 0
+        if host_gb is not False and host_gb == 0
+        else budget_to_bytes(host_gb, name="host_gb")
+    )
     report = on_progress or (lambda text: None)
+    limits = (tuple(actions), segments, host_bytes, time_limit_s, seed, workers, report)
     if isinstance(model_or_profile, Profile):
         given = {"inputs": inputs, "loss_fn": loss_fn, "optimizer": optimizer, "device": device, "step": step}
         extra = [name for name, value in given.items() if value is not None]
         if extra:
             raise InvalidInputError(f"{', '.join(extra)} can't be given with a profile, which is measured already")
-        if budget_bytes is None:
-            raise InvalidInputError("a profile says nothing of free memory; pass budget_gb=")
-        report("solving")
-        return _solve(model_or_profile, budget_bytes, actions, host_bytes, time_limit_s, seed)
+        return _Job(model_or_profile if menus else _plain(model_or_profile), None, *limits)
     model = model_or_profile
     where = model_device(model)
-    if budget_bytes is None:
-        budget_bytes = free_bytes(model, where)
     # Once, so that profile and replay see the very same inputs, whether given or found.
     training, _ = training_step(model, inputs, loss_fn=loss_fn, step=step)
     measured = profile(
@@ -98,55 +301,16 @@ def solve(
         device=device,
         step=step,
         swap_dir=swap_dir,
+        menus=menus,
         on_progress=on_progress,
     )
-    report("solving")
-    return _solve_and_replay(measured, training, where, budget_bytes, actions, host_bytes, time_limit_s, seed)
+    return _Job(measured, lambda plan: replayed_peak(measured, training, plan, where), *limits)
 
 
-def _solve_and_replay(
-    measured: Profile,
-    training: TrainingStep,
-    device: torch.device,
-    budget_bytes: int,
-    actions: tuple[Action, ...],
-    host_bytes: int | None,
-    time_limit_s: float,
-    seed: int,
-) -> Plan:
-    limit = budget_bytes
-    for _ in range(_TIGHTENINGS):
-        plan = _solve(measured, limit, actions, host_bytes, time_limit_s, seed)
-        over = replayed_peak(measured, training, plan, device) - budget_bytes
-        if over <= 0:
-            return plan
-        # The chain model left something out; ask for that much less. The plan then names the smaller budget, which is
-        # the one its status and bound speak of.
-        limit -= over
-    raise CkptPlanError(
-        f"no plan kept within {format_bytes(budget_bytes)} when replayed ({format_bytes(over)} too much after "
-        f"{_TIGHTENINGS} attempts); the model does something the memory model misses, please report it"
-    )
-
-
-def _solve(
-    measured: Profile,
-    budget_bytes: int,
-    actions: tuple[Action, ...],
-    host_bytes: int | None,
-    time_limit_s: float,
-    seed: int,
-) -> Plan:
-    plan = solve_profile(
-        measured, budget_bytes, actions=tuple(actions), host_bytes=host_bytes, time_limit_s=time_limit_s, seed=seed
-    )
-    broken = validate(measured, plan, budget_bytes, host_bytes=host_bytes)
-    if broken:
-        raise CkptPlanError(
-            "the solver gave a plan that the referee rejects, please report it: "
-            + "; ".join(f"{v.kind} {v.stage}: {v.detail}" for v in broken)
-        )
-    return plan
+def _plain(profile: Profile) -> Profile:
+    """`profile` without the options that choose among a stage's operations."""
+    stages = (replace(s, options=tuple(o for o in s.options if o.name in PLAIN)) for s in profile.stages)
+    return replace(profile, stages=tuple(stages))
 
 
 def free_bytes(model: nn.Module, device: torch.device) -> int:

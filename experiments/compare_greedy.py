@@ -3,6 +3,10 @@
     python experiments/compare_greedy.py --out experiments/results
     python experiments/compare_greedy.py --out experiments/results --models gpt2,bert --budgets 0,50,100 --measure
     python experiments/compare_greedy.py --out experiments/results --synthetic
+    python experiments/compare_greedy.py --out experiments/results --models all --link-ratio 4
+
+With --link-ratio R the profiles are measured here but planned for a link on which moving all that is kept takes R times
+the forward, as between a GPU and its host; such plans aren't measured.
 
 Budgets are percentages of the way from the smallest feasible peak to the peak with everything kept. Every plan is
 replayed and validated by the referee; with --measure each is also applied to the model and timed.
@@ -19,13 +23,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from ckptplan.baselines import BASELINES
+from ckptplan.core.chain import Link
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
@@ -35,6 +40,7 @@ from ckptplan.report.tables import Row, comparison_table
 from ckptplan.solving.planner import smallest_peak, solve_profile
 
 SCHEMA = "ckptplan.compare_greedy/1"
+ALL_MODELS = ["gpt2", "bert", "vit", "resnet50", "llama", "t5", "swin", "convnext"]
 OURS, GREEDY = "ckptplan", "pooch"
 MIB = 1 << 20
 
@@ -112,6 +118,14 @@ def models(names: list[str], measure: bool) -> Iterator[tuple[str, Profile, Meas
             return {**known[plan.choices], "within_budget": peak_bytes <= plan.budget_bytes}
 
         yield name, ckptplan.profile(model, inputs), measured if measure else None
+
+
+def with_link(profile: Profile, ratio: float) -> Profile:
+    """`profile` with a link on which moving all that its stages keep takes `ratio` times the forward, either way."""
+    kept = {s for stage in profile.stages for s in stage.keep.saved}
+    nbytes = sum(profile.storages[s].nbytes for s in kept if not profile.storages[s].to_end)
+    rate = nbytes / (ratio * sum(stage.forward_s for stage in profile.stages))
+    return replace(profile, link=Link(rate, rate, profile.link.latency_s))
 
 
 def run(planner: str, profile: Profile, percent: float, budget: int, limit_s: float, measure: Measure | None) -> Result:
@@ -205,32 +219,62 @@ def against(rival: str | None, everything: dict[str, list[Result]], *, measured:
     )
 
 
+def losing(everything: dict[str, list[Result]]) -> list[str]:
+    """Per rule, in how many cases it fits and its step is longer than ours by a tenth or more."""
+    lines = []
+    for rival in (name for name in BASELINES if name != "keep_all"):
+        ratios = []
+        for results in everything.values():
+            ours = {r.percent: r.step_s for r in results if r.planner == OURS}
+            for r in results:
+                mine = ours[r.percent]
+                if r.planner == rival and r.step_s is not None and mine is not None:
+                    ratios.append(r.step_s / mine)
+        cases = sum(len({r.percent for r in results}) for results in everything.values())
+        often = sum(ratio >= 1.1 for ratio in ratios)
+        worst = f", {max(ratios) - 1:+.1%} at worst" if ratios else ""
+        lines.append(f"{rival}: fits in {len(ratios)} of {cases} cases, at least 10 % longer in {often}{worst}")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file and the plots")
-    parser.add_argument("--models", default="gpt2,bert,vit,resnet50,llama", help="comma-separated names in models.py")
+    parser.add_argument(
+        "--models", default="gpt2,bert,vit,resnet50,llama", help="comma-separated names in models.py, or all"
+    )
+    parser.add_argument("--link-ratio", type=float, help="plan for a link this many times slower than the forward")
     parser.add_argument("--budgets", default="0,20,40,60,80,100", help="comma-separated percentages")
     parser.add_argument("--synthetic", action="store_true", help="textbook chains instead of models")
     parser.add_argument("--measure", action="store_true", help="apply each plan and time it")
     parser.add_argument("--time-limit", type=float, default=10.0, help="seconds for each of our plans")
     args = parser.parse_args()
     percents = [float(x) for x in args.budgets.split(",")]
-    cases = synthetic() if args.synthetic else models(args.models.split(","), args.measure)
+    if args.link_ratio is not None and (args.measure or args.synthetic or args.link_ratio <= 0):
+        parser.error(
+            "--link-ratio is a number above 0, for models, and changes what is planned for: it can't be measured"
+        )
+    names = ALL_MODELS if args.models == "all" else args.models.split(",")
+    cases = synthetic() if args.synthetic else models(names, args.measure)
     args.out.mkdir(parents=True, exist_ok=True)
     console = Console(width=max(100, 14 * len(percents) + 20))
     everything: dict[str, list[Result]] = {}
     stages: dict[str, int] = {}
     wrong: list[str] = []
     for name, profile, measure in cases:
+        if args.link_ratio is not None:
+            profile = with_link(profile, args.link_ratio)
         results = everything[name] = compare(profile, percents, args.time_limit, measure)
         stages[name] = len(profile.stages)
         rows = [Row(r.planner, r.budget_bytes, r.baseline_step_s, r.step_s) for r in results]
         console.print(comparison_table(rows, title=f"{name}, {stages[name]} stages"))
-        plot_step_time(rows, args.out / f"compare_greedy_{name}.png", title=name, ours=OURS)
+        if args.link_ratio is None:
+            plot_step_time(rows, args.out / f"compare_greedy_{name}.png", title=name, ours=OURS)
         wrong += complaints(name, results)
     summary = [against(rival, everything) for rival in (GREEDY, None)]
     if args.measure and not args.synthetic:
         summary += [against(rival, everything, measured=True) for rival in (GREEDY, None)]
+    summary += losing(everything)
     document = {
         "schema": SCHEMA,
         "command": " ".join(["python", *sys.argv]),
@@ -240,7 +284,8 @@ def main() -> None:
         "wrong": wrong,
         "cases": {k: {"stages": stages[k], "results": [asdict(r) for r in v]} for k, v in everything.items()},
     }
-    path = args.out / ("compare_greedy_synthetic.json" if args.synthetic else "compare_greedy.json")
+    which = "_synthetic" if args.synthetic else "" if args.link_ratio is None else f"_link_{args.link_ratio:g}"
+    path = args.out / f"compare_greedy{which}.json"
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     console.print(*summary, sep="\n", soft_wrap=True)
     for text in wrong:

@@ -13,12 +13,18 @@ from torch import Tensor, nn
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    ConvNextConfig,
+    ConvNextForImageClassification,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     ResNetConfig,
     ResNetForImageClassification,
+    SwinConfig,
+    SwinForImageClassification,
+    T5Config,
+    T5ForConditionalGeneration,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -86,12 +92,44 @@ def resnet50() -> tuple[nn.Module, dict[str, Tensor]]:
     return _images(ResNetForImageClassification, ResNetConfig(num_labels=LABELS), batch=32, size=64)
 
 
+def t5() -> tuple[nn.Module, dict[str, Tensor]]:
+    """An encoder and a decoder of 4 blocks each, width 256, dropout 0.1."""
+    config = T5Config(
+        vocab_size=VOCAB,
+        d_model=256,
+        d_kv=32,
+        d_ff=1024,
+        num_layers=4,
+        num_heads=8,
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
+    return _text(T5ForConditionalGeneration, config, batch=4, length=256)
+
+
+def swin() -> tuple[nn.Module, dict[str, Tensor]]:
+    """Swin with depths 2, 2, 6, 2: the maps shrink, the channels grow."""
+    config = SwinConfig(
+        image_size=224, patch_size=4, embed_dim=48, depths=[2, 2, 6, 2], num_heads=[2, 4, 8, 16], num_labels=LABELS
+    )
+    return _images(SwinForImageClassification, config, batch=2, size=224)
+
+
+def convnext() -> tuple[nn.Module, dict[str, Tensor]]:
+    """ConvNeXt with depths 3, 3, 9, 3."""
+    config = ConvNextConfig(depths=[3, 3, 9, 3], hidden_sizes=[48, 96, 192, 384], num_labels=LABELS)
+    return _images(ConvNextForImageClassification, config, batch=8, size=112)
+
+
 MODELS: Mapping[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
     "gpt2": gpt2,
     "bert": bert,
     "vit": vit,
     "resnet50": resnet50,
     "llama": llama,
+    "t5": t5,
+    "swin": swin,
+    "convnext": convnext,
 }
 """Name -> function that makes the model, in training mode, and keyword inputs with labels; the same each time."""
 

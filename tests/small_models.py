@@ -310,13 +310,12 @@ def plan_of(measured: Profile, actions: Sequence[Action], budget_bytes: int | No
         For the laziest schedule that fits it. By default every transfer's bytes are away in all steps but its own
         stage's, whether that lowers the peak or not.
     """
-    able: list[Action] = [
-        a if stage.transient(a) is not None else "keep" for a, stage in zip(actions, measured.stages, strict=True)
-    ]
+    able = [stage.find(a) or stage.keep for a, stage in zip(actions, measured.stages, strict=True)]
     if budget_bytes is None:
         moves = residency(measured, able).moves
         choices = tuple(
-            Decision(a, m, i, i) if m else Decision(a) for i, (a, m) in enumerate(zip(able, moves, strict=True))
+            Decision(o.action, m, i, i) if m else Decision(o.action)
+            for i, (o, m) in enumerate(zip(able, moves, strict=True))
         )
     else:
         found = schedule(measured, able, budget_bytes)

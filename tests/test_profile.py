@@ -151,7 +151,7 @@ def measured_peak(model: nn.Module, inputs: Any, **kwargs: Any) -> int:
 
 
 def keep_all_peak(profile: ckptplan.Profile) -> int:
-    r = residency(profile, ["keep"] * len(profile.stages))
+    r = residency(profile, [stage.keep for stage in profile.stages])
     return max(*r.forward_bytes, *r.backward_bytes, profile.update_peak_bytes)
 
 
@@ -195,6 +195,70 @@ def test_a_stage_that_writes_to_its_input_is_never_recomputed() -> None:
     report = ckptplan.verify(model, ckptplan.solve(profile, least / 2**30), inputs, repeats=1)
     assert report.gradients_equal
     assert report.measured_peak_bytes <= least
+
+
+def test_the_options_of_a_block() -> None:
+    profile = ckptplan.profile(Net(), torch.randn(64, 64), menus=False)
+    stage = next(s for s in profile.stages if s.name == "blocks.1")
+    keep, swap, again, away = stage.options
+    assert [option.name for option in stage.options] == ["keep", "swap", "recompute", "recompute+swap"]
+    assert (swap.saved, swap.pinned, swap.moved) == (keep.saved, keep.pinned, keep.saved)
+    # Its input alone, and the random state that checkpoint keeps on the CPU.
+    assert [profile.storages[s].nbytes for s in again.saved] == [64 * 64 * 4]
+    assert [profile.storages[s].nbytes for s in again.pinned] == [torch.get_rng_state().numel()]
+    assert (away.saved, away.moved) == (again.saved, again.saved)
+    assert again.recompute_s == away.recompute_s > 0 == keep.recompute_s
+    # x, mean and rstd, the norm's output, and of the hidden layer before and after GELU; then dropout's mask.
+    assert sum(profile.storages[s].nbytes for s in keep.held) == 4 * (64 * 64 * 3 + 2 * 64 + 2 * 64 * 256)
+
+
+class Masked(nn.Module):
+    """Two tensors in, the second made outside of any stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, mask: torch.Tensor, options: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x)) * mask * options["scale"]
+
+
+class Linked(nn.Module):
+    """A chain of stages: what one gets may be a view of another's output, or that output modified meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Masked() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask, scale = torch.ones_like(x), torch.full_like(x, 2.0)
+        y = self.blocks[0](mask, {"scale": scale}, x)
+        z = self.blocks[1](mask, {"scale": scale}, y.view(64, 64))
+        z = self.blocks[2](mask, {"scale": scale}, z.detach().add_(1.0))
+        return self.blocks[3](mask, {"scale": y}, z)
+
+
+def test_inputs_are_held_in_the_order_passed_and_linked_to_their_makers() -> None:
+    profile = ckptplan.profile(Linked(), torch.randn(64, 64), menus=False)
+    stages = {stage.name: stage for stage in profile.stages}
+
+    def name(s: int) -> str:
+        return profile.storages[s].name.partition("/")[0]
+
+    def inputs(stage: str) -> list[str]:
+        option = stages[f"blocks.{stage}"].option("recompute")
+        return [name(s) for s in option.saved]
+
+    assert inputs("0") == ["(before blocks.0)", "(before blocks.0)", "input 0"]
+    assert inputs("1") == ["(before blocks.0)", "(before blocks.0)", "blocks.0"]
+    assert inputs("3") == ["(before blocks.0)", "blocks.0", "blocks.2"]
+    linked = {key: [name(s) for s in stage.linked] for key, stage in stages.items() if not stage.is_glue}
+    assert linked == {
+        "blocks.0": [],
+        "blocks.1": ["blocks.0"],
+        "blocks.2": [],  # modified on the way
+        "blocks.3": ["blocks.0", "blocks.2"],
+    }
 
 
 def test_stages_are_blocks_and_what_is_worth_it_around_them() -> None:

@@ -30,7 +30,6 @@ NOTE [Residency]
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -55,18 +54,63 @@ def enforceable_points(glue: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int
     return tuple(min(k, modules[-1]) for k in range(len(glue))), tuple(prefetch)
 
 
-def check_bytes(owner: str, **values: int) -> None:
+MOST_BYTES = 1 << 60
+"""Far above any device or host; sums of a few such numbers still fit 64 bits."""
+MOST_SECONDS = 1e9
+
+
+def is_int(value: object) -> bool:
+    """Whether `value` is an integer and not a truth value."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_bytes(owner: str, /, **values: int) -> None:
     """Raise `InvalidInputError` for the first of `values` that isn't a whole number of bytes, 0 or more."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 60:
-            raise InvalidInputError(f"{owner}: {name}={value!r} must be a whole number of bytes, 0 or more")
+        if not is_int(value) or not 0 <= value < MOST_BYTES:
+            raise InvalidInputError(
+                f"{owner}: {name}={_short(value)} must be a whole number of bytes, 0 or more and below 2**60"
+            )
 
 
-def check_seconds(owner: str, **values: float) -> None:
+def check_seconds(owner: str, /, **values: float) -> None:
     """Raise `InvalidInputError` for the first of `values` that isn't a finite number of seconds, 0 or more."""
     for name, value in values.items():
-        if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-            raise InvalidInputError(f"{owner}: {name}={value!r} must be a finite number of seconds, 0 or more")
+        # A comparison with NaN is false.
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MOST_SECONDS:
+            raise InvalidInputError(
+                f"{owner}: {name}={_short(value)} must be a finite number of seconds, 0 or more and at most 1e9"
+            )
+
+
+def check_indices(owner: str, /, **values: tuple[int, ...]) -> None:
+    """Raise `InvalidInputError` for the first of `values` that isn't a tuple of distinct indices."""
+    for name, indices in values.items():
+        if not isinstance(indices, tuple) or not all(is_int(i) and 0 <= i < 1 << 31 for i in indices):
+            raise InvalidInputError(f"{owner}: {name}={_short(indices)} must be a tuple of indices, 0 to 2**31")
+        if len(set(indices)) != len(indices):
+            raise InvalidInputError(f"{owner}: {name} names one twice: {indices}")
+
+
+def check_type(owner: str, kind: type, /, **values: object) -> None:
+    """Raise `InvalidInputError` for the first of `values` that isn't a `kind`."""
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            raise InvalidInputError(f"{owner}: {name}={_short(value)} must be a {kind.__name__}")
+
+
+def check_each(owner: str, kind: type, /, **values: tuple[object, ...]) -> None:
+    """Raise `InvalidInputError` for the first of `values` that isn't a tuple of `kind`."""
+    for name, items in values.items():
+        if not isinstance(items, tuple) or not all(isinstance(item, kind) for item in items):
+            raise InvalidInputError(f"{owner}: {name}={_short(items)} must be a tuple of {kind.__name__}")
+
+
+def _short(value: object) -> str:
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"a number of {value.bit_length()} bits"  # Python refuses to print very long ones
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +141,15 @@ class Storage:
     stays: bool = False
 
     def __post_init__(self) -> None:
-        check_bytes(f"storage {self.name!r}", nbytes=self.nbytes)
-        if self.born < -1 or self.program_until < self.born:
+        check_type("storage", str, name=self.name)
+        owner = f"storage {self.name!r}"
+        check_bytes(owner, nbytes=self.nbytes)
+        check_type(owner, bool, to_end=self.to_end, stays=self.stays)
+        steps = (self.born, self.program_until)
+        if not all(map(is_int, steps)) or not -1 <= self.born <= self.program_until < MOST_BYTES:
             raise InvalidInputError(
-                f"storage {self.name!r}: born={self.born}, program_until={self.program_until}; "
-                "want -1 <= born <= program_until"
+                f"{owner}: born={_short(self.born)}, program_until={_short(self.program_until)}; "
+                "want forward steps with -1 <= born <= program_until"
             )
 
 
@@ -140,15 +188,15 @@ class Option:
     ops: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        check_type("option", str, name=self.name)
         owner = f"option {self.name!r}"
         check_bytes(owner, forward_bytes=self.forward_bytes, backward_bytes=self.backward_bytes)
         check_seconds(owner, recompute_s=self.recompute_s)
-        for field, indices in (("saved", self.saved), ("pinned", self.pinned), ("moves", self.moves)):
-            if len(set(indices)) != len(indices):
-                raise InvalidInputError(f"{owner}: {field} names one twice: {indices}")
+        check_type(owner, bool, recomputes=self.recomputes)
+        check_indices(owner, saved=self.saved, pinned=self.pinned, moves=self.moves, ops=self.ops)
         if set(self.saved) & set(self.pinned):
             raise InvalidInputError(f"{owner}: {sorted(set(self.saved) & set(self.pinned))} are saved and pinned")
-        if any(not 0 <= p < len(self.saved) for p in self.moves):
+        if any(p >= len(self.saved) for p in self.moves):
             raise InvalidInputError(
                 f"{owner}: moves={self.moves} are not positions in {len(self.saved)} saved storages"
             )
@@ -206,9 +254,13 @@ class Stage:
     input_bytes: int = 0
 
     def __post_init__(self) -> None:
+        check_type("stage", str, name=self.name)
         owner = f"stage {self.name!r}"
+        check_type(owner, str, kind=self.kind)
+        check_each(owner, Option, options=self.options)
         check_seconds(owner, forward_s=self.forward_s, backward_s=self.backward_s)
         check_bytes(owner, input_bytes=self.input_bytes)
+        check_indices(owner, linked=self.linked)
         names = [option.name for option in self.options]
         if not names or names[0] != "keep" or len(set(names)) != len(names):
             raise InvalidInputError(f"{owner}: options {names}; want 'keep' first and no name twice")
@@ -219,6 +271,17 @@ class Stage:
             raise InvalidInputError(f"{owner}: 'recompute' recomputes, and neither moves nor saves operations' outputs")
         if self.linked and (again is None or not set(self.linked) <= set(again.held)):
             raise InvalidInputError(f"{owner}: linked={self.linked} must be among what 'recompute' holds")
+        swapping = self.find("recompute+swap")
+        if swapping is not None and not (
+            again is not None
+            and swapping.recomputes
+            and swapping.moves
+            and not swapping.ops
+            and set(swapping.held) >= set(again.held)
+        ):
+            raise InvalidInputError(f"{owner}: 'recompute+swap' holds all that 'recompute' does, and moves some of it")
+        if self.is_glue and len(self.options) > 1:
+            raise InvalidInputError(f"{owner}: options {names}; operations outside of any module's call are kept")
 
     @property
     def is_glue(self) -> bool:
@@ -272,8 +335,11 @@ class Segment:
     inner: tuple[Segment, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.first <= self.last:
-            raise InvalidInputError(f"segment {self.first}..{self.last}: want 0 <= first <= last")
+        if not (is_int(self.first) and is_int(self.last) and 0 <= self.first <= self.last):
+            raise InvalidInputError(
+                f"segment {_short(self.first)}..{_short(self.last)}: want stage indices with 0 <= first <= last"
+            )
+        check_each(f"segment {self.first}..{self.last}", Segment, inner=self.inner)
         at = self.first
         for segment in self.inner:
             if segment.first < at or segment.last >= self.last:
@@ -300,8 +366,11 @@ class Link:
 
     def __post_init__(self) -> None:
         for name, value in (("out_bytes_per_s", self.out_bytes_per_s), ("in_bytes_per_s", self.in_bytes_per_s)):
-            if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-                raise InvalidInputError(f"link: {name}={value!r} must be a finite number above 0")
+            # Beyond these, a transfer takes longer than the age of the universe or no time at all.
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1e-3 <= value <= 1e18:
+                raise InvalidInputError(
+                    f"link: {name}={_short(value)} must be a finite number of bytes per second, from 1e-3 to 1e18"
+                )
         check_seconds("link", latency_s=self.latency_s)
 
     def out_s(self, nbytes: int) -> float:

@@ -9,9 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ckptplan.core.chain import ACTIONS, Action, Segment, check_bytes, check_seconds
+from ckptplan.core.chain import (
+    ACTIONS,
+    Action,
+    Segment,
+    check_bytes,
+    check_each,
+    check_indices,
+    check_seconds,
+    check_type,
+    is_int,
+)
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
-from ckptplan.core.profile import Fingerprint, Profile, read_json
+from ckptplan.core.profile import Fingerprint, Profile, as_tuple, read_json
 from ckptplan.core.units import format_bytes, format_seconds
 
 SCHEMA = "ckptplan.plan/2"
@@ -46,6 +56,11 @@ class Decision:
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
             raise InvalidInputError(f"unknown action {self.action!r}; the actions are {', '.join(ACTIONS)}")
+        check_type("decision", str, option=self.option)
+        check_indices("decision", moves=self.moves, ops=self.ops)
+        for point in (self.release, self.prefetch):
+            if point is not None and not (is_int(point) and point >= 0):
+                raise InvalidInputError(f"release={self.release!r}, prefetch={self.prefetch!r} must be stage indices")
         if self.moves and self.action == "keep":
             raise InvalidInputError(f"a stage that is to keep can't move storages {self.moves}")
         if self.ops and self.action != "recompute":
@@ -86,6 +101,8 @@ class Plan:
         Per stage, the bytes of the largest inputs the plan is made for.
     segments : tuple of Segment
         Stages recomputed together, in order and disjoint.
+    peak_bound_bytes : int or None
+        Of a plan asked for by its slowdown: no plan of `space` within that slowdown has a smaller peak than this.
     """
 
     stages: tuple[str, ...]
@@ -102,6 +119,7 @@ class Plan:
     fingerprint: Fingerprint
     input_bytes: tuple[int, ...]
     segments: tuple[Segment, ...] = ()
+    peak_bound_bytes: int | None = None
 
     @property
     def decisions(self) -> Mapping[str, Decision]:
@@ -147,23 +165,34 @@ class Plan:
         del data["schema"]
         try:
             data["choices"] = tuple(
-                Decision(**{**item, "moves": tuple(item["moves"]), "ops": tuple(item.get("ops", ()))})
-                for item in data["choices"]
+                Decision(**{**item, "moves": as_tuple(item["moves"]), "ops": as_tuple(item.get("ops", []))})
+                for item in as_tuple(data["choices"])
             )
-            data["segments"] = tuple(_segment(item) for item in data.get("segments", ()))
+            data["segments"] = tuple(_segment(item) for item in as_tuple(data.get("segments", [])))
             data["fingerprint"] = Fingerprint(**data["fingerprint"])
-            data["stages"], data["input_bytes"] = tuple(data["stages"]), tuple(data["input_bytes"])
+            data["stages"], data["input_bytes"] = as_tuple(data["stages"]), as_tuple(data["input_bytes"])
             return cls(**data)
-        except (KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, RecursionError) as error:
             raise InvalidInputError(
                 f"{path} is not a complete plan: {error}; docs/formats.md lists the fields"
             ) from error
 
     def __post_init__(self) -> None:
+        if self.peak_bound_bytes is not None:
+            check_bytes("plan", peak_bound_bytes=self.peak_bound_bytes)
+        check_each("plan", str, stages=self.stages)
+        check_each("plan", Decision, choices=self.choices)
+        check_each("plan", int, input_bytes=self.input_bytes)
+        check_each("plan", Segment, segments=self.segments)
+        check_type("plan", str, space=self.space, planner=self.planner)
+        check_type("plan", Fingerprint, fingerprint=self.fingerprint)
         if not len(self.stages) == len(self.choices) == len(self.input_bytes):
             raise InvalidInputError(
                 f"{len(self.choices)} decisions and {len(self.input_bytes)} input sizes for {len(self.stages)} stages"
             )
+        if len(set(self.stages)) != len(self.stages):
+            twice = next(name for name in self.stages if self.stages.count(name) > 1)
+            raise InvalidInputError(f"stage name {twice!r} is used twice")
         if self.status not in ("optimal", "feasible"):
             raise InvalidInputError(f"unknown status {self.status!r}; it is 'optimal' or 'feasible'")
         counts = {"budget_bytes": self.budget_bytes, "peak_bytes": self.peak_bytes, "host_bytes": self.host_bytes}
@@ -175,7 +204,7 @@ class Plan:
             for point in (choice.release, choice.prefetch):
                 if point is not None and not 0 <= point < len(self.stages):
                     raise InvalidInputError(f"stage {name!r}: no stage has index {point}; there are {len(self.stages)}")
-        check_segments(self.segments, self.choices)
+        check_segments(self.segments, self.choices, self.stages)
 
     def __str__(self) -> str:
         """A table a person can read: totals first, then runs of equal decisions."""
@@ -205,6 +234,8 @@ class Plan:
             + ", ".join(f"{n} {action}" for action, n in counts.items())
             + (f"; {len(self.segments)} segments" if self.segments else ""),
         ]
+        if self.peak_bound_bytes is not None:
+            head.insert(2, f"        no plan this fast can do with less than {format_bytes(self.peak_bound_bytes)}")
         return "\n".join([*head, "", *table])
 
 
@@ -225,7 +256,7 @@ def check_stages(planned: tuple[str, ...], found: tuple[str, ...]) -> None:
     raise PlanMismatchError(f"stage {i} of the plan is {want!r}, here it is {have!r}; solve again for this model")
 
 
-def check_segments(segments: Sequence[Segment], choices: Sequence[Decision]) -> None:
+def check_segments(segments: Sequence[Segment], choices: Sequence[Decision], stages: Sequence[str]) -> None:
     """Raise `InvalidInputError` unless segments are in order, disjoint, and of recomputed stages and glue alone."""
     at = 0
     for segment in segments:
@@ -236,7 +267,10 @@ def check_segments(segments: Sequence[Segment], choices: Sequence[Decision]) -> 
         for i in range(segment.first, segment.last + 1):
             if choices[i].ops:
                 raise InvalidInputError(f"{where}: stage {i} saves operations' outputs, which a segment's stages don't")
+            wanted = "keep" if stages[i].startswith("(") else "recompute"
+            if choices[i].action != wanted:
+                raise InvalidInputError(f"{where}: stage {stages[i]!r} is to {choices[i].action}, not to {wanted}")
 
 
 def _segment(item: Mapping[str, Any]) -> Segment:
-    return Segment(item["first"], item["last"], tuple(_segment(inner) for inner in item["inner"]))
+    return Segment(**{**item, "inner": tuple(_segment(inner) for inner in as_tuple(item["inner"]))})

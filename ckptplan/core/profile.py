@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckptplan.core.chain import Link, Option, Stage, Storage, check_bytes
+from ckptplan.core.chain import MOST_BYTES, Link, Option, Stage, Storage, check_bytes, check_each, check_type
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 
 SCHEMA = "ckptplan.profile/2"
@@ -25,6 +25,11 @@ class Fingerprint:
     inputs: str
     device: str
     torch_version: str
+
+    def __post_init__(self) -> None:
+        texts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "training"}
+        check_type("fingerprint", str, **texts)
+        check_type("fingerprint", bool, training=self.training)
 
     def require(self, found: Fingerprint, *, ignore: tuple[str, ...] = ()) -> None:
         """Raise unless `found` agrees in every field not in `ignore`.
@@ -82,6 +87,13 @@ class Profile:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_each("profile", Stage, stages=self.stages)
+        check_each("profile", Storage, storages=self.storages)
+        check_type("profile", Link, link=self.link)
+        check_type("profile", Fingerprint, fingerprint=self.fingerprint)
+        check_each("profile", str, notes=self.notes)
+        check_each("profile", int, base_forward_bytes=self.base_forward_bytes)
+        check_each("profile", int, base_backward_bytes=self.base_backward_bytes)
         n = len(self.stages)
         if n == 0:
             raise InvalidInputError("the profile has no stages; a chain needs at least one")
@@ -96,6 +108,14 @@ class Profile:
         names = [stage.name for stage in self.stages]
         if len(set(names)) != n:
             raise InvalidInputError(f"stage name {next(x for x in names if names.count(x) > 1)!r} is used twice")
+        for storage in self.storages:
+            if storage.born >= n:
+                raise InvalidInputError(
+                    f"storage {storage.name!r} is made in forward step {storage.born}; the last one is {n - 1}"
+                )
+        most = max(*self.base_forward_bytes, *self.base_backward_bytes) + sum(s.nbytes for s in self.storages)
+        if most >= MOST_BYTES:
+            raise InvalidInputError(f"the step's base and storages make {most} bytes; want less than 2**60 in all")
         for i, stage in enumerate(self.stages):
             for option in stage.options:
                 self._check_held(i, option)
@@ -110,7 +130,7 @@ class Profile:
     def _check_held(self, i: int, option: Option) -> None:
         owner = f"stage {self.stages[i].name!r}, option {option.name!r}"
         for s in option.held:
-            if isinstance(s, bool) or not isinstance(s, int) or not 0 <= s < len(self.storages):
+            if s >= len(self.storages):
                 raise InvalidInputError(f"{owner} names storage {s!r}; there are {len(self.storages)}")
             storage = self.storages[s]
             if storage.born > i:
@@ -141,19 +161,18 @@ class Profile:
             If the file isn't a profile of this schema, or a value in it is impossible.
         """
         data = read_json(path, SCHEMA)
+        del data["schema"]
         try:
-            return cls(
-                stages=tuple(_stage(item) for item in data["stages"]),
-                storages=tuple(Storage(**item) for item in data["storages"]),
-                base_forward_bytes=tuple(data["base_forward_bytes"]),
-                base_backward_bytes=tuple(data["base_backward_bytes"]),
-                update_peak_bytes=data["update_peak_bytes"],
-                link=Link(**data["link"]),
-                resident_bytes=data.get("resident_bytes", 0),
-                fingerprint=Fingerprint(**data["fingerprint"]) if "fingerprint" in data else NO_MODEL,
-                notes=tuple(data.get("notes", ())),
-            )
-        except (KeyError, TypeError) as error:
+            data["stages"] = tuple(_stage(item) for item in as_tuple(data["stages"]))
+            data["storages"] = tuple(Storage(**item) for item in as_tuple(data["storages"]))
+            for name in ("base_forward_bytes", "base_backward_bytes"):
+                data[name] = as_tuple(data[name])
+            data["link"] = Link(**data["link"])
+            if "fingerprint" in data:
+                data["fingerprint"] = Fingerprint(**data["fingerprint"])
+            data["notes"] = as_tuple(data.get("notes", []))
+            return cls(**data)
+        except (AttributeError, KeyError, TypeError) as error:
             raise InvalidInputError(
                 f"{path} is not a complete profile: {error}; docs/formats.md lists the fields"
             ) from error
@@ -200,6 +219,15 @@ class Profile:
         lengths = {len(x) for x in (forward_s, backward_s, output_bytes, saved_bytes, forward_temp, backward_temp)}
         if len(lengths) != 1 or n == 0:
             raise InvalidInputError(f"every list of a chain needs one entry per stage; got lengths {sorted(lengths)}")
+        check_bytes("chain", input_bytes=input_bytes)
+        for i in range(n):
+            check_bytes(
+                f"stage 's{i}'",
+                output_bytes=output_bytes[i],
+                saved_bytes=saved_bytes[i],
+                forward_temp_bytes=forward_temp[i],
+                backward_temp_bytes=backward_temp[i],
+            )
         storages: list[Storage] = []
         stages: list[Stage] = []
         outputs: list[int] = []
@@ -244,10 +272,23 @@ class Profile:
 def _stage(item: dict[str, Any]) -> Stage:
     indices = ("saved", "pinned", "moves", "ops")
     options = tuple(
-        Option(**{**option, **{name: tuple(option[name]) for name in indices if name in option}})
-        for option in item["options"]
+        Option(**{**option, **{name: as_tuple(option[name]) for name in indices if name in option}})
+        for option in as_tuple(item["options"])
     )
-    return Stage(**{**item, "options": options, "linked": tuple(item.get("linked", ()))})
+    return Stage(**{**item, "options": options, "linked": as_tuple(item.get("linked", []))})
+
+
+def as_tuple(items: object) -> tuple[Any, ...]:
+    """The items of a JSON list.
+
+    Raises
+    ------
+    TypeError
+        If it is none.
+    """
+    if not isinstance(items, list):
+        raise TypeError(f"{items!r} is not a list")
+    return tuple(items)
 
 
 def read_json(path: str | Path, schema: str) -> dict[str, Any]:
@@ -260,7 +301,7 @@ def read_json(path: str | Path, schema: str) -> dict[str, Any]:
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidInputError(f"{path} can't be read as JSON: {error}") from error
     found = data.get("schema") if isinstance(data, dict) else None
     if found != schema:

@@ -181,9 +181,8 @@ def _add_sweeps(
     in_transit_to: dict[int, int] = {}
     held_by: dict[int, int] = {}  # copy -> the lowest stage that holds it
     for k in (*runs, last):
-        again = stages[k].recompute
-        assert again is not None, f"{stages[k].name} can't be recomputed"
-        before = held(profile, k, again, segment)
+        again = stages[k].option("recompute")
+        before = held(profile, k, last_run[k], segment)  # so far, how it ran forward
         if k == last:
             last_run[k], after = again, again.held
         elif inner[k] is None:
@@ -199,8 +198,7 @@ def _add_sweeps(
             begins.setdefault(s, storages[s].born if storages[s].born in makers else k)
     resident = starts[last]
     for k in runs:
-        option = stages[k].keep if inner[k] is None else stages[k].recompute
-        assert option is not None
+        option = stages[k].keep if inner[k] is None else stages[k].option("recompute")
         copies = sum(
             storages[s].nbytes
             for s, begin in begins.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ckptplan.core.chain import MOST_BYTES
 from ckptplan.core.errors import InvalidInputError
 
 GIB = 1 << 30
@@ -21,8 +22,10 @@ def budget_to_bytes(budget_gb: float, *, name: str = "budget_gb") -> int:
         raise InvalidInputError(
             f"{name}={budget_gb!r} is not a number; give it in units of 2**30 bytes, such as {name}=12 or {name}=0.5"
         )
-    if not math.isfinite(budget_gb) or budget_gb <= 0:
-        raise InvalidInputError(f"{name}={budget_gb!r} must be finite and above 0; it counts units of 2**30 bytes")
+    if not 0 < budget_gb < MOST_BYTES // GIB:  # false for NaN
+        raise InvalidInputError(
+            f"{name}={budget_gb!r} must be finite and above 0, and below 2**30; it counts units of 2**30 bytes"
+        )
     return math.floor(budget_gb * GIB)
 
 

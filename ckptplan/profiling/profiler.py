@@ -50,6 +50,7 @@ def profile(
     device: str | torch.device | None = None,
     step: Callable[[], torch.Tensor] | None = None,
     swap_dir: str | Path | None = None,
+    menus: bool = True,
     on_progress: Report | None = None,
 ) -> Profile:
     """Measure one training step of `model`: stages, bytes and times.
@@ -74,6 +75,9 @@ def profile(
         module that it trains.
     swap_dir : path, optional
         Where the CPU tier's bandwidth is measured.
+    menus : bool
+        Also look for options inside the stages: which operations' outputs to keep, swap and recompute. False: a stage
+        is kept, swapped or recomputed as a whole.
     on_progress : callable, optional
         Told what is being done.
 
@@ -168,7 +172,7 @@ def _profile(
     )
     rewind()
     report("timing stages")
-    kinds = {stage.name: stage.kind for stage in chain.stages if not stage.name.startswith("(")}
+    kinds = {stage.name: stage.kind for stage in chain.stages if not stage.is_glue}
     recomputable = {stage.kind for stage in chain.stages if stage.recompute is not None}
     times = time_stages(step, kinds, recomputable, device, rewind)
     rewind()
@@ -183,12 +187,16 @@ def _with_times(chain: Profile, times: Times) -> Profile:
     stages = []
     following = 0
     for stage in chain.stages:
-        if stage.name.startswith("("):
-            seconds = (times.glue_forward_s.get(following, 0.0), times.glue_backward_s.get(following, 0.0), 0.0)
+        if stage.is_glue:
+            seconds = (times.glue_forward_s.get(following, 0.0), times.glue_backward_s.get(following, 0.0))
         else:
             following += 1
-            seconds = (times.forward_s[stage.kind], times.backward_s[stage.kind], times.recompute_s[stage.kind])
-        stages.append(dataclasses.replace(stage, forward_s=seconds[0], backward_s=seconds[1], recompute_s=seconds[2]))
+            seconds = (times.forward_s[stage.kind], times.backward_s[stage.kind])
+        menu = tuple(
+            dataclasses.replace(option, recompute_s=times.recompute_s[stage.kind]) if option.recomputes else option
+            for option in stage.options
+        )
+        stages.append(dataclasses.replace(stage, options=menu, forward_s=seconds[0], backward_s=seconds[1]))
     return dataclasses.replace(chain, stages=tuple(stages))
 
 

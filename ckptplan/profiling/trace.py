@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from ckptplan.core.chain import Action, Link, Stage, Storage, Transient
+from ckptplan.core.chain import Link, Option, Stage, Storage
 from ckptplan.core.plan import KEEP, Decision
 from ckptplan.core.profile import Fingerprint, Profile
-from ckptplan.core.schedule import Residency, residency
+from ckptplan.core.schedule import residency
 from ckptplan.profiling.fake import fake_parameters
 from ckptplan.profiling.tracker import SegmentTrace, Sid, Tracker, owners_of_a_lone_gradient
 from ckptplan.profiling.workspace import measure_workspaces
@@ -46,7 +46,9 @@ class Replay:
     saved : dict
         Segment -> storages autograd saved, in order, with whether they could be moved.
     inputs : dict
-        Segment -> storages passed in.
+        Segment -> storages passed in, in order, with whether they could be moved.
+    linked : dict
+        Segment -> those of its inputs that are, unmodified, an output of the stage that made them.
     input_bytes : dict
         Segment -> bytes of the tensors passed in.
     modifies : set
@@ -66,7 +68,8 @@ class Replay:
     forward: dict[int, SegmentTrace] = field(default_factory=dict)
     backward: dict[int, SegmentTrace] = field(default_factory=dict)
     saved: dict[int, dict[Sid, bool]] = field(default_factory=dict)
-    inputs: dict[int, set[Sid]] = field(default_factory=dict)
+    inputs: dict[int, dict[Sid, bool]] = field(default_factory=dict)
+    linked: dict[int, set[Sid]] = field(default_factory=dict)
     input_bytes: dict[int, int] = field(default_factory=dict)
     modifies: set[int] = field(default_factory=set)
     sizes: dict[Sid, int] = field(default_factory=dict)
@@ -76,15 +79,35 @@ class Replay:
     peak_bytes: int = 0
 
 
-class _Watcher:
-    """Tells the tracker where the program is."""
+class _Names:
+    """Names the storages of tensors, those from outside of the step included."""
 
-    def __init__(self, tracker: Tracker, replay: Replay) -> None:
+    def __init__(self, tracker: Tracker, device: torch.device, own: set[int]) -> None:
+        self._tracker, self._device, self._own = tracker, device, own
+        self._outside: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def find(self, tensor: torch.Tensor) -> tuple[Sid | None, bool]:
+        """A tensor's storage, None for the model's own, and whether it could be moved as far as its kind goes."""
+        sid = self._tracker.sid(tensor)
+        can = movable(tensor, self._device, lambda storage: storage._cdata in self._own)
+        if sid is None and can:
+            # From outside the step: it never moves, but it counts in the order of saving.
+            key = tensor.untyped_storage()._cdata
+            sid = ("outside", 0, self._outside.setdefault(key, (len(self._outside), tensor.detach()))[0])
+        return sid, can
+
+
+class _Watcher:
+    """Tells the tracker where the program is, and notes what goes into stages and comes out."""
+
+    def __init__(self, tracker: Tracker, names: _Names, replay: Replay) -> None:
         self._tracker = tracker
+        self._names = names
         self._replay = replay
         self._position = 0
         self._segments: dict[int, int] = {}
         self._given: list[tuple[torch.Tensor, int]] = []
+        self._returned: dict[Sid, int] = {}
 
     def enter(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._position += 1
@@ -92,16 +115,26 @@ class _Watcher:
         self._tracker.enter_segment(self._position)
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         self._given = [(t, t._version) for t in tensors]
-        sids = {sid: t for t in tensors if (sid := self._tracker.sid(t)) is not None}
-        self._replay.inputs[self._position] = set(sids)
-        for sid, tensor in sids.items():
+        inputs = self._replay.inputs.setdefault(self._position, {})
+        linked = self._replay.linked.setdefault(self._position, set())
+        for tensor in tensors:
+            sid, can = self._names.find(tensor)
+            if sid is None:
+                continue
+            inputs.setdefault(sid, can)
             self._replay.sizes[sid] = self._tracker.size_of(tensor.untyped_storage())
+            if self._returned.get(sid) == tensor._version:
+                linked.add(sid)
         self._replay.input_bytes[self._position] = sum(t.numel() * t.element_size() for t in tensors)
 
     def exit(self, stage: int, output: Any) -> None:
         if any(t._version != version for t, version in self._given):
             self._replay.modifies.add(self._position)
         self._given = []
+        for tensor in pytree.tree_leaves(output):
+            sid = self._tracker.sid(tensor) if isinstance(tensor, torch.Tensor) else None
+            if sid is not None and sid[1] == self._position:
+                self._returned[sid] = tensor._version
         self._position += 1
         self._tracker.enter_segment(self._position)
 
@@ -134,25 +167,19 @@ def replay(
     out = Replay()
     owners_of_a_lone_gradient()  # measured now: inside the replay it would be in its own way
     tracker = Tracker(round_to, device.type)
-    watcher = _Watcher(tracker, out)
     one_forward = step.fn is None
     with fake_parameters(step.model, tracker):
         own = [*step.model.parameters(), *step.model.buffers()]
         for tensor in (*own, *(p.grad for p in own if p.grad is not None)):
             tracker.outside(tensor)
-        belongs = {t.untyped_storage()._cdata for t in own}
-        outside: dict[int, tuple[int, torch.Tensor]] = {}
+        names = _Names(tracker, device, {t.untyped_storage()._cdata for t in own})
+        watcher = _Watcher(tracker, names, out)
         controller = Controller(
             step.model, stages, choices, NullStore(), device, observer=watcher, one_forward=one_forward
         )
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | None:
-            sid = tracker.sid(tensor)
-            can = movable(tensor, device, lambda storage: storage._cdata in belongs)
-            if sid is None and can:
-                # From outside the step: it never moves, but it counts in the order of saving.
-                cdata = tensor.untyped_storage()._cdata
-                sid = ("outside", 0, outside.setdefault(cdata, (len(outside), tensor.detach()))[0])
+            sid, can = names.find(tensor)
             if sid is not None:
                 out.sizes[sid] = tracker.size_of(tensor.untyped_storage())
                 out.saved.setdefault(watcher.segment, {}).setdefault(sid, can)
@@ -249,7 +276,8 @@ class _Tracing:
         self.step, self.names, self.device, self.round_to = step, names, device, round_to
         self.resident_bytes, self.update_bytes = resident_bytes, update_bytes
         self.notes: list[str] = []
-        self.held: dict[Action, Residency] = {}
+        # checkpoint keeps the generator's state on the CPU, where it counts; fake replays don't see it.
+        self.state_bytes = torch.get_rng_state().numel() if device.type == "cpu" else 0
         n = len(names)
         self.program = self._run((KEEP,) * n, saves=False)
         self.kept = self._run((KEEP,) * n)
@@ -328,51 +356,53 @@ class _Tracing:
             base_forward_bytes=base_forward,
             base_backward_bytes=base_backward,
         )
-        tight = residency(draft, [_can(stage, "swap") for stage in stages])
-        # Away in every step but its stage's own. The controller counts module stages alone.
-        modules = [k for k, g in enumerate(self.segments) if g % 2]
-        swapped = self._run(
-            tuple(
-                Decision("swap", tight.moves[k], j, j) if tight.moves[k] else Decision(_can(draft.stages[k], "swap"))
-                for j, k in enumerate(modules)
-            )
-        )
-        peaks = self._peaks(swapped)
-        final = []
-        for k, stage in enumerate(draft.stages):
-            keep = self._transient(draft, peaks["keep"], "keep", k)
-            recompute = None if stage.recompute is None else self._transient(draft, peaks["recompute"], "recompute", k)
-            swap = None if stage.swap is None else self._transient(draft, peaks["swap"], "swap", k)
-            final.append(dataclasses.replace(stage, keep=keep, recompute=recompute, swap=swap))
+        replays = {"keep": self.kept, "recompute": self.recomputed}
+        for name in dict.fromkeys(option.name for stage in draft.stages for option in stage.options):
+            if name not in replays:
+                replays[name] = self._run(self._decisions(draft, name))
+                draft = self._with_unseen(draft, name, replays[name])
+        peaks = self._peaks(replays)
+        stages = draft.stages
+        for name in peaks:
+            stages = self._with_transients(draft, stages, name, peaks[name])
         end = self.resident_bytes + self.kept.end_bytes
         return dataclasses.replace(
             draft,
-            stages=tuple(final),
+            stages=stages,
             resident_bytes=self.resident_bytes,
             update_peak_bytes=end + self.update_bytes,
             notes=tuple(self.notes),
         )
 
     def _draft(self, fingerprint: Fingerprint) -> Profile:
-        zero = Transient(0, 0)
+        """The chain with every option and what it holds, as far as hooks show it."""
         stages = []
         for g in self.segments:
             saved = {s: can for s, can in self.kept.saved.get(g, {}).items() if s in self.index}
             is_stage = g % 2 == 1
-            inputs = tuple(sorted(self.index[s] for s in self.kept.inputs.get(g, ()) if s in self.index))
+            keep = Option(
+                "keep",
+                saved=tuple(self.index[s] for s, can in saved.items() if can and is_stage),
+                pinned=tuple(self.index[s] for s, can in saved.items() if not (can and is_stage)),
+                forward_bytes=0,
+                backward_bytes=0,
+            )
+            menu = [keep]
+            if is_stage and saved:
+                menu += self._all_moved(keep, "swap")
+                if g not in self.kept.modifies:
+                    again = self._recompute(g)
+                    menu += [again, *self._all_moved(again, "recompute+swap")]
+            again_held = {s for option in menu if option.name == "recompute" for s in option.held}
+            linked = (self.index[s] for s in self.kept.linked.get(g, ()) if s in self.index)
             stages.append(
                 Stage(
                     name=self._name(g),
                     kind=self._kind(g),
-                    saved=tuple(self.index[s] for s, can in saved.items() if can and is_stage),
-                    pinned=tuple(self.index[s] for s, can in saved.items() if not (can and is_stage)),
-                    inputs=inputs if is_stage else (),
-                    keep=zero,
-                    swap=zero if is_stage and saved else None,
-                    recompute=zero if is_stage and saved and g not in self.kept.modifies else None,
+                    options=tuple(menu),
                     forward_s=0.0,
                     backward_s=0.0,
-                    recompute_s=0.0,
+                    linked=tuple(sorted(again_held.intersection(linked))),
                     input_bytes=self.kept.input_bytes.get(g, 0),
                 )
             )
@@ -381,10 +411,27 @@ class _Tracing:
             tuple(stages), tuple(self.storages), (0,) * n, (0,) * n, 0, Link(1.0, 1.0), fingerprint=fingerprint
         )
 
+    def _recompute(self, g: int) -> Option:
+        inputs = {self.index[s]: can for s, can in self.kept.inputs[g].items() if s in self.index}
+        return Option(
+            "recompute",
+            saved=tuple(s for s, can in inputs.items() if can),
+            pinned=tuple(s for s, can in inputs.items() if not can),
+            forward_bytes=0,
+            backward_bytes=0,
+            recomputes=True,
+        )
+
+    def _all_moved(self, option: Option, name: str) -> list[Option]:
+        """`option` with everything moved, where there is anything that may be."""
+        if all(self.storages[s].to_end or self.storages[s].stays for s in option.saved):
+            return []
+        return [dataclasses.replace(option, name=name, moves=tuple(range(len(option.saved))))]
+
     def _kind(self, g: int) -> str:
         digest = hashlib.sha256()
-        for _, _, key in self.kept.forward[g].ops:
-            digest.update(repr(key).encode())
+        for op in self.kept.forward[g].ops:
+            digest.update(repr(op.key).encode())
         return f"{'stage' if g % 2 else 'glue'} {digest.hexdigest()[:12]}"
 
     def _bases(self, draft: Profile) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Stage, ...]]:
@@ -393,8 +440,7 @@ class _Tracing:
         Autograd nodes may hold tensors that no hook sees (attributes of a custom Function, for one): such bytes show as
         a base that is larger under keep than under recompute, and are pinned to the stage where the difference begins.
         """
-        keep = [_can(s, "keep") for s in draft.stages]
-        again = [_can(s, "recompute") for s in draft.stages]
+        keep, again = _uniform(draft.stages, "keep"), _uniform(draft.stages, "recompute")
         held_keep, held_again = residency(draft, keep), residency(draft, again)
         kept_f = [self.kept.forward[g].start_bytes - held_keep.forward_bytes[k] for k, g in enumerate(self.segments)]
         again_f = [
@@ -411,69 +457,131 @@ class _Tracing:
             stage = stages[k]
             if difference > 0:
                 s = self._extra(difference, f"{stage.name}/unseen", k)
-                stages[k] = dataclasses.replace(stage, pinned=(*stage.pinned, s))
+                stages[k] = _pin(stage, s, lambda option: not option.recomputes)
                 hidden_keep += difference
             elif difference < 0 and stage.recompute is not None:
                 s = self._extra(-difference, f"{stage.name}/unseen", k)
-                stages[k] = dataclasses.replace(stage, inputs=(*stage.inputs, s))
+                stages[k] = _pin(stage, s, lambda option: option.recomputes)
                 hidden_again -= difference
-        if self.device.type == "cpu":
-            # checkpoint keeps the generator's state on the CPU, where it counts; fake replays don't see it.
-            state = torch.get_rng_state().numel()
+        if self.state_bytes:
             for k, stage in enumerate(stages):
                 if stage.recompute is not None:
-                    s = self._extra(state, f"{stage.name}/random state", k)
-                    stages[k] = dataclasses.replace(stages[k], inputs=(*stages[k].inputs, s))
+                    s = self._extra(self.state_bytes, f"{stage.name}/random state", k)
+                    stages[k] = _pin(stage, s, lambda option: option.recomputes)
         complete = dataclasses.replace(draft, stages=tuple(stages), storages=tuple(self.storages))
+        keep, again = _uniform(stages, "keep"), _uniform(stages, "recompute")
         held_keep, held_again = residency(complete, keep), residency(complete, again)
         base_backward = []
-        rng = 0 if self.device.type != "cpu" else torch.get_rng_state().numel()
         for k, g in enumerate(self.segments):
-            recomputable = sum(1 for s in stages[: k + 1] if s.recompute is not None)
             kept_b = self.kept.backward[g].start_bytes - held_keep.backward_bytes[k]
-            again_b = self.recomputed.backward[g].start_bytes - (held_again.backward_bytes[k] - rng * recomputable)
-            base_backward.append(self.resident_bytes + max(kept_b, again_b))
+            again_b = self.recomputed.backward[g].start_bytes - held_again.backward_bytes[k]
+            base_backward.append(self.resident_bytes + max(kept_b, again_b + self._states(again[: k + 1])))
         return tuple(base_forward), tuple(base_backward), tuple(stages)
 
-    def _peaks(self, swapped: Replay) -> dict[Action, list[tuple[int, int]]]:
-        """Per action and step, live bytes at the worst moment of forward and backward, temporaries included."""
-        replays: dict[Action, Replay] = {"keep": self.kept, "recompute": self.recomputed, "swap": swapped}
+    def _states(self, options: Sequence[Option]) -> int:
+        """Bytes of the random states that these options hold and no replay sees."""
+        return self.state_bytes * sum(option.recomputes for option in options)
+
+    def _decisions(self, draft: Profile, name: str) -> tuple[Decision, ...]:
+        """Every stage under the option of that name, what moves away in every step but its stage's own."""
+        options = _uniform(draft.stages, name)
+        moves = residency(draft, options).moves
+        # The controller counts module stages alone.
+        modules = [k for k, g in enumerate(self.segments) if g % 2]
+        return tuple(
+            Decision(
+                options[k].action,
+                moves[k],
+                j if moves[k] else None,
+                j if moves[k] else None,
+                options[k].name,
+                options[k].ops,
+            )
+            for j, k in enumerate(modules)
+        )
+
+    def _with_unseen(self, draft: Profile, name: str, seen: Replay) -> Profile:
+        """Pin to the option of that name what its replay held beyond what the draft says."""
+        options = _uniform(draft.stages, name)
+        held = residency(draft, options)
+        stages = list(draft.stages)
+        hidden = 0
+        for k in range(len(stages) - 1):
+            explained = held.forward_bytes[k + 1] - self._states(options[: k + 1]) + hidden
+            difference = self.resident_bytes + seen.forward[self.segments[k + 1]].start_bytes - explained
+            if difference > 0 and stages[k].find(name) is not None:
+                s = self._extra(difference, f"{stages[k].name}/unseen under {name}", k)
+                stages[k] = _pin(stages[k], s, lambda option: option.name == name)
+                hidden += difference
+        return dataclasses.replace(draft, stages=tuple(stages), storages=tuple(self.storages))
+
+    def _peaks(self, replays: dict[str, Replay]) -> dict[str, list[tuple[int, int]]]:
+        """Per option name and step, live bytes at the worst moment of forward and backward, temporaries included."""
         keys = [
-            key
+            op.key
             for r in replays.values()
             for table in (r.forward, r.backward)
             for trace in table.values()
-            for _, _, key in trace.ops
+            for op in trace.ops
         ]
         extra, failed = measure_workspaces(keys, self.device)
         if failed:
             self.notes.append(f"temporaries not measured for: {', '.join(sorted(set(failed)))}")
-        out: dict[Action, list[tuple[int, int]]] = {}
-        for action, r in replays.items():
-            out[action] = [
+        return {
+            name: [
                 (_peak(r.forward[g], extra), _peak(r.backward[g], extra) if g in r.backward else 0)
                 for g in self.segments
             ]
-        return out
+            for name, r in replays.items()
+        }
 
-    def _transient(self, draft: Profile, peaks: list[tuple[int, int]], action: Action, k: int) -> Transient:
-        if action not in self.held:
-            self.held[action] = residency(draft, [_can(stage, action) for stage in draft.stages])
-        held = self.held[action]
-        state = torch.get_rng_state().numel() if action == "recompute" and self.device.type == "cpu" else 0
-        rng_held = state * sum(1 for s in draft.stages[:k] if s.recompute is not None)
-        forward = self.resident_bytes + peaks[k][0] - (held.forward_bytes[k] - rng_held)
-        rng_held = state * sum(1 for s in draft.stages[: k + 1] if s.recompute is not None)
-        backward = self.resident_bytes + peaks[k][1] - (held.backward_bytes[k] - rng_held)
-        return Transient(max(forward, 0) + state, max(backward, 0) + 2 * state)
+    def _with_transients(
+        self, draft: Profile, stages: tuple[Stage, ...], name: str, peaks: list[tuple[int, int]]
+    ) -> tuple[Stage, ...]:
+        """`stages` with what the option of that name adds in each, beyond what `draft` says is there."""
+        options = _uniform(draft.stages, name)
+        held = residency(draft, options)
+        out = []
+        for k, stage in enumerate(stages):
+            option = stage.find(name)
+            if option is None:
+                out.append(stage)
+                continue
+            forward = self.resident_bytes + peaks[k][0] - held.forward_bytes[k] + self._states(options[:k])
+            backward = self.resident_bytes + peaks[k][1] - held.backward_bytes[k] + self._states(options[: k + 1])
+            state = self._states([option])
+            measured = dataclasses.replace(
+                option, forward_bytes=max(forward, 0) + state, backward_bytes=max(backward, 0) + 2 * state
+            )
+            out.append(_replaced(stage, measured))
+        return tuple(out)
 
 
-def _can(stage: Stage, action: Action) -> Action:
-    return action if stage.transient(action) is not None else "keep"
+def _uniform(stages: Sequence[Stage], name: str) -> list[Option]:
+    """Per stage, the option of that name, or keep where it has none."""
+    return [stage.find(name) or stage.keep for stage in stages]
+
+
+def _replaced(stage: Stage, option: Option) -> Stage:
+    """`stage` with `option` in place of the one of the same name."""
+    return dataclasses.replace(
+        stage, options=tuple(option if option.name == other.name else other for other in stage.options)
+    )
+
+
+def _pin(stage: Stage, storage: int, where: Callable[[Option], bool]) -> Stage:
+    """`stage` with one more pinned storage in some of its options."""
+    return dataclasses.replace(
+        stage,
+        options=tuple(
+            dataclasses.replace(option, pinned=(*option.pinned, storage)) if where(option) else option
+            for option in stage.options
+        ),
+    )
 
 
 def _peak(trace: SegmentTrace, extra: dict[Hashable, int]) -> int:
     peak = max(trace.start_bytes, 0)
-    for before, after, key in trace.ops:
-        peak = max(peak, after, before + extra.get(key, 0))
+    for op in trace.ops:
+        peak = max(peak, op.after, op.before + extra.get(op.key, 0))
     return peak

@@ -19,11 +19,38 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from ckptplan.profiling.fake import FakeWorld
+from ckptplan.runtime.swap import movable
 
 Sid = tuple[str, int, int]
 """A storage's name across replays: phase of its making ("outside": before the step), segment, and a running number."""
 
 _LAST_NODE = 1 << 62  # AccumulateGrad nodes carry the largest number and belong to nobody
+
+
+@dataclass(frozen=True, slots=True)
+class OpTrace:
+    """One operation.
+
+    Attributes
+    ----------
+    before, after : int
+        Live bytes before and after it.
+    key : hashable
+        What its memory and time depend on (`op_key`); None for a sum of gradients that a real run does in place.
+    made : dict
+        Storages its results begin -> whether they could be moved.
+    written : tuple of Sid
+        Storages it writes to that were there before.
+    fresh : bool
+        Every tensor it returns begins a storage.
+    """
+
+    before: int
+    after: int
+    key: Hashable
+    made: dict[Sid, bool] = field(default_factory=dict)
+    written: tuple[Sid, ...] = ()
+    fresh: bool = False
 
 
 @dataclass(slots=True)
@@ -34,15 +61,15 @@ class SegmentTrace:
     ----------
     start_bytes, end_bytes : int
         Live bytes when it began and when the next segment did.
-    ops : list
-        Per operation: live bytes before, live bytes after, key.
+    ops : list of OpTrace
+        In order; an operation's place in a stage's forward is its number there.
     present : set of Sid
         Storages alive when it began.
     """
 
     start_bytes: int = 0
     end_bytes: int = 0
-    ops: list[tuple[int, int, Hashable]] = field(default_factory=list)
+    ops: list[OpTrace] = field(default_factory=list)
     present: set[Sid] = field(default_factory=set)
 
 
@@ -76,6 +103,7 @@ class Tracker(FakeWorld):
         self.backward: dict[int, SegmentTrace] = {}
         self._round_to = round_to
         self._device_type = device_type
+        self._device = torch.device(device_type)
         self._alive: dict[int, Sid | None] = {}
         self._twins: list[torch.Tensor] = []  # the fake mode forgets twins that nobody holds
         self._made_by: dict[int, int | None] = {}
@@ -152,19 +180,22 @@ class Tracker(FakeWorld):
         """Bytes as the device's allocator counts them."""
         return -(-storage.nbytes() // self._round_to) * self._round_to
 
-    def _add(self, tensor: torch.Tensor) -> None:
+    def _add(self, tensor: torch.Tensor) -> Sid | None:
+        """Count a tensor's storage, and its name if it is a new one."""
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._alive:
-            return
+            return None
         nbytes = self.size_of(storage)
-        self._alive[key] = ("backward" if self._in_backward else "forward", self._segment, self._made)
+        sid = ("backward" if self._in_backward else "forward", self._segment, self._made)
+        self._alive[key] = sid
         self._made += 1
         node = torch._C._current_autograd_node() if self._in_backward else None
         self._made_by[key] = None if node is None else node._sequence_nr()
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(storage, self._freed, key, nbytes)
+        return sid
 
     def _freed(self, key: int, nbytes: int) -> None:
         self._alive.pop(key, None)
@@ -191,13 +222,35 @@ class Tracker(FakeWorld):
         before = self.live_bytes
         key = op_key(func, args, kwargs)
         in_place = self._accumulates(func, args, kwargs)
+        written = self._written(func, args, kwargs)
         result = self.run(func, args, kwargs)
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._add(tensor)
+        returned = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        made: dict[Sid, bool] = {}
+        for tensor in returned:
+            sid = self._add(tensor)
+            if sid is not None:
+                made[sid] = movable(tensor, self._device, lambda storage: False)
         trace = (self.backward if self._in_backward else self.forward)[self._segment]
-        trace.ops.append((before, before, None) if in_place else (before, self.live_bytes, key))
+        if in_place:
+            trace.ops.append(OpTrace(before, before, None))
+        else:
+            fresh = bool(made) and not written and all(self.sid(t) in made for t in returned)
+            trace.ops.append(OpTrace(before, self.live_bytes, key, made, written, fresh))
         return result
+
+    def _written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sid, ...]:
+        """Storages that the operation's schema says it writes to."""
+        if not func._schema.is_mutable:
+            return ()
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        targets = [
+            t
+            for argument in func._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for t in pytree.tree_leaves(given.get(argument.name))
+            if isinstance(t, torch.Tensor)
+        ]
+        return tuple(sid for t in targets if (sid := self.sid(t)) is not None)
 
     def _accumulates(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the autograd engine, summing gradients that meet, would add in place on real tensors.

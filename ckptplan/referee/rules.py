@@ -100,9 +100,7 @@ def _moves(profile: Profile, choices: Sequence[Decision], held: Sequence[tuple[i
     mover: dict[int, str] = {}
     for stage, choice, own in zip(profile.stages, choices, held, strict=True):
         option = stage.option(choice.option)
-        if len(set(choice.moves)) != len(choice.moves):
-            yield Violation("moves", stage.name, "a position is moved twice")
-        for p in set(choice.moves):
+        for p in choice.moves:
             if p not in option.moves:
                 yield Violation("moves", stage.name, f"position {p} is not one that {option.name!r} moves")
                 continue

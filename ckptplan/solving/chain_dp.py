@@ -12,15 +12,13 @@ whether the cap was ever reached.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptplan.core.chain import ACTIONS
 from ckptplan.core.profile import Profile
-from ckptplan.solving.evaluate import RECOMPUTE, SWAP, holders_of
+from ckptplan.solving.evaluate import Menu, holders_of
 
 MAX_TRACKED = 62
 
@@ -43,15 +41,13 @@ class _Labels:
     code: NDArray[np.int8]
 
 
-def nothing_moves(
-    profile: Profile, menu: Sequence[Sequence[int]], budget_bytes: int, *, deadline: float, width: int = 20_000
-) -> DpResult:
+def nothing_moves(profile: Profile, menu: Menu, budget_bytes: int, *, deadline: float, width: int = 20_000) -> DpResult:
     """The fastest vector that fits with every byte staying on the device; O(stages x labels log labels).
 
     Parameters
     ----------
     menu : sequence of sequence of int
-        Action codes per stage; a swap is a keep with another transient here.
+        Option codes per stage; those that move something are passed over.
     budget_bytes : int
     deadline : float
         By `time.monotonic()`.
@@ -68,8 +64,8 @@ def nothing_moves(
     for k, stage in enumerate(profile.stages):
         grown = []
         for code in menu[k]:
-            transient = stage.transient(ACTIONS[code])
-            if transient is None or (code == SWAP and transient == stage.keep):
+            option = stage.options[code]
+            if option.moves:
                 continue
             before = levels[-1]
             start = (
@@ -77,9 +73,9 @@ def nothing_moves(
             )
             held, mask = tracker.hold(k, code, before.held, before.mask)
             back = profile.base_backward_bytes[k] + tracker.caller_bytes + held
-            fits = (start + transient.forward_bytes <= budget_bytes) & (back + transient.backward_bytes <= budget_bytes)
+            fits = (start + option.forward_bytes <= budget_bytes) & (back + option.backward_bytes <= budget_bytes)
             kept = np.flatnonzero(fits)
-            seconds = stage.forward_s + stage.backward_s + (stage.recompute_s if code == RECOMPUTE else 0.0)
+            seconds = stage.forward_s + stage.backward_s + option.recompute_s
             mask = tracker.forget(k, mask)
             grown.append(
                 _Labels(held[kept], before.cost[kept] + seconds, mask[kept], kept, np.full(len(kept), code, np.int8))
@@ -180,7 +176,7 @@ class _Tracker:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Held bytes and mask once stage `k` holds what `code` makes it hold."""
         held, mask = held.copy(), mask.copy()
-        for s in self.profile.stages[k].held(ACTIONS[code]):
+        for s in self.profile.stages[k].options[code].held:
             storage = self.profile.storages[s]
             if storage.to_end or not storage.nbytes:
                 continue

@@ -1,12 +1,13 @@
-"""What decision vectors cost: bytes, lazy schedule and makespan, for many vectors at once.
+"""What plans cost: bytes, lazy schedule and makespan, for many decision vectors at once.
 
 Both halves of a step are the same *lane*: steps 0..n-1 run in order; what stage `i` moves joins a first-in-first-out
-queue when step `i` ends; a step may only start once enough of the queue has gone for its bytes to fit; at the end
-everything that moves has gone. Forward is this lane as it stands. Backward is it in reversed time: a return that is
-issued at the start of backward step `prefetch` is, read backwards, a copy that must be done before step
-`prefetch + 1` starts. A makespan is a longest path, and reversing every arrow leaves it as it is, so
+queue when step `needed[i]` ends; a step may only start once enough of the queue has gone for its bytes to fit; at the
+end everything that moves has gone. Forward is this lane with `needed[i] = i`. Backward is it in reversed time: a return
+that is issued at the start of backward step `prefetch` is, read backwards, a copy that must be done before step
+`prefetch + 1` starts; there `needed[i]` is the last stage of the segment around `i`, since its sweep reads what its
+stages hold. A makespan is a longest path, and reversing every arrow leaves it as it is, so
 
-    makespan = lane(forward times, link out) + lane(recompute + backward times, link in).
+    makespan = lane(forward times, link out) + lane(recompute, sweep and backward times, link in).
 
 Copies leave oldest first, hence the stages whose bytes never need to be away form a suffix `i >= cutoff`, where
 `cutoff` is the larger of the two lanes' queue fronts at the turn. These stages move nothing at all.
@@ -14,48 +15,60 @@ Copies leave oldest first, hence the stages whose bytes never need to be away fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptplan.core.chain import ACTIONS, Action, Phase, Storage
+from ckptplan.core.chain import Action, Option, Phase, Segment, enforceable_points
 from ckptplan.core.plan import Decision
 from ckptplan.core.profile import Profile
+from ckptplan.core.schedule import Overflow, around, held, last_resident, residency, schedule
 
 Codes = NDArray[np.int8]
-"""Decision vectors: one row each, one column per stage, values are positions in `ACTIONS`."""
+"""Decision vectors: one row each, one column per stage, values are positions in the stage's menu."""
+Menu = Sequence[Sequence[int]]
+"""Per stage, the codes it may take."""
+Segments = tuple[Segment, ...]
 
-KEEP, SWAP, RECOMPUTE = 0, 1, 2
+KEEP = 0
 _CELLS_PER_CHUNK = 1 << 18
+_CACHED_FORESTS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """How one stage may hold one storage."""
+    """How one stage may hold one storage: the codes under which it holds it, and those that forbid moving it."""
 
     stage: int
-    saved: bool
-    pinned: bool
-    inputs: bool
+    holding: frozenset[int]
+    fixing: frozenset[int]
 
     def holds(self, code: int) -> bool:
-        """Whether the stage holds the storage under the action `code`."""
-        return self.inputs if code == RECOMPUTE else self.saved or self.pinned
+        """Whether the stage holds the storage under the option `code`."""
+        return code in self.holding
 
     def fixes(self, code: int) -> bool:
         """Whether it holds it in a way that forbids moving it."""
-        return self.pinned if code == SWAP else self.holds(code)
+        return code in self.fixing
 
 
 def holders_of(profile: Profile) -> tuple[tuple[Holder, ...], ...]:
-    """Per storage, the stages that hold it under some action, in order."""
+    """Per storage, the stages that hold it under some option, in order; stages by themselves, in no segment."""
     found: list[list[Holder]] = [[] for _ in profile.storages]
     for i, stage in enumerate(profile.stages):
-        for s in sorted({*stage.saved, *stage.pinned, *stage.inputs}):
-            pinned = s in stage.pinned or (s in stage.saved and profile.storages[s].stays)
-            found[s].append(Holder(i, s in stage.saved, pinned, s in stage.inputs))
+        holding: dict[int, set[int]] = {}
+        fixing: dict[int, set[int]] = {}
+        for code, option in enumerate(stage.options):
+            moved = set(option.moved)
+            for s in option.held:
+                holding.setdefault(s, set()).add(code)
+                if s not in moved or profile.storages[s].stays:
+                    fixing.setdefault(s, set()).add(code)
+        for s in sorted(holding):
+            found[s].append(Holder(i, frozenset(holding[s]), frozenset(fixing.get(s, ()))))
     return tuple(tuple(holders) for holders in found)
 
 
@@ -63,8 +76,8 @@ def holders_of(profile: Profile) -> tuple[tuple[Holder, ...], ...]:
 class Needs:
     """Bytes of decision vectors before any transfer is scheduled; shapes (vectors, stages).
 
-    `forward` and `backward` are the bytes of each step if everything that moves were away in every step but its own
-    stage's; `moved` is what each stage moves.
+    `forward` and `backward` are the bytes of each step if everything that moves were away wherever it can be; `moved`
+    is what each stage moves.
     """
 
     forward: NDArray[np.int64]
@@ -74,13 +87,45 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One decision vector with its lazy schedule and what it costs."""
+    """One plan with its lazy schedule and what it costs."""
 
     codes: tuple[int, ...]
     choices: tuple[Decision, ...]
     step_s: float
     peak_bytes: int
     host_bytes: int
+    segments: Segments = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """Storages with the same number of possible holders, two or more; shapes (storages, holders[, codes])."""
+
+    nbytes: NDArray[np.int64]
+    born: NDArray[np.int64]
+    program_until: NDArray[np.int64]
+    stages: NDArray[np.int64]
+    holds: NDArray[np.bool_]
+    fixes: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """What stages cost by code, given the segments around them; shapes (stages, codes) or (stages + 1,)."""
+
+    constant_forward: NDArray[np.int64]
+    constant_backward: NDArray[np.int64]
+    private_held: NDArray[np.int64]
+    private_moved: NDArray[np.int64]
+    gone_next: NDArray[np.int64]
+    gone_later: tuple[tuple[int, int, NDArray[np.int64]], ...]
+    shared: tuple[_Shared, ...]
+    own_forward: NDArray[np.int64]
+    own_backward: NDArray[np.int64]
+    in_sweep: tuple[tuple[int, int], ...]
+    backward_s: NDArray[np.float64]
+    needed: NDArray[np.int64]
+    joined: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +142,7 @@ class _Lazy:
 
 
 class Evaluator:
-    """Bytes and time of decision vectors of one profile.
+    """Bytes and time of plans of one profile.
 
     Parameters
     ----------
@@ -110,118 +155,108 @@ class Evaluator:
         self.profile = profile
         self.host_bytes = host_bytes
         self.holders = holders_of(profile)
-        n = len(profile.stages)
+        self._glue = [stage.is_glue for stage in profile.stages]
+        self._points = enforceable_points(self._glue)
         self._forward_s = np.array([stage.forward_s for stage in profile.stages])
-        backward = [(s.backward_s, s.backward_s, s.backward_s + s.recompute_s) for s in profile.stages]
-        self._backward_s = np.array(backward)
-        # Per stage and action, the bytes that depend on nothing else: bases, transients, storages of one holder.
-        self._forward = np.zeros((n, 3, n + 1), np.int64)
-        self._backward = np.zeros((n, 3, n + 1), np.int64)
-        self._moved = np.zeros((n, 3), np.int64)
-        self._shared: list[tuple[Storage, tuple[Holder, ...]]] = []
-        self._constant_forward = np.zeros(n + 1, np.int64)
-        self._constant_backward = np.zeros(n + 1, np.int64)
-        self._transient_forward = np.zeros((n, 3), np.int64)
-        self._transient_backward = np.zeros((n, 3), np.int64)
-        for i, stage in enumerate(profile.stages):
-            for code, action in enumerate(ACTIONS):
-                transient = stage.transient(action)
-                if transient is not None:
-                    self._transient_forward[i, code] = transient.forward_bytes
-                    self._transient_backward[i, code] = transient.backward_bytes
-        for storage, holders in zip(profile.storages, self.holders, strict=True):
-            if storage.nbytes == 0:
-                continue
-            if storage.to_end:
-                self._constant_forward[storage.born + 1] += storage.nbytes
-                self._constant_backward[0] += storage.nbytes
-            elif len(holders) > 1:
-                self._shared.append((storage, holders))
-            else:
-                self._add_private(storage, holders[0] if holders else None)
+        self._width = max(len(stage.options) for stage in profile.stages)
+        self._forests: dict[Segments, _Tables] = {}
 
-    def _add_private(self, storage: Storage, holder: Holder | None) -> None:
-        n, nbytes = len(self.profile.stages), storage.nbytes
-        gone = min(storage.program_until + 1, n)
-        self._constant_forward[storage.born + 1] += nbytes
-        if holder is None:
-            self._constant_forward[gone] -= nbytes
-            return
-        i = holder.stage
-        for code in range(3):
-            if not holder.holds(code):
-                self._forward[i, code, gone] -= nbytes
-                continue
-            moves = code == SWAP and not holder.fixes(code) and i < n - 1 and storage.program_until <= i
-            end = i + 1 if moves else n
-            self._forward[i, code, end] -= nbytes
-            self._backward[i, code, i] += nbytes
-            self._backward[i, code, end] -= nbytes
-            self._moved[i, code] += nbytes if moves else 0
+    def options(self, codes: Sequence[int]) -> list[Option]:
+        """The options that `codes` stand for."""
+        return [stage.options[code] for stage, code in zip(self.profile.stages, codes, strict=True)]
 
-    def needs(self, codes: Codes) -> Needs:
-        """Bytes per step (NOTE [Residency]) of each row of `codes`."""
+    def _tables(self, segments: Segments) -> _Tables:
+        found = self._forests.get(segments)
+        if found is None:
+            if len(self._forests) >= _CACHED_FORESTS:
+                self._forests.pop(next(iter(self._forests)))
+            found = self._forests[segments] = _TablesOf(self, segments).build()
+        return found
+
+    def needs(self, codes: Codes, segments: Segments = ()) -> Needs:
+        """Bytes per step (NOTE [Residency]) of each row of `codes`, all with the same segments."""
+        t = self._tables(segments)
         rows, n = codes.shape
-        index = np.arange(rows)
-        forward = np.tile(self._constant_forward, (rows, 1))
-        backward = np.tile(self._constant_backward, (rows, 1))
-        moved = self._moved[np.arange(n), codes]
-        for i in range(n):
-            forward += self._forward[i][codes[:, i]]
-            backward += self._backward[i][codes[:, i]]
-        for storage, holders in self._shared:
-            first = np.full(rows, n)
-            last = np.full(rows, -1)
-            fixed = np.zeros(rows, bool)
-            for holder in holders:
-                holds = np.array([holder.holds(code) for code in range(3)])[codes[:, holder.stage]]
-                fixed |= np.array([holder.fixes(code) for code in range(3)])[codes[:, holder.stage]]
-                np.minimum(first, np.where(holds, holder.stage, n), out=first)
-                last[holds] = holder.stage
-            moves = ~fixed & (last >= max(storage.program_until, 0)) & (last < n - 1)
-            end = np.where(moves, last + 1, n)
-            forward[:, storage.born + 1] += storage.nbytes
-            forward[index, np.where(first < n, end, min(storage.program_until + 1, n))] -= storage.nbytes
-            backward[index, first] += storage.nbytes
-            backward[index, end] -= storage.nbytes
-            moved[index[moves], last[moves]] += storage.nbytes
         every = np.arange(n)
-        own_forward = self._transient_forward[every, codes] + np.array(self.profile.base_forward_bytes)
-        own_backward = self._transient_backward[every, codes] + np.array(self.profile.base_backward_bytes)
-        return Needs(
-            np.cumsum(forward, axis=1)[:, :n] + own_forward, np.cumsum(backward, axis=1)[:, :n] + own_backward, moved
-        )
+        forward = np.tile(t.constant_forward, (rows, 1))
+        backward = np.tile(t.constant_backward, (rows, 1))
+        forward[:, 1:] -= t.gone_next[every, codes]
+        for position, i, nbytes in t.gone_later:
+            forward[:, position] -= nbytes[codes[:, i]]
+        backward[:, :n] += t.private_held[every, codes]
+        moved = t.private_moved[every, codes]
+        if segments:
+            np.subtract.at(backward.reshape(-1), (np.arange(rows) * (n + 1))[:, None] + t.needed + 1, moved)
+        else:
+            backward[:, 1:] -= moved
+        at = (np.arange(rows) * (n + 1))[:, None]
+        for group in t.shared:
+            storages = np.arange(len(group.nbytes))
+            first = np.full((rows, len(storages)), n)
+            last = np.full((rows, len(storages)), -1)
+            fixed = np.zeros((rows, len(storages)), bool)
+            for h in range(group.stages.shape[1]):
+                stages = group.stages[:, h]
+                chosen = codes[:, stages]
+                holds = group.holds[storages, h, chosen]
+                fixed |= group.fixes[storages, h, chosen]
+                np.minimum(first, np.where(holds, stages, n), out=first)
+                np.copyto(last, np.broadcast_to(stages, last.shape), where=holds)
+            moves = ~fixed & (last >= np.maximum(group.program_until, 0)) & (last < n - 1)
+            nbytes = np.broadcast_to(group.nbytes, first.shape)
+            end = np.where(moves, last + 1, n)
+            end = np.where(first < n, end, np.minimum(group.program_until + 1, n))
+            np.subtract.at(forward.reshape(-1), (at + end).ravel(), nbytes.ravel())
+            np.add.at(backward.reshape(-1), (at + first).ravel(), nbytes.ravel())
+            row, which = np.nonzero(moves)
+            mover = last[row, which]
+            np.subtract.at(backward, (row, t.needed[mover] + 1), nbytes[row, which])
+            np.add.at(moved, (row, mover), nbytes[row, which])
+        starts = np.cumsum(backward, axis=1)[:, :n]
+        backward = starts + t.own_backward[every, codes]
+        for k, extra in t.in_sweep:
+            np.maximum(backward[:, k], starts[:, k] + extra, out=backward[:, k])
+        return Needs(np.cumsum(forward, axis=1)[:, :n] + t.own_forward[every, codes], backward, moved)
 
-    def makespans(self, codes: Codes, budget_bytes: int) -> NDArray[np.float64]:
+    def makespans(self, codes: Codes, budget_bytes: int, segments: Segments = ()) -> NDArray[np.float64]:
         """Makespan of each row's lazy schedule, infinite where the row doesn't fit."""
         step = max(1, _CELLS_PER_CHUNK // codes.shape[1])
-        parts = [self._makespans(codes[a : a + step], budget_bytes) for a in range(0, len(codes), step)]
+        parts = [self._makespans(codes[a : a + step], budget_bytes, segments) for a in range(0, len(codes), step)]
         return np.concatenate(parts) if parts else np.zeros(0)
 
-    def _makespans(self, codes: Codes, budget_bytes: int) -> NDArray[np.float64]:
+    def compute_s(self, codes: Codes, segments: Segments = ()) -> NDArray[np.float64]:
+        """Compute time of each row: no transfer can make it less."""
+        seconds = self._tables(segments).backward_s[np.arange(codes.shape[1]), codes].sum(axis=1)
+        return np.asarray(seconds + self._forward_s.sum())
+
+    def _makespans(self, codes: Codes, budget_bytes: int, segments: Segments) -> NDArray[np.float64]:
         out = np.full(len(codes), np.inf)
-        lazy = self._lazy(codes, budget_bytes)
+        lazy = self._lazy(codes, budget_bytes, segments)
         kept = np.flatnonzero(lazy.fits)
         if len(kept) == 0:
             return out
+        t = self._tables(segments)
         link, n = self.profile.link, codes.shape[1]
         forward_s = np.broadcast_to(self._forward_s, (len(kept), n))
-        backward_s = self._backward_s[np.arange(n), codes[kept]]
+        backward_s = t.backward_s[np.arange(n), codes[kept]]
         moved = np.where(np.arange(n) < lazy.cutoff[kept, None], lazy.needs.moved[kept], 0)
-        out[kept] = _lane(lazy.front_forward[kept], moved, forward_s, link.latency_s, link.out_bytes_per_s)
-        out[kept] += _lane(lazy.front_backward[kept], moved, backward_s, link.latency_s, link.in_bytes_per_s)
+        in_order = np.arange(n + 1)
+        out[kept] = _lane(lazy.front_forward[kept], moved, in_order, forward_s, link.latency_s, link.out_bytes_per_s)
+        out[kept] += _lane(lazy.front_backward[kept], moved, t.joined, backward_s, link.latency_s, link.in_bytes_per_s)
         # The same seconds added in another order may come out a rounding below the baseline.
         np.maximum(out, self.profile.baseline_step_s, out=out)
         return out
 
-    def _lazy(self, codes: Codes, budget_bytes: int) -> _Lazy:
-        needs = self.needs(codes)
-        put = np.zeros((len(codes), codes.shape[1] + 1), np.int64)
+    def _lazy(self, codes: Codes, budget_bytes: int, segments: Segments) -> _Lazy:
+        needs = self.needs(codes, segments)
+        joined = self._tables(segments).joined
+        n = codes.shape[1]
+        put = np.zeros((len(codes), n + 1), np.int64)
         np.cumsum(needs.moved, axis=1, out=put[:, 1:])
-        front_forward = _fronts(needs.forward, put, budget_bytes)
-        front_backward = _fronts(needs.backward, put, budget_bytes)
+        front_forward = _fronts(needs.forward, put, np.arange(n + 1), budget_bytes)
+        front_backward = _fronts(needs.backward, put, joined, budget_bytes)
         cutoff = np.maximum(front_forward[:, -1], front_backward[:, -1])
-        self._enforce(front_forward, front_backward, cutoff)
+        self._enforce(front_forward, front_backward, joined, cutoff)
         host = put[np.arange(len(codes)), cutoff]
         fits = (needs.forward.max(axis=1) <= budget_bytes) & (needs.backward.max(axis=1) <= budget_bytes)
         fits &= self.profile.update_peak_bytes <= budget_bytes
@@ -230,86 +265,111 @@ class Evaluator:
         return _Lazy(needs, put, front_forward, front_backward, cutoff, fits, host)
 
     def _enforce(
-        self, front_forward: NDArray[np.int64], front_backward: NDArray[np.int64], cutoff: NDArray[np.int64]
+        self,
+        front_forward: NDArray[np.int64],
+        front_backward: NDArray[np.int64],
+        joined: NDArray[np.int64],
+        cutoff: NDArray[np.int64],
     ) -> None:
         """Points inside glue move to where the runtime can meet them (NOTE [Residency], rule 4)."""
-        glue = [stage.is_glue for stage in self.profile.stages]
+        glue = self._glue
         if all(glue) or not any(glue):
             return
         last = max(k for k, inside in enumerate(glue) if not inside)
-        front_forward[:, last + 1 :] = cutoff[:, None]
-        front_backward[:, last + 1 :] = cutoff[:, None]
+        for k in range(last + 1, len(glue)):
+            front_forward[:, k] = np.minimum(cutoff, k)
+            front_backward[:, k] = np.minimum(cutoff, joined[k])
         for k in range(last, -1, -1):
             if glue[k]:
-                front_backward[:, k] = np.minimum(front_backward[:, k + 1], k)
+                front_backward[:, k] = np.minimum(front_backward[:, k + 1], joined[k])
 
-    def smallest_peaks(self, codes: Codes) -> NDArray[np.int64]:
+    def smallest_peaks(self, codes: Codes, segments: Segments = ()) -> NDArray[np.int64]:
         """The smallest budget each row fits in.
 
         Everything that moves is away, up to the last stage that the host limit lets move.
         """
         step = max(1, _CELLS_PER_CHUNK // codes.shape[1])
-        parts = [self._smallest_peaks(codes[a : a + step]) for a in range(0, len(codes), step)]
+        parts = [self._smallest_peaks(codes[a : a + step], segments) for a in range(0, len(codes), step)]
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
-    def _smallest_peaks(self, codes: Codes) -> NDArray[np.int64]:
-        forward, backward = self.tightest(codes)
+    def _smallest_peaks(self, codes: Codes, segments: Segments) -> NDArray[np.int64]:
+        forward, backward = self.tightest(codes, segments)
         peaks = np.full(len(codes), self.profile.update_peak_bytes, np.int64)
         np.maximum(peaks, forward.max(axis=1), out=peaks)
         np.maximum(peaks, backward.max(axis=1), out=peaks)
         return peaks
 
-    def tightest(self, codes: Codes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def tightest(self, codes: Codes, segments: Segments = ()) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Bytes per forward and backward step in the schedule of the smallest peak."""
-        needs = self.needs(codes)
+        needs = self.needs(codes, segments)
         if self.host_bytes is None:
             return needs.forward, needs.backward
         stays = np.where(np.cumsum(needs.moved, axis=1) > self.host_bytes, needs.moved, 0)
-        before = np.cumsum(stays, axis=1) - stays
-        return needs.forward + before, needs.backward + before
+        before = np.zeros((len(codes), codes.shape[1] + 1), np.int64)
+        np.cumsum(stays, axis=1, out=before[:, 1:])
+        n = codes.shape[1]
+        return needs.forward + before[:, :n], needs.backward + before[:, self._tables(segments).joined[:n]]
 
-    def schedule(self, codes: Sequence[int], budget_bytes: int) -> Schedule | None:
-        """The lazy schedule of one vector, None where it doesn't fit."""
+    def step_s(self, codes: Sequence[int], budget_bytes: int, segments: Segments = ()) -> float:
+        """Makespan of one plan, infinite where it doesn't fit: `makespans` without the cost of its tables."""
+        if self.profile.update_peak_bytes > budget_bytes:
+            return math.inf
+        r = residency(self.profile, self.options(codes), segments)
+        if max(r.forward_bytes) > budget_bytes or max(r.backward_bytes) > budget_bytes:
+            return math.inf
+        n = len(codes)
+        release = last_resident(r.forward_bytes, r.moved_bytes, range(n), budget_bytes)
+        prefetch = last_resident(r.backward_bytes, r.moved_bytes, r.needed, budget_bytes)
+        movers = [i for i in range(n) if r.moved_bytes[i] and (release[i] < n - 1 or prefetch[i] < n - 1)]
+        if self.host_bytes is not None and sum(r.moved_bytes[i] for i in movers) > self.host_bytes:
+            return math.inf
+        if not movers:
+            return max(sum(s.forward_s for s in self.profile.stages) + sum(r.backward_s), self.profile.baseline_step_s)
+        link = self.profile.link
+        forward_s = [stage.forward_s for stage in self.profile.stages]
+        out = _one_lane(
+            [(i, self._points[0][release[i]], link.out_s(r.moved_bytes[i])) for i in movers], forward_s
+        ) + _one_lane(
+            [(r.needed[i], self._points[1][prefetch[i]], link.in_s(r.moved_bytes[i])) for i in movers], r.backward_s
+        )
+        return max(out, self.profile.baseline_step_s)
+
+    def peak(self, codes: Sequence[int], segments: Segments = ()) -> int:
+        """The smallest budget one plan fits in."""
+        return int(self.smallest_peaks(np.array([codes], np.int8), segments)[0])
+
+    def schedule(self, codes: Sequence[int], budget_bytes: int, segments: Segments = ()) -> Schedule | None:
+        """The lazy schedule of one plan, None where it doesn't fit."""
+        names = [[option.name for option in stage.options] for stage in self.profile.stages]
+        chosen: list[int] = []
+        choices: tuple[Decision, ...] = ()
+        while chosen != list(codes):
+            # What moves nothing may become its twin that keeps, which can spare bytes and with them other moves.
+            chosen = list(codes)
+            found = schedule(self.profile, self.options(chosen), budget_bytes, segments)
+            if isinstance(found, Overflow):
+                return None
+            choices = found
+            codes = [have.index(choice.option) for have, choice in zip(names, choices, strict=True)]
         row = np.array([codes], np.int8)
-        lazy = self._lazy(row, budget_bytes)
+        lazy = self._lazy(row, budget_bytes, segments)
         if not lazy.fits[0]:
             return None
-        n, cutoff = row.shape[1], int(lazy.cutoff[0])
-        moves = self._moves(codes)
-        choices = []
+        n = row.shape[1]
         peak = self.profile.update_peak_bytes
-        for need, front in ((lazy.needs.forward, lazy.front_forward), (lazy.needs.backward, lazy.front_backward)):
-            staying = lazy.put[0, :n] - lazy.put[0, front[0]]
+        joined = self._tables(segments).joined[:n]
+        for need, front, before in (
+            (lazy.needs.forward, lazy.front_forward, np.arange(n)),
+            (lazy.needs.backward, lazy.front_backward, joined),
+        ):
+            staying = lazy.put[0, before] - lazy.put[0, front[0]]
             peak = max(peak, int((need[0] + staying).max()))
-        for i, code in enumerate(codes):
-            if not moves[i] or i >= cutoff:
-                choices.append(Decision(ACTIONS[code]))
-                continue
-            # The front is past a stage from the first step on in which its bytes must be away.
-            release = int(np.searchsorted(lazy.front_forward[0], i, side="right")) - 1
-            prefetch = int(np.searchsorted(lazy.front_backward[0], i, side="right")) - 1
-            choices.append(Decision("swap", moves[i], release, prefetch))
-        step_s = float(self._makespans(row, budget_bytes)[0])
-        return Schedule(tuple(codes), tuple(choices), step_s, peak, int(lazy.host[0]))
+        step_s = float(self._makespans(row, budget_bytes, segments)[0])
+        return Schedule(tuple(codes), choices, step_s, peak, int(lazy.host[0]), segments)
 
-    def _moves(self, codes: Sequence[int]) -> list[tuple[int, ...]]:
-        n = len(codes)
-        mover: dict[int, int] = {}
-        for s, (storage, holders) in enumerate(zip(self.profile.storages, self.holders, strict=True)):
-            actual = [h for h in holders if h.holds(codes[h.stage])]
-            if not actual or storage.to_end or not storage.nbytes or any(h.fixes(codes[h.stage]) for h in actual):
-                continue
-            last = actual[-1].stage
-            if last < n - 1 and storage.program_until <= last:
-                mover[s] = last
-        return [
-            tuple(p for p, s in enumerate(stage.saved) if mover.get(s) == i)
-            for i, stage in enumerate(self.profile.stages)
-        ]
-
-    def binding(self, codes: Sequence[int]) -> tuple[str, Phase]:
-        """Stage and phase of the peak in the tightest schedule of one vector."""
-        forward, backward = self.tightest(np.array([codes], np.int8))
+    def binding(self, codes: Sequence[int], segments: Segments = ()) -> tuple[str, Phase]:
+        """Stage and phase of the peak in the tightest schedule of one plan."""
+        forward, backward = self.tightest(np.array([codes], np.int8), segments)
         peak = max(int(forward.max()), int(backward.max()))
         if self.profile.update_peak_bytes > peak:
             return self.profile.stages[0].name, "update"
@@ -319,20 +379,247 @@ class Evaluator:
         return self.profile.stages[int(np.flatnonzero(backward[0] == peak)[-1])].name, "backward"
 
 
-def _fronts(needs: NDArray[np.int64], put: NDArray[np.int64], budget_bytes: int) -> NDArray[np.int64]:
+class _TablesOf:
+    """Builds the tables of one set of segments."""
+
+    def __init__(self, evaluator: Evaluator, segments: Segments) -> None:
+        self.profile = evaluator.profile
+        self.holders = evaluator.holders
+        self.segments = segments
+        n, width = len(self.profile.stages), evaluator._width
+        self.n, self.width = n, width
+        self.outer = around(segments, n)
+        self.needed = np.array([i if s is None else s.last for i, s in enumerate(self.outer)])
+        # Per stage in a segment and code, what it holds there.
+        self.held = {
+            i: [frozenset(held(self.profile, i, option, segment)) for option in self.profile.stages[i].options]
+            for i, segment in enumerate(self.outer)
+            if segment is not None
+        }
+
+    def holds(self, s: int, holder: Holder) -> NDArray[np.bool_]:
+        """Per code, whether the stage holds storage `s`."""
+        inside = self.held.get(holder.stage)
+        out = np.zeros(self.width, bool)
+        for code in holder.holding:
+            out[code] = inside is None or s in inside[code]
+        return out
+
+    def build(self) -> _Tables:
+        """The tables."""
+        n, stages = self.n, self.profile.stages
+        self.forward = np.zeros(n + 1, np.int64)
+        self.backward = np.zeros(n + 1, np.int64)
+        self.private_held, self.private_moved, self.gone_next = np.zeros((3, n, self.width), np.int64)
+        self.gone_later: dict[tuple[int, int], NDArray[np.int64]] = {}
+        shared: dict[int, list[int]] = {}
+        for s, (storage, holders) in enumerate(zip(self.profile.storages, self.holders, strict=True)):
+            if storage.nbytes == 0 or storage.born >= n:
+                continue
+            self.forward[storage.born + 1] += storage.nbytes
+            if storage.to_end:
+                self.backward[0] += storage.nbytes
+            elif len(holders) > 1:
+                shared.setdefault(len(holders), []).append(s)
+            elif holders:
+                self.add_private(s, holders[0])
+            else:
+                self.forward[min(storage.program_until + 1, n)] -= storage.nbytes
+        own_forward, own_backward = np.zeros((2, n, self.width), np.int64)
+        backward_s = np.zeros((n, self.width))
+        for i, stage in enumerate(stages):
+            for code, option in enumerate(stage.options):
+                own_forward[i, code] = self.profile.base_forward_bytes[i] + option.forward_bytes
+                own_backward[i, code] = self.profile.base_backward_bytes[i] + option.backward_bytes
+                backward_s[i, code] = stage.backward_s + option.recompute_s
+        in_sweep: list[tuple[int, int]] = []
+        for segment in self.segments:
+            self.add_sweep(segment, own_backward, backward_s, in_sweep)
+        return _Tables(
+            self.forward,
+            self.backward,
+            self.private_held,
+            self.private_moved,
+            self.gone_next,
+            tuple((position, i, nbytes) for (position, i), nbytes in self.gone_later.items()),
+            tuple(self.shared(group) for group in shared.values()),
+            own_forward,
+            own_backward,
+            tuple(in_sweep),
+            backward_s,
+            self.needed,
+            np.searchsorted(self.needed, np.arange(n + 1)),
+        )
+
+    def add_private(self, s: int, holder: Holder) -> None:
+        """A storage that one stage alone may hold."""
+        storage, i = self.profile.storages[s], holder.stage
+        holds = self.holds(s, holder)
+        moves = holds.copy()
+        moves[list(holder.fixing)] = False
+        moves &= i < self.n - 1 and storage.program_until <= i
+        gone = min(storage.program_until + 1, self.n)
+        if gone == i + 1:
+            self.gone_next[i] += np.where(moves | ~holds, storage.nbytes, 0)
+        else:
+            self.gone_next[i] += np.where(moves, storage.nbytes, 0)
+            at = self.gone_later.setdefault((gone, i), np.zeros(self.width, np.int64))
+            at += np.where(holds, 0, storage.nbytes)
+        self.private_held[i] += np.where(holds, storage.nbytes, 0)
+        self.private_moved[i] += np.where(moves, storage.nbytes, 0)
+
+    def shared(self, group: Sequence[int]) -> _Shared:
+        """Storages with equally many possible holders."""
+        storages = [self.profile.storages[s] for s in group]
+        holds = np.array([[self.holds(s, holder) for holder in self.holders[s]] for s in group])
+        fixes = np.zeros_like(holds)
+        for row, s in enumerate(group):
+            for column, holder in enumerate(self.holders[s]):
+                fixes[row, column, list(holder.fixing)] = True
+        return _Shared(
+            np.array([storage.nbytes for storage in storages]),
+            np.array([storage.born for storage in storages]),
+            np.array([storage.program_until for storage in storages]),
+            np.array([[holder.stage for holder in self.holders[s]] for s in group]),
+            holds,
+            fixes & holds,
+        )
+
+    def add_sweep(
+        self,
+        segment: Segment,
+        own_backward: NDArray[np.int64],
+        backward_s: NDArray[np.float64],
+        in_sweep: list[tuple[int, int]],
+    ) -> None:
+        """The sweep of `segment` and those inside it (rules 6 and 7)."""
+        stages = self.profile.stages
+        sweep = sweep_of(self.profile, segment)
+        last = segment.last
+        for k, option in sweep.last_run:
+            own_backward[k, :] = self.profile.base_backward_bytes[k] + option.backward_bytes
+            backward_s[k, :] = stages[k].backward_s + option.recompute_s
+        own = np.zeros(self.n, np.int64)
+        for k, nbytes in sweep.held_from:
+            own[k : last + 1] += nbytes
+        if sweep.runs:
+            # The bytes resident at `last` will have this sweep's copies in them; while it runs they come one by one.
+            in_sweep.append((last, self.profile.base_backward_bytes[last] + sweep.most_bytes - int(own[last])))
+        self.backward[: self.n] += np.diff(own, prepend=0)
+        self.backward[self.n] -= own[-1]
+        for inner in segment.inner:
+            self.add_sweep(inner, own_backward, backward_s, in_sweep)
+        backward_s[last, :] += sweep.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """One sweep, its inner segments' sweeps left out (NOTE [Residency], rules 6 and 7).
+
+    Attributes
+    ----------
+    runs : tuple of int
+        Stages it runs.
+    seconds : float
+    most_bytes : int
+        Most bytes of copies and of a run's own, over all runs.
+    held_from : tuple of (int, int)
+        Stage and bytes of the copies that are resident from this stage's backward on, up to the sweep's last stage.
+    last_run : tuple of (int, Option)
+        The option of what is no part of an inner segment, for its last run before backward.
+    """
+
+    runs: tuple[int, ...]
+    seconds: float
+    most_bytes: int
+    held_from: tuple[tuple[int, int], ...]
+    last_run: tuple[tuple[int, Option], ...]
+
+
+def sweep_of(profile: Profile, segment: Segment) -> Sweep:
+    """The sweep of `segment`; which bytes are there around it doesn't matter to it."""
+    stages, storages = profile.stages, profile.storages
+    last = segment.last
+    inner = around(segment.inner, last + 1)
+    runs = [k for k in range(segment.first, last) if not stages[k].is_glue]
+    makers = set(runs)
+    begins: dict[int, int] = {}
+    in_transit_to: dict[int, int] = {}
+    held_by: dict[int, int] = {}
+    last_run: list[tuple[int, Option]] = []
+    for k in (*runs, last):
+        again = stages[k].recompute
+        assert again is not None, f"{stages[k].name} can't be recomputed"
+        before = held(profile, k, again, segment)
+        if k == last:
+            last_run.append((k, again))
+            after = again.held
+        elif inner[k] is None:
+            last_run.append((k, stages[k].keep))
+            after = stages[k].keep.held
+        else:
+            after = held(profile, k, again, inner[k])
+        for s in stages[k].linked:
+            if storages[s].born in makers:
+                in_transit_to[s] = k
+                begins.setdefault(s, storages[s].born)
+        for s in set(after).difference(before):
+            held_by.setdefault(s, k)
+            begins.setdefault(s, storages[s].born if storages[s].born in makers else k)
+    # Differences per run: a copy is there from the run after the one that begins it.
+    changes = [0] * (last + 2)
+    held_from = [0] * (last + 1)
+    for s, begin in begins.items():
+        until = last + 1 if s in held_by else in_transit_to[s] + 1
+        if s in held_by:
+            held_from[held_by[s]] += storages[s].nbytes
+            gap_from, gap_to = in_transit_to.get(s, -1) + 1, held_by[s] + 1
+            if max(gap_from, begin + 1) < gap_to:  # in between it isn't there
+                changes[max(gap_from, begin + 1)] -= storages[s].nbytes
+                changes[gap_to] += storages[s].nbytes
+        if begin + 1 < until:
+            changes[begin + 1] += storages[s].nbytes
+            changes[until] -= storages[s].nbytes
+    most, copies, seconds, run = 0, 0, 0.0, set(runs)
+    for k in range(last):
+        copies += changes[k]
+        if k in run:
+            option = stages[k].keep if inner[k] is None else stages[k].recompute
+            assert option is not None
+            most = max(most, copies + option.forward_bytes)
+            seconds += stages[k].forward_s
+    return Sweep(
+        tuple(runs),
+        seconds,
+        most,
+        tuple((k, nbytes) for k, nbytes in enumerate(held_from) if nbytes),
+        tuple(last_run),
+    )
+
+
+def _fronts(
+    needs: NDArray[np.int64], put: NDArray[np.int64], joined: NDArray[np.int64], budget_bytes: int
+) -> NDArray[np.int64]:
     """Per step, the shortest prefix of the queue that must have left for the step to fit."""
     rows, n = needs.shape
+    index = np.arange(rows)
     front = np.zeros((rows, n), np.int64)
+    now = np.zeros(rows, np.int64)
     for k in range(n):
-        surplus = needs[:, k] + put[:, k] - budget_bytes
-        front[:, k] = np.minimum((put[:, : k + 1] < surplus[:, None]).sum(axis=1), k)
-    np.maximum.accumulate(front, axis=1, out=front)
+        least = needs[:, k] + put[:, joined[k]] - budget_bytes
+        while True:
+            over = (put[index, now] < least) & (now < joined[k])
+            if not over.any():
+                break
+            now += over
+        front[:, k] = now
     return front
 
 
 def _lane(
     front: NDArray[np.int64],
     moved: NDArray[np.int64],
+    joined: NDArray[np.int64],
     compute_s: NDArray[np.float64],
     latency_s: float,
     bytes_per_s: float,
@@ -344,12 +631,40 @@ def _lane(
     now = np.zeros(rows)
     for k in range(n):
         now = np.maximum(now, done[index, front[:, k]]) + compute_s[:, k]
-        copy_s = latency_s + moved[:, k] / bytes_per_s
-        done[:, k + 1] = np.where(moved[:, k] > 0, np.maximum(now, done[:, k]) + copy_s, done[:, k])
+        for i in range(joined[k], joined[k + 1]):
+            copy_s = latency_s + moved[:, i] / bytes_per_s
+            done[:, i + 1] = np.where(moved[:, i] > 0, np.maximum(now, done[:, i]) + copy_s, done[:, i])
     return np.maximum(now, done[:, n])
 
 
-def menus(profile: Profile, actions: Sequence[Action]) -> tuple[tuple[int, ...], ...]:
-    """Per stage, the codes of the actions it can take out of `actions`; keep is always one."""
-    allowed = {*actions, "keep"}
-    return tuple(tuple(ACTIONS.index(a) for a in stage.actions if a in allowed) for stage in profile.stages)
+def _one_lane(copies: Sequence[tuple[int, int, float]], compute_s: Sequence[float]) -> float:
+    """Duration of a lane for one plan.
+
+    Parameters
+    ----------
+    copies : sequence of (int, int, float)
+        In the queue's order: the step at whose end it joins, the step by whose end it must be done, its seconds.
+    """
+    now, joining, leaving = 0.0, 0, 0
+    done: list[float] = []
+    for k, seconds in enumerate(compute_s):
+        while leaving < joining and copies[leaving][1] < k:
+            now = max(now, done[leaving])
+            leaving += 1
+        now += seconds
+        while joining < len(copies) and copies[joining][0] <= k:
+            done.append(max(now, done[-1] if done else 0.0) + copies[joining][2])
+            joining += 1
+    return max(now, done[-1]) if done else now
+
+
+def menus(profile: Profile, actions: Sequence[Action], *, host_bytes: int | None = None) -> tuple[tuple[int, ...], ...]:
+    """Per stage, the codes of the options that use `actions` alone, and the host tier only where it has room."""
+    return tuple(
+        tuple(
+            code
+            for code, option in enumerate(stage.options)
+            if option.allowed(actions) and not (option.moves and host_bytes == 0)
+        )
+        for stage in profile.stages
+    )

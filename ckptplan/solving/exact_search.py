@@ -1,26 +1,130 @@
-"""Every decision vector, evaluated: exact for any actions, and short enough to be read as its own proof."""
+"""Every plan, evaluated: exact for any menu and any segments, and short enough to be read as its own proof.
+
+Plans are looked at forest by forest (a forest: the segments of one plan), in the order of the time that the forest
+costs at least. A forest, or a decision vector in it, whose compute time alone is no shorter than the best step found
+can't win: transfers only add to it.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ckptplan.solving.evaluate import Codes, Evaluator
+from ckptplan.core.chain import Segment
+from ckptplan.core.profile import Profile
+from ckptplan.solving.evaluate import Codes, Evaluator, Menu, Segments
 
 CHUNK = 1 << 14
+# Sums of the same seconds in another order are the same time.
+SAME = 1e-12
 
 
-def vector_count(menu: Sequence[Sequence[int]]) -> int:
-    """How many decision vectors a menu per stage allows."""
-    return math.prod(len(codes) for codes in menu)
+class PlanSpace:
+    """Which decision vectors and segments there are.
+
+    Parameters
+    ----------
+    menu : sequence of sequence of int
+        Codes per stage.
+    segments : bool
+        Whether stages may be recomputed together.
+    """
+
+    def __init__(self, profile: Profile, menu: Menu, *, segments: bool = True) -> None:
+        self.profile = profile
+        self.menu = menu
+        self.segments = segments
+        n = len(menu)
+        self.inside: list[tuple[int, ...]] = [inside_codes(profile, menu, i) for i in range(n)]
+        """Per stage, the codes it may have in a segment; none where it can't be in one."""
+        self._ends: list[list[int]] = []
+        for first in range(n):
+            ends = []
+            if segments and self.inside[first] and not profile.stages[first].is_glue:
+                for last in range(first, n):
+                    if not self.inside[last]:
+                        break
+                    if not profile.stages[last].is_glue:
+                        ends.append(last)
+            self._ends.append(ends)
+
+    def ends(self, first: int, least: int, limit: int) -> list[int]:
+        """Where a segment from `first` on may end, within `[least, limit)`."""
+        return [last for last in self._ends[first] if least <= last < limit]
+
+    def count(self) -> int:
+        """How many plans there are."""
+        n = len(self.menu)
+
+        @cache
+        def sweeps(first: int, limit: int) -> int:
+            """Ways to fill `[first, limit)` of a sweep."""
+            if first == limit:
+                return 1
+            return sweeps(first + 1, limit) + sum(
+                sweeps(first, last) * sweeps(last + 1, limit) for last in self.ends(first, first, limit)
+            )
+
+        plans = [1] * (n + 1)
+        for first in reversed(range(n)):
+            plans[first] = len(self.menu[first]) * plans[first + 1]
+            for last in self.ends(first, first + 1, n):
+                codes = math.prod(len(self.inside[i]) for i in range(first, last + 1))
+                plans[first] += codes * sweeps(first, last) * plans[last + 1]
+        return plans[0]
+
+    def forests(self) -> list[Segments]:
+        """Every way to choose segments, the ones that cost least time first."""
+
+        @cache
+        def fill(first: int, limit: int, shortest: int) -> tuple[Segments, ...]:
+            if first >= limit:
+                return ((),)
+            found = list(fill(first + 1, limit, shortest))
+            for last in self.ends(first, first + shortest, limit):
+                for inner in fill(first, last, 0):
+                    segment = Segment(first, last, inner)
+                    found.extend((segment, *rest) for rest in fill(last + 1, limit, shortest))
+            return tuple(found)
+
+        return sorted(fill(0, len(self.menu), 1), key=self.least_extra_s)
+
+    def least_extra_s(self, forest: Segments) -> float:
+        """What the sweeps of `forest` and the recomputing of the stages they end with cost."""
+        stages = self.profile.stages
+        total = 0.0
+        for segment in forest:
+            total += sum(stages[k].forward_s for k in range(segment.first, segment.last) if not stages[k].is_glue)
+            again = stages[segment.last].recompute
+            assert again is not None
+            total += again.recompute_s + self.least_extra_s(segment.inner)
+        return total
+
+    def menu_in(self, forest: Segments) -> list[Sequence[int]]:
+        """Codes per stage beside and in the segments of `forest`."""
+        menu = list(self.menu)
+        for segment in forest:
+            menu[segment.first : segment.last + 1] = self.inside[segment.first : segment.last + 1]
+        return menu
 
 
-def vectors(menu: Sequence[Sequence[int]]) -> Iterator[Codes]:
+def inside_codes(profile: Profile, menu: Menu, i: int) -> tuple[int, ...]:
+    """The codes of `menu` that stage `i` may have in a segment; none where it can't be in one."""
+    stage = profile.stages[i]
+    if stage.is_glue:
+        return (0,)
+    found = tuple(c for c in menu[i] if stage.options[c].name in ("recompute", "recompute+swap"))
+    return found if any(stage.options[c].name == "recompute" for c in found) else ()
+
+
+def vectors(menu: Menu) -> Iterator[Codes]:
     """All decision vectors in chunks, the last stage changing fastest."""
-    total = vector_count(menu)
+    total = math.prod(len(codes) for codes in menu)
     for start in range(0, total, CHUNK):
         index = np.arange(start, min(start + CHUNK, total), dtype=np.int64)
         block = np.empty((len(index), len(menu)), np.int8)
@@ -31,37 +135,48 @@ def vectors(menu: Sequence[Sequence[int]]) -> Iterator[Codes]:
 
 
 def fastest(
-    evaluator: Evaluator, menu: Sequence[Sequence[int]], budget_bytes: int, deadline: float
-) -> tuple[Codes | None, bool]:
-    """The fastest vector that fits, and whether all were seen before `deadline` (`time.monotonic`).
+    evaluator: Evaluator,
+    space: PlanSpace,
+    budget_bytes: int,
+    deadline: float,
+    *,
+    below_s: float = math.inf,
+    on_found: Callable[[tuple[int, ...], Segments], None],
+) -> bool:
+    """Hand every plan that fits and is faster than `below_s` and all before to `on_found`.
 
-    Among vectors as fast as each other the one with the most stages kept is taken.
+    Returns
+    -------
+    bool
+        Whether all plans were seen before `deadline` (by `time.monotonic`): the last one found is the fastest.
     """
-    best, best_s, best_kept = None, math.inf, -1
-    for block in vectors(menu):
-        if time.monotonic() > deadline:
-            return best, False
-        cost = evaluator.makespans(block, budget_bytes)
-        least = float(cost.min())
-        if least == math.inf:
-            continue
-        # 1e-12: sums of the same seconds in another order are the same time.
-        tied = np.flatnonzero(cost <= min(least, best_s) * (1 + 1e-12))
-        if len(tied) == 0:
-            continue
-        kept = (block[tied] == 0).sum(axis=1)
-        if least < best_s * (1 - 1e-12) or kept.max() > best_kept:
-            row = tied[kept.argmax()]
-            best, best_s, best_kept = block[row].copy(), float(cost[row]), int(kept.max())
-    return best, True
+    best_s = below_s
+    baseline_s = space.profile.baseline_step_s
+    for forest in space.forests():
+        if baseline_s + space.least_extra_s(forest) >= best_s * (1 - SAME):
+            break
+        for block in vectors(space.menu_in(forest)):
+            if time.monotonic() > deadline:
+                return False
+            block = block[evaluator.compute_s(block, forest) < best_s * (1 - SAME)]
+            if len(block) == 0:
+                continue
+            cost = evaluator.makespans(block, budget_bytes, forest)
+            row = int(cost.argmin())
+            if cost[row] < best_s * (1 - SAME):
+                best_s = float(cost[row])
+                on_found(tuple(block[row].tolist()), forest)
+    return True
 
 
-def smallest(evaluator: Evaluator, menu: Sequence[Sequence[int]]) -> tuple[Codes, int]:
-    """The vector with the smallest peak and that peak in bytes."""
-    best, best_bytes = np.zeros(len(menu), np.int8), 1 << 62
-    for block in vectors(menu):
-        peaks = evaluator.smallest_peaks(block)
-        row = int(peaks.argmin())
-        if peaks[row] < best_bytes:
-            best, best_bytes = block[row].copy(), int(peaks[row])
-    return best, best_bytes
+def smallest(evaluator: Evaluator, space: PlanSpace) -> tuple[NDArray[np.int8], Segments, int]:
+    """The plan with the smallest peak, and that peak in bytes."""
+    best, best_bytes = np.zeros(len(space.menu), np.int8), 1 << 62
+    best_forest: Segments = ()
+    for forest in space.forests():
+        for block in vectors(space.menu_in(forest)):
+            peaks = evaluator.smallest_peaks(block, forest)
+            row = int(peaks.argmin())
+            if peaks[row] < best_bytes:
+                best, best_forest, best_bytes = block[row].copy(), forest, int(peaks[row])
+    return best, best_forest, best_bytes

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptplan.solving.evaluate import Codes
+from ckptplan.solving.evaluate import Codes, Menu
 
 Cost = Callable[[Codes], NDArray[np.float64]]
 CELLS_PER_BATCH = 1 << 22
 """Evaluation takes rows x stages^2; the clock is looked at between batches."""
 
 
-def patterns(menu: Sequence[Sequence[int]]) -> Codes:
+def patterns(menu: Menu) -> Codes:
     """Starting points: each action alone, one action before a stage and another after it, every m-th stage apart."""
     n = len(menu)
     rows: list[list[int]] = []
@@ -38,7 +38,7 @@ def patterns(menu: Sequence[Sequence[int]]) -> Codes:
     return np.unique(wanted, axis=0)
 
 
-def improve(start: NDArray[np.int8], menu: Sequence[Sequence[int]], cost: Cost, deadline: float) -> NDArray[np.int8]:
+def improve(start: NDArray[np.int8], menu: Menu, cost: Cost, deadline: float) -> NDArray[np.int8]:
     """The vector reached from `start` when no change of one or two stages helps, or at `deadline`."""
     current = start.copy()
     value = float(cost(current[None])[0])

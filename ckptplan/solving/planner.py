@@ -14,21 +14,18 @@ from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.units import format_bytes
-from ckptplan.solving import chain_dp, exact_search, local_search
-from ckptplan.solving.evaluate import KEEP, SWAP, Evaluator, Schedule, menus
-from ckptplan.solving.fluid_model import FluidModel, PeakModel
+from ckptplan.solving import exact_search, local_search
+from ckptplan.solving.evaluate import KEEP, Evaluator, Menu, Schedule, Segments, menus
+from ckptplan.solving.exact_search import PlanSpace
 
 OnProgress = Callable[[str, float, float], None]
 """Called with the part at work, the best makespan so far and the lower bound so far, in seconds."""
 
 GAP = 1e-6
 ENUMERATE = 20_000
-"""Up to this many decision vectors, looking at each is faster than any proof."""
-ENUMERATE_WITH_TIME = 1_000_000
-"""Up to this many, it is the last resort where the models leave a gap: seconds at most."""
-
-WHOLE_TRANSFERS = 40
-"""Up to this many stages, a model of whole transfers (its size grows with their square) gets a share of the time."""
+"""Up to this many plans, looking at each is faster than any other proof."""
+ENUMERATE_WITH_TIME = 4_000_000
+"""Up to this many, it is the last resort where bounds leave a gap: seconds at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +35,23 @@ class MinPeak:
     Attributes
     ----------
     peak_bytes : int
-        Peak of `actions`; the smallest possible one where `proven`.
+        Peak of this plan; the smallest possible one where `proven`.
     bound_bytes : int
         No plan has a smaller peak; equal to `peak_bytes` where `proven`.
-    actions : tuple of Action
-        One per stage.
+    codes : tuple of int
+        One per stage: the option's position in its menu.
+    segments : tuple of Segment
+        Stages recomputed together.
     stage, phase : str
-        Where these actions have their peak.
+        Where this plan has its peak.
     proven : bool
-        False where the time limit came first.
+        False where the search was cut short.
     """
 
     peak_bytes: int
     bound_bytes: int
-    actions: tuple[Action, ...]
+    codes: tuple[int, ...]
+    segments: Segments
     stage: str
     phase: Phase
     proven: bool
@@ -62,6 +62,7 @@ def solve_profile(
     budget_bytes: int,
     *,
     actions: tuple[Action, ...] = ("keep", "swap", "recompute"),
+    segments: bool = True,
     host_bytes: int | None = None,
     time_limit_s: float = 10,
     seed: int = 0,
@@ -77,6 +78,8 @@ def solve_profile(
         Most bytes on the device at any moment of the step.
     actions : tuple of Action
         What stages may do; "keep" must be among them.
+    segments : bool
+        Whether stages may be recomputed together; needs "recompute" among `actions`.
     host_bytes : int, optional
         Most bytes on the host tier.
     time_limit_s : float
@@ -99,7 +102,15 @@ def solve_profile(
     """
     _check(actions, time_limit_s, budget_bytes=budget_bytes, host_bytes=host_bytes, workers=workers)
     search = _Search(
-        profile, budget_bytes, actions, host_bytes, time.monotonic() + time_limit_s, seed, workers, on_progress
+        profile,
+        budget_bytes,
+        actions,
+        segments,
+        host_bytes,
+        time.monotonic() + time_limit_s,
+        seed,
+        workers,
+        on_progress,
     )
     best, bound_s = search.run()
     return Plan(
@@ -112,24 +123,26 @@ def solve_profile(
         step_s=best.step_s,
         baseline_step_s=profile.baseline_step_s,
         lower_bound_s=bound_s,
-        space=plan_space(actions),
+        space=plan_space(actions, segments=segments),
         planner="ckptplan",
         fingerprint=profile.fingerprint,
         input_bytes=tuple(stage.input_bytes for stage in profile.stages),
+        segments=best.segments,
     )
 
 
-def plan_space(actions: Sequence[Action]) -> str:
+def plan_space(actions: Sequence[Action], *, segments: bool = True) -> str:
     """The sentence every certificate refers to."""
-    return (
-        f"per-stage {'/'.join(a for a in ACTIONS if a in actions)}, first-in-first-out links, compute in program order"
-    )
+    menu = "/".join(a for a in ACTIONS if a in actions)
+    together = "nested segments" if segments and "recompute" in actions else "no segments"
+    return f"per-stage menus of {menu}, {together}, first-in-first-out links, compute in program order"
 
 
 def smallest_peak(
     profile: Profile,
     *,
     actions: tuple[Action, ...] = ("keep", "swap", "recompute"),
+    segments: bool = True,
     host_bytes: int | None = None,
     time_limit_s: float = 10,
 ) -> MinPeak:
@@ -141,31 +154,32 @@ def smallest_peak(
         On actions or limits that can't be used.
     """
     _check(actions, time_limit_s, host_bytes=host_bytes)
-    return _smallest_peak(Evaluator(profile, host_bytes), menus(profile, actions), time.monotonic() + time_limit_s)
+    evaluator = Evaluator(profile, host_bytes)
+    space = _space(profile, actions, segments, host_bytes)
+    return _smallest_peak(evaluator, space, time.monotonic() + time_limit_s)
 
 
-def _smallest_peak(
-    evaluator: Evaluator, menu: Sequence[Sequence[int]], deadline: float, seed: int = 0, workers: int | None = None
-) -> MinPeak:
-    if exact_search.vector_count(menu) <= ENUMERATE:
-        row, peak = exact_search.smallest(evaluator, menu)
+def _space(profile: Profile, actions: Sequence[Action], segments: bool, host_bytes: int | None) -> PlanSpace:
+    menu = menus(profile, actions, host_bytes=host_bytes)
+    return PlanSpace(profile, menu, segments=segments and "recompute" in actions)
+
+
+def _smallest_peak(evaluator: Evaluator, space: PlanSpace, deadline: float) -> MinPeak:
+    segments: Segments = ()
+    if space.count() <= ENUMERATE:
+        row, segments, peak = exact_search.smallest(evaluator, space)
         bound = peak
     else:
-        starts = local_search.patterns(menu)
+        starts = local_search.patterns(space.menu)
         start = starts[evaluator.smallest_peaks(starts).argmin()]
-        row = local_search.improve(start, menu, lambda codes: evaluator.smallest_peaks(codes).astype(float), deadline)
-        model = PeakModel(evaluator.profile, menu, evaluator.host_bytes)
-        model.hint(row.tolist())
-        result = model.solve(deadline=deadline, seed=seed, workers=workers)
-        if result.codes is not None:
-            found = np.array(result.codes, np.int8)
-            if evaluator.smallest_peaks(found[None])[0] < evaluator.smallest_peaks(row[None])[0]:
-                row = found
-        peak = int(evaluator.smallest_peaks(row[None])[0])
-        bound = peak if result.proven else min(peak, math.floor(result.bound))
-    codes = row.tolist()
-    stage, phase = evaluator.binding(codes)
-    return MinPeak(peak, bound, tuple(ACTIONS[code] for code in codes), stage, phase, bound == peak)
+        row = local_search.improve(
+            start, space.menu, lambda codes: evaluator.smallest_peaks(codes).astype(float), deadline
+        )
+        peak = evaluator.peak(row.tolist())
+        bound = evaluator.profile.update_peak_bytes
+    codes = tuple(row.tolist())
+    stage, phase = evaluator.binding(codes, segments)
+    return MinPeak(peak, bound, codes, segments, stage, phase, bound == peak)
 
 
 def _check(actions: Sequence[str], time_limit_s: float, **whole: int | None) -> None:
@@ -194,6 +208,7 @@ class _Search:
     profile: Profile
     budget_bytes: int
     actions: tuple[Action, ...]
+    segments: bool
     host_bytes: int | None
     deadline: float
     seed: int
@@ -202,41 +217,34 @@ class _Search:
     best: Schedule | None = None
     bound_s: float = 0.0
     evaluator: Evaluator = field(init=False)
-    menu: tuple[tuple[int, ...], ...] = field(init=False)
+    space: PlanSpace = field(init=False)
+    menu: Menu = field(init=False)
 
     def run(self) -> tuple[Schedule, float]:
         """Cheap answers first; each further part runs only while a gap is left."""
         self.evaluator = Evaluator(self.profile, self.host_bytes)
-        self.menu = menus(self.profile, self.actions)
+        self.space = _space(self.profile, self.actions, self.segments, self.host_bytes)
+        self.menu = self.space.menu
         self.bound_s = self.profile.baseline_step_s
         self.offer([KEEP] * len(self.menu))
         if self.closed():
             return self.result("keep all")
-        if exact_search.vector_count(self.menu) <= ENUMERATE:
+        if self.space.count() <= ENUMERATE:
             self.enumerate()
             return self.result("exact search")
         self.start()
-        self.run_dp()
         self.polish(self.deadline)
-        if not self.closed():
-            self.run_models()
-        if not self.closed() and self.countable:
+        if not self.closed() and self.space.count() <= ENUMERATE_WITH_TIME:
             self.enumerate()
-        self.polish(self.deadline + 0.3)
         return self.result("done")
-
-    @property
-    def countable(self) -> bool:
-        """Whether looking at every vector is a last resort."""
-        return exact_search.vector_count(self.menu) <= ENUMERATE_WITH_TIME
 
     def closed(self) -> bool:
         """Whether the best schedule is proven optimal."""
         return self.best is not None and self.best.step_s <= self.bound_s * (1 + GAP)
 
-    def offer(self, codes: Sequence[int]) -> None:
-        """Take `codes` if it fits and is faster, or as fast with more stages kept."""
-        found = self.evaluator.schedule(codes, self.budget_bytes)
+    def offer(self, codes: Sequence[int], segments: Segments = ()) -> None:
+        """Take this plan if it fits and is faster, or as fast with more stages kept."""
+        found = self.evaluator.schedule(codes, self.budget_bytes, segments)
         if found is None:
             return
         if self.best is None or (found.step_s, -_kept(found)) < (self.best.step_s, -_kept(self.best)):
@@ -249,9 +257,14 @@ class _Search:
 
     def enumerate(self) -> None:
         """Exact search over every vector."""
-        found, complete = exact_search.fastest(self.evaluator, self.menu, self.budget_bytes, self.deadline)
-        if found is not None:
-            self.offer(found.tolist())
+        complete = exact_search.fastest(
+            self.evaluator,
+            self.space,
+            self.budget_bytes,
+            self.deadline,
+            below_s=math.inf if self.best is None else self.best.step_s,
+            on_found=self.offer,
+        )
         if complete and self.best is not None:
             self.bound_s = self.best.step_s
         if self.best is None:
@@ -270,10 +283,9 @@ class _Search:
     def refuse(self) -> None:
         """Raise where the budget is below the smallest peak; else start from the vector that has it."""
         deadline = max(self.deadline, time.monotonic() + 0.2)
-        least = _smallest_peak(self.evaluator, self.menu, deadline, self.seed, self.workers)
-        codes = [ACTIONS.index(action) for action in least.actions]
+        least = _smallest_peak(self.evaluator, self.space, deadline)
         if least.peak_bytes <= self.budget_bytes:
-            self.offer(codes)
+            self.offer(least.codes, least.segments)
         if self.best is not None:
             return
         missing = [a for a in ("swap", "recompute") if a not in self.actions and least.phase != "update"]
@@ -289,65 +301,20 @@ class _Search:
             phase=least.phase,
         )
 
-    def run_dp(self) -> None:
-        """The best plan that moves nothing, and a bound: any other plan moves at least one storage out and back."""
-        share = time.monotonic() + 0.25 * max(0.0, self.deadline - time.monotonic())
-        result = chain_dp.nothing_moves(self.profile, self.menu, self.budget_bytes, deadline=share)
-        if result.codes is not None:
-            self.offer(result.codes)
-        if result.exact:
-            self.bound_s = max(self.bound_s, min(result.step_s, self.least_moving_s()))
-        self.report("chain DP")
-
-    def least_moving_s(self) -> float:
-        """No plan that moves a storage is faster: the copy out lies within forward, the copy back within backward."""
-        link, stages = self.profile.link, self.profile.stages
-        forward_s, backward_s = sum(s.forward_s for s in stages), sum(s.backward_s for s in stages)
-        movable = {s for stage, codes in zip(stages, self.menu, strict=True) if SWAP in codes for s in stage.saved}
-        sizes = [size for size in (self.profile.storages[s].nbytes for s in movable) if size]
-        return min(
-            (max(forward_s, link.out_s(size)) + max(backward_s, link.in_s(size)) for size in sizes), default=math.inf
-        )
-
     def polish(self, deadline: float) -> None:
         """Local search from the best vector."""
         if self.best is None or self.closed():
             return
-        start = np.array(self.best.codes, np.int8)
+        start, segments = np.array(self.best.codes, np.int8), self.best.segments
         share = min(deadline, time.monotonic() + 0.25 * max(0.4, self.deadline - time.monotonic()))
         found = local_search.improve(
-            start, self.menu, lambda codes: self.evaluator.makespans(codes, self.budget_bytes), share
+            start,
+            self.space.menu_in(segments),
+            lambda codes: self.evaluator.makespans(codes, self.budget_bytes, segments),
+            share,
         )
-        self.offer(found.tolist())
+        self.offer(found.tolist(), segments)
         self.report("local search")
-
-    def run_models(self) -> None:
-        """CP-SAT twice: fluid links bound fast; whole transfers bound tighter and find better plans, given time."""
-        left = (0.3 if self.countable else 1.0) * max(0.0, self.deadline - time.monotonic())
-        deadline = time.monotonic() + left
-        whole = len(self.menu) <= WHOLE_TRANSFERS and any(SWAP in codes for codes in self.menu)
-        self.run_model("fluid links", time.monotonic() + (0.4 if whole else 1.0) * left, whole=False)
-        self.polish(self.deadline)
-        if whole and not self.closed() and time.monotonic() < deadline:
-            self.run_model("whole transfers", deadline, whole=True)
-
-    def run_model(self, part: str, deadline: float, *, whole: bool) -> None:
-        """One CP-SAT run: its bound, and each of its solutions as a candidate."""
-        assert self.best is not None
-        model = FluidModel(
-            self.profile, self.menu, self.budget_bytes, host_bytes=self.host_bytes, whole_transfers=whole
-        )
-        model.hint(self.best.codes)
-
-        def on_solution(codes: tuple[int, ...], bound_s: float) -> bool:
-            self.bound_s = max(self.bound_s, bound_s)
-            self.offer(codes)
-            self.report(part)
-            return self.closed()
-
-        result = model.solve(on_solution, deadline=deadline, seed=self.seed, workers=self.workers)
-        self.bound_s = max(self.bound_s, result.bound)
-        self.report(part)
 
     def result(self, part: str) -> tuple[Schedule, float]:
         """The best schedule without swaps that gain nothing, and the bound."""
@@ -355,17 +322,18 @@ class _Search:
         improved = True
         while improved and time.monotonic() < self.deadline + 0.5:
             improved = False
-            codes = np.array(self.best.codes, np.int8)
-            stages = [i for i in reversed(range(len(codes))) if codes[i] != KEEP]
+            codes, segments = np.array(self.best.codes, np.int8), self.best.segments
+            inside = {i for segment in segments for i in range(segment.first, segment.last + 1)}
+            stages = [i for i in reversed(range(len(codes))) if codes[i] != KEEP and i not in inside]
             if not stages:
                 break
             trials = np.tile(codes, (len(stages), 1))
             trials[np.arange(len(stages)), stages] = KEEP
-            costs = self.evaluator.makespans(trials, self.budget_bytes)
+            costs = self.evaluator.makespans(trials, self.budget_bytes, segments)
             row = int(costs.argmin())
             # 1e-12: sums of the same seconds in another order are the same time.
             if costs[row] <= self.best.step_s * (1 + 1e-12):
-                found = self.evaluator.schedule(trials[row].tolist(), self.budget_bytes)
+                found = self.evaluator.schedule(trials[row].tolist(), self.budget_bytes, segments)
                 assert found is not None
                 self.best, improved = found, True
         if self.bound_s <= self.best.step_s * (1 + 1e-9):

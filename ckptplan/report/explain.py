@@ -1,0 +1,242 @@
+"""Why a plan is as it is: what binds where, what memory and links are worth, and each stage's next choices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from ckptplan.core.chain import ACTIONS, Action, Option, Phase, Segment
+from ckptplan.core.plan import Plan
+from ckptplan.core.profile import Profile
+from ckptplan.core.schedule import Overflow, schedule
+from ckptplan.core.units import format_bytes, format_seconds
+from ckptplan.referee import Timeline, simulate
+from ckptplan.solving.prices import Prices, lower_bound
+
+GIB = 1 << 30
+NEAR_BUDGET = 0.01
+"""A step binds when less than this share of the budget is free in it."""
+MOST_STAGES = 60
+"""Of a longer plan, this many representatives of its runs of equal decisions are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """Neighbouring steps of one phase in which less than 1 % of the budget is free, and the least that is."""
+
+    phase: Phase
+    first: str
+    last: str
+    steps: int
+    spare_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """The same plan with another choice for one stage (or one segment), under its best schedule.
+
+    Attributes
+    ----------
+    option : str
+        Name of the option, or "each by itself" for a segment's stages.
+    extra_s : float
+        Change of the predicted step.
+    missing_bytes : int
+        By how much the budget would have to be larger; 0 where it fits.
+    """
+
+    option: str
+    extra_s: float
+    missing_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One stage's choice, standing for `count` neighbours decided alike, beside the next in memory either way."""
+
+    stage: str
+    count: int
+    option: str
+    leaner: Alternative | None
+    richer: Alternative | None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What decides a plan.
+
+    Attributes
+    ----------
+    recompute_s, out_wait_s, in_wait_s : float
+        Where the overhead comes from: computing again, waiting for copies out and for copies in.
+    out_busy, in_busy : float
+        Share of the step that each link is busy.
+    bindings : tuple of Binding
+        Where memory is short; empty when the budget has room everywhere.
+    gib_saves_s : float or None
+        Seconds a step would be shorter per further GiB of budget, at the prices of the proven bound; None where no
+        prices were found in the time given.
+    out_saves_s, in_saves_s : float or None
+        The same per further GiB/s of link, out and in.
+    choices : tuple of Choice
+    """
+
+    recompute_s: float
+    out_wait_s: float
+    in_wait_s: float
+    out_busy: float
+    in_busy: float
+    bindings: tuple[Binding, ...]
+    gib_saves_s: float | None
+    out_saves_s: float | None
+    in_saves_s: float | None
+    choices: tuple[Choice, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"overhead  {format_seconds(self.recompute_s)} recompute, {format_seconds(self.out_wait_s)} waiting for "
+            f"copies out, {format_seconds(self.in_wait_s)} for copies in",
+            f"links     busy {self.out_busy:.0%} of the step outwards, {self.in_busy:.0%} inwards",
+        ]
+        if not self.bindings:
+            lines.append("memory    binds nowhere: more budget would change nothing")
+        for b in self.bindings:
+            where = b.first if b.steps == 1 else f"{b.first} .. {b.last} ({b.steps})"
+            lines.append(f"memory    binds in {b.phase} of {where}: {format_bytes(b.spare_bytes)} free")
+        if self.gib_saves_s is not None and self.out_saves_s is not None and self.in_saves_s is not None:
+            lines.append(
+                f"prices    one more GiB saves about {format_seconds(self.gib_saves_s)} a step; one more GiB/s of link "
+                f"{format_seconds(self.out_saves_s)} outwards, {format_seconds(self.in_saves_s)} inwards"
+            )
+        rows = [("stage", "chosen", "with less memory", "with more memory")]
+        for c in self.choices:
+            name = c.stage if c.count == 1 else f"{c.stage} (one of {c.count})"
+            rows.append((name, c.option, _text(c.leaner), _text(c.richer)))
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        table = ["  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*lines, "", *table])
+
+
+def _text(alternative: Alternative | None) -> str:
+    if alternative is None:
+        return "-"
+    sign = "+" if alternative.extra_s >= 0 else "-"
+    missing = f", needs {format_bytes(alternative.missing_bytes)} more" if alternative.missing_bytes else ""
+    return f"{alternative.option}: {sign}{format_seconds(abs(alternative.extra_s))}{missing}"
+
+
+def explain(
+    profile: Profile,
+    plan: Plan,
+    *,
+    actions: tuple[Action, ...] = ACTIONS,
+    host_bytes: int | None = None,
+    time_limit_s: float = 10.0,
+) -> Explanation:
+    """Explain `plan` on `profile`.
+
+    Parameters
+    ----------
+    actions : tuple of str
+        What alternatives may use.
+    host_bytes : int, optional
+        Limit on the host tier.
+    time_limit_s : float
+        For the prices.
+
+    Raises
+    ------
+    PlanMismatchError
+        If the plan isn't one of this profile.
+    """
+    timeline = simulate(profile, plan)
+    menu = tuple(
+        tuple(i for i, option in enumerate(stage.options) if option.allowed(actions)) for stage in profile.stages
+    )
+    bound = lower_bound(
+        profile, menu, plan.budget_bytes, host_bytes=host_bytes, deadline=time.monotonic() + time_limit_s,
+        segments="recompute" in actions,
+    )  # fmt: skip
+    prices: Prices | None = bound.prices
+    left = {event.end_s for event in timeline.events if event.lane == "out"}
+    waits = [(event.end_s in left, event.end_s - event.start_s) for event in timeline.events if event.what == "wait"]
+    busy = {lane: sum(e.end_s - e.start_s for e in timeline.events if e.lane == lane) for lane in ("out", "in")}
+    return Explanation(
+        recompute_s=sum(e.end_s - e.start_s for e in timeline.events if e.what == "recompute"),
+        out_wait_s=sum(seconds for out, seconds in waits if out),
+        in_wait_s=sum(seconds for out, seconds in waits if not out),
+        out_busy=busy["out"] / timeline.makespan_s if timeline.makespan_s else 0.0,
+        in_busy=busy["in"] / timeline.makespan_s if timeline.makespan_s else 0.0,
+        bindings=_bindings(timeline, plan.budget_bytes),
+        gib_saves_s=None if prices is None else prices.second_per_byte * GIB,
+        out_saves_s=None if prices is None else prices.out_second_per_byte_per_s * GIB,
+        in_saves_s=None if prices is None else prices.in_second_per_byte_per_s * GIB,
+        choices=_choices(profile, plan, menu),
+    )
+
+
+def _bindings(timeline: Timeline, budget_bytes: int) -> tuple[Binding, ...]:
+    out = []
+    tight = [(step, budget_bytes - step.peak_bytes <= NEAR_BUDGET * budget_bytes) for step in timeline.steps]
+    for (binds, phase), run in groupby(tight, key=lambda pair: (pair[1], pair[0].phase)):
+        if binds:
+            steps = [step for step, _ in run]
+            spare = budget_bytes - max(step.peak_bytes for step in steps)
+            out.append(Binding(phase, steps[0].stage, steps[-1].stage, len(steps), spare))
+    return tuple(out)
+
+
+def _choices(profile: Profile, plan: Plan, menu: Sequence[Sequence[int]]) -> tuple[Choice, ...]:
+    options = [stage.option(choice.option) for stage, choice in zip(profile.stages, plan.choices, strict=True)]
+    grouped = {i for segment in plan.segments for i in range(segment.first, segment.last + 1)}
+    alone = [i for i, stage in enumerate(profile.stages) if not stage.is_glue and i not in grouped]
+    runs = [list(run) for _, run in groupby(alone, key=lambda i: (profile.stages[i].kind, plan.choices[i].option))]
+    longest = sorted(runs, key=len, reverse=True)[:MOST_STAGES]
+    out = {run[0]: _stage_choice(profile, plan, options, menu, run) for run in longest}
+    out |= {s.first: _segment_choice(profile, plan, options, s) for s in plan.segments[:MOST_STAGES]}
+    return tuple(choice for _, choice in sorted(out.items()))
+
+
+def _stage_choice(
+    profile: Profile, plan: Plan, options: list[Option], menu: Sequence[Sequence[int]], run: list[int]
+) -> Choice:
+    """The middle one of `run`, neighbours decided alike."""
+    i = run[len(run) // 2]
+    kept = _on_device(profile, options[i])
+    leaner, richer = [], []
+    for other in (profile.stages[i].options[code] for code in menu[i]):
+        if other.name != options[i].name:
+            found = _alternative(profile, plan, other.name, [*options[:i], other, *options[i + 1 :]], plan.segments)
+            (leaner if _on_device(profile, other) < kept else richer).append(found)
+
+    def next_best(found: list[Alternative]) -> Alternative | None:
+        return min(found, key=lambda a: (a.extra_s, a.missing_bytes), default=None)
+
+    return Choice(profile.stages[i].name, len(run), options[i].name, next_best(leaner), next_best(richer))
+
+
+def _segment_choice(profile: Profile, plan: Plan, options: list[Option], segment: Segment) -> Choice:
+    rest = tuple(s for s in plan.segments if s is not segment)
+    apart = _alternative(profile, plan, "each by itself", options, rest)
+    first, last = profile.stages[segment.first].name, profile.stages[segment.last].name
+    return Choice(f"{first} .. {last}", segment.last - segment.first + 1, "together", None, apart)
+
+
+def _on_device(profile: Profile, option: Option) -> int:
+    """Bytes that an option holds and doesn't move."""
+    moved = set(option.moved)
+    return sum(profile.storages[s].nbytes for s in option.held if s not in moved)
+
+
+def _alternative(
+    profile: Profile, plan: Plan, name: str, options: Sequence[Option], segments: tuple[Segment, ...]
+) -> Alternative:
+    missing = 0
+    choices = schedule(profile, options, plan.budget_bytes, segments)
+    while isinstance(choices, Overflow):
+        missing = choices.bytes - plan.budget_bytes
+        choices = schedule(profile, options, plan.budget_bytes + missing, segments)
+    makespan_s = simulate(profile, replace(plan, choices=choices, segments=segments)).makespan_s
+    return Alternative(name, makespan_s - plan.step_s, missing)

@@ -1,0 +1,183 @@
+"""The time/memory trade-off: plans from the smallest peak to everything kept, and the smallest peak in a slowdown."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+from ckptplan.core.chain import ACTIONS, Action
+from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
+from ckptplan.core.plan import Plan
+from ckptplan.core.profile import Profile
+from ckptplan.core.schedule import residency
+from ckptplan.core.units import format_bytes
+from ckptplan.solving.planner import smallest_peak, solve_profile
+
+CLOSE = 0.002
+"""The search for the smallest peak ends when what is left is this share of it."""
+
+Report = Callable[[str], None]
+
+
+def everything_kept_bytes(profile: Profile) -> int:
+    """Peak of the step with everything kept."""
+    r = residency(profile, [stage.keep for stage in profile.stages])
+    return max(*r.forward_bytes, *r.backward_bytes, profile.update_peak_bytes)
+
+
+def frontier_profile(
+    profile: Profile,
+    *,
+    points: int = 12,
+    actions: tuple[Action, ...] = ACTIONS,
+    segments: bool = True,
+    host_bytes: int | None = None,
+    time_limit_s: float = 60.0,
+    seed: int = 0,
+    workers: int | None = None,
+    on_progress: Report | None = None,
+) -> tuple[Plan, ...]:
+    """Plans along the trade-off, smallest peak first; the last one keeps everything.
+
+    Budgets are placed where they tell most: the widest rectangle between two neighbouring plans is split next. A plan
+    serves any larger budget too and a bound holds for any smaller one, so both are passed along.
+
+    Parameters
+    ----------
+    points : int
+        Most budgets to solve for, the two ends included.
+    time_limit_s : float
+        For all of them together.
+
+    Returns
+    -------
+    tuple of Plan
+        By rising peak and falling time; none is beaten in both by another.
+
+    Raises
+    ------
+    InvalidInputError
+        If `points` is below 2, or the other arguments can't be used.
+    """
+    if isinstance(points, bool) or not isinstance(points, int) or points < 2:
+        raise InvalidInputError(f"points={points!r} must be a whole number, 2 or more: the two ends of the frontier")
+    each_s = time_limit_s / (points + 1)
+    least = smallest_peak(profile, actions=actions, segments=segments, host_bytes=host_bytes, time_limit_s=each_s)
+    most = max(everything_kept_bytes(profile), least.peak_bytes)
+
+    def solve(budget_bytes: int) -> Plan:
+        if on_progress is not None:
+            on_progress(f"budget {len(found) + 1} of {points}")
+        return solve_profile(
+            profile, budget_bytes, actions=actions, segments=segments, host_bytes=host_bytes,
+            time_limit_s=each_s, seed=seed, workers=workers,
+        )  # fmt: skip
+
+    found: list[Plan] = []
+    found.append(solve(least.peak_bytes))
+    if most > least.peak_bytes:
+        found.append(solve(most))
+    while len(found) < points:
+        gaps = [(b.budget_bytes - a.budget_bytes) * (a.step_s - b.step_s) for a, b in pairwise(found)]
+        widest = max(range(len(gaps)), key=gaps.__getitem__, default=0)
+        if not gaps or gaps[widest] <= 0:
+            break
+        low, high = found[widest].budget_bytes, found[widest + 1].budget_bytes
+        if high - low < 2:
+            break
+        found.insert(widest + 1, solve((low + high) // 2))
+        found = _passed_along(found)
+    out: list[Plan] = []
+    for plan in _passed_along(found):
+        if not out or plan.step_s < out[-1].step_s * (1 - 1e-9):
+            out.append(plan)
+    return tuple(out)
+
+
+def _passed_along(plans: list[Plan]) -> list[Plan]:
+    """The same budgets, each with the best plan of smaller ones and the best bound of larger ones."""
+    best: list[Plan] = []
+    for plan in plans:
+        faster = best and best[-1].step_s < plan.step_s
+        best.append(
+            replace(best[-1], budget_bytes=plan.budget_bytes, lower_bound_s=plan.lower_bound_s) if faster else plan
+        )
+    bound_s = 0.0
+    for i in reversed(range(len(best))):
+        bound_s = max(bound_s, best[i].lower_bound_s)
+        closed = best[i].step_s <= bound_s * (1 + 1e-6)
+        best[i] = replace(
+            best[i], lower_bound_s=min(bound_s, best[i].step_s), status="optimal" if closed else "feasible"
+        )
+    return best
+
+
+def smallest_within(
+    profile: Profile,
+    max_overhead: float,
+    *,
+    actions: tuple[Action, ...] = ACTIONS,
+    segments: bool = True,
+    host_bytes: int | None = None,
+    time_limit_s: float = 10.0,
+    seed: int = 0,
+    workers: int | None = None,
+    on_progress: Report | None = None,
+) -> Plan:
+    """The smallest peak found whose step is at most `max_overhead` longer than with everything kept.
+
+    Bisection on the budget; the plan's `peak_bound_bytes` says what no plan within the slowdown can go below.
+
+    Parameters
+    ----------
+    max_overhead : float
+        0.10 for ten per cent.
+
+    Raises
+    ------
+    InvalidInputError
+        If `max_overhead` is not a number, 0 or more.
+    """
+    if isinstance(max_overhead, bool) or not isinstance(max_overhead, (int, float)) or not 0 <= max_overhead < 1e6:
+        raise InvalidInputError(f"max_overhead={max_overhead!r} must be a number, 0 or more; 0.10 stands for 10 %")
+    deadline = time.monotonic() + time_limit_s
+    limit_s = profile.baseline_step_s * (1 + max_overhead) * (1 + 1e-9)
+    limits = {"actions": actions, "segments": segments, "host_bytes": host_bytes}
+    least = smallest_peak(profile, time_limit_s=time_limit_s / 8, **limits)  # type: ignore[arg-type]
+    proven = least.bound_bytes  # no plan within the slowdown needs less than this
+
+    def solve(budget_bytes: int) -> Plan | None:
+        """The plan for a budget if it is fast enough; else what its bound proves is noted."""
+        nonlocal proven
+        share_s = max(0.05, (deadline - time.monotonic()) / 4)
+        if on_progress is not None:
+            on_progress(f"trying {format_bytes(budget_bytes)}")
+        try:
+            plan = solve_profile(
+                profile,
+                budget_bytes,
+                time_limit_s=share_s,
+                seed=seed,
+                workers=workers,
+                **limits,  # type: ignore[arg-type]
+            )
+        except InfeasibleBudgetError:
+            return None
+        if plan.step_s <= limit_s:
+            return plan
+        if plan.lower_bound_s > limit_s:
+            proven = max(proven, budget_bytes + 1)
+        return None
+
+    low = least.peak_bytes
+    best = solve(low)
+    if best is None:
+        best = solve(max(everything_kept_bytes(profile), low))
+        assert best is not None  # everything fits, and keeping it is no slowdown
+        while best.peak_bytes - low > max(1, CLOSE * best.peak_bytes) and time.monotonic() < deadline:
+            middle = (low + best.peak_bytes) // 2
+            found = solve(middle)
+            low, best = (middle, best) if found is None else (low, found)
+    return replace(best, budget_bytes=best.peak_bytes, peak_bound_bytes=min(proven, best.peak_bytes))

@@ -1,0 +1,137 @@
+"""How good the certificate is: gap, time to a first plan and to 1 %, memory, over a fixed set of instances.
+
+    python experiments/certificate.py --out experiments/results
+
+Each chain of `instances.py` is planned at five budgets with 10 s up to 100 stages and 30 s above, in a process of its
+own, so that its memory can be told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from instances import BUDGETS, INSTANCES, instance
+
+from ckptplan.core.schedule import residency
+from ckptplan.referee import validate
+from ckptplan.solving.planner import smallest_peak, solve_profile
+
+NEAR = 0.01
+
+
+def time_limit_s(stages: int) -> float:
+    """The time the solver is given."""
+    return 10.0 if stages <= 100 else 30.0
+
+
+def measure(name: str, percents: tuple[int, ...]) -> list[dict[str, Any]]:
+    """One row per budget for the chain `name`."""
+    profile = instance(name)
+    n = len(profile.stages)
+    everything = residency(profile, [stage.keep for stage in profile.stages])
+    most = max(*everything.forward_bytes, *everything.backward_bytes, profile.update_peak_bytes)
+    least = smallest_peak(profile, time_limit_s=time_limit_s(n))
+    rows = []
+    for percent in percents:
+        budget = least.peak_bytes + (most - least.peak_bytes) * percent // 100
+        times: dict[str, float] = {}
+        begin = time.perf_counter()
+
+        def on_progress(part: str, best_s: float, bound_s: float) -> None:
+            now = time.perf_counter() - begin  # noqa: B023 - called within this round alone
+            if best_s < float("inf"):
+                times.setdefault("first", now)  # noqa: B023
+                if best_s <= bound_s * (1 + NEAR):
+                    times.setdefault("near", now)  # noqa: B023
+
+        plan = solve_profile(profile, budget, time_limit_s=time_limit_s(n), on_progress=on_progress)
+        seconds = time.perf_counter() - begin
+        broken = validate(profile, plan, budget)
+        if broken:
+            raise SystemExit(f"{name} at {percent} %: the referee rejects the plan: {broken}")
+        times.setdefault("first", seconds)
+        if plan.gap <= NEAR:
+            times.setdefault("near", seconds)
+        rows.append(
+            {
+                "instance": name,
+                "stages": n,
+                "budget_percent": percent,
+                "budget_bytes": budget,
+                "overhead": plan.overhead,
+                "gap": plan.gap,
+                "first_plan_s": times["first"],
+                "to_1_percent_s": times.get("near"),
+                "seconds": seconds,
+                "segments": len(plan.segments),
+                "swapped_bytes": plan.host_bytes,
+                "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+            }
+        )
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as plain text, and the summary that the promises speak of."""
+    titles = ("overhead", "gap", "first", "to 1 %", "in all", "MiB")
+    lines = [f"{'instance':20} {'n':>5} {'budget':>6} {'{:>8} {:>8} {:>7} {:>7} {:>7} {:>6}'.format(*titles)}"]
+    for r in rows:
+        near = "-" if r["to_1_percent_s"] is None else f"{r['to_1_percent_s']:.2f} s"
+        lines.append(
+            f"{r['instance']:20} {r['stages']:5} {r['budget_percent']:4} % {r['overhead']:8.2%} {r['gap']:8.3%} "
+            f"{r['first_plan_s']:5.2f} s {near:>7} {r['seconds']:5.1f} s {r['peak_rss_mib']:6}"
+        )
+    gaps = [r["gap"] for r in rows]
+    lines.append(
+        f"\n{len(rows)} instances: gap at most 1 % on {sum(g <= 0.01 for g in gaps) / len(gaps):.0%}, "
+        f"at most 5 % on {sum(g <= 0.05 for g in gaps) / len(gaps):.0%}; median {statistics.median(gaps):.3%}, "
+        f"worst {max(gaps):.2%}; first plan after {max(r['first_plan_s'] for r in rows):.2f} s at most"
+    )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder for certificate.json")
+    parser.add_argument("--only", help="comma-separated instances")
+    parser.add_argument(
+        "--budgets", default=",".join(map(str, BUDGETS)), help="per cent from smallest peak to keep-all"
+    )
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    percents = tuple(int(x) for x in args.budgets.split(","))
+    if args.one:
+        json.dump(measure(args.one, percents), sys.stdout)
+        return
+    names = args.only.split(",") if args.only else list(INSTANCES)
+    unknown = [name for name in names if name not in INSTANCES]
+    if unknown:
+        parser.error(f"no instance {unknown[0]!r}; there are {', '.join(INSTANCES)}")
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        command = [sys.executable, __file__, "--one", name, "--budgets", args.budgets]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(done.stderr)
+        rows += json.loads(done.stdout)
+        print(table(rows[-len(percents) :]).rpartition("\n\n")[0], flush=True)
+    print("\n" + table(rows).rpartition("\n\n")[2])
+    if args.out:
+        environment = {"python": platform.python_version(), "ortools": version("ortools"), "cpu": platform.processor()}
+        document = {"command": " ".join(sys.argv), "environment": environment, "rows": rows}
+        (args.out / "certificate.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""The best plan of a small chain by trying them all, at the referee's prices.
+
+The plan space, written out once more: a sequence of single stages, each with an option of its menu, and of segments
+whose stages recompute; in the sweep of a segment each stage is kept or in an inner segment. Segments begin and end at
+module stages, since one with glue at its ends is the same as one without. For given options and segments the schedule
+is the lazy one of core/schedule.py; `fastest_of_all_points` has no idea of that and tries every release and prefetch
+point instead, for up to three stages or so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
+from typing import NamedTuple
+
+from ckptplan.core.chain import ACTIONS, Option, Segment
+from ckptplan.core.plan import Decision
+from ckptplan.core.profile import Profile
+from ckptplan.core.schedule import Overflow, residency, schedule
+from ckptplan.referee import simulate
+from ckptplan.referee.rules import broken_rules
+
+
+class Combination(NamedTuple):
+    """An option for every stage, the segments, and the compute time of a step with them."""
+
+    compute_s: float
+    options: tuple[Option, ...]
+    segments: tuple[Segment, ...]
+
+
+class _Forest(NamedTuple):
+    """Segments within a stretch of stages, and the compute time they add."""
+
+    extra_s: float
+    segments: tuple[Segment, ...]
+
+
+class _Space:
+    """All combinations of a chain, built from those of its suffixes."""
+
+    def __init__(self, profile: Profile, actions: Sequence[str], *, segments: bool) -> None:
+        self.stages = profile.stages
+        self.menus = [[option for option in stage.options if option.allowed(actions)] for stage in profile.stages]
+        self.born = [storage.born for storage in profile.storages]
+        self.segments = segments and "recompute" in actions
+        self._inner: dict[tuple[int, int], list[_Forest]] = {}
+
+    def _ends(self, first: int, limit: int) -> Iterator[int]:
+        """Last stages of the segments that begin at `first` and end before `limit`."""
+        if self.stages[first].is_glue:
+            return
+        for last in range(first, limit):
+            if not self.stages[last].is_glue:
+                if self.stages[last].recompute is None:
+                    return
+                yield last
+
+    def _trees(self, first: int, last: int) -> Iterator[_Forest]:
+        """Segment `first..last` with every choice of what its sweep does; the time is all that it adds."""
+        again = self.stages[last].recompute
+        assert again is not None
+        sweep_s = sum(stage.forward_s for stage in self.stages[first:last] if not stage.is_glue)
+        for inner in self._forests(first, last):
+            yield _Forest(sweep_s + again.recompute_s + inner.extra_s, (Segment(first, last, inner.segments),))
+
+    def _forests(self, first: int, limit: int) -> list[_Forest]:
+        """Every choice for the stages `first..limit-1` of a sweep: kept, or in inner segments."""
+        if first == limit:
+            return [_Forest(0.0, ())]
+        if (first, limit) not in self._inner:
+            found = list(self._forests(first + 1, limit))
+            for last in self._ends(first, limit):
+                for tree in self._trees(first, last):
+                    for rest in self._forests(last + 1, limit):
+                        found.append(_Forest(tree.extra_s + rest.extra_s, tree.segments + rest.segments))
+            self._inner[first, limit] = found
+        return self._inner[first, limit]
+
+    def _recomputes(self, i: int, first: int) -> list[Option]:
+        """The options of stage `i` in a segment from `first`; without the swap where it could move nothing."""
+        stage = self.stages[i]
+        if stage.is_glue:
+            return [stage.keep]
+        found = []
+        for option in self.menus[i]:
+            if option.name == "recompute":
+                found.append(option)
+            elif option.name == "recompute+swap":
+                plain = stage.option("recompute")
+                dropped = {s for s in stage.linked if self.born[s] >= first}
+                if not set(option.moved) <= dropped or option.forward_bytes < plain.forward_bytes:
+                    found.append(option)
+        return found
+
+    def suffixes(self) -> list[Combination]:
+        """All combinations; those of the stages from `i` on are made of those of later stages."""
+        n = len(self.stages)
+        done: list[list[Combination]] = [[] for _ in range(n + 1)]
+        done[n] = [Combination(0.0, (), ())]
+        for i in reversed(range(n)):
+            stage = self.stages[i]
+            plain_s = stage.forward_s + stage.backward_s
+            for option in self.menus[i]:
+                own_s = plain_s + option.recompute_s
+                done[i] += [Combination(own_s + c.compute_s, (option, *c.options), c.segments) for c in done[i + 1]]
+            for last in self._ends(i, n) if self.segments else ():
+                if last == i:
+                    continue
+                choices = list(itertools.product(*[self._recomputes(k, i) for k in range(i, last + 1)]))
+                whole_s = sum(stage.forward_s + stage.backward_s for stage in self.stages[i : last + 1])
+                for tree in self._trees(i, last):
+                    for c in done[last + 1]:
+                        compute_s = whole_s + tree.extra_s + c.compute_s
+                        done[i] += [
+                            Combination(compute_s, (*chosen, *c.options), tree.segments + c.segments)
+                            for chosen in choices
+                        ]
+        return done[0]
+
+
+def combinations(profile: Profile, *, actions: Sequence[str] = ACTIONS, segments: bool = True) -> list[Combination]:
+    """The whole plan space but for the schedules, the shortest compute time first."""
+    return sorted(_Space(profile, actions, segments=segments).suffixes(), key=itemgetter(0))
+
+
+def decision(
+    option: Option, moves: tuple[int, ...] = (), release: int | None = None, prefetch: int | None = None
+) -> Decision:
+    """A decision for `option`; without moves it has no points."""
+    if not moves:
+        return Decision(option.action, option=option.name, ops=option.ops)
+    return Decision(option.action, moves, release, prefetch, option.name, option.ops)
+
+
+def smallest_peak(
+    profile: Profile,
+    *,
+    actions: Sequence[str] = ACTIONS,
+    host_bytes: int | None = None,
+    segments: bool = True,
+    within: Iterable[Combination] | None = None,
+) -> int:
+    """Smallest peak of any plan that sends at most `host_bytes` to the host tier.
+
+    Parameters
+    ----------
+    within : iterable of Combination, optional
+        Try these instead of all; to enumerate them once for several questions.
+    """
+    candidates = []
+    for found in combinations(profile, actions=actions, segments=segments) if within is None else within:
+        r = residency(profile, found.options, found.segments)
+        candidates.append((max(*r.forward_bytes, *r.backward_bytes, profile.update_peak_bytes), found, r))
+    best = math.inf
+    for bound, found, r in sorted(candidates, key=itemgetter(0)):
+        if bound >= best:
+            break
+        movers = [i for i, positions in enumerate(r.moves) if positions]
+        # The first of them that the host tier has room for: queues are first in, first out.
+        while host_bytes is not None and sum(r.moved_bytes[i] for i in movers) > host_bytes:
+            movers.pop()
+        choices = [
+            decision(option, r.moves[i] if i in movers else (), i, r.needed[i])
+            for i, option in enumerate(found.options)
+        ]
+        timeline = simulate(profile, choices, found.segments)
+        assert timeline.peak_bytes >= bound, (timeline.peak_bytes, bound, found)
+        best = min(best, timeline.peak_bytes)
+    return int(best)
+
+
+def fastest(
+    profile: Profile,
+    budget_bytes: int,
+    *,
+    actions: Sequence[str] = ACTIONS,
+    host_bytes: int | None = None,
+    segments: bool = True,
+    within: Iterable[Combination] | None = None,
+) -> float | None:
+    """Smallest makespan in seconds of any plan within the budgets; None where none fits.
+
+    Parameters
+    ----------
+    within : iterable of Combination, optional
+        Try these, in order of their compute time, instead of all.
+    """
+    if profile.update_peak_bytes > budget_bytes:
+        return None
+    best = math.inf
+    for found in combinations(profile, actions=actions, segments=segments) if within is None else within:
+        if found.compute_s >= best:
+            break
+        choices = schedule(profile, found.options, budget_bytes, found.segments)
+        if isinstance(choices, Overflow):
+            continue
+        timeline = simulate(profile, choices, found.segments)
+        assert timeline.peak_bytes <= budget_bytes, (timeline.peak_bytes, budget_bytes, found)
+        if host_bytes is None or timeline.host_bytes <= host_bytes:
+            best = min(best, timeline.makespan_s)
+    return None if best == math.inf else best
+
+
+def movable(profile: Profile, found: Combination) -> tuple[tuple[int, ...], ...]:
+    """Per stage, the positions which the referee lets it move."""
+    n = len(found.options)
+    glue = [stage.is_glue for stage in profile.stages]
+    back_by = {i: segment.last for segment in found.segments for i in range(segment.first, segment.last + 1)}
+    still = [decision(option) for option in found.options]
+
+    def may(i: int, p: int) -> bool:
+        alone = decision(found.options[i], (p,), i, back_by.get(i, i))
+        return not broken_rules(profile, (*still[:i], alone, *still[i + 1 :]), found.segments)
+
+    return tuple(tuple(p for p in found.options[i].moves if not glue[i] and may(i, p)) for i in range(n))
+
+
+def fastest_of_all_points(
+    profile: Profile, budget_bytes: int, *, host_bytes: int | None = None, within: Iterable[Combination] | None = None
+) -> float | None:
+    """As `fastest`, with every release and prefetch point tried, and for every number of first movers.
+
+    What later stages would move stays: their bytes never need to be away.
+    """
+    n = len(profile.stages)
+    modules = [k for k in range(n) if not profile.stages[k].is_glue] or list(range(n))
+    best = math.inf
+    for found in combinations(profile) if within is None else within:
+        if found.compute_s >= best:
+            break
+        back_by = {i: segment.last for segment in found.segments for i in range(segment.first, segment.last + 1)}
+        moves = movable(profile, found)
+        movers = [i for i in range(n) if moves[i]]
+        for count in range(len(movers) + 1):
+            spans = [
+                [
+                    decision(found.options[i], moves[i], release, prefetch)
+                    for release in range(i, modules[-1] + 1)
+                    for prefetch in modules
+                    if prefetch >= back_by.get(i, i)
+                ]
+                for i in movers[:count]
+            ]
+            choices = [decision(option) for option in found.options]
+            for chosen in itertools.product(*spans):
+                for i, choice in zip(movers, chosen, strict=False):
+                    choices[i] = choice
+                timeline = simulate(profile, choices, found.segments)
+                if timeline.peak_bytes <= budget_bytes and (host_bytes is None or timeline.host_bytes <= host_bytes):
+                    best = min(best, timeline.makespan_s)
+    return None if best == math.inf else best

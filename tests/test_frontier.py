@@ -1,0 +1,151 @@
+"""The trade-off as a whole, the smallest peak within a slowdown, and explanations of plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from random_chains import homogeneous_chain, random_chain
+
+import ckptplan
+from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.profile import Profile
+from ckptplan.core.schedule import residency
+from ckptplan.referee import simulate, validate
+from ckptplan.report.explain import explain
+from ckptplan.solving.frontier import everything_kept_bytes, frontier_profile, smallest_within
+from ckptplan.solving.planner import smallest_peak, solve_profile
+
+CHAINS = {
+    "homogeneous": homogeneous_chain(9, link_ratio=0.2),
+    "rich": random_chain(7, 6),
+    "textbook": random_chain(6, 8),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_frontier_runs_from_the_smallest_peak_to_everything_kept(name: str) -> None:
+    profile = CHAINS[name]
+    plans = frontier_profile(profile, points=8, time_limit_s=8)
+    assert plans[0].budget_bytes == smallest_peak(profile).peak_bytes
+    assert plans[-1].step_s == pytest.approx(profile.baseline_step_s)
+    for plan in plans:
+        assert validate(profile, plan, plan.budget_bytes) == ()
+    for a, b in pairwise(plans):
+        assert a.budget_bytes < b.budget_bytes
+        assert a.step_s > b.step_s
+        assert a.lower_bound_s >= b.lower_bound_s
+
+
+def test_frontier_of_a_chain_that_always_fits_is_one_plan() -> None:
+    profile = Profile.from_chain([1.0], [2.0], [8], [8], input_bytes=8)
+    (plan,) = frontier_profile(profile)
+    assert plan.overhead == 0
+    assert plan.budget_bytes == everything_kept_bytes(profile)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("overhead", [0.0, 0.05, 0.3, 10.0])
+def test_smallest_peak_within_a_slowdown(name: str, overhead: float) -> None:
+    profile = CHAINS[name]
+    plan = smallest_within(profile, overhead, time_limit_s=5)
+    assert plan.overhead <= overhead + 1e-9
+    assert plan.budget_bytes == plan.peak_bytes
+    assert validate(profile, plan, plan.budget_bytes) == ()
+    assert plan.peak_bound_bytes is not None
+    assert plan.peak_bound_bytes <= plan.peak_bytes
+    if plan.peak_bound_bytes > smallest_peak(profile).peak_bytes:
+        below = solve_profile(profile, plan.peak_bound_bytes - 1)
+        assert below.overhead > overhead
+
+
+def test_more_slowdown_never_needs_more_memory() -> None:
+    peaks = [smallest_within(CHAINS["homogeneous"], x, time_limit_s=5).peak_bytes for x in (0.0, 0.1, 0.2, 0.5)]
+    # 0.2 %: the bisection stops there.
+    assert all(b <= a * 1.002 for a, b in pairwise(peaks))
+    assert peaks[-1] < peaks[0]
+
+
+@pytest.mark.parametrize("bad", [-0.1, float("nan"), float("inf"), True, "10%"])
+def test_bad_slowdown(bad: object) -> None:
+    with pytest.raises(InvalidInputError, match="max_overhead"):
+        ckptplan.solve(CHAINS["rich"], max_overhead=bad)  # type: ignore[arg-type]
+
+
+def test_budget_and_slowdown_exclude_each_other() -> None:
+    with pytest.raises(InvalidInputError, match="pass one"):
+        ckptplan.solve(CHAINS["rich"], budget_gb=1, max_overhead=0.1)
+
+
+@pytest.mark.parametrize("bad", [1, 0, -3, 2.5, True])
+def test_bad_number_of_points(bad: object) -> None:
+    with pytest.raises(InvalidInputError, match="points"):
+        ckptplan.frontier(CHAINS["rich"], points=bad)  # type: ignore[arg-type]
+
+
+def tight(profile: Profile) -> int:
+    least, most = smallest_peak(profile).peak_bytes, everything_kept_bytes(profile)
+    return least + (most - least) // 4
+
+
+def test_explanation_adds_up() -> None:
+    profile = CHAINS["homogeneous"]
+    plan = solve_profile(profile, tight(profile))
+    found = explain(profile, plan)
+    assert plan.overhead > 0
+    spent_s = found.recompute_s + found.out_wait_s + found.in_wait_s
+    assert spent_s == pytest.approx(plan.step_s - plan.baseline_step_s)
+    assert 0 < max(found.out_busy, found.in_busy) <= 1 or plan.host_bytes == 0
+    assert found.bindings
+    assert all(0 <= b.spare_bytes <= 0.01 * plan.budget_bytes for b in found.bindings)
+    assert sum(c.count for c in found.choices) == len(profile.stages)
+    assert str(found)
+
+
+def test_alternatives_are_what_the_referee_finds() -> None:
+    profile = CHAINS["homogeneous"]
+    plan = solve_profile(profile, tight(profile), segments=False)
+    found = explain(profile, plan)
+    for choice in found.choices:
+        i = [stage.name for stage in profile.stages].index(choice.stage)
+        for other in filter(None, (choice.leaner, choice.richer)):
+            # A plan that is optimal within the budget can't be beaten by changing one choice.
+            assert other.missing_bytes or other.extra_s >= -1e-6 * plan.step_s
+            options = [stage.option(c.option) for stage, c in zip(profile.stages, plan.choices, strict=True)]
+            options[i] = profile.stages[i].option(other.option)
+            r = residency(profile, options)
+            over = max(*r.forward_bytes, *r.backward_bytes) - plan.budget_bytes
+            assert other.missing_bytes == max(0, over)
+
+
+def test_memory_price_is_what_more_budget_saves() -> None:
+    profile = CHAINS["homogeneous"]
+    budget = tight(profile)
+    plan = solve_profile(profile, budget)
+    found = explain(profile, plan)
+    more = solve_profile(profile, budget + (1 << 20))
+    assert found.gib_saves_s is not None
+    assert found.gib_saves_s >= 0
+    # The bound is convex in the budget, so its price there is at least what the next MiB saves of it.
+    assert plan.lower_bound_s - more.lower_bound_s <= found.gib_saves_s / 1024 * 1.5 + 1e-6 * plan.step_s
+
+
+def test_nothing_binds_where_everything_fits() -> None:
+    profile = CHAINS["homogeneous"]
+    plan = solve_profile(profile, 2 * everything_kept_bytes(profile))
+    found = explain(profile, plan)
+    assert found.bindings == ()
+    assert found.gib_saves_s in (None, 0.0)
+    assert "binds nowhere" in str(found)
+
+
+def test_explanation_of_another_profile_is_refused() -> None:
+    plan = solve_profile(CHAINS["rich"], everything_kept_bytes(CHAINS["rich"]))
+    with pytest.raises(ckptplan.PlanMismatchError):
+        explain(CHAINS["textbook"], plan)
+
+
+def test_referee_agrees_with_the_slowdown() -> None:
+    plan = smallest_within(CHAINS["textbook"], 0.2, time_limit_s=5)
+    assert simulate(CHAINS["textbook"], replace(plan)).peak_bytes == plan.peak_bytes
