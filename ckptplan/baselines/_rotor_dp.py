@@ -14,11 +14,11 @@ that m on at which all its steps fit: forward ones against the bytes at the last
 runs just before backward t), backward ones against their own.
 
 One step's bytes = base + boundaries and kept sets held + what the stage's option adds, as NOTE [Residency] has it, so
-on `Profile.from_chain` the table is exact and its plan is the optimum over keep, recompute and nested segments. Richer
-chains are mapped:
+on `Profile.from_chain` the table is exact and its plan is the optimum over keep, recompute and nested segments.
+Richer chains are mapped:
 
-- A storage that some stage holds whether it is kept or recomputed (masks, skip connections, what glue made) is resident
-  from there on, whatever is decided.
+- A storage that some stage holds whether it is kept or recomputed (masks, skip connections, what glue made) is
+  resident from there on, whatever is decided.
 - The boundary is what a module stage is linked to of the module stage right before it. Other links count as held.
 - Glue is kept and isn't run again; a stage that can't be recomputed is kept and in no segment.
 - A kept stage is charged with the boundary behind it even where nobody saves it.
@@ -252,6 +252,10 @@ class Table:
         for e, need in zip(ends, self._needs_segment(s, t, stop), strict=True):
             total[e - s, :need] = math.inf
         np.minimum(row, total.min(axis=0), out=row)
+
+    def reach(self, s: int) -> int:
+        """One past the last stage that a segment from `s` may have; `s` itself where none may begin."""
+        return self._reach[s]
 
     def _ends(self, s: int, t: int) -> range:
         """Last stages that a segment from `s` may have within s..t-1."""

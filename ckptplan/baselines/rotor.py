@@ -1,7 +1,7 @@
 """rotor (Beaumont et al. 2019): the optimal recompute-only schedule of a chain, nothing is swapped.
 
-The dynamic program is in `_rotor_dp.py`, over persistent schedules: what a run saves stays until its backward. They are
-exactly the nested segments of the plan space here.
+The dynamic program is in `_rotor_dp.py`, over persistent schedules: what a run saves stays until its backward. They
+are exactly the nested segments of the plan space here.
 
 Bytes are exact where the budget is at most 4000 units of the sizes' greatest common divisor, and 48 million entries
 of the table are enough (4000 units up to 109 stages, 533 at 300). Beyond that every size is rounded up to a coarser
@@ -12,6 +12,11 @@ On a textbook chain (`Profile.from_chain`) at exact units the plan is the optimu
 the smallest there is. On richer profiles the program's bytes are an estimate; the plans it gives for budgets around
 the one asked for are replayed with true bytes, and the fastest of those that fit is taken, which is the better for
 the baseline.
+
+Reference
+---------
+O. Beaumont, L. Eyraud-Dubois, J. Herrmann, A. Joly, A. Shilova, "Optimal checkpointing for heterogeneous chains: how to
+train deep neural networks with limited memory", INRIA RR-9302, arXiv 1911.13214 (2019).
 """
 
 from __future__ import annotations
