@@ -1,6 +1,6 @@
 """The fastest way to train within a memory budget: keep, swap or recompute each stage, with a proven bound."""
 
-from ckptplan.api import frontier, solve
+from ckptplan.api import explain, frontier, solve
 from ckptplan.core.errors import (
     CkptPlanError,
     InfeasibleBudgetError,
@@ -14,7 +14,6 @@ from ckptplan.core.profile import Profile
 from ckptplan.profiling.inputs import record_forward
 from ckptplan.profiling.profiler import profile
 from ckptplan.referee import simulate, validate
-from ckptplan.report.explain import explain
 from ckptplan.runtime.apply import apply
 from ckptplan.runtime.verify import verify
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +17,17 @@ from ckptplan.core.chain import ACTIONS, Action
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
-from ckptplan.core.units import budget_to_bytes, format_bytes, format_seconds
+from ckptplan.core.units import GIB, budget_to_bytes, format_bytes, format_seconds
 from ckptplan.profiling.profiler import profile, replayed_peak, training_step
 from ckptplan.referee import validate
+from ckptplan.report.explain import Explanation, Worth
+from ckptplan.report.explain import explain as explanation
 from ckptplan.runtime.measure import held_tensors, unique_bytes
 from ckptplan.runtime.step import LossFn, model_device
+from ckptplan.solving.evaluate import menus as menus_of
 from ckptplan.solving.frontier import frontier_profile, smallest_within
 from ckptplan.solving.planner import solve_profile
+from ckptplan.solving.prices import lower_bound
 
 _TIGHTENINGS = 3
 PLAIN = ("keep", "swap", "recompute", "recompute+swap")
@@ -257,6 +262,57 @@ def frontier(
     return tuple(checked)
 
 
+def explain(
+    profile: Profile,
+    plan: Plan,
+    *,
+    host_gb: float | None = None,
+    actions: tuple[Action, ...] = ACTIONS,
+    segments: bool = True,
+    time_limit_s: float = 10.0,
+) -> Explanation:
+    """Why `plan` is as it is: what binds where, what more memory or faster links are worth, each stage's next choices.
+
+    Parameters
+    ----------
+    profile : Profile
+        The one that the plan was made from.
+    host_gb, actions, segments
+        As given to `solve`: what the prices and the alternatives may use.
+    time_limit_s : float
+        For the prices.
+
+    Returns
+    -------
+    Explanation
+        Printable.
+
+    Raises
+    ------
+    PlanMismatchError
+        If the plan isn't one of this profile.
+    """
+    plan.require_profile(profile)
+    menu = menus_of(profile, actions)
+    bound = lower_bound(
+        profile,
+        menu,
+        plan.budget_bytes,
+        host_bytes=_host_bytes(host_gb),
+        segments=segments and "recompute" in actions,
+        deadline=time.monotonic() + time_limit_s,
+    )
+    found = bound.prices
+    worth = None if found is None else Worth(found.budget_s_per_byte * GIB, found.out_s, found.in_s)
+    return explanation(profile, plan, worth=worth, actions=actions)
+
+
+def _host_bytes(host_gb: float | None) -> int | None:
+    if host_gb is None:
+        return None
+    return 0 if host_gb is not False and host_gb == 0 else budget_to_bytes(host_gb, name="host_gb")
+
+
 def _job(
     model_or_profile: nn.Module | Profile,
     inputs: Any,
@@ -274,15 +330,8 @@ def _job(
     workers: int | None,
     on_progress: Report | None,
 ) -> _Job:
-    host_bytes = (
-        None
-        if host_gb is None
-        else 0
-        if host_gb is not False and host_gb == 0
-        else budget_to_bytes(host_gb, name="host_gb")
-    )
     report = on_progress or (lambda text: None)
-    limits = (tuple(actions), segments, host_bytes, time_limit_s, seed, workers, report)
+    limits = (tuple(actions), segments, _host_bytes(host_gb), time_limit_s, seed, workers, report)
     if isinstance(model_or_profile, Profile):
         given = {"inputs": inputs, "loss_fn": loss_fn, "optimizer": optimizer, "device": device, "step": step}
         extra = [name for name, value in given.items() if value is not None]

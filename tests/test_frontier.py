@@ -13,12 +13,11 @@ from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import residency
 from ckptplan.referee import simulate, validate
-from ckptplan.report.explain import explain
 from ckptplan.solving.frontier import everything_kept_bytes, frontier_profile, smallest_within
 from ckptplan.solving.planner import smallest_peak, solve_profile
 
 CHAINS = {
-    "homogeneous": homogeneous_chain(9, link_ratio=0.2),
+    "homogeneous": homogeneous_chain(6, link_ratio=0.2),
     "rich": random_chain(7, 6),
     "textbook": random_chain(6, 8),
 }
@@ -27,7 +26,7 @@ CHAINS = {
 @pytest.mark.parametrize("name", CHAINS)
 def test_frontier_runs_from_the_smallest_peak_to_everything_kept(name: str) -> None:
     profile = CHAINS[name]
-    plans = frontier_profile(profile, points=8, time_limit_s=8)
+    plans = frontier_profile(profile, points=6, time_limit_s=4)
     assert plans[0].budget_bytes == smallest_peak(profile).peak_bytes
     assert plans[-1].step_s == pytest.approx(profile.baseline_step_s)
     for plan in plans:
@@ -49,7 +48,7 @@ def test_frontier_of_a_chain_that_always_fits_is_one_plan() -> None:
 @pytest.mark.parametrize("overhead", [0.0, 0.05, 0.3, 10.0])
 def test_smallest_peak_within_a_slowdown(name: str, overhead: float) -> None:
     profile = CHAINS[name]
-    plan = smallest_within(profile, overhead, time_limit_s=5)
+    plan = smallest_within(profile, overhead, time_limit_s=2)
     assert plan.overhead <= overhead + 1e-9
     assert plan.budget_bytes == plan.peak_bytes
     assert validate(profile, plan, plan.budget_bytes) == ()
@@ -61,7 +60,7 @@ def test_smallest_peak_within_a_slowdown(name: str, overhead: float) -> None:
 
 
 def test_more_slowdown_never_needs_more_memory() -> None:
-    peaks = [smallest_within(CHAINS["homogeneous"], x, time_limit_s=5).peak_bytes for x in (0.0, 0.1, 0.2, 0.5)]
+    peaks = [smallest_within(CHAINS["homogeneous"], x, time_limit_s=2).peak_bytes for x in (0.0, 0.1, 0.2, 0.5)]
     # 0.2 %: the bisection stops there.
     assert all(b <= a * 1.002 for a, b in pairwise(peaks))
     assert peaks[-1] < peaks[0]
@@ -92,13 +91,13 @@ def tight(profile: Profile) -> int:
 def test_explanation_adds_up() -> None:
     profile = CHAINS["homogeneous"]
     plan = solve_profile(profile, tight(profile))
-    found = explain(profile, plan)
+    found = ckptplan.explain(profile, plan)
     assert plan.overhead > 0
     spent_s = found.recompute_s + found.out_wait_s + found.in_wait_s
     assert spent_s == pytest.approx(plan.step_s - plan.baseline_step_s)
     assert 0 < max(found.out_busy, found.in_busy) <= 1 or plan.host_bytes == 0
     assert found.bindings
-    assert all(0 <= b.spare_bytes <= 0.01 * plan.budget_bytes for b in found.bindings)
+    assert min(b.spare_bytes for b in found.bindings) == plan.budget_bytes - plan.peak_bytes
     assert sum(c.count for c in found.choices) == len(profile.stages)
     assert str(found)
 
@@ -106,7 +105,7 @@ def test_explanation_adds_up() -> None:
 def test_alternatives_are_what_the_referee_finds() -> None:
     profile = CHAINS["homogeneous"]
     plan = solve_profile(profile, tight(profile), segments=False)
-    found = explain(profile, plan)
+    found = ckptplan.explain(profile, plan)
     for choice in found.choices:
         i = [stage.name for stage in profile.stages].index(choice.stage)
         for other in filter(None, (choice.leaner, choice.richer)):
@@ -123,29 +122,29 @@ def test_memory_price_is_what_more_budget_saves() -> None:
     profile = CHAINS["homogeneous"]
     budget = tight(profile)
     plan = solve_profile(profile, budget)
-    found = explain(profile, plan)
+    found = ckptplan.explain(profile, plan)
     more = solve_profile(profile, budget + (1 << 20))
-    assert found.gib_saves_s is not None
-    assert found.gib_saves_s >= 0
+    assert found.worth is not None
+    assert found.worth.gib_s >= 0
     # The bound is convex in the budget, so its price there is at least what the next MiB saves of it.
-    assert plan.lower_bound_s - more.lower_bound_s <= found.gib_saves_s / 1024 * 1.5 + 1e-6 * plan.step_s
+    assert plan.lower_bound_s - more.lower_bound_s <= found.worth.gib_s / 1024 * 1.5 + 1e-6 * plan.step_s
 
 
 def test_nothing_binds_where_everything_fits() -> None:
     profile = CHAINS["homogeneous"]
     plan = solve_profile(profile, 2 * everything_kept_bytes(profile))
-    found = explain(profile, plan)
+    found = ckptplan.explain(profile, plan)
     assert found.bindings == ()
-    assert found.gib_saves_s in (None, 0.0)
+    assert found.worth is None or found.worth.gib_s == 0
     assert "binds nowhere" in str(found)
 
 
 def test_explanation_of_another_profile_is_refused() -> None:
     plan = solve_profile(CHAINS["rich"], everything_kept_bytes(CHAINS["rich"]))
     with pytest.raises(ckptplan.PlanMismatchError):
-        explain(CHAINS["textbook"], plan)
+        ckptplan.explain(CHAINS["textbook"], plan)
 
 
 def test_referee_agrees_with_the_slowdown() -> None:
-    plan = smallest_within(CHAINS["textbook"], 0.2, time_limit_s=5)
+    plan = smallest_within(CHAINS["textbook"], 0.2, time_limit_s=2)
     assert simulate(CHAINS["textbook"], replace(plan)).peak_bytes == plan.peak_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -13,18 +12,33 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import Overflow, schedule
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.referee import Timeline, simulate
-from ckptplan.solving.prices import Prices, lower_bound
 
-GIB = 1 << 30
-NEAR_BUDGET = 0.01
-"""A step binds when less than this share of the budget is free in it."""
+NEAR_PEAK = 0.01
+"""A step is among those that bind when it needs the peak to within this share."""
 MOST_STAGES = 60
 """Of a longer plan, this many representatives of its runs of equal decisions are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
+class Worth:
+    """What more of a resource would save, to first order, in seconds a step: the prices of a proven bound.
+
+    Attributes
+    ----------
+    gib_s : float
+        A GiB more of budget.
+    out_s, in_s : float
+        A link twice as fast, outwards and inwards.
+    """
+
+    gib_s: float
+    out_s: float
+    in_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Binding:
-    """Neighbouring steps of one phase in which less than 1 % of the budget is free, and the least that is."""
+    """Neighbouring steps of one phase that need the peak to within 1 %, and how much of the budget is free in them."""
 
     phase: Phase
     first: str
@@ -74,12 +88,9 @@ class Explanation:
     out_busy, in_busy : float
         Share of the step that each link is busy.
     bindings : tuple of Binding
-        Where memory is short; empty when the budget has room everywhere.
-    gib_saves_s : float or None
-        Seconds a step would be shorter per further GiB of budget, at the prices of the proven bound; None where no
-        prices were found in the time given.
-    out_saves_s, in_saves_s : float or None
-        The same for a link twice as fast, outwards and inwards.
+        Where memory is short; empty when nothing is done about it.
+    worth : Worth or None
+        None where no prices were found in the time given.
     choices : tuple of Choice
     """
 
@@ -89,9 +100,7 @@ class Explanation:
     out_busy: float
     in_busy: float
     bindings: tuple[Binding, ...]
-    gib_saves_s: float | None
-    out_saves_s: float | None
-    in_saves_s: float | None
+    worth: Worth | None
     choices: tuple[Choice, ...]
 
     def __str__(self) -> str:
@@ -105,10 +114,10 @@ class Explanation:
         for b in self.bindings:
             where = b.first if b.steps == 1 else f"{b.first} .. {b.last} ({b.steps})"
             lines.append(f"memory    binds in {b.phase} of {where}: {format_bytes(b.spare_bytes)} free")
-        if self.gib_saves_s is not None and self.out_saves_s is not None and self.in_saves_s is not None:
+        if self.worth is not None:
             lines.append(
-                f"prices    one more GiB saves about {format_seconds(self.gib_saves_s)} a step; a link twice as fast "
-                f"{format_seconds(self.out_saves_s)} outwards, {format_seconds(self.in_saves_s)} inwards"
+                f"prices    one more GiB saves about {format_seconds(self.worth.gib_s)} a step; a link twice as fast "
+                f"{format_seconds(self.worth.out_s)} outwards, {format_seconds(self.worth.in_s)} inwards"
             )
         rows = [("stage", "chosen", "with less memory", "with more memory")]
         for c in self.choices:
@@ -128,23 +137,16 @@ def _text(alternative: Alternative | None) -> str:
 
 
 def explain(
-    profile: Profile,
-    plan: Plan,
-    *,
-    actions: tuple[Action, ...] = ACTIONS,
-    host_bytes: int | None = None,
-    time_limit_s: float = 10.0,
+    profile: Profile, plan: Plan, *, worth: Worth | None = None, actions: tuple[Action, ...] = ACTIONS
 ) -> Explanation:
     """Explain `plan` on `profile`.
 
     Parameters
     ----------
+    worth : Worth, optional
+        Passed on.
     actions : tuple of str
         What alternatives may use.
-    host_bytes : int, optional
-        Limit on the host tier.
-    time_limit_s : float
-        For the prices.
 
     Raises
     ------
@@ -155,11 +157,6 @@ def explain(
     menu = tuple(
         tuple(i for i, option in enumerate(stage.options) if option.allowed(actions)) for stage in profile.stages
     )
-    bound = lower_bound(
-        profile, menu, plan.budget_bytes, host_bytes=host_bytes, deadline=time.monotonic() + time_limit_s,
-        segments="recompute" in actions,
-    )  # fmt: skip
-    prices: Prices | None = bound.prices
     left = {event.end_s for event in timeline.events if event.lane == "out"}
     waits = [(event.end_s in left, event.end_s - event.start_s) for event in timeline.events if event.what == "wait"]
     busy = {lane: sum(e.end_s - e.start_s for e in timeline.events if e.lane == lane) for lane in ("out", "in")}
@@ -169,17 +166,15 @@ def explain(
         in_wait_s=sum(seconds for out, seconds in waits if not out),
         out_busy=busy["out"] / timeline.makespan_s if timeline.makespan_s else 0.0,
         in_busy=busy["in"] / timeline.makespan_s if timeline.makespan_s else 0.0,
-        bindings=_bindings(timeline, plan.budget_bytes),
-        gib_saves_s=None if prices is None else prices.budget_s_per_byte * GIB,
-        out_saves_s=None if prices is None else prices.out_s,
-        in_saves_s=None if prices is None else prices.in_s,
+        bindings=_bindings(timeline, plan.budget_bytes) if plan.step_s > profile.baseline_step_s * (1 + 1e-9) else (),
+        worth=worth,
         choices=_choices(profile, plan, menu),
     )
 
 
 def _bindings(timeline: Timeline, budget_bytes: int) -> tuple[Binding, ...]:
     out = []
-    tight = [(step, budget_bytes - step.peak_bytes <= NEAR_BUDGET * budget_bytes) for step in timeline.steps]
+    tight = [(step, step.peak_bytes >= timeline.peak_bytes * (1 - NEAR_PEAK)) for step in timeline.steps]
     for (binds, phase), run in groupby(tight, key=lambda pair: (pair[1], pair[0].phase)):
         if binds:
             steps = [step for step, _ in run]
@@ -205,7 +200,8 @@ def _stage_choice(
     """The middle one of `run`, neighbours decided alike."""
     i = run[len(run) // 2]
     kept = _on_device(profile, options[i])
-    leaner, richer = [], []
+    leaner: list[Alternative] = []
+    richer: list[Alternative] = []
     for other in (profile.stages[i].options[code] for code in menu[i]):
         if other.name != options[i].name:
             found = _alternative(profile, plan, other.name, [*options[:i], other, *options[i + 1 :]], plan.segments)
