@@ -11,7 +11,6 @@ import os
 import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,8 +31,8 @@ from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.measure import no_cycles_collected, peak_above_start
 from ckptplan.runtime.segments import Frame
 from ckptplan.runtime.selective import NumberedOps, alias, can_be_saved, is_random
-from ckptplan.runtime.step import default_loss, fingerprint, make_step
-from ckptplan.runtime.stores import DiskStore, NullStore
+from ckptplan.runtime.step import default_loss, fingerprint, make_step, model_device
+from ckptplan.runtime.stores import NullStore, make_store
 from ckptplan.runtime.swap import Counters
 
 AGAIN = Decision("recompute")
@@ -54,10 +53,10 @@ def applied(
     stages: Sequence[str],
     choices: Sequence[Decision] | None = None,
     segments: Sequence[Segment] = (),
-    directory: Path | None = None,
 ) -> Iterator[Controller]:
-    store = DiskStore(directory)
-    controller = Controller(model, stages, choices or [AGAIN] * len(stages), store, CPU, segments=segments)
+    device = model_device(model)
+    store = make_store(device, capacity_bytes=1 << 24, directory=None, limit_bytes=None)
+    controller = Controller(model, stages, choices or [AGAIN] * len(stages), store, device, segments=segments)
     controller.install()
     try:
         yield controller
@@ -666,6 +665,40 @@ def test_removed_between_forward_and_backward() -> None:
     same([loss.detach(), gradients(model)], want[0][:2])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["loop", "conv", "unet", "gpt2"])
+@pytest.mark.parametrize("cast", [False, True])
+def test_on_a_gpu(name: str, cast: bool) -> None:
+    """Backward runs in another thread there, and the device has random states of its own."""
+    model, inputs, stages = make(name)
+    model, inputs = model.cuda(), pytree.tree_map_only(torch.Tensor, lambda t: t.cuda(), inputs)
+    context = functools.partial(torch.autocast, "cuda", dtype=torch.bfloat16, enabled=cast)
+    run = functools.partial(train, context=context)
+    n = len(stages)
+    check(copy.deepcopy(model), inputs, stages, run=run, segments=[Segment(0, n - 1, (Segment(0, n - 2),))])
+    choices = [moving((0,), i, n - 1) if i == 1 else AGAIN for i in range(n)]
+    check(model, inputs, stages, choices, [Segment(1, n - 1, (Segment(1, n - 2),))], run=run)
+
+
+@pytest.mark.gpu
+def test_stages_on_several_streams() -> None:
+    model, x, stages = make("loop")
+    model, x = model.cuda(), x.cuda()
+
+    def hook(*_: Any) -> None:
+        torch.cuda.set_stream(torch.cuda.Stream())
+
+    model.layers[2].register_forward_hook(hook)
+    try:
+        with (
+            applied(model, stages, segments=[Segment(0, 5)]),
+            pytest.raises(UnsupportedModelError, match="another stream"),
+        ):
+            model(x)
+    finally:
+        torch.cuda.set_stream(torch.cuda.default_stream())
+
+
 # Memory
 
 
@@ -965,12 +998,12 @@ def test_segments_that_cannot_be() -> None:
     model, _, stages = make("glued")
     again = [AGAIN if i % 2 == 0 else KEEP for i in range(12)]
     with pytest.raises(PlanMismatchError, match=r"ends in '\(after layers.1\)', which is no module's call"):
-        Controller(model, stages, again, DiskStore(None), CPU, segments=[Segment(0, 3)])
+        Controller(model, stages, again, NullStore(), CPU, segments=[Segment(0, 3)])
     with pytest.raises(PlanMismatchError, match="ends in number 20 of 12"):
-        Controller(model, stages, again, DiskStore(None), CPU, segments=[Segment(0, 20)])
+        Controller(model, stages, again, NullStore(), CPU, segments=[Segment(0, 20)])
     again[2] = KEEP
     with pytest.raises(PlanMismatchError, match=r"'layers.1' is to keep; a segment's stages recompute"):
-        Controller(model, stages, again, DiskStore(None), CPU, segments=[Segment(0, 4)])
+        Controller(model, stages, again, NullStore(), CPU, segments=[Segment(0, 4)])
 
 
 # Moved inputs
@@ -1041,8 +1074,10 @@ def operations(model: nn.Module, stage: str, inputs: Any) -> tuple[list[Any], li
     """The operations of a stage's forward by their numbers, and which may be saved: nothing writes over them."""
     found: list[Any] = []
     made: list[tuple[int, torch.Tensor]] = []
-    module = model.get_submodule(stage)
+    name, _, wanted = stage.partition("#")
+    module = model.get_submodule(name)
     real = type(module).forward
+    calls = 0
 
     def run(number: int, func: Any, args: Any, kwargs: Any) -> Any:
         found.append(func)
@@ -1052,7 +1087,9 @@ def operations(model: nn.Module, stage: str, inputs: Any) -> tuple[list[Any], li
         return result
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with NumberedOps(run):
+        nonlocal calls
+        calls += 1
+        with NumberedOps(run) if calls == int(wanted or 1) else contextlib.nullcontext():
             return real(module, *args, **kwargs)
 
     module.forward = forward  # type: ignore[method-assign]
@@ -1246,32 +1283,36 @@ def test_a_selective_stage_that_takes_another_path() -> None:
             loss.backward()
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_selective_under_autocast(cached: bool) -> None:
-    """A recompute casts parameters that its forward found in autocast's cache, or the other way round."""
+@pytest.mark.parametrize("inside", [False, True])
+def test_selective_under_autocast(inside: bool) -> None:
+    """A recompute casts parameters that forward found in autocast's cache, or inside of it the other way round."""
 
     def run(model: nn.Module, x: torch.Tensor) -> Any:
         torch.manual_seed(1)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            losses = [call(model, x) for _ in range(2 if cached else 1)]
-            if cached:
-                sum(losses).backward()
-        if not cached:
-            losses[0].backward()
+            loss = call(model, x)
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
         return gradients(model)
 
-    model, x, stages = make("loop")
-    choices = []
+    model, x = build("shared")
+    stages = ["blocks.0", "blocks.0#2", "blocks.0#3", "blocks.1"]
+    choices, casts = [], []
     for stage in stages:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found, _ = operations(copy.deepcopy(model), stage, x)
+        casts.append(sum("_to_copy" in str(func) for func in found))
         ops = tuple(i for i, func in enumerate(found) if "addmm" in str(func) or "gelu" in str(func))
         choices.append(Decision("recompute", ops=ops))
-    if not cached:
-        check(model, x, stages, choices, run=run, steps=1)
-        return
-    # In the second forward the casts are cached, so its operations have other numbers than the plan's.
-    with applied(model, stages, choices), pytest.raises(PlanMismatchError, match=r"which is a view|another path"):
+    assert casts[0] > casts[1]  # the second call has its weights in the cache
+    check(copy.deepcopy(model), x, stages, choices, run=run, steps=1)
+    # With the first call's numbers, the second's operations are others.
+    with (
+        applied(model, stages, [choices[0]] * 4),
+        pytest.raises(PlanMismatchError, match=r"which is a view|another path"),
+    ):
         run(model, x)
 
 

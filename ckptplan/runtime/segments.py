@@ -355,6 +355,9 @@ def _path(segment: Segment, k: int) -> list[Segment]:
 class OpenSegment:
     """A segment whose forward is under way: tells which inputs are outputs of its stages.
 
+    An input counts as one while its version says that nothing has written to it. Writes through `.data` don't show in
+    versions, here as little as in autograd's own check.
+
     Parameters
     ----------
     segment, modules
@@ -371,6 +374,7 @@ class OpenSegment:
         self._session = session
         self._moves = moves
         self._run = SegmentRun(segment, modules)
+        self._stream = session.stream()
         self._frames: dict[int, Frame] = {}  # a frame without slots lives by this until a link may own it
         self._made: dict[int, tuple[StorageWeakRef, int, Made]] = {}
 
@@ -381,6 +385,11 @@ class OpenSegment:
 
     def stage(self, index: int, name: str, call: Call, tensors: list[torch.Tensor], moves: tuple[int, ...]) -> Any:
         """Run stage `index` forward on `tensors`, which `call` was split from."""
+        if self._session.stream() != self._stream:
+            raise UnsupportedModelError(
+                f"stage {name!r} runs on another stream than the first stage of its segment, whose stages are run "
+                "again together, on one; give it another option"
+            )
         frame = Frame(self._run, index, name, call)
         packing = self._session.packing() if self._moves else None
         inputs = [self._pack(index, tensor, packing) for tensor in tensors]
