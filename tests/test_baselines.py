@@ -10,9 +10,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from random_chains import random_chain, random_options, random_segments
+from random_chains import random_chain, random_options, random_segments, textbook_chain
 
-from ckptplan.baselines import BASELINES
+from ckptplan.baselines import BASELINES, _fractions, _rotor_dp, auto_perf_maxing, capuchin, superneurons, uniform
 from ckptplan.baselines._build import Choice, build, joined, named, smallest_peak, times
 from ckptplan.core.chain import Segment
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError
@@ -160,6 +160,256 @@ def test_pooch_chains_recompute_where_neighbours_need_it() -> None:
     assert names_of(plan)[:2] == ["recompute", "recompute"]
     assert plan.segments == ()
     assert plan.peak_bytes <= 80
+
+
+def test_chen_greedy_scans_the_limit() -> None:
+    # Each stage saves 30. Limit 30: three stages, each by itself, hold their inputs: 90 bytes, 3 s more. 60: 0..1
+    # together, 100 bytes, 2 s more (see chen_sqrt). 90: 0..2 together sweep up to 120 bytes.
+    assert BASELINES["chen_greedy"](chain(4), 150).step_s == 12.0
+    plan = BASELINES["chen_greedy"](chain(4), 100)
+    assert (plan.segments, plan.step_s) == ((Segment(0, 1),), 14.0)
+    plan = BASELINES["chen_greedy"](chain(4), 99)
+    assert (names_of(plan), plan.segments) == (["recompute"] * 3 + ["keep"], ())
+    assert (plan.peak_bytes, plan.step_s) == (90, 15.0)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        BASELINES["chen_greedy"](chain(4), 89)
+    assert caught.value.min_peak_bytes == 90
+
+
+def test_uniform_spreads_evenly_and_takes_the_best() -> None:
+    halves = {"keep": 10, "swap": 0, "recompute": 10}
+    assert uniform.spread(chain(4), halves) == ("keep", "recompute", "keep", "recompute")
+    thirds = {"keep": 5, "swap": 5, "recompute": 10}
+    assert uniform.spread(chain(4), thirds) == ("recompute", "keep", "swap", "recompute")
+    # At 100 bytes s0's 20 must go: half swapped, half kept hides it (see meng_swap).
+    plan = BASELINES["uniform"](chain(), 100)
+    assert (names_of(plan), plan.step_s) == (["swap", "keep", "keep"], 9.0)
+
+
+def test_meng_swaps_leading_stages() -> None:
+    # s0 alone moves 20: out from 1 to 3, before s2's backward begins at 3; back from 5 to 7, while s1 runs backward.
+    plan = BASELINES["meng_swap"](chain(), 100)
+    assert (names_of(plan), plan.step_s, plan.host_bytes) == (["swap", "keep", "keep"], 9.0, 20)
+    # Any less needs s1 as well.
+    assert names_of(BASELINES["meng_swap"](chain(), 99)) == ["swap", "swap", "keep"]
+
+
+def test_lms_evicts_the_smallest_block_that_is_enough() -> None:
+    profile = Profile.from_chain([1.0] * 3, [2.0] * 3, [10] * 3, [50, 30, 30], input_bytes=10, out_bytes_per_s=10.0)
+    # Everything kept takes 140, at s2's backward. 20 are missing: s0 would move 40, s1 30.
+    assert names_of(BASELINES["lms"](profile, 120)) == ["keep", "swap", "keep"]
+    # 35 are missing: only s0 is enough.
+    assert names_of(BASELINES["lms"](profile, 105))[0] == "swap"
+    # 60 are missing: neither is, so the oldest goes first, and then s1.
+    assert names_of(BASELINES["lms"](profile, 80)) == ["swap", "swap", "keep"]
+
+
+def test_vdnn_conv_swaps_costly_stages_and_dyn_the_best_policy() -> None:
+    # Per byte saved s1 takes 3/30 and s2 2/30, at least the median; s0 1/30. s1 moves its 20; s0 keeps its output.
+    profile = chain(forward_s=(1.0, 3.0, 2.0), backward_s=(2.0, 2.0, 2.0))
+    # Out from 4 to 6; back only from s1's own backward on, 8 to 10, as s2's needs every byte.
+    plan = BASELINES["vdnn_conv"](profile, 100)
+    assert (names_of(plan), plan.step_s, plan.peak_bytes) == (["keep", "swap", "keep"], 14.0, 100)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        BASELINES["vdnn_conv"](profile, 99)
+    assert caught.value.min_peak_bytes == 100
+    # "none" needs 120. At 100 "all" needs to move s0's 20 alone, and hides it.
+    assert BASELINES["vdnn_dyn"](profile, 120).host_bytes == 0
+    plan = BASELINES["vdnn_dyn"](profile, 100)
+    assert (names_of(plan), plan.step_s) == (["swap", "keep", "keep"], 12.0)
+
+
+def test_superneurons_recomputes_cheap_stages() -> None:
+    # Over 0.01 bytes a second nothing pays. s1 is cheap: its recompute frees 20 and takes 1 s.
+    profile = chain(link=0.01, forward_s=(3.0, 1.0, 3.0), backward_s=(2.0, 2.0, 2.0))
+    plan = BASELINES["superneurons"](profile, 100)
+    assert (names_of(plan), plan.step_s) == (["keep", "recompute", "keep"], 14.0)
+
+
+def test_superneurons_nests_where_a_segment_outgrows_the_largest_layer() -> None:
+    dear = [True, False, False, True]
+    # s1 and s2 hold 40 each with their inputs, and a gradient of 10: 90. The largest stage has 40 + 10.
+    assert superneurons.cheap_segments(chain(4), dear) == (Segment(1, 2, (Segment(1, 1),)),)
+    # With 90 saved by s0 the largest has 100.
+    large = Profile.from_chain([1.0] * 4, [2.0] * 4, [10] * 4, [90, 30, 30, 30], input_bytes=10)
+    assert superneurons.cheap_segments(large, dear) == (Segment(1, 2),)
+
+
+def test_capuchin_swaps_by_free_time_then_recomputes() -> None:
+    # s0: away at 1, back at 7, 2 s each way. s1: away at 2, back at 5, 3 s each way. s2 moves nothing.
+    assert capuchin.free_times(chain(), (20, 30, 0)) == [2.0, -3.0, 0.0]
+    plan = BASELINES["capuchin"](chain(), 100)
+    assert (names_of(plan), plan.step_s) == (["swap", "keep", "keep"], 9.0)
+    # 10 more are missing: s1 swaps 30 bytes for 3 s, or recomputes 30 for 1 s.
+    plan = BASELINES["capuchin"](chain(), 90)
+    assert (names_of(plan), plan.step_s) == (["swap", "recompute", "keep"], 10.0)
+
+
+def test_dtr_evicts_the_stalest() -> None:
+    # At 3 s bytes are missing. h of s0 is 1 / (30 * 2), of s1 1 / (30 * 1).
+    plan = BASELINES["dtr"](chain(), 100)
+    assert (names_of(plan), plan.step_s) == (["recompute", "keep", "keep"], 10.0)
+    # Where s0 takes 8 s and s1 0.5, h is 8 / (30 * 1.5) and 0.5 / (30 * 1).
+    plan = BASELINES["dtr"](chain(forward_s=(8.0, 0.5, 1.0), backward_s=(2.0, 2.0, 2.0)), 100)
+    assert (names_of(plan), plan.step_s) == (["keep", "recompute", "keep"], 16.0)
+
+
+def test_dtr_evicts_again_while_it_rematerialises() -> None:
+    # One by one 80 bytes are needed; the sweep of 0..1 takes 90, but 70 when it drops s0 again (see rotor).
+    plan = BASELINES["dtr"](chain(), 70)
+    assert plan.segments == (Segment(0, 1, (Segment(0, 0),)),)
+    assert plan.step_s == 12.0
+
+
+def test_nested_constraints_are_bought_cheapest_first() -> None:
+    # 5 of the first stage, the only one before position 1. 12 in all before position 2: 7 of the cheaper second. Then 8
+    # of the third.
+    offers = [_fractions.Offer(0, 10, 1.0), _fractions.Offer(1, 10, 0.5), _fractions.Offer(2, 10, 0.1)]
+    assert _fractions.cheapest(offers, [0, 5, 12, 20]) == [5, 7, 8]
+
+
+def test_nested_constraints_agree_with_a_linear_program() -> None:
+    pywraplp = pytest.importorskip("ortools.linear_solver.pywraplp")
+    rng = random.Random(4)
+    for _ in range(60):
+        n = rng.randint(1, 8)
+        offers = [_fractions.Offer(i, rng.randint(1, 30), rng.randint(0, 20) / 7) for i in range(n) for _ in range(2)]
+        most = [sum(o.nbytes for o in offers if o.stage < k) for k in range(n)]
+        needs = [rng.uniform(-10, 0.9) * m for m in most]
+        solver = pywraplp.Solver.CreateSolver("GLOP")
+        bought = [solver.NumVar(0, offer.nbytes, "") for offer in offers]
+        for k, need in enumerate(needs):
+            solver.Add(sum((v for v, o in zip(bought, offers, strict=True) if o.stage < k), 0 * bought[0]) >= need)
+        solver.Minimize(sum(v * o.s_per_byte for v, o in zip(bought, offers, strict=True)))
+        assert solver.Solve() == pywraplp.Solver.OPTIMAL
+        found = _fractions.cheapest(offers, needs)
+        cost = sum(part * o.s_per_byte for part, o in zip(found, offers, strict=True))
+        # 1e-6: the simplex method's own tolerance.
+        assert cost == pytest.approx(solver.Objective().Value(), rel=1e-6, abs=1e-6)
+
+
+def test_sac_ilp_rounds_fractions_to_the_nearest_option() -> None:
+    # 20 of 30 bytes are missing before s2: two thirds of s0, nearer to recompute than to keep.
+    plan = BASELINES["sac_ilp"](chain(), 100)
+    assert (names_of(plan), plan.step_s) == (["recompute", "keep", "keep"], 10.0)
+    # With an option that discards just the inner 20 bytes in half the time, that is the nearest.
+    profile = chain()
+    first = profile.stages[0]
+    partly = replace(first.option("recompute"), name="selective-1", saved=(1,), recompute_s=0.5, ops=(1,))
+    menu = replace(profile, stages=(replace(first, options=(*first.options, partly)), *profile.stages[1:]))
+    plan = BASELINES["sac_ilp"](menu, 100)
+    assert (names_of(plan), plan.step_s) == (["selective-1", "keep", "keep"], 9.5)
+
+
+def test_auto_perf_maxing_swaps_what_its_windows_hide() -> None:
+    # At 30 bytes a second s0's 20 leave within s1's forward and come back within its backward: two thirds swapped.
+    fast = chain(link=30.0)
+    assert auto_perf_maxing.window_bytes(fast, 0) == 30.0
+    plan = BASELINES["auto_perf_maxing"](fast, 100)
+    assert (names_of(plan), plan.step_s) == (["swap", "keep", "keep"], 9.0)
+    # At 0.01 nothing fits a window.
+    plan = BASELINES["auto_perf_maxing"](chain(link=0.01), 100)
+    assert (names_of(plan), plan.step_s) == (["recompute", "keep", "keep"], 10.0)
+
+
+def test_rotor_nests_where_nothing_else_fits() -> None:
+    # 80 bytes: s0 and s1 by themselves. 70: both together, so s2's backward has input 10, gradient 10, the output of
+    # s1, 30 saved and a gradient; the sweep drops s0 again, or it would take 90: input, gradient, the output of s0, 30
+    # saved, a gradient. s0 runs three times, s1 twice.
+    plan = BASELINES["rotor"](chain(), 80)
+    assert (names_of(plan), plan.segments, plan.step_s) == (["recompute", "recompute", "keep"], (), 11.0)
+    plan = BASELINES["rotor"](chain(), 70)
+    assert plan.segments == (Segment(0, 1, (Segment(0, 0),)),)
+    assert (plan.step_s, plan.peak_bytes) == (12.0, 70)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        BASELINES["rotor"](chain(), 69)
+    assert caught.value.min_peak_bytes == 70
+
+
+def forests(first: int, last: int) -> list[tuple[Segment, ...]]:
+    """All disjoint segments within first..last, with all their inner segments."""
+    if first > last:
+        return [()]
+    found = forests(first + 1, last)
+    for end in range(first, last + 1):
+        for inner in forests(first, end - 1):
+            found = [*found, *((Segment(first, end, inner), *rest) for rest in forests(end + 1, last))]
+    return found
+
+
+def test_rotor_equals_brute_force() -> None:
+    rng = random.Random(5)
+    fitting = 0
+    for _ in range(40):
+        n = rng.randint(1, 5)
+        profile = textbook_chain(rng, n)
+        known = []
+        for segments in forests(0, n - 1):
+            choice = named(profile, ["keep"] * n, segments)
+            seconds = sum(residency(profile, choice.options, choice.segments).backward_s)
+            known.append((peak_of(profile, choice), seconds + sum(stage.forward_s for stage in profile.stages)))
+        least = min(nbytes for nbytes, _ in known)
+        for budget in (least - 1, least, rng.randint(least, max(least, keep_all_peak(profile)))):
+            fits = [seconds for nbytes, seconds in known if nbytes <= budget]
+            if not fits:
+                with pytest.raises(InfeasibleBudgetError) as caught:
+                    BASELINES["rotor"](profile, budget)
+                assert caught.value.min_peak_bytes == least
+                continue
+            fitting += 1
+            # 1e-9: the same seconds are added in another order.
+            assert BASELINES["rotor"](profile, budget).step_s == pytest.approx(min(fits), rel=1e-9)
+    assert fitting >= 60
+
+
+def test_rotor_in_coarse_units_still_fits_the_budget() -> None:
+    # Sizes without a common divisor, over 4000 units apart: rounded up, so the plan fits, and is as good or worse.
+    profile = Profile.from_chain(
+        [1.0] * 12, [2.0] * 12, [10_007] * 12, [30_011] * 12, input_bytes=10_009, forward_temp_bytes=[13] * 12
+    )
+    budget = 200_000
+    table = _rotor_dp.Table(profile, budget)
+    assert not table.exact
+    assert table.units <= _rotor_dp.MAX_UNITS
+    plan = BASELINES["rotor"](profile, budget)
+    assert validate(profile, plan, budget) == ()
+    assert plan.segments
+
+
+def test_rotor_nests_deeply_without_recursion() -> None:
+    # The least memory for 60 equal stages nests a segment in nearly every other.
+    profile = chain(60)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        BASELINES["rotor"](profile, 0)
+    plan = BASELINES["rotor"](profile, caught.value.min_peak_bytes)
+    assert caught.value.min_peak_bytes == 70  # as for three stages: it never grows with the chain
+    assert validate(profile, plan, 70) == ()
+    assert plan.segments[0].depth(0) > 20
+
+
+def test_pofo_swaps_and_is_never_slower_than_rotor() -> None:
+    plan = BASELINES["pofo"](chain(), 100)
+    assert (names_of(plan), plan.step_s) == (["swap", "keep", "keep"], 9.0)
+    rng = random.Random(6)
+    faster = 0
+    for seed in range(12):
+        profile = textbook_chain(random.Random(seed), 12)
+        with pytest.raises(InfeasibleBudgetError) as caught:
+            BASELINES["rotor"](profile, 0)
+        budget = rng.randint(caught.value.min_peak_bytes, keep_all_peak(profile))
+        alone, both = (BASELINES[name](profile, budget).step_s for name in ("rotor", "pofo"))
+        # 1e-9: the same seconds are added in another order.
+        assert both <= alone * (1 + 1e-9)
+        faster += both < alone * (1 - 1e-3)
+    assert faster >= 3
+
+
+def test_every_baseline_says_what_it_is_from() -> None:
+    for name, planner in BASELINES.items():
+        doc = sys.modules[planner.__module__].__doc__ or ""
+        assert doc.strip(), name
+        if name not in ("keep_all", "recompute_all", "swap_all", "uniform"):
+            assert "Reference\n---------" in doc, name
 
 
 def some_budgets(rng: random.Random, profile: Profile) -> list[int]:

@@ -158,11 +158,17 @@ CONTRADICTIONS: dict[str, tuple[str, Callable[[], object]]] = {
         lambda: Stage("s", "s", (KEEPING, replace(AGAIN, ops=(1,))), 1, 1),
     ),
     "recompute+swap holds other things": (
-        r"'recompute\+swap' holds what",
-        lambda: Stage("s", "s", (KEEPING, AGAIN, replace(AGAIN, name="recompute+swap", saved=(1,), moves=(0,))), 1, 1),
+        r"'recompute\+swap' holds all",
+        lambda: Stage(
+            "s",
+            "s",
+            (KEEPING, replace(AGAIN, saved=(0,)), replace(AGAIN, name="recompute+swap", saved=(1,), moves=(0,))),
+            1,
+            1,
+        ),
     ),
     "recompute+swap without recompute": (
-        r"'recompute\+swap' holds what",
+        r"'recompute\+swap' holds all",
         lambda: Stage("s", "s", (KEEPING, replace(AGAIN, name="recompute+swap", saved=(1,), moves=(0,))), 1, 1),
     ),
     "glue that swaps": (

@@ -119,6 +119,19 @@ def test_a_shared_storage_is_counted_once_and_stays_for_its_last_holder() -> Non
     assert dropped == [100, 1100, 1110, 110, 129, 116, 113, 100, 90]
 
 
+def test_what_a_stage_is_the_first_to_hold_was_there_before() -> None:
+    # The program lets go of it in forward 0, stage 2 holds it: it can't have come from nowhere.
+    profile = four_stages()
+    stages = tuple(saving_also(s, 4) if i == 2 else s for i, s in enumerate(profile.stages))
+    profile = replace(profile, stages=stages, storages=(*profile.storages, Storage("late", 1000, 0, 0)))
+    kept = simulate(profile, (KEEP,) * 4)
+    assert starts(kept) == [100, 1110, 1120, 1130, 1149, 1136, 123, 110, 90]
+    dropped = simulate(profile, (KEEP, KEEP, RECOMPUTE, KEEP))
+    assert starts(dropped) == [100, 110, 120, 120, 139, 126, 123, 110, 90]
+    r = residency(profile, [stage.keep for stage in profile.stages])
+    assert worst_bytes(kept) == (r.forward_bytes, r.backward_bytes)
+
+
 def test_what_the_caller_keeps_stays() -> None:
     profile = four_stages()
     profile = replace(profile, storages=(*profile.storages, Storage("output", 7, 3, 3, to_end=True)))
@@ -528,12 +541,32 @@ def makespan(profile: Profile, choices: Sequence[Decision], r: Residency) -> flo
     return now
 
 
+def pinning_more(rng: random.Random, profile: Profile) -> Profile:
+    """`profile` with some "recompute+swap" that hold more than "recompute", a thing of their own or one of keep's."""
+    storages = list(profile.storages)
+    stages = []
+    for i, stage in enumerate(profile.stages):
+        menu = []
+        for option in stage.options:
+            if option.name == "recompute+swap" and rng.random() < 0.5:
+                more = [s for s in stage.keep.held if s not in option.held]
+                if more and rng.random() < 0.5:
+                    s = rng.choice(more)
+                else:
+                    s = len(storages)
+                    storages.append(Storage(f"{stage.name}.unseen", rng.randint(1, 9), i, i))
+                option = replace(option, pinned=(*option.pinned, s))
+            menu.append(option)
+        stages.append(replace(stage, options=tuple(menu)))
+    return replace(profile, stages=tuple(stages), storages=tuple(storages))
+
+
 @pytest.mark.parametrize("part", range(4))
 def test_agrees_with_core_on_random_plans(part: int) -> None:
     moving = nested = 0
     for seed in range(part, 1200, 4):
         rng = random.Random(seed)
-        profile = random_chain(seed, rng.randint(1, 12))
+        profile = pinning_more(rng, random_chain(seed, rng.randint(1, 12)))
         segments = random_segments(rng, profile, share=rng.random())
         options = random_options(rng, profile, segments)
         r = residency(profile, options, segments)

@@ -1,7 +1,7 @@
 """From a baseline's options and segments to a finished plan: schedule, peak, makespan, and the error when nothing fits.
 
-All baselines share this, so they differ in their rule alone: release and prefetch points are the best there are for the
-options chosen (core/schedule.py), and an option that a stage doesn't have becomes keep.
+All baselines share this, so they differ in their rule alone: release and prefetch points are the best there are for
+the options chosen (core/schedule.py), and an option that a stage doesn't have becomes keep.
 """
 
 from __future__ import annotations
@@ -162,25 +162,21 @@ def movable_bytes(profile: Profile) -> tuple[int, ...]:
 
 
 def costly(profile: Profile) -> list[bool]:
-    """Per stage, whether its forward costs more per byte it saves than the median stage's.
+    """Per stage, whether its forward takes at least as much time per byte saved as the median module stage's.
 
     Stands in for "is a convolution or linear layer" of rules that know layers: a profile has stages, and the split
-    those rules are after is between what is dear to recompute and what is cheap. Glue and stages that save nothing are
-    not costly.
+    those rules are after is between what is dear to recompute and what is cheap. So in a chain of equal stages all are
+    costly. Bytes saved by several stages count for the first. Glue and stages that save nothing are not costly.
     """
-    rates = [
-        stage.forward_s / nbytes if nbytes and not stage.is_glue else None
-        for stage, nbytes in zip(
-            profile.stages,
-            (sum(profile.storages[s].nbytes for s in stage.keep.held) for stage in profile.stages),
-            strict=True,
-        )
-    ]
+    counted: set[int] = set()
+    rates: list[float | None] = []
+    for stage in profile.stages:
+        nbytes = sum(profile.storages[s].nbytes for s in set(stage.keep.held) - counted)
+        counted.update(stage.keep.held)
+        rates.append(stage.forward_s / nbytes if nbytes and not stage.is_glue else None)
     known = sorted(rate for rate in rates if rate is not None)
-    # The lower median: with all stages alike, or two, all of them count as costly but those below it.
-    middle = known[(len(known) - 1) // 2] if known else 0.0
-    alike = bool(known) and known[-1] <= middle
-    return [rate is not None and (rate > middle or alike) for rate in rates]
+    middle = known[len(known) // 2] if known else 0.0
+    return [rate is not None and rate >= middle for rate in rates]
 
 
 def times(profile: Profile, decisions: Sequence[Decision], r: Residency) -> Times:

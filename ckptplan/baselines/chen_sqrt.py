@@ -1,8 +1,8 @@
 """Chen et al. (2016): about sqrt(L) segments of equal length, all but the last recomputed.
 
-The L stages that can be recomputed are cut into ceil(sqrt(L)) segments as equal as can be. The last one is kept, since
-its backward follows at once. Of every other one only the inputs are held; its forward runs again as one sweep, whose
-stages are kept until their backward (no nesting).
+The L stages that can be recomputed are cut into ceil(sqrt(L)) segments as equal as can be. The last one is kept,
+since its backward follows at once. Of every other one only the inputs are held; its forward runs again as one sweep,
+whose stages are kept until their backward (no nesting).
 
 Stages that can't run again are kept, and a segment never spans one: where a cut of equal length would, the segment is
 split there. The paper cuts a graph of operations; here a cut can lie between stages only.

@@ -6,25 +6,25 @@ The rule:
    the order of backward. In each leaf those with unhidden swap-out are kept, the longest wait first, while memory
    lasts. The fastest leaf wins.
 2. The other direction, which one description has: from everything kept, swap one map after another until it fits.
-3. From either: while a map still swapped gains by recompute (its unhidden swap time minus its recompute time), convert
-   the best, replay, repeat until nothing improves. The faster of the two directions is the plan.
+3. From either: while a map still swapped gains by recompute (its unhidden swap time minus its recompute time),
+   convert the best, replay, repeat until nothing improves. The faster of the two directions is the plan.
 
 Where the published text leaves a choice open, this is the better one for the baseline:
 
 - Release and prefetch points are those of core/schedule.py, the laziest and earliest that fit.
-- The tree spans the `TREE_MAPS` maps that wait longest (at most 2**10 leaves); branches that don't fit are cut. A leaf
-  also counts without its kept swap-outs.
+- The tree spans the `TREE_MAPS` maps that wait longest (at most 2**10 leaves); branches that don't fit are cut. A
+  leaf also counts without its kept swap-outs.
 - Conversions are judged by a replay of each, with what recompute chained to it costs; the estimate only picks which
-  `CANDIDATES` maps to replay. Where no replay is faster, the best of those whose estimate promises a gain is converted
-  all the same, since several may pay together. The fastest of all that was replayed and fits is the plan.
+  `CANDIDATES` maps to replay. Where no replay is faster, the best of those whose estimate promises a gain is
+  converted all the same, since several may pay together. The fastest of all that was replayed and fits is the plan.
 - When keep and swap alone don't fit, maps are converted to recompute, the most excess bytes per second added first,
   until they do. (Excess: bytes over the budget, summed over all program steps.)
 - The memory that a conversion gives back may be used: a swapped map is kept again where that is the best next step.
-- A recompute pins what its neighbour moved, so a conversion can lack room. Step 3 is run as it is, and again with kept
-  maps swapped where a conversion doesn't fit; neither is always the better.
-- What recomputes of neighbours share is tried in three ways, each with a search of its own: every stage by itself; the
-  same with the inputs of recomputed stages swapped where their maps are; and neighbours as one chain, which holds the
-  inputs of its first stage alone (a segment without inner ones).
+- A recompute pins what its neighbour moved, so a conversion can lack room. Step 3 is run as it is, and again with
+  kept maps swapped where a conversion doesn't fit; neither is always the better.
+- What recomputes of neighbours share is tried in three ways, each with a search of its own: every stage by itself;
+  the same with the inputs of recomputed stages swapped where their maps are; and neighbours as one chain, which holds
+  the inputs of its first stage alone (a segment without inner ones).
 
 A map here is what one stage saves. Options inside a stage (selective) are not part of the rule.
 

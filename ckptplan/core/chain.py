@@ -277,9 +277,9 @@ class Stage:
             and swapping.recomputes
             and swapping.moves
             and not swapping.ops
-            and set(swapping.held) == set(again.held)
+            and set(swapping.held) >= set(again.held)
         ):
-            raise InvalidInputError(f"{owner}: 'recompute+swap' holds what 'recompute' does, and moves some of it")
+            raise InvalidInputError(f"{owner}: 'recompute+swap' holds all that 'recompute' does, and moves some of it")
         if self.is_glue and len(self.options) > 1:
             raise InvalidInputError(f"{owner}: options {names}; operations outside of any module's call are kept")
 

@@ -182,7 +182,7 @@ def _add_sweeps(
     held_by: dict[int, int] = {}  # copy -> the lowest stage that holds it
     for k in (*runs, last):
         again = stages[k].option("recompute")
-        before = held(profile, k, again, segment)
+        before = held(profile, k, last_run[k], segment)  # so far, how it ran forward
         if k == last:
             last_run[k], after = again, again.held
         elif inner[k] is None:

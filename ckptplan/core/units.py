@@ -24,7 +24,7 @@ def budget_to_bytes(budget_gb: float, *, name: str = "budget_gb") -> int:
         )
     if not 0 < budget_gb < MOST_BYTES // GIB:  # false for NaN
         raise InvalidInputError(
-            f"{name}={budget_gb!r} must be finite, above 0 and below 2**30; it counts units of 2**30 bytes"
+            f"{name}={budget_gb!r} must be finite and above 0, and below 2**30; it counts units of 2**30 bytes"
         )
     return math.floor(budget_gb * GIB)
 

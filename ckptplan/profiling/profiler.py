@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckptplan.core.chain import Option, Storage
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -103,7 +104,7 @@ def profile(
     with restored(model) as rewind, training_config(model):
         rewind()
         with _as_ours(training, "tracing"):
-            return _profile(training, optimizer, where, swap_dir, notes, report, rewind)
+            return _profile(training, optimizer, where, swap_dir, menus, notes, report, rewind)
 
 
 def training_step(
@@ -136,7 +137,8 @@ def replayed_peak(measured: Profile, step: TrainingStep, plan: Plan, device: tor
     """
     with restored(step.model) as rewind, training_config(step.model):
         rewind()
-        seen = replay(step, plan.stages, plan.choices, device, round_to=_CUDA_BLOCK if device.type == "cuda" else 1)
+        round_to = _CUDA_BLOCK if device.type == "cuda" else 1
+        seen = replay(step, plan.stages, plan.choices, device, segments=plan.segments, round_to=round_to)
     return measured.resident_bytes + seen.peak_bytes
 
 
@@ -145,6 +147,7 @@ def _profile(
     optimizer: torch.optim.Optimizer | None,
     device: torch.device,
     swap_dir: str | Path | None,
+    menus: bool,
     notes: list[str],
     report: Report,
     rewind: Callable[[], None],
@@ -169,12 +172,15 @@ def _profile(
         update_bytes=update_bytes,
         round_to=round_to,
         fingerprint=fingerprint(step),
+        menus=menus,
     )
     rewind()
     report("timing stages")
     kinds = {stage.name: stage.kind for stage in chain.stages if not stage.is_glue}
-    recomputable = {stage.kind for stage in chain.stages if stage.recompute is not None}
-    times = time_stages(step, kinds, recomputable, device, rewind)
+    again: dict[str, dict[tuple[int, ...], None]] = {}
+    for stage in chain.stages:
+        again.setdefault(stage.kind, {}).update((o.ops, None) for o in stage.options if o.recomputes)
+    times = time_stages(step, kinds, {kind: tuple(ways) for kind, ways in again.items()}, device, rewind)
     rewind()
     report("measuring bandwidth")
     # Two blocks are on the device at once: within what the largest stage adds in any plan.
@@ -192,12 +198,29 @@ def _with_times(chain: Profile, times: Times) -> Profile:
         else:
             following += 1
             seconds = (times.forward_s[stage.kind], times.backward_s[stage.kind])
-        menu = tuple(
-            dataclasses.replace(option, recompute_s=times.recompute_s[stage.kind]) if option.recomputes else option
+        menu = [
+            dataclasses.replace(option, recompute_s=times.recompute_s[stage.kind, option.ops])
+            if option.recomputes
+            else option
             for option in stage.options
-        )
-        stages.append(dataclasses.replace(stage, options=menu, forward_s=seconds[0], backward_s=seconds[1]))
+        ]
+        menu = [option for option in menu if not (option.ops and _beaten(option, menu, chain.storages))]
+        stages.append(dataclasses.replace(stage, options=tuple(menu), forward_s=seconds[0], backward_s=seconds[1]))
     return dataclasses.replace(chain, stages=tuple(stages))
+
+
+def _beaten(option: Option, menu: list[Option], storages: tuple[Storage, ...]) -> bool:
+    """Whether another option of a menu moves the same share or nothing, and is nowhere worse and somewhere better."""
+
+    def costs(o: Option) -> tuple[float, ...]:
+        held, moved = (sum(storages[s].nbytes for s in some) for some in (o.held, o.moved))
+        return held - moved, moved, o.forward_bytes, o.backward_bytes, o.recompute_s
+
+    mine = costs(option)
+    return any(
+        all(theirs <= ours for theirs, ours in zip(costs(other), mine, strict=True)) and costs(other) != mine
+        for other in menu
+    )
 
 
 def _outside(step: TrainingStep, rewind: Callable[[], None]) -> list[torch.Tensor]:

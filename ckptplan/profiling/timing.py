@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,17 +22,22 @@ from ckptplan.runtime.recompute import run_recomputed
 from ckptplan.runtime.step import TrainingStep
 from ckptplan.runtime.swap import Counters
 
+Way = tuple[int, ...] | None
+"""How a stage is run: plain, or recomputed with these operations' outputs saved."""
+
 _ROUNDS = 3
+_LEAST = 0.02
+"""Least share of forward that a recompute with saved outputs is taken to cost, whatever the noise says."""
 _STAGE_S = 0.5  # enough measured time per kind and quantity
 
 
 @dataclass
 class Times:
-    """Seconds by kind of stage and by segment of glue."""
+    """Seconds by kind of stage and by segment of glue; of recompute also by the operations whose outputs are saved."""
 
     forward_s: dict[str, float] = field(default_factory=dict)
     backward_s: dict[str, float] = field(default_factory=dict)
-    recompute_s: dict[str, float] = field(default_factory=dict)
+    recompute_s: dict[tuple[str, tuple[int, ...]], float] = field(default_factory=dict)
     glue_forward_s: dict[int, float] = field(default_factory=dict)
     glue_backward_s: dict[int, float] = field(default_factory=dict)
 
@@ -57,14 +62,14 @@ class _Timing:
         self,
         step: TrainingStep,
         kinds: dict[str, str],
-        recomputable: set[str],
+        again: dict[str, tuple[tuple[int, ...], ...]],
         device: torch.device,
         rewind: Callable[[], None],
     ) -> None:
-        self.step, self.kinds, self.recomputable, self.device = step, kinds, recomputable, device
+        self.step, self.kinds, self.again, self.device = step, kinds, again, device
         self.rewind = rewind
         self.names = tuple(kinds)
-        self.samples: dict[tuple[str, str], list[float]] = {}
+        self.samples: dict[tuple[str, Way, str], list[float]] = {}
         self.glue: dict[tuple[str, int], list[float]] = {}
         self.anchors: list[torch.Tensor] = []
         self.done: set[str] = set()
@@ -76,6 +81,14 @@ class _Timing:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+    def excess_s(self, kind: str, way: Way) -> float:
+        """What `way` takes more than the plain stage: the median over pairs of runs, one right after the other."""
+        plain, other = (
+            [f + b for f, b in zip(self.samples[kind, w, "forward"], self.samples[kind, w, "backward"], strict=True)]
+            for w in (None, way)
+        )
+        return statistics.median(b - a for a, b in zip(plain, other, strict=True))
 
     def round(self, repeats: int) -> None:
         """One forward of the step; `repeats` timings of each kind, none when 0."""
@@ -169,18 +182,18 @@ class _Timing:
         def fresh(tensor: torch.Tensor) -> torch.Tensor:
             return self._joined(tensor, leaves) if tensor.requires_grad else tensor.detach()
 
-        ways = ("plain", "again") if kind in self.recomputable else ("plain",)
+        ways: tuple[Way, ...] = (None, *self.again.get(kind, ()))
         parameters = [p for p in module.parameters() if p.requires_grad]
         spent, count = 0.0, 0
-        while count < self.repeats or (self.repeats > 1 and spent < _STAGE_S and count < 20):
-            for name in ways:
+        while count < self.repeats or (self.repeats > 1 and spent < _STAGE_S * len(ways) / 2 and count < 20):
+            for way in ways:
                 leaves.clear()
                 new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, fresh, (args, kwargs))
                 begin = self.now()
-                if name == "plain":
+                if way is None:
                     output = original(*new_args, **new_kwargs)
                 else:
-                    output = run_recomputed(module, original, new_args, new_kwargs, Counters())
+                    output = run_recomputed(module, original, new_args, new_kwargs, Counters(), ops=way)
                 middle = self.now()
                 outputs = [
                     t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None
@@ -193,16 +206,28 @@ class _Timing:
                 end = self.now()
                 del outputs, gradients
                 if self.repeats > 1:
-                    self.samples.setdefault((kind, f"{name} forward"), []).append(middle - begin)
-                    self.samples.setdefault((kind, f"{name} backward"), []).append(end - ready)
+                    self.samples.setdefault((kind, way, "forward"), []).append(middle - begin)
+                    self.samples.setdefault((kind, way, "backward"), []).append(end - ready)
                 spent += end - begin
             count += 1
+
+
+def _falling(values: Iterable[float]) -> list[float]:
+    """The nearest sequence that doesn't rise: neighbours that do are averaged (pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        pool = (value, 1)
+        while pools and pools[-1][0] < pool[0]:
+            mean, count = pools.pop()
+            pool = ((mean * count + pool[0] * pool[1]) / (count + pool[1]), count + pool[1])
+        pools.append(pool)
+    return [mean for mean, count in pools for _ in range(count)]
 
 
 def time_stages(
     step: TrainingStep,
     kinds: dict[str, str],
-    recomputable: set[str],
+    again: dict[str, tuple[tuple[int, ...], ...]],
     device: torch.device,
     rewind: Callable[[], None],
 ) -> Times:
@@ -212,8 +237,9 @@ def time_stages(
     ----------
     kinds : dict
         Stage name -> kind, in call order; each kind is timed once, on the first stage that has it.
-    recomputable : set of str
-        Kinds that can be recomputed.
+    again : dict
+        Kind -> the operations whose outputs each of its recomputing options saves, by rising bytes and so, noise
+        aside, falling time; none of them first. Empty where it can't be recomputed.
     rewind : callable
         Puts buffers and random states back between rounds.
 
@@ -222,26 +248,27 @@ def time_stages(
     Times
         Medians. Glue is keyed by the stage that follows it (their number: after the last one).
     """
-    timing = _Timing(step, kinds, recomputable, device, rewind)
+    timing = _Timing(step, kinds, again, device, rewind)
     timing.round(1)  # warm-up
     for _ in range(_ROUNDS - 1):
         timing.round(0)
     timing.round(3)
     out = Times()
     for kind in dict.fromkeys(kinds.values()):
-        if (kind, "plain forward") not in timing.samples:
+        if (kind, None, "forward") not in timing.samples:
             continue
-        middle = {
-            name: statistics.median(timing.samples[kind, name])
-            for name in ("plain forward", "plain backward", "again backward")
-            if (kind, name) in timing.samples
-        }
-        out.forward_s[kind] = middle["plain forward"]
-        out.backward_s[kind] = middle["plain backward"]
+        forward_s = out.forward_s[kind] = statistics.median(timing.samples[kind, None, "forward"])
+        out.backward_s[kind] = statistics.median(timing.samples[kind, None, "backward"])
+        if not again.get(kind):
+            continue
+        whole_s = timing.excess_s(kind, ())
         # Recompute stops at the last saved tensor, so it is forward at most; what the difference shows beyond that is
-        # memory touched for the first time, which a step in a running training has behind it.
-        extra = middle.get("again backward", 0.0) - middle["plain backward"]
-        out.recompute_s[kind] = min(max(extra, 0.1 * middle["plain forward"]), middle["plain forward"])
+        # memory touched for the first time, which a step in a running training has behind it, whatever it saves.
+        scale = min(1.0, forward_s / whole_s) if whole_s > 0 else 1.0
+        out.recompute_s[kind, ()] = max(scale * whole_s, 0.1 * forward_s)
+        chosen = [way for way in again[kind] if way]
+        measured = (max(scale * timing.excess_s(kind, way), _LEAST * forward_s) for way in chosen)
+        out.recompute_s.update(((kind, way), s) for way, s in zip(chosen, _falling(measured), strict=True))
     for (direction, index), values in timing.glue.items():
         table = out.glue_forward_s if direction == "forward" else out.glue_backward_s
         table[index] = statistics.median(values[1:] or values)

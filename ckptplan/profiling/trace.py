@@ -1,10 +1,10 @@
 """Bytes of a step: replay it without memory under a few uniform plans and read off storages, holders and transients.
 
-Four replays, all through the same controller and hooks that run a real plan:
+The replays go through the same controller and hooks that run a real plan:
 
 - *program*: nothing is saved at all, so what lives on is what the program's own variables hold;
 - *keep*: what every stage and the glue between them saves, and the bytes no decision changes;
-- *recompute* and *swap*: the same chain with every stage that way, for the transients of these actions.
+- one per further option of the menus: every stage that has it that way, for what it holds unseen and its transients.
 
 A storage has the same name in all replays (where it was made, and as which of how many), since the forward runs the
 same operations in each.
@@ -21,18 +21,24 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ckptplan.core.chain import Link, Option, Stage, Storage
+from ckptplan.core.chain import Link, Option, Segment, Stage, Storage
 from ckptplan.core.plan import KEEP, Decision
 from ckptplan.core.profile import Fingerprint, Profile
 from ckptplan.core.schedule import residency
 from ckptplan.profiling.fake import fake_parameters
+from ckptplan.profiling.menus import Choice, choose, front, list_ops, numbered
 from ckptplan.profiling.tracker import SegmentTrace, Sid, Tracker, owners_of_a_lone_gradient
-from ckptplan.profiling.workspace import measure_workspaces
+from ckptplan.profiling.workspace import measure_times, measure_workspaces
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.measure import no_cycles_collected
 from ckptplan.runtime.step import TrainingStep
 from ckptplan.runtime.stores import NullStore
 from ckptplan.runtime.swap import MIN_SWAP_BYTES, movable
+
+_MENU_BYTES = 1 << 16
+"""A stage that holds less of its own gets no options inside it: they couldn't pay for their bookkeeping."""
+_MENU_SHARE = 0.01
+"""Nor do stages of a kind that together hold less than this share of what all stages do."""
 
 
 @dataclass
@@ -57,6 +63,8 @@ class Replay:
         Storage -> bytes.
     output : set
         Storages of the model's output.
+    rerun : dict
+        Segment -> how many of its forward's operations come before the last tensor that autograd saves.
     end_bytes : int
         Live bytes after backward, gradients included.
     wrapped_bytes : int
@@ -74,6 +82,7 @@ class Replay:
     modifies: set[int] = field(default_factory=set)
     sizes: dict[Sid, int] = field(default_factory=dict)
     output: set[Sid] = field(default_factory=set)
+    rerun: dict[int, int] = field(default_factory=dict)
     end_bytes: int = 0
     wrapped_bytes: int = 0
     peak_bytes: int = 0
@@ -152,6 +161,7 @@ def replay(
     choices: tuple[Decision, ...],
     device: torch.device,
     *,
+    segments: tuple[Segment, ...] = (),
     round_to: int = 1,
     saves: bool = True,
 ) -> Replay:
@@ -160,7 +170,9 @@ def replay(
     Parameters
     ----------
     stages, choices
-        Module stages only.
+        For a trace, of module stages only: segments of the trace are counted by them.
+    segments : tuple of Segment
+        Stages recomputed together, by their indices in `stages`.
     saves : bool
         False: let autograd save nothing, and run no backward.
     """
@@ -175,11 +187,19 @@ def replay(
         names = _Names(tracker, device, {t.untyped_storage()._cdata for t in own})
         watcher = _Watcher(tracker, names, out)
         controller = Controller(
-            step.model, stages, choices, NullStore(), device, observer=watcher, one_forward=one_forward
+            step.model,
+            stages,
+            choices,
+            NullStore(),
+            device,
+            segments=segments,
+            observer=watcher,
+            one_forward=one_forward,
         )
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | None:
             sid, can = names.find(tensor)
+            out.rerun[watcher.segment] = len(tracker.forward[watcher.segment].ops)
             if sid is not None:
                 out.sizes[sid] = tracker.size_of(tensor.untyped_storage())
                 out.saved.setdefault(watcher.segment, {}).setdefault(sid, can)
@@ -246,6 +266,7 @@ def trace_chain(
     update_bytes: int,
     round_to: int,
     fingerprint: Fingerprint,
+    menus: bool = False,
 ) -> Profile:
     """The chain of `step` with exact bytes and without times.
 
@@ -257,8 +278,10 @@ def trace_chain(
         What is on the device before the step: parameters, buffers, gradients, optimizer state, inputs.
     update_bytes : int
         What the optimizer's update adds to what is live after backward.
+    menus : bool
+        With options inside the stages; their operations are run alone on the device.
     """
-    return _Tracing(step, names, device, resident_bytes, update_bytes, round_to).profile(fingerprint)
+    return _Tracing(step, names, device, resident_bytes, update_bytes, round_to, menus).profile(fingerprint)
 
 
 class _Tracing:
@@ -272,6 +295,7 @@ class _Tracing:
         resident_bytes: int,
         update_bytes: int,
         round_to: int,
+        menus: bool,
     ) -> None:
         self.step, self.names, self.device, self.round_to = step, names, device, round_to
         self.resident_bytes, self.update_bytes = resident_bytes, update_bytes
@@ -286,6 +310,7 @@ class _Tracing:
         )
         self.resident_bytes += self.kept.wrapped_bytes
         self.segments = self._nonempty()
+        self.choices = self._choose() if menus else {}
         self.storages, self.index = self._storages()
 
     def _run(self, choices: tuple[Decision, ...], *, saves: bool = True) -> Replay:
@@ -298,6 +323,42 @@ class _Tracing:
             for g in range(2 * len(self.names) + 1)
             if g % 2 or self.kept.forward[g].ops or (g in self.kept.backward and self.kept.backward[g].ops)
         ]
+
+    def _choose(self) -> dict[str, list[Choice]]:
+        """Kind of stage -> the choices of operations to save that its menu offers."""
+        kinds: dict[str, list[int]] = {}
+        for g in self.segments:
+            if g % 2 and self.kept.saved.get(g) and g not in self.kept.modifies:
+                kinds.setdefault(self._kind(g), []).append(g)
+        own = {g: sum(self.kept.sizes[s] for s in self._own(g)) for segments in kinds.values() for g in segments}
+        worth = {
+            kind: segments
+            for kind, segments in kinds.items()
+            if max(own[g] for g in segments) >= _MENU_BYTES
+            and sum(own[g] for g in segments) >= _MENU_SHARE * sum(own.values())
+        }
+        runs = {kind: [numbered(self.kept.forward[g].ops) for g in segments] for kind, segments in worth.items()}
+        seconds = measure_times((op.key for run in runs.values() for op in run[0]), self.device)
+        written = {s for trace in self.kept.forward.values() for op in trace.ops for s in op.written}
+        held = {s for inputs in self.kept.inputs.values() for s in inputs}
+        held.update(s for g, saved in self.kept.saved.items() if g % 2 == 0 for s in saved)
+        out = {}
+        for kind, segments in worth.items():
+            rerun = max(len(numbered(self.kept.forward[g].ops[: self.kept.rerun[g]])) for g in segments)
+            ops = list_ops(runs[kind], rerun, written, held.__contains__, seconds)
+            total_s = sum(op.seconds for op in ops)
+            out[kind] = choose(front(ops), total_s, min(own[g] for g in segments))
+        return out
+
+    def _own(self, g: int) -> list[Sid]:
+        """What a kept stage holds of its own making, and nobody holds when it is recomputed."""
+        others = {s for h, inputs in self.kept.inputs.items() if h != g for s in inputs}
+        return [s for s in self.kept.saved.get(g, {}) if s[1] == g and s[0] == "forward" and s not in others]
+
+    def _outputs(self, g: int, choice: Choice) -> dict[Sid, tuple[int, bool]]:
+        """Storages that stage makes in the operations of `choice`, in order: bytes, and whether they can be moved."""
+        ops = numbered(self.kept.forward[g].ops)
+        return {s: made for number in choice.ops for s, made in ops[number].made.items()}
 
     def _storages(self) -> tuple[list[Storage], dict[Sid, int]]:
         position = {g: k for k, g in enumerate(self.segments)}
@@ -318,6 +379,9 @@ class _Tracing:
             for sid in sids:
                 if sid[0] != "backward":
                     wanted.setdefault(sid, self.kept.sizes[sid])
+        for g in self.segments:
+            for choice in self.choices.get(self._kind(g), ()) if g % 2 else ():
+                wanted |= {s: nbytes for s, (nbytes, _) in self._outputs(g, choice).items() if nbytes}
         storages: list[Storage] = []
         index: dict[Sid, int] = {}
         for sid, nbytes in wanted.items():
@@ -390,9 +454,11 @@ class _Tracing:
             menu = [keep]
             if is_stage and saved:
                 menu += self._all_moved(keep, "swap")
+                if self._kind(g) in self.choices:
+                    menu += self._half_moved(keep, "swap-1")
                 if g not in self.kept.modifies:
                     again = self._recompute(g)
-                    menu += [again, *self._all_moved(again, "recompute+swap")]
+                    menu += [again, *self._all_moved(again, "recompute+swap"), *self._selective(g, again)]
             again_held = {s for option in menu if option.name == "recompute" for s in option.held}
             linked = (self.index[s] for s in self.kept.linked.get(g, ()) if s in self.index)
             stages.append(
@@ -421,6 +487,44 @@ class _Tracing:
             backward_bytes=0,
             recomputes=True,
         )
+
+    def _selective(self, g: int, again: Option) -> list[Option]:
+        """Options that save some operations' outputs: all on the device, all away, and half of the most of them."""
+        out: list[Option] = []
+        choices = self.choices.get(self._kind(g), [])
+        for n, choice in enumerate(choices, 1):
+            made = {self.index[s]: can for s, (_, can) in self._outputs(g, choice).items() if s in self.index}
+            plain = dataclasses.replace(
+                again,
+                name=f"selective-{n}",
+                saved=(*(s for s, can in made.items() if can), *(s for s in again.saved if s not in made)),
+                pinned=(*(s for s, can in made.items() if not can), *again.pinned),
+                ops=choice.ops,
+            )
+            out.append(plain)
+            if n > 1 or len(choices) == 1:
+                out += self._all_moved(plain, f"selective-{n}+swap")
+        if choices:
+            out += self._half_moved(plain, f"selective-{len(choices) + 1}+swap")
+        return out
+
+    def _half_moved(self, option: Option, name: str) -> list[Option]:
+        """`option` with the largest of what is its stage's own moved, up to half of the bytes, if that divides it."""
+        own = {s for inputs in self.kept.inputs.values() for s in inputs}
+        shared = {self.index[s] for s in own if s in self.index}
+        sizes = {
+            p: self.storages[s].nbytes
+            for p, s in enumerate(option.saved)
+            if s not in shared and not self.storages[s].to_end and not self.storages[s].stays
+        }
+        moves, left = [], sum(sizes.values()) // 2
+        for p in sorted(sizes, key=lambda p: (-sizes[p], p)):
+            if sizes[p] <= left or not moves:
+                moves.append(p)
+                left -= sizes[p]
+        if len(moves) in (0, len(sizes)):
+            return []
+        return [dataclasses.replace(option, name=name, moves=tuple(sorted(moves)))]
 
     def _all_moved(self, option: Option, name: str) -> list[Option]:
         """`option` with everything moved, where there is anything that may be."""

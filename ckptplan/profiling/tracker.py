@@ -38,7 +38,7 @@ class OpTrace:
     key : hashable
         What its memory and time depend on (`op_key`); None for a sum of gradients that a real run does in place.
     made : dict
-        Storages its results begin -> whether they could be moved.
+        Storages its results begin -> bytes, and whether they could be moved.
     written : tuple of Sid
         Storages it writes to that were there before.
     fresh : bool
@@ -48,7 +48,7 @@ class OpTrace:
     before: int
     after: int
     key: Hashable
-    made: dict[Sid, bool] = field(default_factory=dict)
+    made: dict[Sid, tuple[int, bool]] = field(default_factory=dict)
     written: tuple[Sid, ...] = ()
     fresh: bool = False
 
@@ -62,7 +62,7 @@ class SegmentTrace:
     start_bytes, end_bytes : int
         Live bytes when it began and when the next segment did.
     ops : list of OpTrace
-        In order; an operation's place in a stage's forward is its number there.
+        In order.
     present : set of Sid
         Storages alive when it began.
     """
@@ -225,11 +225,12 @@ class Tracker(FakeWorld):
         written = self._written(func, args, kwargs)
         result = self.run(func, args, kwargs)
         returned = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-        made: dict[Sid, bool] = {}
+        made: dict[Sid, tuple[int, bool]] = {}
         for tensor in returned:
             sid = self._add(tensor)
             if sid is not None:
-                made[sid] = movable(tensor, self._device, lambda storage: False)
+                can = movable(tensor, self._device, lambda storage: False)
+                made[sid] = (self.size_of(tensor.untyped_storage()), can)
         trace = (self.backward if self._in_backward else self.forward)[self._segment]
         if in_place:
             trace.ops.append(OpTrace(before, before, None))

@@ -7,6 +7,7 @@ needs no more memory than the operation needs within the step.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Hashable, Iterable
 from typing import Any
 
@@ -15,9 +16,12 @@ from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
 from ckptplan.profiling.tracker import TensorSpec
-from ckptplan.runtime.measure import recorded_allocations
+from ckptplan.runtime.measure import recorded_allocations, timed
 
 _MIN_BYTES = 1
+_TIME_RUNS = 3
+_TIME_S = 2e-3  # enough measured time per operation
+_MAX_TIME_RUNS = 9
 
 
 def measure_workspaces(keys: Iterable[Hashable], device: torch.device) -> tuple[dict[Hashable, int], list[str]]:
@@ -58,6 +62,38 @@ def measure_workspaces(keys: Iterable[Hashable], device: torch.device) -> tuple[
             position += 1
         peaks[key] = peak
     return peaks, failed
+
+
+def measure_times(keys: Iterable[Hashable], device: torch.device) -> dict[Hashable, float]:
+    """Seconds each distinct operation takes alone, the median of a few runs after a first one.
+
+    Views take none. Operations that can't be run alone on made-up values are left out.
+    """
+    out: dict[Hashable, float] = {}
+    for key in dict.fromkeys(keys):
+        if key is None:
+            continue
+        if not _worth_measuring(key):
+            out[key] = 0.0
+            continue
+        try:
+            with torch.no_grad():
+                out[key] = _median_s(key, device)
+        except Exception:  # as in _run
+            continue
+    return out
+
+
+def _median_s(key: Any, device: torch.device) -> float:
+    args, kwargs = _operands(key, device)
+    seconds: list[float] = []
+    for run in range(_MAX_TIME_RUNS + 1):
+        took_s = timed(lambda: key[0](*args, **kwargs), device)
+        if run:
+            seconds.append(took_s)
+        if run >= _TIME_RUNS and sum(seconds) >= _TIME_S:
+            break
+    return statistics.median(seconds)
 
 
 def _worth_measuring(key: Any) -> bool:

@@ -79,7 +79,7 @@ class Explanation:
         Seconds a step would be shorter per further GiB of budget, at the prices of the proven bound; None where no
         prices were found in the time given.
     out_saves_s, in_saves_s : float or None
-        The same per further GiB/s of link, out and in.
+        The same for a link twice as fast, outwards and inwards.
     choices : tuple of Choice
     """
 
@@ -107,7 +107,7 @@ class Explanation:
             lines.append(f"memory    binds in {b.phase} of {where}: {format_bytes(b.spare_bytes)} free")
         if self.gib_saves_s is not None and self.out_saves_s is not None and self.in_saves_s is not None:
             lines.append(
-                f"prices    one more GiB saves about {format_seconds(self.gib_saves_s)} a step; one more GiB/s of link "
+                f"prices    one more GiB saves about {format_seconds(self.gib_saves_s)} a step; a link twice as fast "
                 f"{format_seconds(self.out_saves_s)} outwards, {format_seconds(self.in_saves_s)} inwards"
             )
         rows = [("stage", "chosen", "with less memory", "with more memory")]
@@ -170,9 +170,9 @@ def explain(
         out_busy=busy["out"] / timeline.makespan_s if timeline.makespan_s else 0.0,
         in_busy=busy["in"] / timeline.makespan_s if timeline.makespan_s else 0.0,
         bindings=_bindings(timeline, plan.budget_bytes),
-        gib_saves_s=None if prices is None else prices.second_per_byte * GIB,
-        out_saves_s=None if prices is None else prices.out_second_per_byte_per_s * GIB,
-        in_saves_s=None if prices is None else prices.in_second_per_byte_per_s * GIB,
+        gib_saves_s=None if prices is None else prices.budget_s_per_byte * GIB,
+        out_saves_s=None if prices is None else prices.out_s,
+        in_saves_s=None if prices is None else prices.in_s,
         choices=_choices(profile, plan, menu),
     )
 

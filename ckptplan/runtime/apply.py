@@ -14,7 +14,7 @@ from torch import nn
 from ckptplan.core.errors import PlanMismatchError
 from ckptplan.core.plan import Plan
 from ckptplan.core.units import budget_to_bytes, format_bytes, format_seconds
-from ckptplan.runtime.controller import Controller
+from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint, model_device, training_config
 from ckptplan.runtime.stores import DISK_BLOCK_BYTES, Store, make_store
 
@@ -31,6 +31,8 @@ class Stats:
         Stages recomputed in all, and planned per step.
     swapped_out_bytes, swapped_in_bytes, planned_swapped_bytes : int
         Bytes copied out and in in all, and planned per step (either way).
+    runs, planned_runs : tuple of int
+        Per stage, how often its forward ran in all, first runs included, and is to run per step; glue counts 0.
     host_wait_s : float
         Time the calling thread waited for copies (on CUDA compute waits on the device, and this stays near 0).
     """
@@ -41,12 +43,16 @@ class Stats:
     swapped_out_bytes: int
     swapped_in_bytes: int
     planned_swapped_bytes: int
+    runs: tuple[int, ...]
+    planned_runs: tuple[int, ...]
     host_wait_s: float
 
     def since(self, earlier: Stats) -> Stats:
         """What was added after `earlier`."""
         counted = ("forwards", "recomputed_stages", "swapped_out_bytes", "swapped_in_bytes", "host_wait_s")
-        return dataclasses.replace(self, **{name: getattr(self, name) - getattr(earlier, name) for name in counted})
+        added = {name: getattr(self, name) - getattr(earlier, name) for name in counted}
+        runs = tuple(a - b for a, b in zip(self.runs, earlier.runs, strict=True))
+        return dataclasses.replace(self, runs=runs, **added)
 
     def __str__(self) -> str:
         n = max(self.forwards, 1)
@@ -97,13 +103,16 @@ class Handle:
     def stats(self) -> Stats:
         """What happened since the plan was applied."""
         counters = self._controller.counters
+        planned = planned_runs(self.plan)
         return Stats(
             forwards=counters.forwards,
             recomputed_stages=counters.recomputed_stages,
-            planned_recomputed_stages=sum(choice.action == "recompute" for choice in self.plan.choices),
+            planned_recomputed_stages=sum(max(runs - 1, 0) for runs in planned),
             swapped_out_bytes=counters.swapped_out_bytes,
             swapped_in_bytes=counters.swapped_in_bytes,
             planned_swapped_bytes=self.plan.host_bytes,
+            runs=tuple(counters.runs[i] for i in range(len(planned))),
+            planned_runs=planned,
             host_wait_s=counters.host_wait_s,
         )
 
@@ -114,6 +123,17 @@ class Handle:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.remove()
+
+
+def planned_runs(plan: Plan) -> tuple[int, ...]:
+    """Per stage, how often its forward runs in one step; 0 for glue."""
+    runs = [
+        0 if is_glue(name) else 1 + (c.action == "recompute") for name, c in zip(plan.stages, plan.choices, strict=True)
+    ]
+    for segment in plan.segments:
+        for i in range(segment.first, segment.last + 1):
+            runs[i] = 0 if is_glue(plan.stages[i]) else 1 + segment.depth(i)
+    return tuple(runs)
 
 
 def apply(model: nn.Module, plan: Plan, *, swap_dir: str | Path | None = None, host_gb: float | None = None) -> Handle:
@@ -161,6 +181,7 @@ def apply(model: nn.Module, plan: Plan, *, swap_dir: str | Path | None = None, h
             plan.choices,
             store,
             torch.device(device),
+            segments=plan.segments,
             input_bytes=plan.input_bytes,
             one_forward=plan.fingerprint.inputs != "step()",
         )

@@ -10,11 +10,13 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from ckptplan.core.chain import Segment
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Decision
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.patching import PatchedForward
-from ckptplan.runtime.recompute import run_recomputed
+from ckptplan.runtime.recompute import Call, run_recomputed
+from ckptplan.runtime.segments import OpenSegment
 from ckptplan.runtime.stores import Store
 from ckptplan.runtime.swap import Counters, SwapSession
 
@@ -44,6 +46,7 @@ class _Pass:
         self.session = session
         self.calls: dict[nn.Module, int] = {}
         self.backward_begun = False
+        self.open: OpenSegment | None = None
 
 
 class Controller:
@@ -56,6 +59,8 @@ class Controller:
         Names in forward order; glue in parentheses.
     choices : sequence of Decision
     store : Store
+    segments : sequence of Segment
+        Stages recomputed together, by index.
     input_bytes : sequence of int, optional
         Per stage, the largest input the choices hold for.
     observer : Observer, optional
@@ -78,6 +83,7 @@ class Controller:
         store: Store,
         device: torch.device,
         *,
+        segments: Sequence[Segment] = (),
         input_bytes: Sequence[int] | None = None,
         observer: Observer | None = None,
         one_forward: bool = True,
@@ -85,6 +91,8 @@ class Controller:
         self._model = model
         self._stages = tuple(stages)
         self._choices = tuple(choices)
+        # What one stage moves, stages before it may hold too, and all must hold it by the same record.
+        self._moves = any(choice.moves for choice in self._choices)
         self._store = store
         self._device = device
         self._input_bytes = input_bytes
@@ -104,6 +112,11 @@ class Controller:
         real = sorted(i for indices in self._indices.values() for i in indices)
         if not real:
             raise PlanMismatchError("the plan has no stage that is a module of the model")
+        self._segments: dict[int, tuple[Segment, tuple[int, ...]]] = {}
+        for segment in segments:
+            inside = tuple(i for i in real if segment.first <= i <= segment.last)
+            self._check_segment(segment, inside)
+            self._segments.update((i, (segment, inside)) for i in inside)
         # A point inside glue is met at the nearest stage boundary that keeps the bytes within the plan: releases by
         # the next stage's start (after the last stage there is none: at its end), prefetches at the next backward.
         self._release_before: dict[int, list[int]] = {}
@@ -121,6 +134,21 @@ class Controller:
         self._patches = [PatchedForward(module, self._runner(module)) for module in self._indices]
         if one_forward and model not in self._indices:
             self._patches.append(PatchedForward(model, self._run_model))
+
+    def _check_segment(self, segment: Segment, inside: tuple[int, ...]) -> None:
+        where = f"segment {segment.first}..{segment.last}"
+        if segment.last not in inside:
+            raise PlanMismatchError(f"{where} ends in {self._name(segment.last)}, which is no module's call")
+        for i in inside:
+            if self._choices[i].action != "recompute" or self._choices[i].ops:
+                raise PlanMismatchError(
+                    f"{where}: stage {self._stages[i]!r} is to {self._choices[i].option}; a segment's stages recompute"
+                )
+        for inner in segment.inner:
+            self._check_segment(inner, tuple(i for i in inside if inner.first <= i <= inner.last))
+
+    def _name(self, index: int) -> str:
+        return repr(self._stages[index]) if index < len(self._stages) else f"number {index} of {len(self._stages)}"
 
     def install(self) -> None:
         """Patch every stage, or none."""
@@ -181,30 +209,61 @@ class Controller:
                 f"{len(self._indices[module])} times a step that the plan was made for; solve again with this step"
             )
         current.calls[module] = current.calls.get(module, 0) + 1
-        choice = self._choices[index]
         try:
             self._check_inputs(index, args, kwargs)
             for stage in self._release_before.get(index, ()):
                 current.session.release(stage)
             if self._observer is not None:
                 self._observer.enter(index, args, kwargs)
-            if choice.action == "recompute":
-                output = run_recomputed(module, original, args, kwargs, self.counters)
-            elif choice.action == "swap":
-                with current.session.stage(index, choice.moves):
-                    output = original(*args, **kwargs)
-            else:
-                output = original(*args, **kwargs)
+            output = self._run_choice(current, index, module, original, args, kwargs)
             del args, kwargs
             for stage in self._release_after.get(index, ()):
                 current.session.release(stage)
             if self._observer is not None:
                 self._observer.exit(index, output)
         except BaseException:
-            self._pass = None
+            current.open = self._pass = None
             raise
         self._watch_backward(current, index, output)
         return output
+
+    def _run_choice(
+        self,
+        current: _Pass,
+        index: int,
+        module: nn.Module,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        choice = self._choices[index]
+        if index in self._segments:
+            segment, inside = self._segments[index]
+            if current.open is None or current.open.segment is not segment:
+                current.open = OpenSegment(segment, inside, current.session, moves=self._moves)
+            call = Call(module, original, self.counters, index)
+            output = current.open.stage(index, self._stages[index], call, call.split(args, kwargs), choice.moves)
+            if current.open.ended:
+                current.open = None
+            return output
+        if choice.action == "recompute":
+            return run_recomputed(
+                module,
+                original,
+                args,
+                kwargs,
+                self.counters,
+                index=index,
+                name=self._stages[index],
+                ops=choice.ops,
+                moves=choice.moves,
+                session=current.session if self._moves else None,
+            )
+        self.counters.runs[index] += 1
+        if choice.action == "swap":
+            with current.session.stage(index, choice.moves):
+                return original(*args, **kwargs)
+        return original(*args, **kwargs)
 
     def _next_call(self, current: _Pass, module: nn.Module) -> int | None:
         indices = self._indices[module]
@@ -231,6 +290,7 @@ class Controller:
     def _watch_backward(self, current: _Pass, index: int, output: Any) -> None:
         def begin(_: Any) -> None:
             current.backward_begun = True
+            current.open = None
             if self._observer is not None:
                 self._observer.backward(index)
             for stage in self._prefetch_at.get(index, ()):

@@ -1,4 +1,4 @@
-"""Recompute: a stage run under torch.utils.checkpoint, its inputs all visible, its buffers updated once."""
+"""Recompute: a stage's call that can be made again, its inputs all visible, its buffers updated once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,57 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
-from ckptplan.runtime.swap import Counters, modified_error
+from ckptplan.runtime.selective import Selection
+from ckptplan.runtime.swap import Counters, SwapSession, modified_error
+
+
+class Call:
+    """A call of a stage that can be made again, tensors left out: arguments, buffers, training flags.
+
+    Parameters
+    ----------
+    index : int
+        The stage, for `counters`.
+    """
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any], counters: Counters, index: int = 0) -> None:
+        self._module, self._original = module, original
+        self._counters, self._index = counters, index
+        self._rest: list[Any] = []
+        self._where: list[int] = []
+        self._spec: pytree.TreeSpec | None = None
+        self._state: _State | None = None
+
+    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Keep the arguments but for the tensors anywhere in them, which are returned in order."""
+        leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        self._where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaves[i] for i in self._where]
+        for i in self._where:
+            leaves[i] = None
+        self._rest = leaves
+        return tensors
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        """Run the stage on `tensors`, in the order of `split`: the first time as it is, then as it was."""
+        assert self._spec is not None
+        leaves = list(self._rest)
+        for i, tensor in zip(self._where, tensors, strict=True):
+            leaves[i] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        del leaves, tensors
+        self._counters.runs[self._index] += 1
+        if self._state is None:
+            state = _State(self._module)
+            result = self._original(*args, **kwargs)
+            state.forward_done()
+            self._state = state
+            return result
+        self._counters.recomputed_stages += 1
+        with self._state.as_in_forward():
+            return self._original(*args, **kwargs)
 
 
 def run_recomputed(
@@ -21,35 +69,74 @@ def run_recomputed(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     counters: Counters,
+    *,
+    index: int = 0,
+    name: str = "",
+    ops: tuple[int, ...] = (),
+    moves: tuple[int, ...] = (),
+    session: SwapSession | None = None,
 ) -> Any:
-    """Call `original(*args, **kwargs)` so that backward recomputes what it saves.
+    """Call `original(*args, **kwargs)` so that backward recomputes what it saved.
 
     Tensors anywhere in the arguments are passed to `checkpoint` positionally: it holds those, and those alone, through
     autograd, where hooks and the in-place check see them.
+
+    Parameters
+    ----------
+    index, name : int, str
+        The stage.
+    ops : tuple of int
+        Operations whose outputs are saved all the same (NOTE [Numbering] in selective.py).
+    moves : tuple of int
+        Positions of what leaves: saved outputs come first, in the order of `ops`, then the inputs.
+    session : SwapSession, optional
+        Holds what is saved; needed where something moves.
     """
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    rest = [None if i in set(where) else leaf for i, leaf in enumerate(leaves)]
-    tensors = [leaves[i] for i in where]
-    del leaves, args, kwargs
-    state: _State | None = None
+    inputs, outputs = (None, None) if session is None else (session.packing(), session.packing())
+    if ops:
+        original = Selection(ops, None if outputs is None else outputs.pack, name).around(original)
+    call = Call(module, original, counters, index)
+    tensors = call.split(args, kwargs)
+    del args, kwargs
+    with contextlib.nullcontext() if inputs is None else inputs.hooks():
+        result = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=True)
+    if inputs is not None and outputs is not None and session is not None:
+        session.leave(index, {**outputs.order, **inputs.order}, moves)
+    return result
 
-    def call(*given: torch.Tensor) -> Any:
-        nonlocal state
-        full = list(rest)
-        for i, tensor in zip(where, given, strict=True):
-            full[i] = tensor
-        call_args, call_kwargs = pytree.tree_unflatten(full, spec)
-        if state is None:
-            state = _State(module)
-            result = original(*call_args, **call_kwargs)
-            state.forward_done()
-            return result
-        counters.recomputed_stages += 1
-        with state.as_in_forward():
-            return original(*call_args, **call_kwargs)
 
-    return checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=True)
+class Surroundings:
+    """What a forward depends on besides its module and arguments: random states, autocast, the default device."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        devices = {t.device.type for t in tensors} - {"cpu", "meta"}
+        self._device_type = min(devices, default="cuda")
+        self._random = torch.get_rng_state()
+        self._devices, self._device_random = get_device_states(*tensors)
+        self._default_device = torch.get_default_device()
+        self._autocast: list[dict[str, Any]] = [
+            {
+                "device_type": kind,
+                "enabled": torch.is_autocast_enabled(kind),
+                "dtype": torch.get_autocast_dtype(kind),
+                "cache_enabled": torch.is_autocast_cache_enabled(),
+            }
+            for kind in ("cpu", self._device_type)
+            if torch.amp.is_autocast_available(kind)
+        ]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """As it was; random states go on afterwards as if nothing had run inside."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(self._devices, device_type=self._device_type))
+            torch.set_rng_state(self._random)
+            set_device_states(self._devices, self._device_random, device_type=self._device_type)
+            for state in self._autocast:
+                stack.enter_context(torch.autocast(**state))
+            if torch.get_default_device() != self._default_device:
+                stack.enter_context(self._default_device)
+            yield
 
 
 class _State:

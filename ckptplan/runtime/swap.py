@@ -18,12 +18,13 @@ NOTE [States of a swapped storage]
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import enum
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def _lazy(tensor: torch.Tensor, *, conj: bool, neg: bool) -> torch.Tensor:
     return torch._conj(tensor) if conj else tensor
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
     """The whole storage of `tensor` as one dimension of its dtype, without autograd and without lazy flags."""
     with torch.no_grad():
         count = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -70,10 +71,11 @@ def modified_error(shape: Iterable[int], saved: int, found: int) -> RuntimeError
 
 @dataclass(slots=True)
 class Counters:
-    """What happened since the plan was applied."""
+    """What happened since the plan was applied; `runs` counts every run of each stage's forward, by its index."""
 
     forwards: int = 0
     recomputed_stages: int = 0
+    runs: collections.Counter[int] = field(default_factory=collections.Counter)
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
     host_wait_s: float = 0.0
@@ -88,7 +90,7 @@ class Record:
         self.state = State.ON_DEVICE
         self.nbytes = tensor.untyped_storage().nbytes()
         self._device = tensor.device
-        whole = _whole(tensor)
+        whole = whole_storage(tensor)
         self._whole: torch.Tensor | None = whole
         self._dtype, self._count = whole.dtype, whole.numel()
         self._watch: torch.Tensor | None = tensor.detach()  # shares the version counter of what was saved
@@ -143,8 +145,8 @@ class Record:
             self._counters.host_wait_s += time.perf_counter() - begin
             self.state = State.ON_DEVICE
 
-    def whole(self, dtype: torch.dtype) -> torch.Tensor:
-        """The whole storage on the device, as one dimension of `dtype`.
+    def whole(self) -> torch.Tensor:
+        """The whole storage on the device, as one dimension of the dtype in which it was saved first.
 
         Raises
         ------
@@ -160,7 +162,7 @@ class Record:
         if self._modified is not None:
             raise modified_error([self.nbytes], self.version, self._modified)
         assert self._whole is not None
-        return self._whole if dtype == self._dtype else self._whole.view(dtype)
+        return self._whole
 
     def _stream_of_target(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -179,11 +181,10 @@ class Record:
         self._store.free(self._ticket)  # type: ignore[arg-type]
 
 
-@dataclass(slots=True)
-class _Alias:
-    """A saved tensor as a view of a record."""
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a tensor lies in its storage."""
 
-    record: Record
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -191,26 +192,78 @@ class _Alias:
     conj: bool
     neg: bool
 
-    def tensor(self) -> torch.Tensor:
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Geometry:
+        """The geometry of `tensor`."""
+        return cls(
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def on(self, whole: torch.Tensor) -> torch.Tensor:
+        """The tensor of this geometry on `whole`, a whole storage as one dimension."""
         with torch.no_grad():
-            plain = self.record.whole(self.dtype).as_strided(self.size, self.stride, self.offset)
+            typed = whole if whole.dtype == self.dtype else whole.view(self.dtype)
+            plain = typed.as_strided(self.size, self.stride, self.offset)
             return _lazy(plain, conj=self.conj, neg=self.neg)
 
 
 @dataclass(slots=True)
-class _Held:
+class Alias:
+    """A saved tensor as a view of a record."""
+
+    record: Record
+    geometry: Geometry
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor, brought back where it was away."""
+        return self.geometry.on(self.record.whole())
+
+
+@dataclass(slots=True)
+class Held:
     """A saved tensor that stays, with PyTorch's check that hooks switch off."""
 
     value: torch.Tensor
     version: int
 
     def tensor(self) -> torch.Tensor:
-        if self.value._version != self.version:
+        """The tensor.
+
+        Raises
+        ------
+        RuntimeError
+            If it was written to since.
+        """
+        if version_of(self.value) != self.version:
             raise modified_error(self.value.shape, self.version, self.value._version)
         return self.value
 
 
+Packed = Alias | Held
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often `tensor` was written to; tensors made in inference mode don't count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 _PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+
+def plain(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is nothing but a view of a storage of whole elements."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and (nbytes := tensor.untyped_storage().nbytes()) > 0
+        and nbytes % tensor.element_size() == 0
+    )
 
 
 def movable(tensor: torch.Tensor, device: torch.device, never: Callable[[torch.UntypedStorage], bool]) -> bool:
@@ -219,15 +272,50 @@ def movable(tensor: torch.Tensor, device: torch.device, never: Callable[[torch.U
     Sizes change with the batch; what counts as movable must not, since plans count positions by it.
     """
     return (
-        type(tensor) in _PLAIN
+        plain(tensor)
         and tensor.device.type == device.type
         and tensor.device.index in (device.index, None)
-        and tensor.layout is torch.strided
-        and not tensor.is_quantized
-        and (nbytes := tensor.untyped_storage().nbytes()) > 0
-        and nbytes % tensor.element_size() == 0
         and not never(tensor.untyped_storage())
     )
+
+
+Order = dict[tuple[int, int], "Record | None"]
+"""Storages in the order of their packing; None: counted, but not held."""
+
+
+def storage_key(tensor: torch.Tensor) -> tuple[int, int]:
+    """A storage in one version, as long as it is alive."""
+    return tensor.untyped_storage()._cdata, version_of(tensor)
+
+
+class Packing:
+    """Packs what one stage holds, and remembers in which order."""
+
+    def __init__(self, session: SwapSession) -> None:
+        self._session = session
+        self.order: Order = {}
+
+    def pack(self, tensor: torch.Tensor) -> Packed:
+        """`tensor` as a view of its record, or itself where it can't be moved."""
+        if not self._session.movable(tensor):
+            return Held(tensor, version_of(tensor))
+        record = self._session.record(tensor)
+        self.order.setdefault(storage_key(tensor), record)
+        return Alias(record, Geometry.of(tensor))
+
+    def skip(self, tensor: torch.Tensor) -> None:
+        """Count `tensor` in the order without holding it."""
+        if self._session.movable(tensor):
+            self.order.setdefault(storage_key(tensor), None)
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Pack what autograd saves inside."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
+
+
+def unpack(packed: Packed) -> torch.Tensor:
+    """The tensor that was packed."""
+    return packed.tensor()
 
 
 class SwapSession:
@@ -261,38 +349,55 @@ class SwapSession:
         moves : tuple of int
             Positions, in the order of first saving, of the movable storages that leave.
         """
-        order: list[Record] = []
-        seen: set[tuple[int, int]] = set()
-
-        def pack(tensor: torch.Tensor) -> _Alias | _Held:
-            if not movable(tensor, self._device, self._never):
-                return _Held(tensor, tensor._version)
-            key = (tensor.untyped_storage()._cdata, tensor._version)
-            record = self._records.get(key)
-            # What has been away is another storage now, and this address may be anybody's.
-            if record is None or record.has_left:
-                record = self._records[key] = Record(tensor, self._store, self._counters)
-            if key not in seen:
-                seen.add(key)
-                order.append(record)
-            return _Alias(
-                record,
-                tensor.dtype,
-                tensor.size(),
-                tensor.stride(),
-                int(tensor.storage_offset()),
-                tensor.is_conj(),
-                tensor.is_neg(),
-            )
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor()):
+        packing = self.packing()
+        with packing.hooks():
             yield
-        if moves and moves[-1] >= len(order):
+        self.leave(index, packing.order, moves)
+
+    def packing(self) -> Packing:
+        """A new order in which one stage packs."""
+        return Packing(self)
+
+    def movable(self, tensor: torch.Tensor) -> bool:
+        """Whether the storage of `tensor` counts in the order of saving."""
+        return movable(tensor, self._device, self._never)
+
+    def belongs(self, tensor: torch.Tensor) -> bool:
+        """Whether the storage of `tensor` is the model's own."""
+        return self._never(tensor.untyped_storage())
+
+    def record(self, tensor: torch.Tensor) -> Record:
+        """The record of a movable tensor's storage in its version, shared by all stages of this forward."""
+        key = storage_key(tensor)
+        record = self._records.get(key)
+        # What has been away is another storage now, and this address may be anybody's.
+        if record is None or record.has_left:
+            record = self._records[key] = Record(tensor, self._store, self._counters)
+        return record
+
+    def leave(self, index: int, order: Order, moves: tuple[int, ...]) -> None:
+        """What `moves` names of `order` starts to leave, on behalf of stage `index`.
+
+        Raises
+        ------
+        PlanMismatchError
+            If there is no such position, or it stands for what the stage doesn't hold.
+        """
+        records = list(order.values())
+        if moves and max(moves) >= len(records):
             raise PlanMismatchError(
-                f"the stage saved {len(order)} storages, the plan moves number {moves[-1] + 1}: its forward took "
+                f"the stage saved {len(records)} storages, the plan moves number {max(moves) + 1}: its forward took "
                 "another path than the one profiled; solve again with such inputs"
             )
-        leaving = [order[position] for position in moves]
+        leaving = []
+        for position in moves:
+            record = records[position]
+            if record is None:
+                raise PlanMismatchError(
+                    f"the plan moves storage number {position + 1} of the stage, which its segment makes again instead "
+                    "of holding it; solve again with this step"
+                )
+            leaving.append(record)
         for record in leaving:
             record.start_leaving()
         self._moved[index] = [weakref.ref(record) for record in leaving]

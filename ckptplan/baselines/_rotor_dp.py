@@ -1,0 +1,356 @@
+"""The dynamic program of Beaumont et al. (2019) over a chain, which `rotor` and `pofo` share.
+
+Symbols. `m`: bytes of the budget not yet held by earlier decisions, in units, the boundary in front of `s` counted as
+held. E(s, t, m): least recompute seconds with which stages s..t can be run forward, t at once backward, and then the
+others backward, within m; infinite where they can't. It is taken over two ways to go on from s:
+
+    keep s:           E(s+1, t, m - p_s)
+    segment s..e:     r(s, e) + E(e+1, t, m - x_{e+1}) + E(s, e, m)      for s <= e < t
+
+where p_s is what keeping s holds, x_k the boundary in front of stage k (the previous one's output), and r(s, e) the
+time to run s..e again once, e's own recompute included. E(s, e, m) is then the sweep of the segment: run s..e once
+more, and choose again for each. Stage t itself is always kept: its backward follows at once. Each way is open from
+that m on at which all its steps fit: forward ones against the bytes at the last step before which they run (a sweep
+runs just before backward t), backward ones against their own.
+
+One step's bytes = base + boundaries and kept sets held + what the stage's option adds, as NOTE [Residency] has it, so
+on `Profile.from_chain` the table is exact and its plan is the optimum over keep, recompute and nested segments.
+Richer chains are mapped:
+
+- A storage that some stage holds whether it is kept or recomputed (masks, skip connections, what glue made) is
+  resident from there on, whatever is decided.
+- The boundary is what a module stage is linked to of the module stage right before it. Other links count as held.
+- Glue is kept and isn't run again; a stage that can't be recomputed is kept and in no segment.
+- A kept stage is charged with the boundary behind it even where nobody saves it.
+
+This counts too much here and too little there (what only recompute holds, for one), so on richer chains the table's
+plans are replayed, and those which truly fit are what counts (`rotor.plan`).
+
+Reference
+---------
+O. Beaumont, L. Eyraud-Dubois, J. Herrmann, A. Joly, A. Shilova, "Optimal checkpointing for heterogeneous chains: how to
+train deep neural networks with limited memory", INRIA RR-9302, arXiv 1911.13214 (2019). O(stages**3 x units) time,
+O(stages**2 x units) memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptplan.baselines._build import Choice, named
+from ckptplan.core.chain import Segment
+from ckptplan.core.profile import Profile
+
+MAX_UNITS = 4000
+"""Most memory units in a table; beyond it every size is rounded up to a coarser unit."""
+MAX_CELLS = 48_000_000
+"""Most table entries, 8 bytes each and twice: beyond it units get coarser, down to `MIN_UNITS`."""
+MIN_UNITS = 100
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A profile as the dynamic program sees it; bytes, one entry per stage unless said otherwise.
+
+    Attributes
+    ----------
+    forward_base, backward_base : tuple of int
+        Resident at the start of the step whatever is decided.
+    boundary : tuple of int
+        x: what of the previous module stage's output is held in front of the stage.
+    kept : tuple of int
+        p: what keeping the stage holds, the boundary behind it included.
+    keep_forward, keep_backward, again_forward, again_backward : tuple of int
+        What the stage's step adds under keep and under recompute.
+    forward_s, again_s : tuple of float
+        Time of its run in a sweep, and of its recompute in front of its backward.
+    can : tuple of bool
+        Whether it may be recomputed. Glue may lie in a segment, but neither begins nor ends one.
+    glue : tuple of bool
+    textbook : bool
+        Nothing was approximated, as for `Profile.from_chain`.
+    """
+
+    forward_base: tuple[int, ...]
+    backward_base: tuple[int, ...]
+    boundary: tuple[int, ...]
+    kept: tuple[int, ...]
+    keep_forward: tuple[int, ...]
+    keep_backward: tuple[int, ...]
+    again_forward: tuple[int, ...]
+    again_backward: tuple[int, ...]
+    forward_s: tuple[float, ...]
+    again_s: tuple[float, ...]
+    can: tuple[bool, ...]
+    glue: tuple[bool, ...]
+    textbook: bool
+
+
+def chain_of(profile: Profile) -> Chain:
+    """Map a profile to a chain, as the module's text says."""
+    stages, storages = profile.stages, profile.storages
+    n = len(stages)
+    before: list[int | None] = []  # the module stage in front of each
+    last: int | None = None
+    for i, stage in enumerate(stages):
+        before.append(last)
+        last = last if stage.is_glue else i
+    links = [
+        {s for s in stage.linked if storages[s].born == before[i] and not storages[s].to_end}
+        for i, stage in enumerate(stages)
+    ]
+    always: dict[int, int] = {}  # storage -> the first stage that holds it whatever is decided
+    for i, stage in enumerate(stages):
+        held = set(stage.keep.held)
+        if stage.recompute is not None:
+            held &= set(stage.recompute.held)
+        for s in held - links[i]:
+            always.setdefault(s, i)
+    forward, backward = [0] * (n + 1), [0] * (n + 1)
+    linked_next = {s: i for i in range(n) for s in links[i]}
+    for s, storage in enumerate(storages):
+        # A boundary is counted as one up to the module that is linked to it.
+        begin = linked_next[s] + 1 if s in linked_next and s not in always else storage.born + 1
+        end = n if storage.to_end or s in always else min(storage.program_until + 1, n)
+        if begin < end:
+            forward[begin] += storage.nbytes
+            forward[end] -= storage.nbytes
+        if storage.to_end or s in always:
+            backward[0 if storage.to_end else always[s]] += storage.nbytes
+
+    def size(found: set[int]) -> int:
+        return sum(storages[s].nbytes for s in found)
+
+    free = [{s for s in links[i] if s not in always} for i in range(n)]
+    nexts: list[set[int]] = [set() for _ in range(n)]
+    boundary = [0] * n
+    upcoming: set[int] = set()
+    for i in reversed(range(n)):
+        # Glue passes on the boundary of the module behind it.
+        if stages[i].is_glue:
+            boundary[i] = size(upcoming)
+        else:
+            nexts[i] = upcoming
+            upcoming = free[i]
+            boundary[i] = size(upcoming)
+    kept, counted = [], set(always)
+    for i, stage in enumerate(stages):
+        mine = (set(stage.keep.held) | nexts[i]) - counted - free[i]
+        mine = {s for s in mine if not storages[s].to_end}
+        counted |= mine
+        kept.append(0 if stage.is_glue else size(mine))
+    textbook = not always and not any(storage.to_end for storage in storages)
+    for i, stage in enumerate(stages):
+        textbook = (
+            textbook
+            and not stage.is_glue
+            and stage.recompute is not None
+            and set(stage.recompute.held) == links[i] <= set(stage.keep.held)
+            and all(storages[s].born == i for s in set(stage.keep.held) - links[i])
+            and nexts[i] <= set(stage.keep.held)
+        )
+    textbook = textbook and all(
+        storage.program_until <= linked_next.get(s, max(storage.born, 0)) for s, storage in enumerate(storages)
+    )
+    again = [stage.recompute or stage.keep for stage in stages]
+    return Chain(
+        forward_base=tuple(b + int(r) for b, r in zip(profile.base_forward_bytes, np.cumsum(forward), strict=False)),
+        backward_base=tuple(b + int(r) for b, r in zip(profile.base_backward_bytes, np.cumsum(backward), strict=False)),
+        boundary=tuple(boundary),
+        kept=tuple(kept),
+        keep_forward=tuple(stage.keep.forward_bytes for stage in stages),
+        keep_backward=tuple(stage.keep.backward_bytes for stage in stages),
+        again_forward=tuple(option.forward_bytes for option in again),
+        again_backward=tuple(option.backward_bytes for option in again),
+        forward_s=tuple(0.0 if stage.is_glue else stage.forward_s for stage in stages),
+        again_s=tuple(option.recompute_s for option in again),
+        can=tuple(not stage.is_glue and stage.recompute is not None for stage in stages),
+        glue=tuple(stage.is_glue for stage in stages),
+        textbook=textbook,
+    )
+
+
+class Table:
+    """E(s, t, m) for every s <= t and every m up to a limit.
+
+    Parameters
+    ----------
+    profile : Profile
+    limit_bytes : int
+        Largest budget asked for; the table answers every smaller one too.
+    max_units : int
+        Most memory units.
+    """
+
+    def __init__(self, profile: Profile, limit_bytes: int, *, max_units: int = MAX_UNITS) -> None:
+        self.profile = profile
+        self.chain = chain = chain_of(profile)
+        n = self.n = len(chain.kept)
+        # What is there whatever happens is taken off first: it is most of a real model's bytes.
+        self.floor = floor = min(*chain.forward_base, *chain.backward_base)
+        limit = max(limit_bytes - floor, 0)
+        self.unit = math.gcd(
+            *(b - floor for b in (*chain.forward_base, *chain.backward_base)), *chain.boundary, *chain.kept,
+            *chain.keep_forward, *chain.keep_backward, *chain.again_forward, *chain.again_backward,
+        ) or 1  # fmt: skip
+        most = max(min(max_units, MAX_CELLS // (n * n)), MIN_UNITS)
+        self.exact = limit // self.unit <= most
+        if not self.exact:
+            self.unit = -(-limit // most)
+        self.units = limit // self.unit
+        base_f, base_b = ([base - floor for base in bases] for bases in (chain.forward_base, chain.backward_base))
+        self.x, self.p = self._up(chain.boundary), self._up(chain.kept)
+        self._base_b = self._up(base_b)
+        self._keep_f, self._again_f = self._up(chain.keep_forward), self._up(chain.again_forward)
+        # Whole steps: the first pass over the chain, and the backward of a stage that is kept or the last of a sweep.
+        self._keep_up = self._up(map(sum, zip(base_f, chain.keep_forward, strict=True)))
+        self._again_up = self._up(map(sum, zip(base_f, chain.again_forward, strict=True)))
+        self._down = self._up(map(sum, zip(base_b, chain.keep_backward, strict=True)))
+        self._last_down = self._up(map(sum, zip(base_b, chain.again_backward, strict=True)))
+        self._sums = np.concatenate([[0.0], np.cumsum(chain.forward_s)])
+        blocked = np.cumsum([0, *(not can and not glue for can, glue in zip(chain.can, chain.glue, strict=True))])
+        # Per first stage, one past the last that a segment from there can reach.
+        self._reach = [
+            int(np.searchsorted(blocked, blocked[s], side="right")) - 1 if chain.can[s] else s for s in range(n)
+        ]
+        self._again_s = np.array([s if can else math.inf for s, can in zip(chain.again_s, chain.can, strict=True)])
+        self._fill()
+
+    def _up(self, sizes: Iterable[int]) -> list[int]:
+        return [-(-size // self.unit) for size in sizes]
+
+    def _fill(self) -> None:
+        n, width = self.n, self.units + 1
+        # E[s][t - s] = E(s, t, .), and moved[t][s] = E(s, t, . - x_s), so that both sums run over whole rows.
+        self._rows = [np.full((n - s, width), math.inf) for s in range(n)]
+        self._moved = [np.full((t + 1, width), math.inf) for t in range(n)]
+        for s in reversed(range(n)):
+            for t in range(s, n):
+                row = self._rows[s][t - s]
+                if s == t:
+                    row[self._need_last(t) :] = 0.0
+                else:
+                    need = self._need_keep(s, t)
+                    if need < width:
+                        row[need:] = self._rows[s + 1][t - s - 1][need - self.p[s] : width - self.p[s]]
+                    ends = self._ends(s, t)
+                    if len(ends):
+                        self._segments(s, t, ends, row)
+                shift = self.x[s]
+                if shift < width:
+                    self._moved[t][s, shift:] = row[: width - shift]
+
+    def _segments(self, s: int, t: int, ends: range, row: NDArray[np.float64]) -> None:
+        stop = ends.stop
+        total = self._moved[t][s + 1 : stop + 1] + self._rows[s][: stop - s]
+        total += self._runs_s(s, stop)[:, None]
+        for e, need in zip(ends, self._needs_segment(s, t, stop), strict=True):
+            total[e - s, :need] = math.inf
+        np.minimum(row, total.min(axis=0), out=row)
+
+    def reach(self, s: int) -> int:
+        """One past the last stage that a segment from `s` may have; `s` itself where none may begin."""
+        return self._reach[s]
+
+    def _ends(self, s: int, t: int) -> range:
+        """Last stages that a segment from `s` may have within s..t-1."""
+        return range(s, min(self._reach[s], t))
+
+    def _runs_s(self, s: int, stop: int) -> NDArray[np.float64]:
+        """r(s, e) for e in s..stop-1; infinite where e can't end a segment."""
+        return np.asarray(self._sums[s:stop] - self._sums[s] + self._again_s[s:stop])
+
+    def _need_last(self, t: int) -> int:
+        """Units that stage t takes, kept, with its backward at once."""
+        if t == self.n - 1:
+            return max(self._keep_up[t], self._down[t] + self.p[t])
+        return self._last_down[t]
+
+    def _need_keep(self, s: int, t: int) -> int:
+        """Units for keeping s in front of s+1..t."""
+        down = self._down[s] + self.p[s]
+        if t == self.n - 1:
+            return max(self._keep_up[s], down, self.p[s])
+        up = 0 if self.chain.glue[s] else self._base_b[t] + self._keep_f[s]
+        return max(up, down, self.p[s])
+
+    def _needs_segment(self, s: int, t: int, stop: int) -> list[int]:
+        """Units for the first runs of segments s..e, e in s..stop-1, in front of e+1..t."""
+        needs, worst = [], 0
+        for k in range(s, stop):
+            transit = self.x[k] if k > s else 0
+            if t == self.n - 1:
+                worst = max(worst, transit + self._again_up[k])
+            elif not self.chain.glue[k]:
+                worst = max(worst, transit + self._base_b[t] + self._again_f[k])
+            needs.append(worst)
+        return needs
+
+    def units_of(self, budget_bytes: int) -> int:
+        """The m of a budget, rounded down; -1 if not even what is always there fits."""
+        return min((budget_bytes - self.floor) // self.unit, self.units)
+
+    def budget_of(self, m: int) -> int:
+        """The smallest budget with that m."""
+        return self.floor + m * self.unit
+
+    def row(self, s: int, t: int) -> NDArray[np.float64]:
+        """E(s, t, .), one entry per m."""
+        found: NDArray[np.float64] = self._rows[s][t - s]
+        return found
+
+    def fits_from(self, m: int) -> list[int]:
+        """Each smallest m' <= m at which the whole chain gets slower than with one unit more, largest first."""
+        row = self.row(0, self.n - 1)[: m + 1]
+        finite = np.flatnonzero(np.isfinite(row))
+        if not len(finite):
+            return []
+        steps = np.flatnonzero(row[finite[0] + 1 :] < row[finite[0] : -1]) + finite[0] + 1
+        return [int(v) for v in (*steps[::-1], finite[0])]
+
+    def parts(self, s: int, t: int, m: int) -> list[tuple[int, int, int]]:
+        """Segments of the best way through s..t within m: first, last, and the m of its sweep."""
+        found = []
+        while s < t:
+            best, end = math.inf, None
+            if m >= self._need_keep(s, t):
+                best = float(self._rows[s + 1][t - s - 1][m - self.p[s]])
+            ends = self._ends(s, t)
+            if len(ends):
+                total = self._moved[t][s + 1 : ends.stop + 1, m] + self._rows[s][: ends.stop - s, m]
+                total = total + self._runs_s(s, ends.stop)
+                total[np.array(self._needs_segment(s, t, ends.stop)) > m] = math.inf
+                e = int(total.argmin())
+                if total[e] < best:
+                    end = s + e
+            if end is None:
+                m -= self.p[s]
+                s += 1
+            else:
+                found.append((s, end, m))
+                m -= self.x[end + 1]
+                s = end + 1
+        return found
+
+    def segment(self, first: int, last: int, m: int) -> Segment:
+        """The best segment over `first..last` whose sweep has m; without recursion, since chains can nest deeply."""
+        # Parents come before their inner segments, so building from the end finds the inner ones ready.
+        todo: list[tuple[int, int, int, int]] = [(first, last, m, -1)]
+        for at, (a, b, within, _) in enumerate(todo):
+            todo.extend((x, y, more, at) for x, y, more in self.parts(a, b, within))
+        inner: list[list[Segment]] = [[] for _ in todo]
+        for at in reversed(range(1, len(todo))):
+            a, b, _, parent = todo[at]
+            inner[parent].append(Segment(a, b, tuple(sorted(inner[at], key=lambda item: item.first))))
+        return Segment(first, last, tuple(sorted(inner[0], key=lambda item: item.first)))
+
+    def choice(self, m: int) -> Choice:
+        """Options and segments of the whole chain's best plan within m, which must be feasible."""
+        names = ["keep"] * self.n
+        segments = [self.segment(*part) for part in self.parts(0, self.n - 1, m)]
+        return named(self.profile, names, segments)

@@ -1,0 +1,407 @@
+"""Segments: consecutive stages recomputed together, whatever loop runs them and whatever lies between them.
+
+NOTE [Frames and links]
+1. A stage of a segment runs forward inside a *frame*. What autograd saves there becomes a *slot*, an empty place that
+   owns its frame; so the graph owns the frames, and a freed graph frees what they hold.
+2. A frame holds the stage's inputs, but for those that are outputs of an earlier stage of the segment, unmodified: in
+   their place it has a *link*, which owns the maker's frame. Everything points to what ran earlier, so nothing is
+   ever held in a circle.
+3. A backward (a graph task of autograd's) that asks for a slot starts, for each segment around its stage that this
+   task hasn't swept yet, from the outermost in, a *sweep* (rule 6 of NOTE [Residency] in core/chain.py). After it,
+   the stage's own slots are filled, or it is the segment's last and is run again now, as far as slots need it.
+4. A slot is emptied when it is read, and what is left of a task is dropped when it ends; another backward through the
+   same graph is another task and sweeps again.
+5. What a run makes goes straight to the stages that are linked to it and still to run, and to nobody else: a stage of
+   an inner segment keeps what comes from outside of that segment, the segment's last stage all of it until its own
+   recompute, the others nothing beyond their run.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from ckptplan.core.chain import Segment
+from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
+from ckptplan.runtime.recompute import Call, Surroundings
+from ckptplan.runtime.swap import (
+    Geometry,
+    Held,
+    Packed,
+    Packing,
+    SwapSession,
+    plain,
+    version_of,
+    whole_storage,
+)
+
+Made = tuple[int, int]
+"""An output: the stage that makes it, and its place among the leaves of what the stage returns."""
+
+
+@dataclass(slots=True)
+class Link:
+    """An input that an earlier stage of the segment makes (NOTE [Frames and links], rule 2)."""
+
+    maker: Frame
+    leaf: int
+    nbytes: int
+    geometry: Geometry
+
+    @property
+    def made(self) -> Made:
+        """Which output it is a view of."""
+        return self.maker.index, self.leaf
+
+
+class Slot:
+    """The place of one saved tensor."""
+
+    __slots__ = ("__weakref__", "frame", "number")
+
+    def __init__(self, frame: Frame, number: int) -> None:
+        self.frame = frame
+        self.number = number
+
+    def tensor(self) -> torch.Tensor:
+        """What was saved, made again."""
+        return self.frame.run.saved(self.frame, self.number)
+
+    def __del__(self) -> None:
+        self.frame.run.forget(self.frame.index, self.number)
+
+
+class _Enough(BaseException):
+    """Every slot of a frame is filled."""
+
+
+def _read(slot: Slot) -> torch.Tensor:
+    return slot.tensor()
+
+
+def _nothing_saved(_: Any) -> torch.Tensor:
+    raise UnsupportedModelError(
+        "a stage runs backward inside its own forward, which a segment can't make again; give it another option"
+    )
+
+
+class Frame:
+    """One stage's call within a segment's run, and all it takes to make it again."""
+
+    def __init__(self, run: SegmentRun, index: int, name: str, call: Call) -> None:
+        self.run = run
+        self.index = index
+        self.name = name
+        self._call = call
+        self._inputs: list[Link | Packed] = []
+        self._needs_grad: list[bool] = []
+        self._surroundings: Surroundings | None = None
+        self._slots: list[weakref.ref[Slot]] = []
+        self._like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._complete = False
+
+    @property
+    def links(self) -> list[Link]:
+        """The inputs that aren't held."""
+        return [x for x in self._inputs if isinstance(x, Link)]
+
+    def forward(self, tensors: list[torch.Tensor], inputs: list[Link | Packed]) -> Any:
+        """Run the stage for the first time.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If it writes to its inputs: it couldn't be run again.
+        """
+        self._inputs = inputs
+        self._needs_grad = [t.requires_grad for t in tensors]
+        self._surroundings = Surroundings(tensors)
+        versions = [version_of(t) for t in tensors]
+        with torch.autograd.graph.saved_tensors_hooks(self._save, _read):
+            output = self._call(*tensors)
+        self._complete = True
+        if [version_of(t) for t in tensors] != versions:
+            raise UnsupportedModelError(
+                f"stage {self.name!r} writes to its inputs, so it can't run again in a segment; give it another option"
+            )
+        return output
+
+    def _save(self, tensor: torch.Tensor) -> Slot:
+        slot = Slot(self, len(self._slots))
+        self._slots.append(weakref.ref(slot))
+        self._like.append((tensor.shape, tensor.dtype, tensor.device))
+        return slot
+
+    @property
+    def complete(self) -> bool:
+        """Whether forward has ended."""
+        return self._complete
+
+    def fill(self, given: dict[Made, torch.Tensor], table: dict[int, Held], *, to_the_end: bool) -> list[Any]:
+        """Run the stage again and put what it saves in `table`.
+
+        Parameters
+        ----------
+        given : dict
+            Whole storages of the linked inputs.
+        to_the_end : bool
+            False: stop as soon as every slot is filled; nobody needs the outputs.
+
+        Returns
+        -------
+        list
+            The leaves of the output; empty if it stopped early.
+        """
+        count = 0
+
+        def save(tensor: torch.Tensor) -> None:
+            nonlocal count
+            number = count
+            count += 1
+            if number >= len(self._slots) or (tensor.shape, tensor.dtype, tensor.device) != self._like[number]:
+                raise self._another_path(f"saves a {tensor.dtype} {list(tensor.shape)} as tensor number {number}")
+            if self._slots[number]() is not None:
+                value = tensor.detach() if tensor.requires_grad else tensor
+                table[number] = Held(value, version_of(value))
+            if not to_the_end and count == len(self._slots):
+                raise _Enough
+
+        try:
+            leaves = self._again(given, save)
+        except _Enough:
+            return []
+        if count != len(self._slots):
+            raise self._another_path(f"saves {count} tensors")
+        return leaves
+
+    def pass_through(self, given: dict[Made, torch.Tensor]) -> list[Any]:
+        """Run the stage again and save nothing.
+
+        With gradients on, like forward: without them some operations take other kernels, whose results differ.
+        """
+        return self._again(given, lambda tensor: None)
+
+    def _again(self, given: dict[Made, torch.Tensor], save: Callable[[torch.Tensor], None]) -> list[Any]:
+        assert self._surroundings is not None
+        inputs = [self._input(x, given) for x in self._inputs]
+        for i, needed in enumerate(self._needs_grad):
+            if needed and not isinstance(inputs[i], torch.nn.Parameter):
+                inputs[i] = inputs[i].detach().requires_grad_()
+        hooks = torch.autograd.graph.saved_tensors_hooks(save, _nothing_saved)
+        with self._surroundings.restored(), torch.enable_grad(), hooks:
+            return pytree.tree_leaves(self._call(*inputs))
+
+    def _input(self, packed: Link | Packed, given: dict[Made, torch.Tensor]) -> torch.Tensor:
+        if not isinstance(packed, Link):
+            return packed.tensor()
+        whole = given[packed.made]
+        if whole.untyped_storage().nbytes() != packed.nbytes:
+            raise packed.maker._another_path(f"returns {whole.untyped_storage().nbytes()} bytes")
+        return packed.geometry.on(whole)
+
+    def _another_path(self, found: str) -> PlanMismatchError:
+        return PlanMismatchError(
+            f"stage {self.name!r}, run again, {found}, and {len(self._slots)} tensors as in forward were expected; its "
+            "forward depends on something that changed in between"
+        )
+
+
+@dataclass(slots=True)
+class _Task:
+    """What one backward has made again: whole storages for the stages still to run, and what slots ask for."""
+
+    given: dict[int, dict[Made, torch.Tensor]] = field(default_factory=dict)
+    saved: dict[int, dict[int, Held]] = field(default_factory=dict)
+    swept: dict[Segment, int] = field(default_factory=dict)  # up to which stage
+
+
+class SegmentRun:
+    """One pass through one segment: runs its stages again as its backward asks for it.
+
+    Parameters
+    ----------
+    segment : Segment
+    modules : tuple of int
+        Its stages that are modules, in order.
+    """
+
+    def __init__(self, segment: Segment, modules: tuple[int, ...]) -> None:
+        self._segment = segment
+        self._modules = modules
+        self._frames: dict[int, weakref.ref[Frame]] = {}
+        self._consumers: dict[Made, list[int]] = {}
+        self._tasks: dict[int, _Task] = {}
+
+    def add(self, frame: Frame) -> None:
+        """A stage has run forward."""
+        self._frames[frame.index] = weakref.ref(frame)
+        for link in frame.links:
+            self._consumers.setdefault(link.made, []).append(frame.index)
+
+    def saved(self, frame: Frame, number: int) -> torch.Tensor:
+        """What slot `number` of `frame` stands for, in the backward that runs now."""
+        if not frame.complete:
+            _nothing_saved(None)
+        key, task = self._task()
+        if frame.index not in task.saved:
+            try:
+                self._bring(task, frame)
+            except BaseException:
+                self._tasks.pop(key, None)
+                raise
+        held = task.saved[frame.index].pop(number, None)
+        if held is None:
+            raise RuntimeError(
+                f"a tensor saved by stage {frame.name!r} is asked for twice in one backward; where a custom autograd "
+                "Function reads ctx.saved_tensors, let it do so once"
+            )
+        return held.tensor()
+
+    def forget(self, index: int, number: int) -> None:
+        """Nobody will ask for that slot any more."""
+        for task in list(self._tasks.values()):
+            task.saved.get(index, {}).pop(number, None)
+
+    def _task(self) -> tuple[int, _Task]:
+        key = torch._C._current_graph_task_id()
+        if key == -1:  # somebody looks at a node outside of any backward
+            return key, _Task()
+        task = self._tasks.get(key)
+        if task is None:
+            task = self._tasks[key] = _Task()
+            Variable._execution_engine.queue_callback(functools.partial(_end, weakref.ref(self), key))
+        return key, task
+
+    def end(self, key: int) -> None:
+        """Drop what a backward has left."""
+        self._tasks.pop(key, None)
+
+    def _bring(self, task: _Task, frame: Frame) -> None:
+        """Fill the slots of `frame` (NOTE [Frames and links], rule 3)."""
+        k = frame.index
+        path = _path(self._segment, k)
+        for segment, inner in zip(path, [*path[1:], None], strict=True):
+            if task.swept.get(segment, -1) >= k:
+                continue
+            # A backward that begins inside: no later stage is needed, and the inner segment sweeps by itself.
+            self._sweep(task, segment, k if inner is None else inner.first, k)
+            task.swept[segment] = k
+        if k not in task.saved:
+            table = task.saved[k] = {}
+            frame.fill(task.given.get(k, {}), table, to_the_end=False)
+            task.given.pop(k, None)
+
+    def _sweep(self, task: _Task, segment: Segment, stop: int, limit: int) -> None:
+        """Run the stages of `segment` below `stop` again, on behalf of stages up to `limit`."""
+        for k in self._modules:
+            if not segment.first <= k < stop:
+                continue
+            frame = self._frames[k]() if k in self._frames else None
+            if frame is None:
+                continue  # neither the graph nor a later stage needs it
+            inner = next((s for s in segment.inner if s.first <= k <= s.last), None)
+            given = task.given.get(k, {})
+            if inner is None:
+                table = task.saved[k] = {}
+                leaves = frame.fill(given, table, to_the_end=True)
+                task.given.pop(k, None)
+            else:
+                leaves = frame.pass_through(given)
+                for made in [made for made in given if made[0] >= inner.first]:
+                    del given[made]
+            self._hand_over(task, frame, leaves, limit)
+            del leaves, given  # they would live on through the next run
+
+    def _hand_over(self, task: _Task, frame: Frame, leaves: list[Any], limit: int) -> None:
+        for place, leaf in enumerate(leaves):
+            made = (frame.index, place)
+            wanted = [k for k in self._consumers.get(made, ()) if k <= limit and self._frames[k]() is not None]
+            if not wanted:
+                continue
+            if not isinstance(leaf, torch.Tensor):
+                raise frame._another_path(f"returns {type(leaf).__name__} as output number {place}")
+            whole = whole_storage(leaf)
+            for k in wanted:
+                task.given.setdefault(k, {})[made] = whole
+
+
+def _end(run: weakref.ref[SegmentRun], key: int) -> None:
+    alive = run()
+    if alive is not None:
+        alive.end(key)
+
+
+def _path(segment: Segment, k: int) -> list[Segment]:
+    """The segments around stage `k`, from the outermost in."""
+    path = [segment]
+    while (inner := next((s for s in path[-1].inner if s.first <= k <= s.last), None)) is not None:
+        path.append(inner)
+    return path
+
+
+class OpenSegment:
+    """A segment whose forward is under way: tells which inputs are outputs of its stages.
+
+    Parameters
+    ----------
+    segment, modules
+        As for `SegmentRun`.
+    session : SwapSession
+        Knows the model's own storages, and what moves.
+    moves : bool
+        Whether the plan moves anything: what is held is held by records then.
+    """
+
+    def __init__(self, segment: Segment, modules: tuple[int, ...], session: SwapSession, *, moves: bool) -> None:
+        self.segment = segment
+        self._modules = modules
+        self._session = session
+        self._moves = moves
+        self._run = SegmentRun(segment, modules)
+        self._frames: dict[int, Frame] = {}  # a frame without slots lives by this until a link may own it
+        self._made: dict[int, tuple[StorageWeakRef, int, Made]] = {}
+
+    @property
+    def ended(self) -> bool:
+        """Whether its last stage has run."""
+        return self._modules[-1] in self._frames
+
+    def stage(self, index: int, name: str, call: Call, tensors: list[torch.Tensor], moves: tuple[int, ...]) -> Any:
+        """Run stage `index` forward on `tensors`, which `call` was split from."""
+        frame = Frame(self._run, index, name, call)
+        packing = self._session.packing() if self._moves else None
+        inputs = [self._pack(index, tensor, packing) for tensor in tensors]
+        output = frame.forward(tensors, inputs)
+        self._run.add(frame)
+        self._frames[index] = frame
+        given = {t.untyped_storage()._cdata for t in tensors if plain(t)}
+        for place, leaf in enumerate(pytree.tree_leaves(output)):
+            if isinstance(leaf, torch.Tensor) and plain(leaf) and not self._session.belongs(leaf):
+                storage = leaf.untyped_storage()
+                known = self._made.get(storage._cdata)
+                if storage._cdata not in given and (known is None or known[1] != version_of(leaf)):
+                    # A weak reference, so that the address stays nobody else's meanwhile.
+                    reference = StorageWeakRef(storage)
+                    self._made[storage._cdata] = (reference, version_of(leaf), (index, place))
+        if packing is not None:
+            self._session.leave(index, packing.order, moves)
+        return output
+
+    def _pack(self, index: int, tensor: torch.Tensor, packing: Packing | None) -> Link | Packed:
+        if plain(tensor):
+            storage = tensor.untyped_storage()
+            _, version, (maker, place) = self._made.get(storage._cdata, (None, -1, (index, 0)))
+            if version == version_of(tensor) and maker < index:
+                if packing is not None:
+                    packing.skip(tensor)
+                return Link(self._frames[maker], place, storage.nbytes(), Geometry.of(tensor))
+        held = tensor if isinstance(tensor, torch.nn.Parameter) else tensor.detach()
+        return Held(held, version_of(held)) if packing is None else packing.pack(held)

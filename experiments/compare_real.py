@@ -1,0 +1,543 @@
+"""What does ckptplan cost beside the switches PyTorch users have today, at the peak each of them really reaches?
+
+    python experiments/compare_real.py --out experiments/results
+    python experiments/compare_real.py --out experiments/results --models gpt2,resnet50 --rounds 15 --budgets 0.25,0.5
+    python experiments/compare_real.py --out /tmp/quick --quick
+
+Every rival trains its own copy of the same model on the same inputs. Its peak is measured (allocator events), and
+`ckptplan.solve` plans for that peak (see `ours`). Then all of them take steps in turn, every rival right beside ours,
+so that each ratio is between neighbours in time. Dropout is off: a compiled model draws other random numbers than an
+eager one, and without dropout all rivals compute the very same step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import gc
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+import transformers
+from models import MODELS
+from torch import Tensor, nn
+from torch._inductor.compile_fx import compile_fx
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint_sequential
+from torch.utils.flop_counter import FlopCounterMode
+
+import ckptplan
+from ckptplan.baselines import BASELINES
+from ckptplan.core.errors import InfeasibleBudgetError
+from ckptplan.core.plan import Plan
+from ckptplan.runtime.measure import held_tensors, peak_above_start, unique_bytes
+
+SCHEMA = "ckptplan.compare_real/1"
+GIB, MIB = 1 << 30, 1 << 20
+CPU = torch.device("cpu")
+# "Close": as far from the plain step as twice-rounded results may be, in units of the plain step's own distance from
+# the same step in double precision. Element by element says little: where a ReLU's input rounds across 0, one differs.
+CLOSE = 4
+# Predicted peaks lie up to a few hundredths of a percent above measured ones; see `ours`.
+SLACK = 1e-3
+
+WHAT = {
+    "plain": "everything kept",
+    "hf": "Hugging Face's gradient_checkpointing_enable with use_reentrant=False: every block recomputed, or every "
+    "second one (hf/every2)",
+    "sequential": "torch.utils.checkpoint.checkpoint_sequential over the blocks in so many segments, the last kept. "
+    "The model's list of blocks is replaced by one module that runs the same blocks; all else is the model's forward",
+    "save_on_cpu": "torch.autograd.graph.save_on_cpu(pin_memory=True). On the CPU it copies every saved tensor within "
+    "the same memory: it shows the cost of copying and can't lower the peak. Copies lose their strides, so kernels may "
+    "round otherwise. With pin_memory=False it does nothing on the CPU",
+    "swap_all": "ckptplan's own baseline: every stage swapped to a file, at the smallest peak this allows",
+    "compiled": "torch.compile(fullgraph=True) with this activation_memory_budget; 1 is plain compiled training. What "
+    "its kernels hold outside of torch's allocator isn't seen",
+}
+"""Kind of rival -> what runs."""
+
+BLOCKS: Mapping[str, str] = {
+    "gpt2": "transformer.h",
+    "bert": "bert.encoder.layer",
+    "vit": "vit.layers",
+    "resnet50": "resnet.encoder.stages",
+    "llama": "model.layers",
+}
+"""Model -> its list of blocks; for ResNet the list of stages, each with a list of blocks."""
+
+Inputs = dict[str, Tensor]
+Forward = Callable[[], Any]
+
+
+@dataclass
+class Contender:
+    """A model under one regime, and what was measured of it."""
+
+    name: str
+    model: nn.Module
+    forward: Forward
+    peak_bytes: int = 0
+    flops: int | None = None
+    gradients: list[Tensor] = field(default_factory=list)
+    buffers: list[Tensor] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+
+    def step(self) -> None:
+        """Forward, loss and backward, the output held until the end as a caller's variable would be."""
+        output = self.forward()
+        output.loss.backward()
+
+    @property
+    def step_s(self) -> float:
+        return statistics.median(self.times_s)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of the timed steps, in order of rounds."""
+
+    median_s: float
+    min_s: float
+    max_s: float
+    all_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender beside the plain model. None where something doesn't apply; `reason`: why nothing was measured.
+
+    `gradients` and `buffers` are "equal" (every bit), "close" (see `CLOSE`) or "differ"; deviations are relative, in
+    the 2-norm over all of them.
+    """
+
+    name: str
+    reason: str | None = None
+    peak_bytes: int | None = None
+    step: Timing | None = None
+    over_plain: float | None = None
+    over_compiled: float | None = None
+    gradients: str | None = None
+    gradient_deviation: float | None = None
+    buffers: str | None = None
+    buffer_deviation: float | None = None
+    extra_flops: float | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A rival, and ours with the rival's measured peak as budget.
+
+    `over_rival` has our step divided by the rival's in the same round: median, smallest, largest.
+    """
+
+    rival: Row
+    ours: Row | None = None
+    over_rival: tuple[float, float, float] | None = None
+    within_budget: bool | None = None
+    planning_s: float | None = None
+    plan: dict[str, Any] | None = None
+
+
+class Segmented(nn.Module):
+    """Stands in for a list of blocks: the same ones, through `checkpoint_sequential`."""
+
+    def __init__(self, blocks: Sequence[nn.Module], segments: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.segments = segments
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def call(block: nn.Module) -> Callable[[Tensor], Tensor]:
+            return lambda x: block(x, *args, **kwargs)
+
+        return checkpoint_sequential([call(b) for b in self.blocks], self.segments, hidden, use_reentrant=False)
+
+
+def make(name: str, quick: bool) -> tuple[nn.Module, Inputs]:
+    """Build the model without dropout, and its inputs; with two blocks and little data when `quick`."""
+    model, inputs = MODELS[name]()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
+    if model.loss_type is None:  # else the first step warns, and a warning breaks a compiled graph in two
+        model.loss_type = "ForCausalLM"
+    if quick:
+        inputs = {key: value[:2] for key, value in inputs.items()}
+        if name == "resnet50":
+            for stage in model.get_submodule(BLOCKS[name]):
+                stage.layers = stage.layers[:1]
+        else:
+            replace(model, BLOCKS[name], model.get_submodule(BLOCKS[name])[:2])
+    return model, inputs
+
+
+def replace(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Set the submodule at `path`."""
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)
+
+
+def plain(model: nn.Module, inputs: Inputs) -> Forward:
+    return functools.partial(model, **inputs)
+
+
+def hugging_face(model: nn.Module, inputs: Inputs, every: int) -> Forward:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # renamed in new releases; the old name works in all
+        extra = {} if every == 1 else {"every_n_layers": every}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}, **extra)
+    return plain(model, inputs)
+
+
+def sequential(model: nn.Module, inputs: Inputs, path: str, segments: int) -> Forward:
+    blocks = list(model.get_submodule(path))
+    if all(hasattr(block, "layers") for block in blocks):
+        blocks = [layer for stage in blocks for layer in stage.layers]
+    if segments > len(blocks):
+        raise ValueError(f"{len(blocks)} blocks can't make {segments} segments")
+    replace(model, path, nn.ModuleList([Segmented(blocks, segments)]))
+    return plain(model, inputs)
+
+
+def saved_on_cpu(model: nn.Module, inputs: Inputs) -> Forward:
+    def forward() -> Any:
+        with save_on_cpu(pin_memory=True):
+            return model(**inputs)
+
+    return forward
+
+
+def compiled(model: nn.Module, inputs: Inputs, ratio: float) -> Forward:
+    # A backend of its own: else a copy would reuse the code compiled for another copy's ratio.
+    def backend(graph: Any, examples: Any) -> Any:
+        with functorch_config.patch(activation_memory_budget=ratio):
+            return compile_fx(graph, examples)
+
+    return functools.partial(torch.compile(model, backend=backend, dynamic=False, fullgraph=True), **inputs)
+
+
+def swap_all(model: nn.Module, inputs: Inputs) -> Forward:
+    profile = ckptplan.profile(model, inputs)
+    try:
+        plan = BASELINES["swap_all"](profile, 1)
+    except InfeasibleBudgetError as error:
+        plan = BASELINES["swap_all"](profile, error.min_peak_bytes)
+    return planned(model, inputs, plan)
+
+
+def planned(model: nn.Module, inputs: Inputs, plan: Plan) -> Forward:
+    ckptplan.apply(model, plan)
+    return plain(model, inputs)
+
+
+def rivals(
+    name: str, segments: Sequence[int], ratios: Sequence[float]
+) -> Iterator[tuple[str, Callable[[nn.Module, Inputs], Forward]]]:
+    """Yield names, and what makes the forward of a copy of the model."""
+    yield "plain", plain
+    yield "hf", functools.partial(hugging_face, every=1)
+    yield "hf/every2", functools.partial(hugging_face, every=2)
+    for count in segments:
+        yield f"sequential/{count}", functools.partial(sequential, path=BLOCKS[name], segments=count)
+    yield "save_on_cpu", saved_on_cpu
+    yield "swap_all", swap_all
+    for ratio in (1.0, *ratios):
+        yield f"compiled/{ratio:g}", functools.partial(compiled, ratio=ratio)
+
+
+def enter(name: str, model: nn.Module, forward: Forward, inputs: Inputs) -> Contender:
+    """Take the first steps: what they leave, their operations, their peak."""
+    contender = Contender(name, model, forward)
+    contender.step()  # the first of a fresh copy, so that running statistics can be compared too
+    contender.gradients, contender.buffers = results(model)
+    if not is_compiled(name):
+        model.zero_grad(set_to_none=True)
+        with FlopCounterMode(display=False) as counter:
+            contender.step()
+        contender.flops = counter.get_total_flops()
+    model.zero_grad(set_to_none=True)
+    held_bytes = unique_bytes([*held_tensors(model), *inputs.values()])
+    contender.peak_bytes = held_bytes + peak_above_start(contender.step, CPU)
+    return contender
+
+
+def results(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients and buffers, in order: `Segmented` changes their names."""
+    gradients = [p.grad.detach().clone() for p in model.parameters() if p.grad is not None]
+    return gradients, [buffer.detach().clone() for buffer in model.buffers()]
+
+
+def rounding(model: nn.Module, inputs: Inputs, reference: Contender) -> tuple[float, float]:
+    """How far the plain step's gradients and buffers are from those in double precision."""
+    exact = copy.deepcopy(model).double()
+    precise = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
+    exact(**precise).loss.backward()
+    gradients, buffers = results(exact)
+    return deviation(reference.gradients, gradients), deviation(reference.buffers, buffers)
+
+
+def is_compiled(name: str) -> bool:
+    return name.startswith("compiled")
+
+
+def ignore_garbage() -> None:
+    """What lives now is not searched for garbage any more, which makes collecting it before every step quick."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
+def race(contenders: Sequence[Contender], rounds: int) -> None:
+    """Let everyone take one timed step a round, every other round in reverse; a first round isn't counted."""
+    for contender in contenders:
+        contender.model.zero_grad(set_to_none=True)
+    ignore_garbage()
+    gc.disable()
+    for turn in range(rounds + 1):
+        for contender in contenders if turn % 2 else reversed(contenders):
+            gc.collect()
+            begin = time.perf_counter()
+            contender.model.zero_grad(set_to_none=True)
+            contender.step()
+            elapsed_s = time.perf_counter() - begin
+            if turn:
+                contender.times_s.append(elapsed_s)
+    gc.enable()
+
+
+def row(c: Contender, reference: Contender, compiled_s: float | None, allowed: tuple[float, float]) -> Row:
+    """Lay a contender beside the plain model; `allowed` has the plain step's own `rounding`."""
+    return Row(
+        c.name,
+        peak_bytes=c.peak_bytes,
+        step=Timing(c.step_s, min(c.times_s), max(c.times_s), tuple(c.times_s)),
+        over_plain=c.step_s / reference.step_s,
+        over_compiled=c.step_s / compiled_s if compiled_s else None,
+        gradients=verdict(c.gradients, reference.gradients, allowed[0]),
+        gradient_deviation=deviation(c.gradients, reference.gradients),
+        buffers=verdict(c.buffers, reference.buffers, allowed[1]),
+        buffer_deviation=deviation(c.buffers, reference.buffers),
+        extra_flops=None if c.flops is None or not reference.flops else c.flops / reference.flops - 1,
+    )
+
+
+def verdict(found: Sequence[Tensor], wanted: Sequence[Tensor], allowed: float) -> str:
+    """One of "equal", "close" and "differ"."""
+    if len(found) == len(wanted) and all(map(torch.equal, found, wanted)):
+        return "equal"
+    return "close" if deviation(found, wanted) <= CLOSE * allowed else "differ"
+
+
+def deviation(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """Norm of the difference, relative to the norm of what was wanted."""
+
+    def norm(tensors: Iterable[Tensor]) -> float:
+        return math.hypot(*(float(t.double().norm()) for t in tensors))
+
+    return norm(a.double() - b for a, b in zip(found, wanted, strict=True)) / (norm(wanted) or 1.0)
+
+
+def compare(
+    name: str, *, quick: bool, segments: Sequence[int], ratios: Sequence[float], rounds: int, say: Callable[[str], None]
+) -> tuple[list[Pair], tuple[float, float]]:
+    """Enter every rival, then ours at its peak; race them; lay them side by side. Also the plain step's rounding."""
+    ignore_garbage()
+    model, inputs = make(name, quick)
+    entered: list[tuple[Contender, Contender | None, dict[str, Any]]] = []
+    missing: list[Pair] = []
+    for rival, prepare in rivals(name, segments, ratios):
+        say(f"{name}: {rival}")
+        mine = copy.deepcopy(model)
+        try:
+            contender = enter(rival, mine, prepare(mine, inputs), inputs)
+        except Exception as error:  # a rival that doesn't run is a result, whatever stops it
+            missing.append(Pair(Row(rival, reason=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")))
+            continue
+        entered.append((contender, *ours(model, inputs, contender)))
+    say(f"{name}: {rounds} rounds of {sum(1 + (own is not None) for _, own, _ in entered)} steps")
+    race([c for pair in entered for c in pair[:2] if c], rounds)
+    torch._dynamo.reset()
+    reference = next(c for c, _, _ in entered if c.name == "plain")
+    allowed = rounding(model, inputs, reference)
+    compiled_s = next((c.step_s for c, _, _ in entered if c.name == "compiled/1"), None)
+    pairs = []
+    for rival, own, facts in entered:
+        if own is None:
+            pairs.append(Pair(row(rival, reference, compiled_s, allowed), **facts))
+            continue
+        ratio = [a / b for a, b in zip(own.times_s, rival.times_s, strict=True)]
+        pairs.append(
+            Pair(
+                row(rival, reference, compiled_s, allowed),
+                row(own, reference, compiled_s, allowed),
+                over_rival=(statistics.median(ratio), min(ratio), max(ratio)),
+                within_budget=own.peak_bytes <= rival.peak_bytes,
+                **facts,
+            )
+        )
+    return pairs + missing, allowed
+
+
+def ours(model: nn.Module, inputs: Inputs, rival: Contender) -> tuple[Contender | None, dict[str, Any]]:
+    """Plan for the rival's measured peak.
+
+    Predicted peaks are upper bounds, so a plan whose measured peak is exactly the rival's may be predicted above it. A
+    budget larger by `SLACK` is tried first and taken only if the *measured* peak is within the rival's; else the
+    budget is that peak. Nothing enters where no plan fits; the facts then say what would.
+    """
+    for slack in (SLACK, 0.0):
+        mine = copy.deepcopy(model)
+        began = time.perf_counter()
+        try:
+            plan = ckptplan.solve(mine, budget_gb=rival.peak_bytes * (1 + slack) / GIB, inputs=inputs)
+        except InfeasibleBudgetError as error:
+            facts = {"status": "infeasible", "min_peak_bytes": error.min_peak_bytes, "stage": error.stage}
+            return None, {"planning_s": time.perf_counter() - began, "plan": facts}
+        took_s = time.perf_counter() - began
+        contender = enter("ckptplan", mine, planned(mine, inputs, plan), inputs)
+        if contender.peak_bytes <= rival.peak_bytes:
+            break
+    facts = {
+        "status": plan.status,
+        "gap": plan.gap,
+        "space": plan.space,
+        "slack": slack,
+        "budget_bytes": plan.budget_bytes,
+        "peak_bytes": plan.peak_bytes,
+        "step_s": plan.step_s,
+        "overhead": plan.overhead,
+        "actions": dict(Counter(decision.action for decision in plan.decisions.values())),
+    }
+    return contender, {"planning_s": took_s, "plan": facts}
+
+
+def table(name: str, pairs: Sequence[Pair]) -> str:
+    """One line per rival, ours on the right."""
+    head = (
+        f"{name}\n{'rival':<15}{'peak MiB':>9}{'step ms':>9}{'min-max':>13}{'/plain':>8}{'/comp.':>8}{'FLOPs':>8}"
+        f"{'grads':>9}{'buffers':>9} |{'ours MiB':>9}{'step ms':>9}{'/plain':>8}{'/rival':>8}{'min-max':>12}"
+        f"{'grads':>8}"
+    )
+    lines = [head]
+    for pair in pairs:
+        rival, own = pair.rival, pair.ours
+        if rival.step is None or rival.peak_bytes is None:
+            lines.append(f"{rival.name:<15}not measured: {rival.reason}")
+            continue
+        spread = f"{rival.step.min_s * 1e3:.0f}-{rival.step.max_s * 1e3:.0f}"
+        flops = "" if rival.extra_flops is None else f"{rival.extra_flops:+.1%}"
+        over_compiled = "" if rival.over_compiled is None else f"{rival.over_compiled:.2f}"
+        line = (
+            f"{rival.name:<15}{rival.peak_bytes / MIB:>9.1f}{rival.step.median_s * 1e3:>9.1f}{spread:>13}"
+            f"{rival.over_plain:>8.2f}{over_compiled:>8}{flops:>8}{rival.gradients:>9}{rival.buffers:>9} |"
+        )
+        if own is None or own.step is None or pair.over_rival is None:
+            least = pair.plan["min_peak_bytes"] if pair.plan else 0
+            lines.append(f"{line}  no plan fits; the smallest peak is {least / MIB:.1f} MiB")
+            continue
+        ratio, low, high = pair.over_rival
+        lines.append(
+            f"{line}{(own.peak_bytes or 0) / MIB:>9.1f}{own.step.median_s * 1e3:>9.1f}{own.over_plain:>8.2f}"
+            f"{ratio:>8.2f}{f'{low:.2f}-{high:.2f}':>12}{own.gradients:>8}"
+        )
+    return "\n".join(lines)
+
+
+def complaints(name: str, pairs: Sequence[Pair]) -> list[str]:
+    """Collect what must not happen: ours over budget or unequal, a rival that doesn't do what its name says."""
+    found = []
+    for pair in pairs:
+        rival, own = pair.rival, pair.ours
+        if own and not pair.within_budget:
+            found.append(f"{name}: ours at {rival.name} peaks at {own.peak_bytes} of {rival.peak_bytes} bytes")
+        if own and (own.gradients, own.buffers) != ("equal", "equal"):
+            found.append(f"{name}: ours at {rival.name} leaves other gradients or buffers than the plain model")
+        recomputes = rival.name.startswith(("hf", "sequential")) and rival.name != "sequential/1"
+        if recomputes and rival.extra_flops is not None and rival.extra_flops <= 0:
+            found.append(f"{name}: {rival.name} recomputed nothing")
+    return found
+
+
+def environment(threads: int) -> dict[str, Any]:
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "ckptplan": ckptplan.__version__,
+        "cpus": os.cpu_count(),
+        "threads": threads,
+        "load_average": os.getloadavg(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for compare_real.json")
+    parser.add_argument("--models", default="gpt2,bert,llama,resnet50", help="comma-separated names in models.py")
+    parser.add_argument("--rounds", type=int, default=11, help="timed steps of each")
+    parser.add_argument("--budgets", default="0.25,0.5,0.75", help="activation_memory_budget ratios, beside 1")
+    parser.add_argument("--segments", default="2,4,8", help="segment counts of checkpoint_sequential")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch")
+    parser.add_argument("--quick", action="store_true", help="one model of two blocks, little data, 3 rounds")
+    args = parser.parse_args()
+    began = time.perf_counter()
+    torch.set_num_threads(args.threads)
+    torch._dynamo.config.recompile_limit = 64  # every ratio compiles the same forward anew
+    args.out.mkdir(parents=True, exist_ok=True)
+    quick = {"models": "gpt2", "rounds": 3, "budgets": "0.5", "segments": "2"} if args.quick else {}
+    for key, value in quick.items():
+        if getattr(args, key) == parser.get_default(key):
+            setattr(args, key, value)
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "command": " ".join(["python", *sys.argv]),
+        "environment": environment(args.threads),
+        "rounds": args.rounds,
+        "quick": args.quick,
+        "dropout": 0,
+        "slack": SLACK,
+        "what": WHAT,
+        "close": f"2-norm distance from the plain step at most {CLOSE} times that step's own from double precision",
+        "wrong": [],
+        "cases": {},
+    }
+    for name in args.models.split(","):
+        pairs, allowed = compare(
+            name,
+            quick=args.quick,
+            segments=[int(x) for x in args.segments.split(",")],
+            ratios=[float(x) for x in args.budgets.split(",")],
+            rounds=args.rounds,
+            say=lambda text: print(f"{time.perf_counter() - began:5.0f} s  {text}", file=sys.stderr, flush=True),
+        )
+        document["cases"][name] = {
+            "rounding": {"gradients": allowed[0], "buffers": allowed[1]},
+            "pairs": [asdict(pair) for pair in pairs],
+        }
+        document["wrong"] += complaints(name, pairs)
+        (args.out / "compare_real.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        print(table(name, pairs), flush=True)
+    for text in document["wrong"]:
+        print(f"VIOLATION {text}")
+
+
+if __name__ == "__main__":
+    main()
