@@ -42,6 +42,7 @@ class PlanSpace:
         n = len(menu)
         self.inside: list[tuple[int, ...]] = [inside_codes(profile, menu, i) for i in range(n)]
         """Per stage, the codes it may have in a segment; none where it can't be in one."""
+        self._inside_from: dict[tuple[int, int], tuple[int, ...]] = {}
         self._ends: list[list[int]] = []
         for first in range(n):
             ends = []
@@ -74,7 +75,7 @@ class PlanSpace:
         for first in reversed(range(n)):
             plans[first] = len(self.menu[first]) * plans[first + 1]
             for last in self.ends(first, first + 1, n):
-                codes = math.prod(len(self.inside[i]) for i in range(first, last + 1))
+                codes = math.prod(len(self.inside_from(i, first)) for i in range(first, last + 1))
                 plans[first] += codes * sweeps(first, last) * plans[last + 1]
         return plans[0]
 
@@ -109,8 +110,26 @@ class PlanSpace:
         """Codes per stage beside and in the segments of `forest`."""
         menu = list(self.menu)
         for segment in forest:
-            menu[segment.first : segment.last + 1] = self.inside[segment.first : segment.last + 1]
+            for i in range(segment.first, segment.last + 1):
+                menu[i] = self.inside_from(i, segment.first)
         return menu
+
+    def inside_from(self, i: int, first: int) -> tuple[int, ...]:
+        """The codes of stage `i` in a segment that begins with stage `first`, but for those that move nothing there."""
+        found = self._inside_from.get((i, first))
+        if found is None:
+            stage, storages = self.profile.stages[i], self.profile.storages
+            again = stage.recompute
+            made = {s for s in stage.linked if storages[s].born >= first}
+            found = self._inside_from[i, first] = tuple(
+                code
+                for code in self.inside[i]
+                if again is None
+                or not (option := stage.options[code]).moves
+                or not made.issuperset(option.moved)
+                or option.forward_bytes < again.forward_bytes
+            )
+        return found
 
 
 def inside_codes(profile: Profile, menu: Menu, i: int) -> tuple[int, ...]:

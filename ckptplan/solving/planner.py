@@ -20,6 +20,7 @@ from ckptplan.solving.evaluate import KEEP, Evaluator, Menu, Schedule, Segments,
 from ckptplan.solving.exact_search import PlanSpace
 from ckptplan.solving.label_dp import LabelDp, Prices
 from ckptplan.solving.local_search import LocalSearch
+from ckptplan.solving.segment_dp import SegmentDp
 
 OnProgress = Callable[[str, float, float], None]
 """Called with the part at work, the best makespan so far and the lower bound so far, in seconds."""
@@ -29,8 +30,11 @@ ENUMERATE = 20_000
 """Up to this many plans, looking at each is faster than any other proof."""
 ENUMERATE_WITH_TIME = 4_000_000
 """Up to this many, it is the last resort where bounds leave a gap: seconds at most."""
+ENUMERATE_PEAKS = 400_000
 FIRST_WIDTH = 250
 MOST_LABELS = 60_000
+SEGMENT_WORK = 400_000_000
+"""Additions of the segment program; about a second per billion."""
 FINALISTS = 60
 BOUND_SHARE = 0.5
 
@@ -172,20 +176,20 @@ def _space(profile: Profile, actions: Sequence[Action], segments: bool, host_byt
 
 
 def _smallest_peak(evaluator: Evaluator, space: PlanSpace, deadline: float) -> MinPeak:
-    segments: Segments = ()
-    if space.count() <= ENUMERATE:
+    if space.count() <= ENUMERATE_PEAKS:
         row, segments, peak = exact_search.smallest(evaluator, space)
         bound = peak
     else:
-        row, segments, peak = _search_peak(evaluator, space, deadline)
-        bound = evaluator.profile.update_peak_bytes
+        row, segments, peak, bound = _search_peak(evaluator, space, deadline)
     codes = tuple(row.tolist())
     stage, phase = evaluator.binding(codes, segments)
     return MinPeak(peak, bound, codes, segments, stage, phase, bound == peak)
 
 
-def _search_peak(evaluator: Evaluator, space: PlanSpace, deadline: float) -> tuple[NDArray[np.int8], Segments, int]:
-    """A small peak: patterns, even segments, then ever smaller budgets for the label DP."""
+def _search_peak(
+    evaluator: Evaluator, space: PlanSpace, deadline: float
+) -> tuple[NDArray[np.int8], Segments, int, int]:
+    """A small peak and a bound: patterns, even segments, segment DP, then ever smaller budgets for the label DP."""
     starts = local_search.patterns(space)
     peaks = evaluator.smallest_peaks(starts)
     best: tuple[list[int], Segments] = (starts[peaks.argmin()].tolist(), ())
@@ -196,6 +200,19 @@ def _search_peak(evaluator: Evaluator, space: PlanSpace, deadline: float) -> tup
             peak = evaluator.peak(*even)
             if peak < least:
                 best, least = even, peak
+    if space.segments:
+        dp = SegmentDp(space, least, max_work=SEGMENT_WORK)
+        if dp.run(deadline) and (budget := dp.least_bytes()) is not None:
+            for plan_found in dp.plans(budget, 8):
+                peak = evaluator.peak(*plan_found)
+                if peak < least:
+                    best, least = (list(plan_found[0]), plan_found[1]), peak
+            if dp.exact and not any(
+                stage.options[c].moves
+                for stage, codes in zip(evaluator.profile.stages, space.menu, strict=True)
+                for c in codes
+            ):
+                return np.array(best[0], np.int8), best[1], least, least
     low = evaluator.profile.update_peak_bytes  # no plan was found for `low - 1` bytes or fewer
     while low < least - (least >> 10) and time.monotonic() < deadline:
         middle = (low + least - 1) // 2
@@ -206,7 +223,7 @@ def _search_peak(evaluator: Evaluator, space: PlanSpace, deadline: float) -> tup
             best, least = (list(plan.codes), plan.segments), peak
         else:
             low = middle + 1
-    return np.array(best[0], np.int8), best[1], least
+    return np.array(best[0], np.int8), best[1], least, evaluator.profile.update_peak_bytes
 
 
 def _check(actions: Sequence[str], time_limit_s: float, **whole: int | None) -> None:
@@ -260,7 +277,8 @@ class _Search:
             self.enumerate()
             return self.result("exact search")
         self.start()
-        self.improve()
+        if not self.closed():
+            self.improve()
         if not self.closed() and self.space.count() <= ENUMERATE_WITH_TIME:
             self.enumerate()
         return self.result("done")
@@ -280,6 +298,15 @@ class _Search:
             if not complete or time.monotonic() + 3 * (time.monotonic() - begin) > self.deadline or width > MOST_LABELS:
                 break
             width, round_ = 4 * width, round_ + 1
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything may move."""
+        return any(
+            stage.options[code].moves
+            for stage, codes in zip(self.profile.stages, self.menu, strict=True)
+            for code in codes
+        )
 
     def left_s(self) -> float:
         """Seconds until the deadline."""
@@ -380,11 +407,28 @@ class _Search:
         if self.best is None and self.space.segments:
             for power in range(1, len(self.menu).bit_length()):
                 self.offer(*local_search.even_segments(self.space, 1 << power))
+        if self.best is not None:
+            self.report("patterns")
+        self.run_segments()
         if self.best is None:
             self.run_dp(FIRST_WIDTH, None)
         if self.best is None:
             self.refuse()
-        self.report("patterns")
+            self.report("smallest peak")
+
+    def run_segments(self) -> None:
+        """Nothing moves: the optimum on textbook chains, good candidates on others."""
+        if not self.space.segments:
+            return
+        dp = SegmentDp(self.space, self.budget_bytes, max_work=SEGMENT_WORK if self.moves else 4 * SEGMENT_WORK)
+        if not dp.run(time.monotonic() + 0.5 * self.left_s()):
+            return
+        for codes, segments in dp.plans(self.budget_bytes, FINALISTS // 2):
+            if self.best is None or self.evaluator.step_s(codes, self.budget_bytes, segments) < self.best.step_s:
+                self.offer(codes, segments)
+        if dp.exact and not self.moves and self.best is not None:
+            self.bound_s = self.best.step_s
+        self.report("segment DP")
 
     def refuse(self) -> None:
         """Raise where the budget is below the smallest peak; else start from the vector that has it."""

@@ -1,0 +1,416 @@
+"""Nothing moves: the dynamic program over kept stages and nested segments, exact on textbook chains.
+
+Symbols, after Beaumont et al. (2019). `m`: bytes of the budget that nothing decided so far holds, in units; the
+boundary in front of the stage at hand (x, the previous stage's output) counts as held.
+
+I(s, t, m): least recompute seconds of the stages s..t of a sweep, which runs just before backward t:
+
+    t alone:          0                                                its recompute is counted where the segment is
+    keep s:           I(s+1, t, m - p_s)                               p: what keeping it holds, the next x included
+    segment s..e:     r(s, e) + I(e+1, t, m - x_{e+1}) + I(s, e, m)    r: run s..e-1 again, and e's recompute
+
+T(s, m): the same for the stages s..L-1 of a whole step, where an option of the menu may stand for each stage by itself,
+and forward runs in forward. A way is open from that m on with which every step it decides about fits.
+
+Each storage is counted once where the chain is a textbook one: what recompute holds is what it is linked to of the
+stage before, and nothing else is shared. Then at exact units this is the optimum over keep, recompute, options of the
+menu that move nothing, and nested segments. Richer chains are mapped to one: what a stage holds whatever is decided is
+resident from there on, glue is kept, and the rest counts once per stage. There bytes are an estimate, so plans for
+budgets around the one asked for are evaluated, and the evaluator has the last word.
+
+Reference
+---------
+O. Beaumont, L. Eyraud-Dubois, J. Herrmann, A. Joly, A. Shilova, "Optimal checkpointing for heterogeneous chains: how
+to train deep neural networks with limited memory", INRIA RR-9302, arXiv 1911.13214 (2019). O(stages x span**2 x units)
+time and O(stages x span x units) memory, where no segment is longer than `span`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptplan.core.chain import Segment
+from ckptplan.core.profile import Profile
+from ckptplan.solving.evaluate import Menu, Segments
+from ckptplan.solving.exact_search import PlanSpace
+
+MAX_UNITS = 4000
+"""Up to this many units of the sizes' greatest common divisor bytes are exact."""
+SLOTS = 600
+"""Units where they aren't."""
+MAX_CELLS = 10_000_000
+"""Of both tables each, at 8 bytes."""
+LIMIT = 1.25
+"""Tables whose bytes are an estimate reach this far beyond the budget."""
+MAX_WORK = 1_500_000_000
+"""Additions in all; about a second per billion."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """A profile as the program sees it; bytes per stage, options by code."""
+
+    base_forward: tuple[int, ...]
+    base_backward: tuple[int, ...]
+    boundary: tuple[int, ...]
+    kept: tuple[int, ...]
+    held: tuple[dict[int, int], ...]
+    textbook: bool
+
+
+def _chain_of(profile: Profile, menu: Menu) -> _Chain:
+    stages, storages = profile.stages, profile.storages
+    n = len(stages)
+    before: list[int] = []
+    module = -1
+    for k, stage in enumerate(stages):
+        before.append(module)
+        module = module if stage.is_glue else k
+    near = [
+        {s for s in stage.linked if storages[s].born == before[k] and not storages[s].to_end}
+        for k, stage in enumerate(stages)
+    ]
+    always: dict[int, int] = {}
+    for k, stage in enumerate(stages):
+        held = set(stage.keep.held)
+        if stage.recompute is not None:
+            held &= set(stage.recompute.held)
+        for s in held - near[k]:
+            always.setdefault(s, k)
+    # The boundary behind each stage: what the next module is linked to of it.
+    behind: list[set[int]] = [set() for _ in range(n)]
+    upcoming: set[int] = set()
+    boundary = [0] * n
+    for k in reversed(range(n)):
+        behind[k] = upcoming
+        if not stages[k].is_glue:
+            upcoming = near[k] - always.keys()
+        boundary[k] = sum(storages[s].nbytes for s in upcoming)
+    forward, backward = [0] * (n + 1), [0] * (n + 1)
+    reader = {s: k for k in range(n) for s in near[k] if s not in always}
+    for s, storage in enumerate(storages):
+        begin = reader[s] + 1 if s in reader else storage.born + 1
+        end = n if storage.to_end or s in always else min(storage.program_until + 1, n)
+        if begin < end:
+            forward[begin] += storage.nbytes
+            forward[end] -= storage.nbytes
+        if storage.to_end or s in always:
+            backward[0 if storage.to_end else always[s]] += storage.nbytes
+    held = tuple(
+        {
+            code: sum(
+                storages[s].nbytes
+                for s in (set(stage.options[code].held) - near[k] - always.keys())
+                | (set() if stage.is_glue else behind[k])
+                if not storages[s].to_end
+            )
+            for code in {0, *menu[k]}
+        }
+        for k, stage in enumerate(stages)
+    )
+    return _Chain(
+        tuple(int(b + r) for b, r in zip(profile.base_forward_bytes, np.cumsum(forward), strict=False)),
+        tuple(int(b + r) for b, r in zip(profile.base_backward_bytes, np.cumsum(backward), strict=False)),
+        tuple(boundary),
+        tuple(codes[0] for codes in held),
+        held,
+        _is_textbook(profile, near, behind, menu) and not always,
+    )
+
+
+def _is_textbook(profile: Profile, near: list[set[int]], behind: list[set[int]], menu: Menu) -> bool:
+    """Whether every byte is counted where it is and nowhere else."""
+    storages, stages = profile.storages, profile.stages
+    reader = {s: k for k in range(len(stages)) for s in near[k]}
+    if any(s.to_end or s.program_until > reader.get(i, max(s.born, 0)) for i, s in enumerate(storages)):
+        return False
+    for k, stage in enumerate(stages):
+        if stage.is_glue or stage.recompute is None or set(stage.recompute.held) != near[k]:
+            return False
+        for code in menu[k]:
+            held = set(stage.options[code].held)
+            own = held - near[k]
+            if not near[k] <= held or any(storages[s].born != k for s in own):
+                return False
+        if not behind[k] <= set(stage.keep.held):
+            return False
+    return True
+
+
+class SegmentDp:
+    """Tables for every budget up to a limit.
+
+    Parameters
+    ----------
+    space : PlanSpace
+    limit_bytes : int
+        The largest budget asked for.
+    max_work : int
+        Most additions: fewer make segments shorter.
+    span : int, optional
+        Longest segment; as long as the work allows where left out.
+
+    Attributes
+    ----------
+    exact : bool
+        Whether its plans are the optimum where nothing moves.
+    """
+
+    def __init__(
+        self, space: PlanSpace, limit_bytes: int, *, span: int | None = None, max_work: int = MAX_WORK
+    ) -> None:
+        self.space, self.profile = space, space.profile
+        self.menu = [
+            tuple(c for c in codes if not stage.options[c].moves)
+            for codes, stage in zip(space.menu, self.profile.stages, strict=True)
+        ]
+        self.chain = _chain_of(self.profile, self.menu)
+        n = self.n = len(self.menu)
+        self.floor = min(*self.chain.base_forward, *self.chain.base_backward)
+        limit = max((limit_bytes if self.chain.textbook else int(limit_bytes * LIMIT)) - self.floor, 0)
+        unit = math.gcd(*self._sizes()) or 1
+        exact = limit // unit <= MAX_UNITS
+        self.unit = unit if exact else -(-limit // SLOTS)
+        self.units = limit // self.unit + 1
+        self.span = min(n, span or n) if space.segments else 0
+        while self.span > 1 and (
+            n * self.span * self.units > MAX_CELLS or n * self.span**2 * self.units > 2 * max_work
+        ):
+            self.span = self.span * 3 // 4
+        self.exact = exact and self.chain.textbook and self.span in (0, n)
+        self.complete = False
+        self._m = np.arange(self.units)
+
+    def _sizes(self) -> list[int]:
+        c = self.chain
+        sizes = [b - self.floor for b in (*c.base_forward, *c.base_backward)] + [*c.boundary]
+        for k, stage in enumerate(self.profile.stages):
+            sizes += c.held[k].values()
+            for option in stage.options:
+                sizes += [option.forward_bytes, option.backward_bytes]
+        return sizes
+
+    def _up(self, nbytes: int) -> int:
+        """Units that hold `nbytes`."""
+        return -(-nbytes // self.unit)
+
+    def _again(self, k: int) -> tuple[int, int, float]:
+        """Forward and backward bytes and seconds of recomputing stage `k`."""
+        again = self.profile.stages[k].recompute
+        assert again is not None
+        return again.forward_bytes, again.backward_bytes, again.recompute_s
+
+    def run(self, deadline: float) -> bool:
+        """Fill the tables; False where `deadline` (by `time.monotonic()`) comes first."""
+        n, units = self.n, self.units
+        self._prepare()
+        span = self.span
+        # inner[s, t - s] is I(s, t, m); after[t, s] is I(s, t, m - x_s), what follows a segment that ends before s.
+        self.inner = np.full((n, max(span, 1), units), np.inf) if span else np.zeros((0, 0, 0))
+        self.after = np.full((n, max(span, 1), units), np.inf) if span else np.zeros((0, 0, 0))
+        for length in range(span):
+            if time.monotonic() > deadline:
+                return False
+            for s in range(n - length):
+                t = s + length
+                value = self._inner_row(s, t)
+                self.inner[s, length] = value
+                self.after[t, span - 1 - length] = self._shift(value, self.x[s])
+        self.top = np.full((n + 1, units), np.inf)
+        self.top[n] = 0.0
+        self.top_after = np.full((n + 1, units), np.inf)
+        self.top_after[n] = 0.0
+        for s in reversed(range(n)):
+            if time.monotonic() > deadline:
+                return False
+            best = np.full(units, np.inf)
+            for value in self._top_ways(s).values():
+                np.minimum(best, value, out=best)
+            self.top[s] = best
+            self.top_after[s] = self._shift(best, self.x[s])
+        self.complete = True
+        return True
+
+    def _prepare(self) -> None:
+        chain, stages = self.chain, self.profile.stages
+        self.x = [self._up(b) for b in chain.boundary] + [0]
+        self.p = [self._up(b) for b in chain.kept]
+        can = [bool(self.space.inside[k]) and not stages[k].is_glue for k in range(self.n)]
+        self.can = can
+        self.ends = [bool(self.space.ends(k, k, self.n)) for k in range(self.n)]
+        # Per stage: what a run in a sweep needs on top of the base, apart from the boundary in front of it.
+        self.run_bytes = [self._again(k)[0] if can[k] else 0 for k in range(self.n)]
+        self.run_s = [0.0 if stages[k].is_glue else stages[k].forward_s for k in range(self.n)]
+        self.glue_bytes = [chain.kept[k] if stages[k].is_glue else 0 for k in range(self.n)]
+        # Most bytes of any run of s..e, at base 0, and with its own base in forward.
+        self.most_run = np.zeros((self.n, max(self.span, 1)), np.int64)
+        self.most_forward = np.zeros((self.n, max(self.span, 1)), np.int64)
+        self.again_total = np.zeros((self.n, max(self.span, 1)))
+        self.glue_held = np.zeros((self.n, max(self.span, 1)), np.int64)
+        self.valid = np.zeros((self.n, max(self.span, 1)), bool)
+        for s in range(self.n):
+            if not can[s]:
+                continue
+            most = forward = glue = 0
+            seconds = 0.0
+            for e in range(s, min(self.n, s + self.span)):
+                if not can[e] and not stages[e].is_glue:
+                    break
+                own = (chain.boundary[e] if e > s else 0) + self.run_bytes[e]
+                if stages[e].is_glue:
+                    own = stages[e].keep.forward_bytes
+                    glue += self.glue_bytes[e]
+                else:
+                    most = max(most, own)
+                forward = max(forward, chain.base_forward[e] + own + glue)
+                self.most_run[s, e - s], self.most_forward[s, e - s] = most, forward
+                self.glue_held[s, e - s] = glue
+                if can[e]:
+                    self.valid[s, e - s] = True
+                    self.again_total[s, e - s] = seconds + self._again(e)[2]
+                seconds += self.run_s[e]
+
+    def _shift(self, value: Floats, by: int) -> Floats:
+        """`value` with `by` fewer units."""
+        out = np.full(self.units, np.inf)
+        if by < self.units:
+            out[by:] = value[: self.units - by]
+        return out
+
+    def _from(self, value: Floats, nbytes: int) -> Floats:
+        """`value` where no fewer than `nbytes`, the floor included, are left."""
+        out = value.copy()
+        out[: max(0, self._up(nbytes - self.floor))] = np.inf
+        return out
+
+    def _inner_row(self, s: int, t: int) -> Floats:
+        chain, stages = self.chain, self.profile.stages
+        if stages[s].is_glue:
+            if s == t:
+                return np.full(self.units, np.inf)
+            need = chain.base_backward[s] + stages[s].keep.backward_bytes
+            return self._from(self.inner[s + 1, t - s - 1], need)
+        if not self.can[s]:
+            return np.full(self.units, np.inf)
+        if s == t:
+            return self._from(np.zeros(self.units), chain.base_backward[t] + self._again(t)[1])
+        keep = stages[s].keep
+        need = max(
+            chain.base_backward[t] + keep.forward_bytes, chain.base_backward[s] + chain.kept[s] + keep.backward_bytes
+        )
+        best = self._from(self._shift(self.inner[s + 1, t - s - 1], self.p[s]), need)
+        length = t - s
+        # Segments s..e for e in s..t-1 at once; `after` has I(e+1, t) for e + 1 in s + 1..t in this order.
+        total = self.inner[s, :length] + self.after[t, self.span - length :] + self.again_total[s, :length, None]
+        first = np.array(
+            [max(0, self._up(chain.base_backward[t] + int(b) - self.floor)) for b in self.most_run[s, :length]]
+        )
+        total[(self._m < first[:, None]) | ~self.valid[s, :length, None]] = np.inf
+        return np.asarray(np.minimum(best, total.min(axis=0)))
+
+    def _top_ways(self, s: int) -> dict[tuple[int, int], Floats]:
+        """(code, -1) or (-1, last stage of a segment) -> seconds by units left."""
+        chain, stage = self.chain, self.profile.stages[s]
+        ways: dict[tuple[int, int], Floats] = {}
+        for code in self.menu[s]:
+            option = stage.options[code]
+            held = chain.held[s][code]
+            need = max(
+                chain.base_forward[s] + option.forward_bytes,
+                chain.base_backward[s] + held - self._next(s, code) + option.backward_bytes,
+            )
+            value = self._shift(self.top[s + 1], self._up(held)) + option.recompute_s
+            ways[code, -1] = self._from(value, need)
+        for last in self.space.ends(s, s + 1, min(self.n, s + self.span)):
+            length = last - s
+            glue = self._up(int(self.glue_held[s, length]))
+            value = self._shift(self.top_after[last + 1], glue) + self._shift(self.inner[s, length], glue)
+            value = value + self.again_total[s, length]
+            ways[-1, last] = self._from(value, int(self.most_forward[s, length]))
+        return ways
+
+    def _next(self, s: int, code: int) -> int:
+        """Bytes of the boundary behind stage `s` that the option itself doesn't hold: not there in its backward."""
+        if s + 1 >= self.n or self.profile.stages[s].is_glue:
+            return 0
+        held = set(self.profile.stages[s].options[code].held)
+        k = next((k for k in range(s + 1, self.n) if not self.profile.stages[k].is_glue), None)
+        if k is None:
+            return 0
+        storages = self.profile.storages
+        return sum(storages[x].nbytes for x in self.profile.stages[k].linked if storages[x].born == s and x not in held)
+
+    def plan(self, budget_bytes: int) -> tuple[tuple[int, ...], Segments] | None:
+        """The plan for a budget up to the limit; None where nothing fits."""
+        m = (budget_bytes - self.floor) // self.unit
+        if not self.complete or m < 0 or not np.isfinite(self.top[0, min(m, self.units - 1)]):
+            return None
+        m = min(m, self.units - 1)
+        codes = [0] * self.n
+        segments: list[Segment] = []
+        s = 0
+        while s < self.n:
+            ways = self._top_ways(s)
+            code, last = min(ways, key=lambda way: float(ways[way][m]))
+            if last < 0:
+                codes[s] = code
+                m -= self._up(self.chain.held[s][code])
+                s += 1
+                continue
+            m -= self._up(int(self.glue_held[s, last - s]))
+            segments.append(Segment(s, last, self._sweep(s, last, m)))
+            for k in range(s, last + 1):
+                codes[k] = 0 if self.profile.stages[k].is_glue else self._plain(k)
+            m -= self.x[last + 1]
+            s = last + 1
+        return tuple(codes), tuple(segments)
+
+    def least_bytes(self) -> int | None:
+        """The smallest budget that the tables have a plan for; None where there is none up to the limit."""
+        fits = np.flatnonzero(np.isfinite(self.top[0])) if self.complete else []
+        return self.floor + int(fits[0]) * self.unit if len(fits) else None
+
+    def plans(self, budget_bytes: int, count: int) -> list[tuple[tuple[int, ...], Segments]]:
+        """Different plans for budgets around this one: the table's bytes may be a little too many or too few."""
+        if self.exact:
+            found = self.plan(budget_bytes)
+            return [] if found is None else [found]
+        seen: dict[tuple[tuple[int, ...], Segments], None] = {}
+        for part in np.linspace(0.7, 1.0, count // 2).tolist() + np.linspace(1.0, LIMIT, count - count // 2).tolist():
+            found = self.plan(int(budget_bytes * part))
+            if found is not None:
+                seen[found] = None
+        return list(seen)
+
+    def _plain(self, k: int) -> int:
+        return next(c for c in self.space.inside[k] if self.profile.stages[k].options[c].name == "recompute")
+
+    def _sweep(self, s: int, t: int, m: int) -> Segments:
+        """The inner segments that I(s, t, m) stands for."""
+        found: list[Segment] = []
+        while s < t:
+            if self.profile.stages[s].is_glue:
+                s += 1
+                continue
+            value = self.inner[s, t - s, m]
+            for e in range(s, t):
+                first = max(0, self._up(self.chain.base_backward[t] + int(self.most_run[s, e - s]) - self.floor))
+                if not self.valid[s, e - s] or m < first or m < self.x[e + 1]:
+                    continue
+                way = self.inner[s, e - s, m] + self.after[t, self.span - (t - e), m] + self.again_total[s, e - s]
+                if way <= value:
+                    found.append(Segment(s, e, self._sweep(s, e, m)))
+                    m -= self.x[e + 1]
+                    s = e + 1
+                    break
+            else:
+                m -= self.p[s]
+                s += 1
+        return tuple(found)
