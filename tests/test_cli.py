@@ -232,7 +232,8 @@ def test_compare_writes_what_it_prints(run: Run, chain: Profile, profile_file: P
     assert [row["planner"] for row in rows] == ["ckptplan", "keep_all", "rotor"] * 2
     half, full = rows[0]["budget_bytes"], rows[3]["budget_bytes"]
     assert half < full == round(keep_all_gb(chain) * GIB)
-    assert all(row["overhead"] == 0 and row["gap"] == 0 for row in rows[3:])
+    # 1e-9: the same seconds are added in another order.
+    assert all(abs(row["overhead"]) < 1e-9 and abs(row["gap"]) < 1e-9 for row in rows[3:])
     kept, row = rows[1], rows[2]
     assert (kept["step_s"], kept["gap"], kept["needs_bytes"]) == (None, None, full)
     plan = rotor.plan(chain, half)
