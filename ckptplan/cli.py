@@ -1,11 +1,15 @@
-"""The command line: solve, show, simulate and compare plans from files, and a demonstration that trains a model."""
+"""The command line: solve, show, simulate and compare plans, and a demonstration that trains a model."""
 
 from __future__ import annotations
 
+import csv
+import importlib
 import json
 import math
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -16,7 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
-from ckptplan.core.chain import ACTIONS, Action
+from ckptplan.core.chain import ACTIONS, Action, Option
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import KEEP, Plan
 from ckptplan.core.plan import SCHEMA as PLAN_SCHEMA
@@ -24,9 +28,11 @@ from ckptplan.core.profile import SCHEMA as PROFILE_SCHEMA
 from ckptplan.core.profile import Profile
 from ckptplan.core.units import budget_to_bytes, format_bytes, format_seconds
 from ckptplan.referee import Violation, simulate, validate
+from ckptplan.referee.rules import broken_rules
+from ckptplan.report.tables import Row, planners_table
 
-STRUCTURE = {"stages", "action", "moves", "points", "held"}
-"""Kinds of violation after which a replay would mean nothing."""
+OURS = "ckptplan"
+"""The solver's name among the planners."""
 
 
 class _Group(TyperGroup):
@@ -70,6 +76,14 @@ def _main(
     pass
 
 
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL_OR_PROFILE",
+        help="A profile (docs/formats.md), or [bold]package.module:name[/bold] of a model, of a function that makes "
+        "one, or of one that makes model and inputs.",
+    ),
+]
 ProfileFile = Annotated[Path, typer.Argument(metavar="PROFILE.json", help="A profile (docs/formats.md).")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan made by [bold]ckptplan solve -o[/bold].")]
 # Taken as text, so that "12GB" meets the package's own message, which says the unit.
@@ -97,12 +111,15 @@ def demo(
 
 @app.command()
 def solve(
-    profile_file: ProfileFile,
+    source: Source,
     budget_gb: Budget,
     host_gb: Annotated[
         str | None, typer.Option(metavar="X", help="Most bytes on the host tier, same unit; default: no limit.")
     ] = None,
     actions: Annotated[str, typer.Option(help="What stages may do, separated by commas.")] = ",".join(ACTIONS),
+    segments: Annotated[
+        bool, typer.Option("--segments/--no-segments", help="Whether stages may be recomputed together.")
+    ] = True,
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds the solver may take.")] = 10.0,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="PLAN.json", help="Where to write the plan.")
@@ -110,16 +127,17 @@ def solve(
 ) -> None:
     """Find the fastest plan that fits the budget, with a proven bound.
 
+    A model is profiled first. Its plan is checked by the referee; ckptplan.solve(model) also replays it on the model.
     Exits with 2 if none fits; the message names the smallest budget that works.
 
     Example: [bold]ckptplan solve profile.json --budget-gb 12 -o plan.json[/bold]
     """
     from ckptplan.solving.planner import solve_profile
 
-    profile = Profile.load(profile_file)
     budget_bytes = _bytes(budget_gb, "--budget-gb")
     host_bytes = None if host_gb is None else _bytes(host_gb, "--host-gb")
     wanted = _actions(actions)
+    profile = _profile_of(source)
     with Console(stderr=True).status("solving") as status:
 
         def on_progress(part: str, best_s: float, bound_s: float) -> None:
@@ -130,6 +148,7 @@ def solve(
             profile,
             budget_bytes,
             actions=wanted,
+            segments=segments,
             host_bytes=host_bytes,
             time_limit_s=time_limit,
             on_progress=on_progress,
@@ -149,7 +168,10 @@ def solve(
 
 
 @app.command()
-def show(file: Annotated[Path, typer.Argument(metavar="FILE.json", help="A profile or a plan.")]) -> None:
+def show(
+    file: Annotated[Path, typer.Argument(metavar="FILE.json", help="A profile or a plan.")],
+    options: Annotated[bool, typer.Option("--options", help="Also list the options of every kind of stage.")] = False,
+) -> None:
     """Print a profile or a plan as a table.
 
     Example: [bold]ckptplan show profile.json[/bold]
@@ -159,6 +181,8 @@ def show(file: Annotated[Path, typer.Argument(metavar="FILE.json", help="A profi
         typer.echo(str(found))
     else:
         _show_profile(found)
+        if options:
+            _show_options(found)
 
 
 @app.command("simulate")
@@ -177,7 +201,7 @@ def simulate_command(
     plan.require_profile(profile)
     budget_bytes = plan.budget_bytes if budget_gb is None else _bytes(budget_gb, "--budget-gb")
     violations = validate(profile, plan, budget_bytes)
-    if not any(violation.kind in STRUCTURE for violation in violations):
+    if not broken_rules(profile, plan.choices, plan.segments):  # else a replay would mean nothing
         _show_timeline(profile, plan, budget_bytes)
     _show_violations(violations)
     if violations:
@@ -185,29 +209,186 @@ def simulate_command(
 
 
 @app.command()
-def baselines(profile_file: ProfileFile, budget_gb: Budget) -> None:
-    """Compare the published planners on a profile under one budget; no solver is run.
+def compare(
+    source: Source,
+    budget_gb: Annotated[str | None, typer.Option(metavar="X", help="Device budget in units of 2**30 bytes.")] = None,
+    budgets: Annotated[
+        str | None,
+        typer.Option(
+            metavar="P,Q,..",
+            help="Instead: percentages of the way from the smallest peak to that of keeping everything.",
+        ),
+    ] = None,
+    planners: Annotated[
+        str, typer.Option(metavar="A,B,..", help=f"Which planners; {OURS} is the solver, all is every one.")
+    ] = "all",
+    time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds the solver may take for each budget.")] = 10.0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE.json", help="Write the rows there too.")
+    ] = None,
+    csv_output: Annotated[
+        bool, typer.Option("--csv", help="Print comma-separated values instead of the table.")
+    ] = False,
+) -> None:
+    """Run the published planners and ours on a model or a profile, all under the same budgets and rules.
 
-    Example: [bold]ckptplan baselines profile.json --budget-gb 12[/bold]
+    The solver always runs, since every plan's gap is measured against its bound. Every plan has passed the referee.
+
+    Example: [bold]ckptplan compare profile.json --budgets 20,40,60 --planners ckptplan,pooch,rotor[/bold]
     """
+    wanted = _planners(planners)
+    if (budget_gb is None) == (budgets is None):
+        raise InvalidInputError("give either --budget-gb, in units of 2**30 bytes, or --budgets, in percent")
+    fixed = None if budget_gb is None else _bytes(budget_gb, "--budget-gb")
+    shares = None if budgets is None else _percentages(budgets)
+    profile = _profile_of(source)
+    rows = []
+    with Console(stderr=True).status("planning") as status:
+        limits = [fixed] if fixed is not None else _budgets(profile, shares or (), time_limit)
+        for limit in limits:
+            rows += _rows(profile, limit, wanted, time_limit, status.update)
+    if json_file is not None:
+        _write_json(
+            json_file, {"source": source, "stages": len(profile.stages), "rows": [_fields(row) for row in rows]}
+        )
+    if csv_output:
+        writer = csv.DictWriter(sys.stdout, list(_fields(rows[0])), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(_fields(row) for row in rows)
+        return
+    everything = simulate(profile, (KEEP,) * len(profile.stages))
+    _console().print(
+        planners_table(
+            rows,
+            title=f"{len(profile.stages)} stages; everything kept: {format_seconds(profile.baseline_step_s)}, "
+            f"{format_bytes(everything.peak_bytes)}",
+        )
+    )
+
+
+def _budgets(profile: Profile, shares: Sequence[float], time_limit_s: float) -> list[int]:
+    """Bytes at each percentage between the smallest peak and that of keeping everything; 0 and 100 are the ends."""
+    from ckptplan.solving.planner import smallest_peak
+
+    least = smallest_peak(profile, time_limit_s=time_limit_s).peak_bytes
+    most = simulate(profile, (KEEP,) * len(profile.stages)).peak_bytes
+    return [least + int((most - least) * share / 100) for share in shares]
+
+
+def _rows(
+    profile: Profile, budget_bytes: int, wanted: Sequence[str], time_limit_s: float, tell: Callable[[str], None]
+) -> list[Row]:
+    """What each planner reaches within one budget, and our bound on all of them."""
+    from ckptplan.baselines import BASELINES
+    from ckptplan.solving.planner import solve_profile
+
+    def ours(profile: Profile, budget_bytes: int) -> Plan:
+        return solve_profile(profile, budget_bytes, time_limit_s=time_limit_s)
+
+    bound_s = None
+    rows = []
+    for name in (OURS, *(name for name in wanted if name != OURS)):
+        tell(f"planning within {format_bytes(budget_bytes)}: {name}")
+        row = _row(profile, budget_bytes, name, ours if name == OURS else BASELINES[name])
+        if name == OURS:
+            bound_s = row.bound_s
+        if name in wanted:
+            rows.append(replace(row, bound_s=bound_s))
+    return rows
+
+
+def _row(profile: Profile, budget_bytes: int, name: str, planner: Callable[[Profile, int], Plan]) -> Row:
+    began = time.perf_counter()
+    try:
+        plan = planner(profile, budget_bytes)
+    except InfeasibleBudgetError as error:
+        took_s = time.perf_counter() - began
+        return Row(
+            name, budget_bytes, profile.baseline_step_s, None, needs_bytes=error.min_peak_bytes, planning_s=took_s
+        )
+    took_s = time.perf_counter() - began
+    broken = validate(profile, plan, budget_bytes)
+    if broken:
+        raise CkptPlanError(f"{name} gave a plan that the referee rejects, please report it: {broken[0]}")
+    return Row(
+        name,
+        budget_bytes,
+        profile.baseline_step_s,
+        plan.step_s,
+        peak_bytes=plan.peak_bytes,
+        host_bytes=plan.host_bytes,
+        bound_s=plan.lower_bound_s,
+        planning_s=took_s,
+    )
+
+
+def _fields(row: Row) -> dict[str, Any]:
+    return {**asdict(row), "overhead": row.overhead, "gap": row.gap}
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InvalidInputError(f"the rows can't be written to {path}: {error}") from error
+
+
+def _planners(text: str) -> tuple[str, ...]:
     from ckptplan.baselines import BASELINES
 
-    profile = Profile.load(profile_file)
-    budget_bytes = _bytes(budget_gb, "--budget-gb")
-    table = Table("planner", title=f"published planners within {format_bytes(budget_bytes)}")
-    for column in ("peak", "step", "overhead", *ACTIONS):
-        table.add_column(column, justify="right")
-    for name, planner in BASELINES.items():
-        try:
-            plan = planner(profile, budget_bytes)
-        except InfeasibleBudgetError as error:
-            table.add_row(name, f"needs {format_bytes(error.min_peak_bytes)}", "-", "-", *["-"] * len(ACTIONS))
-            continue
-        counts = [str(sum(choice.action == action for choice in plan.choices)) for action in ACTIONS]
-        table.add_row(
-            name, format_bytes(plan.peak_bytes), format_seconds(plan.step_s), f"{plan.overhead:+.1%}", *counts
+    known = (OURS, *BASELINES)
+    wanted = [part.strip() for part in text.split(",") if part.strip()]
+    if wanted == ["all"]:
+        return known
+    unknown = [name for name in wanted if name not in known]
+    if unknown or not wanted:
+        raise InvalidInputError(f"--planners {text!r}: choose from all, {', '.join(known)}, separated by commas")
+    return tuple(name for name in known if name in wanted)
+
+
+def _percentages(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0 <= share <= 100 for share in found):
+        raise InvalidInputError(f"--budgets {text!r}: give percentages from 0 to 100, separated by commas")
+    return found
+
+
+def _profile_of(source: str) -> Profile:
+    """The profile in a file, or that of a model named `module:name`."""
+    path = Path(source)
+    module, colon, name = source.partition(":")
+    if path.exists() or not colon or "/" in source or not name.replace(".", "").isidentifier():
+        return Profile.load(path)
+    found = _import(source, module, name)
+    # Here, since it imports torch, which no profile needs.
+    from torch import nn
+
+    from ckptplan.profiling.profiler import profile
+
+    made = found if isinstance(found, nn.Module) or not callable(found) else found()
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise InvalidInputError(
+            f"{source} gives {type(model).__name__}; want a torch.nn.Module, or a function that returns one, alone or "
+            "with its inputs"
         )
-    _console().print(table)
+    with Console(stderr=True).status("profiling") as status:
+        return profile(model, inputs, on_progress=status.update)
+
+
+def _import(source: str, module: str, name: str) -> Any:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as python -m does; an installed command has it not
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise InvalidInputError(f"{source} can't be imported: {error}; want package.module:name") from error
+    return found
 
 
 def _console() -> Console:
@@ -247,27 +428,31 @@ def _load(path: Path) -> Profile | Plan:
 def _show_profile(profile: Profile) -> None:
     from ckptplan.solving.planner import smallest_peak
 
-    def nbytes(storages: Sequence[int]) -> str:
-        return format_bytes(sum(profile.storages[s].nbytes for s in storages))
-
-    table = Table("stage", "can", title=f"{len(profile.stages)} stages, {len(profile.storages)} storages")
+    table = Table("stage", "options", title=f"{len(profile.stages)} stages, {len(profile.storages)} storages")
     for column in ("saves", "pinned", "inputs", "forward", "backward", "recompute"):
         table.add_column(column, justify="right")
     for stage in profile.stages:
-        times = (stage.forward_s, stage.backward_s, stage.recompute_s)
-        # Initials, so that stage names keep their room.
-        can = " ".join(action[0] if action in stage.actions else "-" for action in ACTIONS)
+        again = stage.recompute
         table.add_row(
-            escape(stage.name), can, *(nbytes(held) for held in (stage.saved, stage.pinned, stage.inputs)),
-            *(format_seconds(seconds) for seconds in times),
-        )  # fmt: skip
+            escape(stage.name),
+            _menu(stage.options),
+            _nbytes(profile, stage.keep.saved),
+            _nbytes(profile, stage.keep.pinned),
+            "–" if again is None else _nbytes(profile, again.held),
+            format_seconds(stage.forward_s),
+            format_seconds(stage.backward_s),
+            "–" if again is None else format_seconds(again.recompute_s),
+        )
     console = _console()
     console.print(table)
     keep_all = simulate(profile, (KEEP,) * len(profile.stages))
     smallest = smallest_peak(profile, time_limit_s=5)
     totals = Table(show_header=False, box=None)
     for label, text in (
-        ("can", ", ".join(f"{action[0]} = {action}" for action in ACTIONS)),
+        (
+            "options",
+            "k keep, s swap, r recompute, r+s with its inputs swapped, and how many others; --options lists them",
+        ),
         ("keep-all peak", f"{format_bytes(keep_all.peak_bytes)} ({keep_all.peak_phase} of {keep_all.peak_stage})"),
         (
             "smallest feasible peak",
@@ -277,7 +462,10 @@ def _show_profile(profile: Profile) -> None:
         ("held without activations", format_bytes(min(profile.base_forward_bytes))),
         ("update peak", format_bytes(profile.update_peak_bytes)),
         ("keep-all step", format_seconds(profile.baseline_step_s)),
-        ("recompute of every stage", format_seconds(sum(stage.recompute_s for stage in profile.stages))),
+        (
+            "recompute of every stage",
+            format_seconds(sum(stage.recompute.recompute_s for stage in profile.stages if stage.recompute is not None)),
+        ),
         (
             "link",
             f"{format_bytes(profile.link.out_bytes_per_s)}/s out, {format_bytes(profile.link.in_bytes_per_s)}/s in, "
@@ -287,6 +475,46 @@ def _show_profile(profile: Profile) -> None:
     ):
         totals.add_row(label, escape(text))
     console.print(totals)
+
+
+_SHORT = {"keep": "k", "swap": "s", "recompute": "r", "recompute+swap": "r+s"}
+
+
+def _menu(options: Sequence[Option]) -> str:
+    """A menu in a few characters, so that stage names keep their room."""
+    names = {option.name for option in options}
+    others = len(names - set(_SHORT))
+    return " ".join([short for name, short in _SHORT.items() if name in names] + ([f"+{others}"] if others else []))
+
+
+def _nbytes(profile: Profile, storages: Sequence[int]) -> str:
+    return format_bytes(sum(profile.storages[s].nbytes for s in storages))
+
+
+def _show_options(profile: Profile) -> None:
+    """Every option of the first stage of each kind."""
+    table = Table("stage", "option", title="options, one stage of each kind")
+    for column in ("held", "moved", "in forward", "in backward", "recompute"):
+        table.add_column(column, justify="right")
+    seen = set()
+    for stage in profile.stages:
+        if stage.kind in seen:
+            continue
+        seen.add(stage.kind)
+        count = sum(other.kind == stage.kind for other in profile.stages)
+        table.add_section()
+        for option in stage.options:
+            label = escape(stage.name) + (f" × {count}" if count > 1 else "")
+            table.add_row(
+                label if option is stage.keep else "",
+                escape(option.name),
+                _nbytes(profile, option.held),
+                _nbytes(profile, option.moved),
+                format_bytes(option.forward_bytes),
+                format_bytes(option.backward_bytes),
+                format_seconds(option.recompute_s),
+            )
+    _console().print(table)
 
 
 def _show_timeline(profile: Profile, plan: Plan, budget_bytes: int) -> None:
@@ -312,7 +540,12 @@ def _show_timeline(profile: Profile, plan: Plan, budget_bytes: int) -> None:
     worst.add_column("at start", justify="right")
     worst.add_column("peak", justify="right")
     for step in sorted(timeline.steps, key=lambda step: -step.peak_bytes)[:5]:
-        worst.add_row(step.phase, escape(step.stage), format_bytes(step.start_bytes), format_bytes(step.peak_bytes))
+        worst.add_row(
+            "again" if step.sweep else step.phase,
+            escape(step.stage),
+            format_bytes(step.start_bytes),
+            format_bytes(step.peak_bytes),
+        )
     console.print(worst)
 
 

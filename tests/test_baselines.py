@@ -21,7 +21,7 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import residency
 from ckptplan.referee import simulate, validate
 from ckptplan.report.plots import plot_step_time
-from ckptplan.report.tables import Row, comparison_table
+from ckptplan.report.tables import Row, comparison_table, planners_table
 
 
 def chain(
@@ -514,6 +514,26 @@ def test_comparison_table_has_a_line_per_planner_and_a_dash_where_nothing_fits()
     cells = [list(column.cells) for column in table.columns]
     assert cells == [["keep_all", "pooch"], ["–", "[bold]25.0%[/bold]"], ["[bold]0.0%[/bold]", "[bold]0.0%[/bold]"]]
     assert [str(column.header) for column in table.columns] == ["planner", "1.00 MiB", "2.00 MiB"]
+
+
+def test_planners_table_has_all_figures_and_what_is_lacking() -> None:
+    found = Row("rotor", 3 << 20, 1.0, 1.5, peak_bytes=2 << 20, host_bytes=0, bound_s=1.25, planning_s=0.002)
+    faster = replace(found, planner="ckptplan", step_s=1.25)
+    lacking = Row("keep_all", 3 << 20, 1.0, None, needs_bytes=5 << 20, planning_s=1e-5)
+    table = planners_table([faster, found, lacking])
+    cells = [list(column.cells) for column in table.columns]
+    assert cells[0] == ["[italic]within 3.00 MiB[/italic]", "ckptplan", "rotor", "keep_all"]
+    best, other, none = ([column[i] for column in cells[1:]] for i in (1, 2, 3))
+    assert best == [f"[bold]{x}[/bold]" for x in ("1.25 s", "25.0%", "2.00 MiB", "0 B", "0.00%", "2.0 ms")]
+    assert other == ["1.50 s", "50.0%", "2.00 MiB", "0 B", "20.00%", "2.0 ms"]
+    assert none == ["–", "–", "needs 5.00 MiB", "–", "–", "10 µs"]
+
+
+def test_plot_of_many_planners_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    many = [replace(row, planner=f"{row.planner}{k}") for k in range(8) for row in rows()]
+    plot_step_time(many, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_plot_is_a_png(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MARKERS = "osD^vPX*"
+LINES = ("-", "--", ":")
+COLOURS = 10  # of matplotlib's cycle; beyond it the next kind of line begins
 
 
 def plot_step_time(
@@ -42,13 +44,15 @@ def plot_step_time(
     budgets = sorted({row.budget_bytes for row in rows})
     longest_s = max((row.step_s for row in rows if row.step_s is not None), default=1.0)
     scale, seconds = (1.0, "s") if longest_s >= 1 else (1e3, "ms")
-    for index, planner in enumerate(dict.fromkeys(row.planner for row in rows)):
+    planners = list(dict.fromkeys(row.planner for row in rows))
+    for index, planner in enumerate(planners):
         step_s = {row.budget_bytes: row.step_s for row in rows if row.planner == planner}
         found = [step_s.get(budget) for budget in budgets]
         axes.plot(
             [budget / size for budget in budgets],
             [math.nan if value is None else value * scale for value in found],
             marker=MARKERS[index % len(MARKERS)],
+            linestyle=LINES[index // COLOURS % len(LINES)],
             linewidth=2.5 if planner == ours else 1.2,
             zorder=3 if planner == ours else 2,
             label=planner if any(value is not None for value in found) else f"{planner} (never fits)",
@@ -61,7 +65,10 @@ def plot_step_time(
     if title is not None:
         axes.set_title(title)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    if len(planners) > COLOURS:
+        axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    else:
+        axes.legend(fontsize="small")
     figure.savefig(Path(path), format="png", dpi=150)
 
 

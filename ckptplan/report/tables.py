@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from ckptplan.core.units import format_bytes
+from ckptplan.core.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +22,72 @@ class Row:
         Predicted step with everything kept.
     step_s : float or None
         Predicted step of the plan; None where nothing fits.
+    peak_bytes, host_bytes : int or None
+        Its peak on the device, and what it moves.
+    bound_s : float or None
+        No plan within this budget is faster, by the solver's proof; None where there is no such proof.
+    needs_bytes : int or None
+        Where nothing fits, the smallest budget that the planner can do with.
+    planning_s : float or None
+        Wall clock the planner took.
     """
 
     planner: str
     budget_bytes: int
     baseline_step_s: float
     step_s: float | None
+    peak_bytes: int | None = None
+    host_bytes: int | None = None
+    bound_s: float | None = None
+    needs_bytes: int | None = None
+    planning_s: float | None = None
 
     @property
     def overhead(self) -> float | None:
         """Excess over keeping everything, as a fraction; None where nothing fits."""
         return None if self.step_s is None else self.step_s / self.baseline_step_s - 1 if self.baseline_step_s else 0.0
+
+    @property
+    def gap(self) -> float | None:
+        """Excess over the bound, as a fraction; None where nothing fits or there is no bound."""
+        if self.step_s is None or self.bound_s is None:
+            return None
+        return self.step_s / self.bound_s - 1 if self.bound_s else 0.0
+
+
+def planners_table(rows: Sequence[Row], *, title: str | None = None) -> Table:
+    """One line per planner and budget, a section per budget; the fastest steps of each are bold.
+
+    Where nothing fits, the line has the smallest budget that the planner can do with.
+    """
+    budgets = sorted({row.budget_bytes for row in rows})
+    table = Table(title=title, caption="overhead: over keeping everything; gap: over the proven bound")
+    table.add_column("planner", no_wrap=True)
+    for column in ("step", "overhead", "peak", "swapped", "gap", "planned in"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for budget in budgets:
+        found = [row for row in rows if row.budget_bytes == budget]
+        best = min((row.step_s for row in found if row.step_s is not None), default=None)
+        table.add_section()
+        table.add_row(f"[italic]within {format_bytes(budget)}[/italic]")
+        for row in found:
+            took = "" if row.planning_s is None else format_seconds(row.planning_s)
+            if row.step_s is None or row.overhead is None:
+                needs = "–" if row.needs_bytes is None else f"needs {format_bytes(row.needs_bytes)}"
+                table.add_row(row.planner, "–", "–", needs, "–", "–", took)
+                continue
+            # Sums of the same seconds may differ in the last bits.
+            fastest = best is not None and row.step_s <= best * (1 + 1e-9)
+            cells = (
+                format_seconds(row.step_s),
+                f"{max(row.overhead, 0.0):.1%}",
+                "–" if row.peak_bytes is None else format_bytes(row.peak_bytes),
+                "–" if row.host_bytes is None else format_bytes(row.host_bytes),
+                "–" if row.gap is None else f"{max(row.gap, 0.0):.2%}",
+                took,
+            )
+            table.add_row(row.planner, *(f"[bold]{cell}[/bold]" for cell in cells) if fastest else cells)
+    return table
 
 
 def comparison_table(rows: Sequence[Row], *, title: str | None = None) -> Table:
