@@ -2,10 +2,11 @@
 
 NOTE [Numbering]
 Inside one run of a stage's forward, every call that reaches a dispatch mode, which is every operation below autograd,
-gets the next number, from 0. `aten.detach` alone gets none: autograd calls it when it saves a result and no hook is in
-force, and `checkpoint` does in its recompute, so how often it is called depends on who looks. A recompute makes the
-same calls in the same order, but for casts of parameters, which happen or not by the state of autocast's cache and are
-matched by what they are.
+gets the next number, from 0, but for views and what fake tensors are asked about themselves: those come or don't by who
+looks. Autograd calls `aten.detach` when it saves a result and no hook is in force, `checkpoint` does in its recompute,
+and after a write in place to a view autograd makes the view again on fake tensors alone. A recompute makes the same
+numbered calls in the same order, but for casts of parameters, which happen or not by the state of autocast's cache and
+are matched by what they are.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class NumberedOps(TorchDispatchMode):
 
 
 def is_numbered(func: Any) -> bool:
-    """Whether a call gets a number; fake tensors ask for their device and sizes through calls that real ones don't."""
-    return func is not torch.ops.aten.detach.default and func not in _ASKING
+    """Whether a call gets a number (NOTE [Numbering])."""
+    return func not in _ASKING and not getattr(func, "is_view", False)
 
 
 def is_random(func: Any) -> bool:
