@@ -1057,11 +1057,11 @@ def test_segments_beside_swapped_and_selective_stages() -> None:
     model, x, stages = make("loop")
     choices = [
         Decision("swap", (0, 1), 0, 1),
-        moving((0, 1), 1, 2, option="selective-1+swap", ops=(1,)),
+        moving((0, 1), 1, 2, option="selective-1+swap", ops=(0,)),
         moving((0,), 2, 4),
         AGAIN,
         AGAIN,
-        Decision("recompute", ops=(1, 2), option="selective-2"),
+        Decision("recompute", ops=(0, 1), option="selective-2"),
     ]
     counters = check(model, x, stages, choices, [Segment(2, 4, (Segment(2, 2),))]).counters
     assert counters.swapped_out_bytes == counters.swapped_in_bytes > 0
@@ -1143,8 +1143,8 @@ def test_saved_operations_run_once() -> None:
     assert products(KEEP) == (12, 6)
     # The second product isn't needed by dropout's backward, but it comes before what is.
     assert products(AGAIN) == (24, 12)
-    assert products(Decision("recompute", ops=(1,), option="selective-1")) == (18, 12)
-    assert products(Decision("recompute", ops=(1, 2, 4), option="selective-2")) == (12, 6)
+    assert products(Decision("recompute", ops=(0,), option="selective-1")) == (18, 12)
+    assert products(Decision("recompute", ops=(0, 1, 2), option="selective-2")) == (12, 6)
 
 
 def test_selective_holds_what_it_saves_and_no_more() -> None:
@@ -1156,14 +1156,14 @@ def test_selective_holds_what_it_saves_and_no_more() -> None:
                 lambda _, __, output, i=i, j=j: made.append((f"{i}.{j}", StorageWeakRef(output.untyped_storage())))
             )
     choices = [AGAIN] * 6
-    choices[2] = Decision("recompute", ops=(1,), option="selective-1")
+    choices[2] = Decision("recompute", ops=(0,), option="selective-1")
     with applied(model, stages, choices), no_cycles_collected():
         loss = call(model, x)
         held = [where for where, storage in made if not storage.expired()]
         assert held == ["0.3", "1.3", "2.0", "2.3", "3.3", "4.3"]
         loss.backward()
         assert all(storage.expired() for _, storage in made)
-    choices[2] = moving((0, 1), 2, 2, ops=(1,), option="selective-1+swap")
+    choices[2] = moving((0, 1), 2, 2, ops=(0,), option="selective-1+swap")
     made.clear()
     with applied(model, stages, choices), no_cycles_collected():
         loss = call(model, x)
@@ -1204,12 +1204,21 @@ def test_random_operations_are_saved_from_the_last_on() -> None:
 
 @pytest.mark.parametrize(
     ("ops", "match"),
-    [((0,), r"aten\.t\.default, which is a view"), ((6,), "aten.bernoulli_"), ((99,), "ran 9 operations")],
+    [((4,), r"number 4, aten\.bernoulli_\.float, which is a view"), ((99,), "ran 7 operations")],
 )
 def test_operations_that_cannot_be_saved(ops: tuple[int, ...], match: str) -> None:
     model, x, stages = make("loop")
     with applied(model, stages, [Decision("recompute", ops=ops)] * 6), pytest.raises(PlanMismatchError, match=match):
         call(model, x)
+
+
+def test_a_view_by_another_name_cannot_be_saved() -> None:
+    """A product over more than two dimensions ends in `_unsafe_view`, whose schema doesn't say that it is one."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh())
+    found, _ = operations(model, "0", torch.randn(2, 4, 8))
+    ops = (next(i for i, func in enumerate(found) if "_unsafe_view" in str(func)),)
+    with applied(model, ["0"], [Decision("recompute", ops=ops)]), pytest.raises(PlanMismatchError, match="is a view"):
+        call(model, torch.randn(2, 4, 8))
 
 
 class _Overwrites(nn.Module):
@@ -1226,7 +1235,7 @@ class _Overwrites(nn.Module):
 def test_a_saved_output_written_over(moves: tuple[int, ...]) -> None:
     """An error, never the value after."""
     model, x = nn.Sequential(_Overwrites(), _Overwrites()), torch.randn(64, 64)
-    choice = moving(moves, 0, 0, ops=(1,)) if moves else Decision("recompute", ops=(1,))
+    choice = moving(moves, 0, 0, ops=(0,)) if moves else Decision("recompute", ops=(0,))
     with applied(model, ["0", "1"], [choice, AGAIN]):
         loss = call(model, x)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -1279,7 +1288,7 @@ def test_a_selective_stage_that_takes_another_path() -> None:
     model = nn.Sequential(_Turns())
     with applied(model, ["0"], [Decision("recompute", ops=(2,))]):
         loss = call(model, torch.randn(32, 64))
-        with pytest.raises(PlanMismatchError, match=r"number 0 was aten\.t\.default .* and is aten\.mul\.Tensor"):
+        with pytest.raises(PlanMismatchError, match=r"number 0 was aten\.addmm\.default .* and is aten\.mul\.Tensor"):
             loss.backward()
 
 
@@ -1308,12 +1317,6 @@ def test_selective_under_autocast(inside: bool) -> None:
         choices.append(Decision("recompute", ops=ops))
     assert casts[0] > casts[1]  # the second call has its weights in the cache
     check(copy.deepcopy(model), x, stages, choices, run=run, steps=1)
-    # With the first call's numbers, the second's operations are others.
-    with (
-        applied(model, stages, [choices[0]] * 4),
-        pytest.raises(PlanMismatchError, match=r"which is a view|another path"),
-    ):
-        run(model, x)
 
 
 def test_selective_with_two_backwards() -> None:
@@ -1326,7 +1329,7 @@ def test_selective_with_two_backwards() -> None:
         return [first, gradients(model)]
 
     model, x, stages = make("loop")
-    for choice in (Decision("recompute", ops=(1, 4)), moving((0, 1), 5, 5, ops=(1, 4))):
+    for choice in (Decision("recompute", ops=(0, 2)), moving((0, 1), 5, 5, ops=(0, 2))):
         twin = copy.deepcopy(model)
         want = run(copy.deepcopy(model), x)
         with applied(twin, stages, [choice] * 6):
@@ -1336,8 +1339,8 @@ def test_selective_with_two_backwards() -> None:
 def test_steps_leave_nothing_behind() -> None:
     model, x, stages = make("loop")
     choices = [
-        moving((0, 1), 0, 0, ops=(1,)),
-        Decision("recompute", ops=(1, 2)),
+        moving((0, 1), 0, 0, ops=(0,)),
+        Decision("recompute", ops=(0, 1)),
         moving((0,), 2, 5),
         AGAIN,
         AGAIN,
