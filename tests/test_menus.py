@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 import ckptplan
 from ckptplan.core.chain import Option, Stage
 from ckptplan.core.schedule import residency
-from ckptplan.profiling import menus, timing, workspace
+from ckptplan.profiling import menus, profiler, timing, trace, workspace
 from ckptplan.profiling.menus import Choice, Op
 from ckptplan.runtime.measure import recorded_allocations
 from ckptplan.runtime.selective import NumberedOps, can_be_saved, is_random
@@ -64,25 +65,41 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-def mlp(depth: int = 4) -> tuple[nn.Module, torch.Tensor]:
+def mlp(depth: int = 3) -> tuple[nn.Module, torch.Tensor]:
     return Stack(lambda: Mlp(64), 64, depth), torch.randn(4, 128, 64)
 
 
-def attending(depth: int = 4) -> tuple[nn.Module, torch.Tensor]:
+def attending(depth: int = 3) -> tuple[nn.Module, torch.Tensor]:
     return Stack(lambda: Attending(64), 64, depth), torch.randn(4, 64, 64)
 
 
-def normed(depth: int = 4) -> tuple[nn.Module, torch.Tensor]:
+def normed(depth: int = 3) -> tuple[nn.Module, torch.Tensor]:
     """Buffers that forward updates, and activations in place on what a convolution made."""
 
     def block() -> nn.Module:
-        return nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.Dropout())
+        return nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True))
 
     blocks = [block() for _ in range(depth)]
     return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *blocks, nn.Conv2d(16, 1, 1)), torch.randn(4, 3, 32, 32)
 
 
 BUILT = {"mlp": mlp, "attending": attending, "normed": normed}
+
+
+@functools.cache
+def profiled(name: str) -> tuple[nn.Module, torch.Tensor, ckptplan.Profile]:
+    """With made-up times of operations, and without regard to times of stages, so that menus don't depend on chance."""
+
+    def times(keys: Iterable[Any], device: torch.device) -> dict[Any, float]:
+        dear = (torch.ops.aten.addmm.default, torch.ops.aten.convolution.default, torch.ops.aten.bmm.default)
+        return {key: 0.0 if key[0].is_view else 1.0 + 9.0 * (key[0] in dear) for key in keys}
+
+    torch.manual_seed(0)
+    model, inputs = BUILT[name]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiler, "_beaten", lambda *args: False)
+        patch.setattr(trace, "measure_times", times)
+        return model, inputs, ckptplan.profile(model, inputs)
 
 
 def plan_of(profile: ckptplan.Profile, options: Sequence[Option]) -> ckptplan.Plan:
@@ -217,14 +234,14 @@ def outputs(module: nn.Module, x: torch.Tensor) -> list[tuple[Any, list[torch.Te
     return seen
 
 
-@pytest.mark.parametrize("name", ["mlp", "attending"])
+@pytest.mark.parametrize("name", BUILT)
 def test_a_menu_saves_exactly_what_its_operations_make(name: str) -> None:
-    model, inputs = BUILT[name]()
-    profile = ckptplan.profile(model, inputs)
+    model, inputs, profile = profiled(name)
     stage = block_of(profile)
     assert len(stage.options) <= 12
     block = model.get_submodule(stage.name)
-    x = torch.randn_like(inputs)
+    x = torch.randn(profile.storages[stage.option("recompute").saved[0]].nbytes // 4)
+    x = x.view(inputs.shape[0], -1, *inputs.shape[2:])
     ran = outputs(block, x)
     draws = [n for n, (func, _, _) in enumerate(ran) if is_random(func)]
     selective = [option for option in stage.options if option.ops]
@@ -241,15 +258,13 @@ def test_a_menu_saves_exactly_what_its_operations_make(name: str) -> None:
         kept = [n for n in draws if n in option.ops]
         assert kept == draws[len(draws) - len(kept) :]
         again = stage.option("recompute")
-        assert option.pinned == again.pinned
+        assert set(again.pinned) <= set(option.pinned)
         assert set(again.held) <= set(option.held)
-        assert 0 < option.recompute_s
-        assert bytes_of(profile, option.held) < bytes_of(profile, stage.keep.held)
+        assert option.recompute_s > 0
 
 
 def test_a_menu_may_divide_a_stage_in_three() -> None:
-    model, inputs = attending()
-    profile = ckptplan.profile(model, inputs)
+    _, _, profile = profiled("attending")
     stage = block_of(profile)
     parts = [o for o in stage.options if o.moves and len(o.moves) < len(o.saved)]
     assert [o.name for o in parts if not o.recomputes] == ["swap-1"]
@@ -304,18 +319,13 @@ def test_equal_stages_share_one_measurement(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def held_after_forward(model: nn.Module, inputs: torch.Tensor) -> int:
-    kept = []
-    level = 0
-    for _, nbytes in recorded_allocations(lambda: kept.append(model(inputs)))[0]:
-        level += nbytes
-    del kept
-    return level
+    kept: list[torch.Tensor] = []  # so that the graph lives until the recording has ended
+    return sum(nbytes for _, nbytes in recorded_allocations(lambda: kept.append(model(inputs)))[0])
 
 
 def test_an_option_holds_what_it_says() -> None:
     """One block under each option: the allocator's level after forward, beside that with the block kept."""
-    model, inputs = attending(3)
-    profile = ckptplan.profile(model, inputs)
+    model, inputs, profile = profiled("attending")
     k = next(i for i, stage in enumerate(profile.stages) if stage.name == "blocks.1")
     keep = [stage.keep for stage in profile.stages]
     levels = {}
@@ -325,6 +335,7 @@ def test_an_option_holds_what_it_says() -> None:
                 held_after_forward(model, inputs)
                 levels[option.name] = held_after_forward(model, inputs)
     assert len(levels) > 2
+    assert any(name.startswith("selective") for name in levels)
     for name, level in levels.items():
         saved = levels["keep"] - level
         want = bytes_of(profile, keep[k].held) - bytes_of(profile, profile.stages[k].option(name).held)
@@ -334,14 +345,12 @@ def test_an_option_holds_what_it_says() -> None:
 
 @pytest.mark.parametrize("name", BUILT)
 def test_peaks_and_gradients_under_any_mixture_of_options(name: str) -> None:
-    torch.manual_seed(0)
-    model, inputs = BUILT[name]()
-    profile = ckptplan.profile(model, inputs)
+    model, inputs, profile = profiled(name)
     assert any(option.ops for stage in profile.stages for option in stage.options)
     names = dict.fromkeys(option.name for stage in profile.stages for option in stage.options)
     mixtures = [[stage.find(n) or stage.keep for stage in profile.stages] for n in names]
     rng = random.Random(0)
-    mixtures += [[rng.choice(stage.options) for stage in profile.stages] for _ in range(6)]
+    mixtures += [[rng.choice(stage.options) for stage in profile.stages] for _ in range(5)]
     state = torch.get_rng_state().numel()
     for options in mixtures:
         report = ckptplan.verify(model, plan_of(profile, options), inputs, repeats=1)

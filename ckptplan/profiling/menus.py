@@ -92,7 +92,9 @@ def list_ops(
     for number, calls in enumerate(zip(*runs, strict=True)):
         func = _func(calls[0])
         timed = calls[0].key in seconds
-        whole = all(call.fresh and written.isdisjoint(call.made) for call in calls) and can_be_saved(func)
+        whole = can_be_saved(func) and all(
+            call.fresh and written.isdisjoint(call.made) and any(n for n, _ in call.made.values()) for call in calls
+        )
         collective = _is_collective(func)
         nbytes = max(sum(n for sid, (n, _) in call.made.items() if not held_anyway(sid)) for call in calls)
         again = number < rerun
@@ -194,7 +196,7 @@ def choose(choices: Sequence[Choice], total_s: float, keep_bytes: int, points: i
     if len(hull) <= points:
         return hull
 
-    def area(chosen: tuple[Choice, ...]) -> float:
+    def area(chosen: Iterable[Choice]) -> float:
         corners = [start, *(_point(c, total_s) for c in chosen), end]
         return sum((x2 - x1) * (y1 + y2) / 2 for (x1, y1), (x2, y2) in itertools.pairwise(corners))
 

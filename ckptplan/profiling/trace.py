@@ -12,9 +12,11 @@ same operations in each.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import hashlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +32,6 @@ from ckptplan.profiling.menus import Choice, choose, front, list_ops, numbered
 from ckptplan.profiling.tracker import SegmentTrace, Sid, Tracker, owners_of_a_lone_gradient
 from ckptplan.profiling.workspace import measure_times, measure_workspaces
 from ckptplan.runtime.controller import Controller
-from ckptplan.runtime.measure import no_cycles_collected
 from ckptplan.runtime.step import TrainingStep
 from ckptplan.runtime.stores import NullStore
 from ckptplan.runtime.swap import MIN_SWAP_BYTES, movable
@@ -208,7 +209,7 @@ def replay(
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         controller.install()
         try:
-            with no_cycles_collected(), tracker:
+            with _no_collection(), tracker:
                 given = fake_inputs(step, tracker.fake, tracker.outside)
                 with hooks:
                     output, loss = given.forward()
@@ -233,6 +234,18 @@ def replay(
     out.peak_bytes = tracker.peak_bytes
     out.forward, out.backward, out.wrapped_bytes = tracker.forward, tracker.backward, tracker.wrapped_bytes
     return out
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collections of cyclic garbage lower the bytes by chance; what an earlier replay left is not counted anyway."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def fake_inputs(
@@ -300,6 +313,7 @@ class _Tracing:
         self.step, self.names, self.device, self.round_to = step, names, device, round_to
         self.resident_bytes, self.update_bytes = resident_bytes, update_bytes
         self.notes: list[str] = []
+        self.kinds: dict[int, str] = {}
         # checkpoint keeps the generator's state on the CPU, where it counts; fake replays don't see it.
         self.state_bytes = torch.get_rng_state().numel() if device.type == "cpu" else 0
         n = len(names)
@@ -517,7 +531,8 @@ class _Tracing:
             for p, s in enumerate(option.saved)
             if s not in shared and not self.storages[s].to_end and not self.storages[s].stays
         }
-        moves, left = [], sum(sizes.values()) // 2
+        moves: list[int] = []
+        left = sum(sizes.values()) // 2
         for p in sorted(sizes, key=lambda p: (-sizes[p], p)):
             if sizes[p] <= left or not moves:
                 moves.append(p)
@@ -533,10 +548,12 @@ class _Tracing:
         return [dataclasses.replace(option, name=name, moves=tuple(range(len(option.saved))))]
 
     def _kind(self, g: int) -> str:
-        digest = hashlib.sha256()
-        for op in self.kept.forward[g].ops:
-            digest.update(repr(op.key).encode())
-        return f"{'stage' if g % 2 else 'glue'} {digest.hexdigest()[:12]}"
+        if g not in self.kinds:
+            digest = hashlib.sha256()
+            for op in self.kept.forward[g].ops:
+                digest.update(repr(op.key).encode())
+            self.kinds[g] = f"{'stage' if g % 2 else 'glue'} {digest.hexdigest()[:12]}"
+        return self.kinds[g]
 
     def _bases(self, draft: Profile) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Stage, ...]]:
         """Bytes that no decision changes, and what stages hold beyond what hooks show.

@@ -241,17 +241,13 @@ class Tracker(FakeWorld):
 
     def _written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sid, ...]:
         """Storages that the operation's schema says it writes to."""
-        if not func._schema.is_mutable:
-            return ()
-        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-        targets = [
-            t
-            for argument in func._schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for t in pytree.tree_leaves(given.get(argument.name))
-            if isinstance(t, torch.Tensor)
-        ]
-        return tuple(sid for t in targets if (sid := self.sid(t)) is not None)
+        out: list[Sid] = []
+        for position, name in _writes(func):
+            given = args[position] if position < len(args) else kwargs.get(name)
+            for tensor in pytree.tree_leaves(given):
+                if isinstance(tensor, torch.Tensor) and (sid := self.sid(tensor)) is not None:
+                    out.append(sid)
+        return tuple(out)
 
     def _accumulates(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the autograd engine, summing gradients that meet, would add in place on real tensors.
@@ -273,6 +269,16 @@ class Tracker(FakeWorld):
             return False
         alone = owners_of_a_lone_gradient()
         return any(count[0] <= alone[0] and count[1] <= alone[1] and t.is_contiguous() for count, t in counts)
+
+
+@functools.cache
+def _writes(func: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that an operation writes to."""
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 def _owners(tensor: torch.Tensor) -> tuple[int, int]:
