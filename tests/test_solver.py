@@ -8,344 +8,404 @@ import random
 import time
 from dataclasses import replace
 
+import brute_force
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_chains import homogeneous_chain, random_chain, rich_chain, textbook_chain
+from random_chains import (
+    homogeneous_chain,
+    random_chain,
+    random_options,
+    random_segments,
+    rich_chain,
+    textbook_chain,
+)
 
-from ckptplan.core.chain import ACTIONS, Action
+from ckptplan.core.chain import ACTIONS, Action, Segment
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
-from ckptplan.core.plan import Decision, Plan
+from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
-from ckptplan.core.schedule import Overflow, residency, schedule
+from ckptplan.core.schedule import residency
 from ckptplan.referee import simulate, validate
 from ckptplan.solving import planner, smallest_peak, solve_profile
-from ckptplan.solving.chain_dp import nothing_moves
 from ckptplan.solving.evaluate import Evaluator, menus
-from ckptplan.solving.fluid_model import FluidModel, PeakModel
+from ckptplan.solving.exact_search import PlanSpace, fastest
+from ckptplan.solving.label_dp import LabelDp
+from ckptplan.solving.local_search import LocalSearch, even_segments, patterns
+from ckptplan.solving.segment_dp import SegmentDp
 
-Vector = tuple[Action, ...]
 # Times are sums of the same seconds in another order.
 SAME = {"rel": 1e-9, "abs": 1e-9}
+NOTHING_MOVES: tuple[Action, ...] = ("keep", "recompute")
 
 
-def all_vectors(profile: Profile, actions: tuple[Action, ...] = ACTIONS) -> list[Vector]:
-    return list(itertools.product(*[[a for a in stage.actions if a in actions] for stage in profile.stages]))
+def space_of(profile: Profile, actions: tuple[Action, ...] = ACTIONS) -> PlanSpace:
+    return PlanSpace(profile, menus(profile, actions), segments="recompute" in actions)
 
 
-def peak_of(profile: Profile, vector: Vector) -> int:
-    r = residency(profile, vector)
+def peak_of_keeping(profile: Profile) -> int:
+    r = residency(profile, [stage.keep for stage in profile.stages])
     return max(*r.forward_bytes, *r.backward_bytes, profile.update_peak_bytes)
-
-
-def enforceable(profile: Profile) -> tuple[list[int], list[int]]:
-    """Release and prefetch points that a runtime can meet: a module ends or begins there."""
-    modules = [i for i, stage in enumerate(profile.stages) if not stage.name.startswith("(")]
-    if not modules:
-        return list(range(len(profile.stages))), list(range(len(profile.stages)))
-    return list(range(modules[-1] + 1)), modules
-
-
-def lazy_decisions(profile: Profile, vector: Vector, budget_bytes: int) -> tuple[Decision, ...] | None:
-    """Everything that moves leaves as late and returns as early as fits; what never needs to be away doesn't move."""
-    if peak_of(profile, vector) > budget_bytes:
-        return None
-    r, n = residency(profile, vector), len(vector)
-    last = []
-    for needs in (r.forward_bytes, r.backward_bytes):
-        points, here = [n - 1] * n, []
-        for k in range(n):
-            while needs[k] + sum(r.moved_bytes[i] for i in here) > budget_bytes:
-                points[here.pop(0)] = k - 1
-            here += [k] if r.moves[k] else []
-        last.append(points)
-    away = [bool(r.moves[i]) and (last[0][i] < n - 1 or last[1][i] < n - 1) for i in range(n)]
-    releases, prefetches = enforceable(profile)
-    return tuple(
-        Decision(
-            "swap",
-            r.moves[i],
-            max(x for x in releases if x <= last[0][i]),
-            max(x for x in prefetches if x <= last[1][i]),
-        )
-        if away[i]
-        else Decision(vector[i])
-        for i in range(n)
-    )
-
-
-def brute_force(
-    profile: Profile, budget_bytes: int, actions: tuple[Action, ...] = ACTIONS, host_bytes: int | None = None
-) -> float:
-    """Smallest makespan over all vectors, by the referee's clock; infinite where nothing fits."""
-
-    def compute_s(vector: Vector) -> float:
-        return profile.baseline_step_s + sum(
-            stage.recompute_s for stage, a in zip(profile.stages, vector, strict=True) if a == "recompute"
-        )
-
-    best = math.inf
-    for vector in sorted(all_vectors(profile, actions), key=compute_s):
-        if compute_s(vector) >= best:
-            break
-        choices = lazy_decisions(profile, vector, budget_bytes)
-        if choices is None:
-            continue
-        timeline = simulate(profile, choices)
-        assert timeline.peak_bytes <= budget_bytes
-        if host_bytes is None or timeline.host_bytes <= host_bytes:
-            best = min(best, timeline.makespan_s)
-    return best
-
-
-def budgets(profile: Profile, rng: random.Random, actions: tuple[Action, ...] = ACTIONS) -> list[int]:
-    """The smallest feasible budget, and one between it and what keeping everything needs."""
-    least = min(peak_of(profile, v) for v in all_vectors(profile, actions))
-    most = peak_of(profile, ("keep",) * len(profile.stages))
-    return [least, rng.randint(least, most)]
 
 
 def check(profile: Profile, plan: Plan, budget_bytes: int, host_bytes: int | None = None) -> None:
     assert validate(profile, plan, budget_bytes, host_bytes=host_bytes) == ()
-    assert simulate(profile, plan).host_bytes == plan.host_bytes
+    timeline = simulate(profile, plan)
+    assert (timeline.host_bytes, timeline.peak_bytes) == (plan.host_bytes, plan.peak_bytes)
+    assert timeline.makespan_s == pytest.approx(plan.step_s, **SAME)
     assert plan.lower_bound_s <= plan.step_s
     assert plan.gap >= 0
     assert plan.overhead >= 0
 
 
-SIZES = [1, 2, 3, 4, 5] * 32 + [6] * 20 + [7] * 10 + [8] * 30
+def size_of(seed: int) -> int:
+    return 1 + seed % 7
 
 
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("part", range(6))
 def test_equals_brute_force(part: int) -> None:
-    for seed in range(part, len(SIZES), 10):
-        profile, rng = random_chain(seed, SIZES[seed]), random.Random(seed)
-        for budget in budgets(profile, rng):
-            plan = solve_profile(profile, budget)
-            check(profile, plan, budget)
-            assert plan.status == "optimal"
-            assert plan.step_s == pytest.approx(brute_force(profile, budget), **SAME), (seed, budget)
+    """Menus, nested segments, swapping, host limits, up to seven stages."""
+    for seed in range(part, 84, 6):
+        n, rng = size_of(seed), random.Random(seed)
+        profile = random_chain(seed, n, most_options=7 if n < 6 else 4)
+        host = None if seed % 4 else 30
+        combinations = brute_force.combinations(profile)
+        if len(combinations) > 4000:
+            continue
+        least = brute_force.smallest_peak(profile, host_bytes=host, within=combinations)
+        assert smallest_peak(profile, host_bytes=host).peak_bytes == least
+        for budget in (least, least + rng.randint(0, 40)):
+            plan = solve_profile(profile, budget, host_bytes=host)
+            check(profile, plan, budget, host)
+            best = brute_force.fastest(profile, budget, host_bytes=host, within=combinations)
+            assert plan.status == "optimal", (seed, budget)
+            assert plan.step_s == pytest.approx(best, **SAME), (seed, budget)
 
 
-def test_never_slower_than_the_shared_schedule_of_any_vector() -> None:
-    for seed in range(60):
-        profile, rng = random_chain(seed, 1 + seed % 5), random.Random(seed)
-        for budget in budgets(profile, rng):
-            step_s = solve_profile(profile, budget).step_s
-            for vector in all_vectors(profile):
-                choices = schedule(profile, vector, budget)
-                if not isinstance(choices, Overflow):
-                    assert step_s <= simulate(profile, choices).makespan_s * (1 + 1e-9), (seed, budget, vector)
-
-
-def every_schedule(profile: Profile, budget_bytes: int) -> float:
-    """Smallest makespan over all vectors and all release and prefetch points, with no idea which are good."""
-    n, best = len(profile.stages), math.inf
-    for vector in all_vectors(profile):
-        moves = residency(profile, vector).moves
-        movers = [i for i in range(n) if moves[i]]
-        for moving in range(len(movers) + 1):
-            # The first `moving` of them move: the others' bytes never need to be away.
-            spans = [[x for x in points if x >= i] for points in enforceable(profile) for i in movers[:moving]]
-            for points in itertools.product(*spans):
-                choices = [Decision(a) for a in vector]
-                for at, i in enumerate(movers[:moving]):
-                    choices[i] = Decision("swap", moves[i], points[at], points[moving + at])
-                timeline = simulate(profile, tuple(choices))
-                if timeline.peak_bytes <= budget_bytes:
-                    best = min(best, timeline.makespan_s)
-    return best
-
-
-@pytest.mark.parametrize(("size", "seeds"), [(2, range(30)), (3, range(100, 125)), (4, range(200, 204))])
+@pytest.mark.parametrize(("size", "seeds"), [(2, range(30)), (3, range(100, 120))])
 def test_no_other_points_are_faster(size: int, seeds: range) -> None:
     for seed in seeds:
-        profile, rng = random_chain(seed, size), random.Random(seed)
-        for budget in budgets(profile, rng)[: 1 if size == 4 else 2]:
-            found = solve_profile(profile, budget).step_s
-            assert found == pytest.approx(every_schedule(profile, budget), **SAME), (seed, budget)
+        profile = random_chain(seed, size)
+        budget = smallest_peak(profile).peak_bytes + seed % 5
+        found = solve_profile(profile, budget).step_s
+        assert found == pytest.approx(brute_force.fastest_of_all_points(profile, budget), **SAME), (seed, budget)
+
+
+def test_evaluator_equals_residency_and_referee() -> None:
+    schedules = 0
+    for seed in range(200):
+        rng, n = random.Random(seed), 2 + seed % 8
+        profile = random_chain(seed, n)
+        host = rng.choice((None, 30))
+        evaluator, segments = Evaluator(profile, host), random_segments(rng, profile)
+        options = [random_options(rng, profile, segments) for _ in range(4)]
+        codes = np.array(
+            [[stage.options.index(o) for stage, o in zip(profile.stages, row, strict=True)] for row in options], np.int8
+        )
+        needs = evaluator.needs(codes, segments)
+        for row, chosen in enumerate(options):
+            r = residency(profile, chosen, segments)
+            assert tuple(needs.forward[row]) == r.forward_bytes
+            assert tuple(needs.backward[row]) == r.backward_bytes
+            assert tuple(needs.moved[row]) == r.moved_bytes
+            least = evaluator.peak(codes[row].tolist(), segments)
+            for budget in (least - 1, least, least + rng.randint(1, 40)):
+                many = float(evaluator.makespans(codes[row : row + 1], budget, segments)[0])
+                one = evaluator.step_s(codes[row].tolist(), budget, segments)
+                assert one == pytest.approx(many, **SAME)
+                found = evaluator.schedule(codes[row].tolist(), budget, segments)
+                assert (one < math.inf) == (budget >= least)
+                # Without what moves for nothing a plan may get below the host limit, never above.
+                assert found is not None or one == math.inf
+                if found is not None:
+                    timeline = simulate(profile, found.choices, found.segments)
+                    assert timeline.makespan_s == pytest.approx(found.step_s, **SAME)
+                    assert (timeline.peak_bytes, timeline.host_bytes) == (found.peak_bytes, found.host_bytes)
+                    assert found.step_s <= one * (1 + 1e-12)
+                    schedules += 1
+    assert schedules > 1000
 
 
 def test_smallest_peak_and_the_error_below_it() -> None:
-    for seed in range(120):
-        profile = random_chain(seed, 1 + seed % 6)
-        for actions in (ACTIONS, ("keep", "recompute"), ("keep", "swap"), ("keep",)):
-            least = min(peak_of(profile, v) for v in all_vectors(profile, actions))
+    for seed in range(84):
+        profile = random_chain(seed, 1 + seed % 6, most_options=5)
+        for actions in (ACTIONS, NOTHING_MOVES, ("keep", "swap"), ("keep",)):
+            combinations = brute_force.combinations(profile, actions=actions)
+            least = brute_force.smallest_peak(profile, actions=actions, within=combinations)
             found = smallest_peak(profile, actions=actions)
             assert (found.peak_bytes, found.bound_bytes, found.proven) == (least, least, True)
-            assert peak_of(profile, found.actions) == least
+            assert Evaluator(profile).peak(found.codes, found.segments) == least
             plan = solve_profile(profile, least, actions=actions)
             check(profile, plan, least)
-            assert {choice.action for choice in plan.choices} <= set(actions)
+            used = [stage.option(c.option) for stage, c in zip(profile.stages, plan.choices, strict=True)]
+            assert all(option.allowed(actions) for option in used)
             if least == 0:
                 continue
             with pytest.raises(InfeasibleBudgetError, match="smallest feasible peak") as caught:
                 solve_profile(profile, least - 1, actions=actions)
             error = caught.value
             assert (error.budget_bytes, error.min_peak_bytes) == (least - 1, least)
-            timeline = simulate(profile, tuple(Decision(a) for a in found.actions)) if actions == ("keep",) else None
-            if timeline is not None:
-                assert error.phase in {step.phase for step in timeline.steps if step.peak_bytes == least}
             missing = [a for a in ("swap", "recompute") if a not in actions]
             assert all(repr(a) in str(error) for a in missing) or error.phase == "update"
 
 
-def test_peak_model_is_exact_in_bytes() -> None:
-    for seed in range(24):
-        profile = random_chain(seed, 3 + seed % 4)
-        profile = replace(profile, base_forward_bytes=tuple(b + (1 << 41) + seed for b in profile.base_forward_bytes))
-        for host in (None, 25):
-            evaluator = Evaluator(profile, host)
-            menu = menus(profile, ACTIONS)
-            rows = np.array(list(itertools.product(*menu)), np.int8)
-            result = PeakModel(profile, menu, host).solve(deadline=time.monotonic() + 20)
-            assert result.proven
-            assert result.codes is not None
-            assert (
-                evaluator.smallest_peaks(np.array([result.codes], np.int8))[0] == evaluator.smallest_peaks(rows).min()
-            )
+def test_error_of_a_long_chain_says_that_the_peak_was_found() -> None:
+    profile = textbook_chain(random.Random(1), 30)
+    with pytest.raises(InfeasibleBudgetError, match="the smallest peak found"):
+        solve_profile(profile, 1, time_limit_s=1)
+    # Where nothing moves the segment DP proves it.
+    with pytest.raises(InfeasibleBudgetError, match="the smallest feasible peak") as caught:
+        solve_profile(profile, 1, actions=NOTHING_MOVES, time_limit_s=5)
+    least = caught.value.min_peak_bytes
+    assert solve_profile(profile, least, actions=NOTHING_MOVES, time_limit_s=5).peak_bytes == least
 
 
 def test_host_limit() -> None:
+    for seed in range(40):
+        profile = random_chain(seed, 1 + seed % 5, most_options=5)
+        combinations = brute_force.combinations(profile)
+        for host in (0, 15):
+            least = brute_force.smallest_peak(profile, host_bytes=host, within=combinations)
+            assert smallest_peak(profile, host_bytes=host).peak_bytes == least
+            plan = solve_profile(profile, least, host_bytes=host)
+            check(profile, plan, least, host)
+            assert plan.host_bytes <= host
+            best = brute_force.fastest(profile, least, host_bytes=host, within=combinations)
+            assert plan.step_s == pytest.approx(best, **SAME)
+
+
+def test_no_room_on_the_host_tier_means_nothing_moves() -> None:
+    profile = textbook_chain(random.Random(3), 20)
+    budget = smallest_peak(profile, host_bytes=0).peak_bytes + 30
+    plan = solve_profile(profile, budget, host_bytes=0, time_limit_s=5)
+    without = solve_profile(profile, budget, actions=NOTHING_MOVES, time_limit_s=5)
+    assert (plan.host_bytes, plan.step_s) == (0, without.step_s)
+
+
+def test_segment_dp_is_the_optimum_on_textbook_chains() -> None:
     for seed in range(60):
-        profile, rng = random_chain(seed, 1 + seed % 5), random.Random(seed)
-        for host in (0, rng.randint(1, 60)):
-            least = smallest_peak(profile, host_bytes=host)
-            for budget in (least.peak_bytes, least.peak_bytes + rng.randint(1, 20)):
-                plan = solve_profile(profile, budget, host_bytes=host)
-                check(profile, plan, budget, host)
-                assert plan.step_s == pytest.approx(brute_force(profile, budget, host_bytes=host), **SAME), (seed, host)
-            assert least.peak_bytes == 0 or brute_force(profile, least.peak_bytes - 1, host_bytes=host) == math.inf
+        rng, n = random.Random(seed), 1 + seed % 7
+        profile = textbook_chain(rng, n)
+        space, evaluator = space_of(profile, NOTHING_MOVES), Evaluator(profile)
+        least = smallest_peak(profile, actions=NOTHING_MOVES).peak_bytes
+        for budget in (least - 1, least, least + rng.randint(1, 60)):
+            best: list[float] = [math.inf]
+            fastest(
+                evaluator,
+                space,
+                budget,
+                math.inf,
+                on_found=lambda codes, segments, b=budget, e=evaluator, found=best: found.append(
+                    e.step_s(codes, b, segments)
+                ),
+            )
+            dp = SegmentDp(space, budget)
+            assert dp.run(math.inf)
+            assert dp.exact
+            plan = dp.plan(budget)
+            assert (plan is None) == (best[-1] == math.inf)
+            if plan is not None:
+                assert evaluator.step_s(plan[0], budget, plan[1]) == pytest.approx(best[-1], **SAME), (seed, budget)
 
 
-def test_dp_equals_brute_force_over_keep_and_recompute() -> None:
-    actions: tuple[Action, ...] = ("keep", "recompute")
-    for seed in range(150):
-        profile, rng = random_chain(seed, 1 + seed % 8), random.Random(seed)
-        menu = menus(profile, actions)
-        for budget in budgets(profile, rng, actions):
-            result = nothing_moves(profile, menu, budget, deadline=time.monotonic() + 20)
-            assert result.exact
-            assert result.codes is not None
-            assert result.step_s == pytest.approx(brute_force(profile, budget, actions), **SAME), (seed, budget)
-            assert peak_of(profile, tuple(ACTIONS[code] for code in result.codes)) <= budget
-        assert nothing_moves(profile, menu, budgets(profile, rng, actions)[0] - 1, deadline=math.inf).codes is None
+def rotor_s(profile: Profile, budget_bytes: int) -> float:
+    """Beaumont et al. (2019), equation by equation, on the numbers of `Profile.from_chain`; slow and plain."""
+    stages, storages = profile.stages, profile.storages
+    n = len(stages)
+    base = profile.base_forward_bytes[0]
+    x = [storages[stage.linked[0]].nbytes if stage.linked else 0 for stage in stages]
+    saved = [
+        sum(storages[s].nbytes for s in stage.keep.held if storages[s].born == i) for i, stage in enumerate(stages)
+    ]
+    back = profile.base_backward_bytes
+    memo: dict[tuple[int, int, int, bool], float] = {}
+
+    def best(s: int, t: int, m: int, top: bool) -> float:
+        """Recompute seconds of stages s..t with m bytes that nothing holds; `top`: the step's own forward."""
+        key = (s, t, m, top)
+        if key not in memo:
+            memo[key] = ways(s, t, m, top)
+        return memo[key]
+
+    def ways(s: int, t: int, m: int, top: bool) -> float:
+        keep, again = stages[s].keep, stages[s].recompute
+        assert again is not None
+        run = base if top else back[t]
+        if s == t and not top:
+            return 0.0 if back[t] + again.backward_bytes <= m else math.inf
+        found = [math.inf]
+        if run + keep.forward_bytes <= m and back[s] + saved[s] + keep.backward_bytes <= m:
+            found.append(best(s + 1, t, m - saved[s], top) if s < t else 0.0)
+        seconds, forward = 0.0, True
+        for e in range(s, t + top):
+            one = stages[e].recompute
+            assert one is not None
+            forward = forward and run + (x[e] if e > s else 0) + one.forward_bytes <= m
+            if not forward:
+                break
+            after = 0.0 if e == t else math.inf if m < x[e + 1] else best(e + 1, t, m - x[e + 1], top)
+            found.append(seconds + one.recompute_s + after + best(s, e, m, False))
+            seconds += stages[e].forward_s
+        return min(found)
+
+    return profile.baseline_step_s + best(0, n - 1, budget_bytes, True)
 
 
-def test_fluid_bound_is_below_the_optimum() -> None:
-    for seed in range(24):
-        profile, rng = random_chain(seed, 3 + seed % 4), random.Random(seed)
-        # Sizes that don't divide by the unit, and a unit of many bytes: rounding must only relax.
-        scale = 1 if seed % 2 else 12_345_677
-        grown = scaled(profile, scale)
-        for budget in budgets(grown, rng):
-            best = brute_force(grown, budget)
-            for whole in (False, True):
-                model = FluidModel(grown, menus(grown, ACTIONS), budget, whole_transfers=whole)
-                result = model.solve(lambda *_: False, deadline=time.monotonic() + 1)
-                assert result.bound <= best * (1 + 1e-12), (seed, budget, whole)
-                # With latency, or units of many bytes, the bound is below the optimum, if not by much.
-                if whole and scale == 1 and not grown.link.latency_s and result.proven:
-                    assert result.bound >= best * 0.999 - 2 * len(grown.stages) / min_rate(grown), (seed, budget)
+def test_recompute_only_is_never_slower_than_rotor() -> None:
+    for seed in range(14):
+        rng = random.Random(seed)
+        profile = textbook_chain(rng, 10 + seed)
+        least = smallest_peak(profile, actions=NOTHING_MOVES).peak_bytes
+        for budget in (least, least + rng.randint(1, 100)):
+            plan = solve_profile(profile, budget, actions=NOTHING_MOVES)
+            check(profile, plan, budget)
+            assert plan.status == "optimal"
+            assert plan.step_s == pytest.approx(rotor_s(profile, budget), **SAME)
+        assert rotor_s(profile, least - 1) == math.inf
 
 
-def min_rate(profile: Profile) -> float:
-    """Bytes per second of the slower direction: a stall may carry one byte for free."""
-    return min(profile.link.out_bytes_per_s, profile.link.in_bytes_per_s)
+def test_segments_beat_single_stages_where_they_must() -> None:
+    """Boundaries are as large as what is saved besides: only segments get below one boundary per stage."""
+    profile = Profile.from_chain([1.0] * 16, [2.0] * 16, [10] * 16, [20] * 16, input_bytes=10)
+    single = smallest_peak(profile, actions=NOTHING_MOVES, segments=False)
+    together = smallest_peak(profile, actions=NOTHING_MOVES)
+    assert together.peak_bytes < single.peak_bytes - 50
+    assert together.segments
+    plan = solve_profile(profile, single.peak_bytes, actions=NOTHING_MOVES)
+    alone = solve_profile(profile, single.peak_bytes, actions=NOTHING_MOVES, segments=False)
+    check(profile, plan, single.peak_bytes)
+    assert plan.segments
+    assert not alone.segments
+    assert plan.step_s < alone.step_s
+    assert ("nested segments" in plan.space, "no segments" in alone.space) == (True, True)
 
 
-def scaled(profile: Profile, scale: int) -> Profile:
-    """The same profile with every size, and the link, `scale` times as large."""
-
-    def transient(t):  # type: ignore[no-untyped-def]
-        return t and replace(t, forward_bytes=t.forward_bytes * scale, backward_bytes=t.backward_bytes * scale)
-
-    return replace(
-        profile,
-        storages=tuple(replace(s, nbytes=s.nbytes * scale) for s in profile.storages),
-        stages=tuple(
-            replace(s, keep=transient(s.keep), swap=transient(s.swap), recompute=transient(s.recompute))
-            for s in profile.stages
-        ),
-        base_forward_bytes=tuple(b * scale for b in profile.base_forward_bytes),
-        base_backward_bytes=tuple(b * scale for b in profile.base_backward_bytes),
-        update_peak_bytes=profile.update_peak_bytes * scale,
-        link=replace(
-            profile.link,
-            out_bytes_per_s=profile.link.out_bytes_per_s * scale,
-            in_bytes_per_s=profile.link.in_bytes_per_s * scale,
-        ),
-    )
+def test_label_dp_finds_the_optimum_of_most_small_chains() -> None:
+    equal, count = 0, 0
+    for seed in range(40):
+        profile = random_chain(seed, 3 + seed % 4, most_options=5)
+        space, evaluator = space_of(profile), Evaluator(profile)
+        budget = smallest_peak(profile).peak_bytes + seed % 17
+        found = LabelDp(space, budget).run(20_000, math.inf)
+        best = min((evaluator.step_s(plan.codes, budget, plan.segments) for plan in found), default=math.inf)
+        optimum = solve_profile(profile, budget).step_s
+        assert best >= optimum * (1 - 1e-9)
+        equal += best <= optimum * (1 + 1e-9)
+        count += 1
+    # Its clock takes long queues and shared storages a little differently: now and then another plan is taken.
+    assert equal >= 0.9 * count
 
 
-@given(seed=st.integers(0, 10_000), n=st.integers(1, 6), data=st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_local_search_never_gets_worse_and_stays_in_the_space() -> None:
+    for seed in range(12):
+        profile = random_chain(seed, 8, most_options=5)
+        space, evaluator = space_of(profile), Evaluator(profile)
+        budget = smallest_peak(profile).peak_bytes + 20
+        start = patterns(space)
+        costs = evaluator.makespans(start, budget)
+        if costs.min() == math.inf:
+            continue
+        first = start[costs.argmin()].tolist()
+        codes, segments, seconds = LocalSearch(evaluator, space, budget).improve(first, (), math.inf, pairs=100)
+        assert seconds <= costs.min()
+        assert evaluator.step_s(codes, budget, segments) == seconds
+        menu = space.menu_in(segments)
+        assert all(code in allowed for code, allowed in zip(codes, menu, strict=True))
+
+
+def test_even_segments_lie_where_segments_may() -> None:
+    for seed in range(30):
+        profile = random_chain(seed, 9)
+        codes, segments = even_segments(space_of(profile), 3)
+        for segment in segments:
+            inside = range(segment.first, segment.last + 1)
+            assert not profile.stages[segment.first].is_glue
+            assert not profile.stages[segment.last].is_glue
+            names = {profile.stages[i].options[codes[i]].name for i in inside if not profile.stages[i].is_glue}
+            assert names <= {"recompute", "recompute+swap"}
+
+
+@given(seed=st.integers(0, 10_000), n=st.integers(1, 5), data=st.data())
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_makespan_never_rises_with_the_budget(seed: int, n: int, data: st.DataObject) -> None:
-    profile = random_chain(seed, n)
+    profile = random_chain(seed, n, most_options=5)
     least = smallest_peak(profile).peak_bytes
-    most = max(least, peak_of(profile, ("keep",) * n))
+    most = max(least, peak_of_keeping(profile))
     steps = sorted(data.draw(st.lists(st.integers(least, most), min_size=2, max_size=5)))
     found = [solve_profile(profile, budget).step_s for budget in steps]
     assert all(b <= a * (1 + 1e-12) for a, b in itertools.pairwise(found))
 
 
 @pytest.mark.parametrize("make", [textbook_chain, rich_chain])
-@pytest.mark.parametrize("actions", [ACTIONS, ("keep", "recompute")])
+@pytest.mark.parametrize("actions", [ACTIONS, NOTHING_MOVES])
 def test_longer_chains_are_sound_and_in_time(make, actions) -> None:  # type: ignore[no-untyped-def]
     for seed in range(2):
         profile, rng = make(random.Random(seed), 18), random.Random(seed)
-        least = smallest_peak(profile, actions=actions).peak_bytes
-        budget = rng.randint(least, max(least, peak_of(profile, ("keep",) * 18)))
+        least = smallest_peak(profile, actions=actions, time_limit_s=1.5).peak_bytes
+        budget = rng.randint(least, max(least, peak_of_keeping(profile)))
         begin = time.monotonic()
         plan = solve_profile(profile, budget, actions=actions, time_limit_s=1.5)
-        # 1.5 s more: building models and loading OR-Tools on a busy machine.
+        # 1.5 s more: loading OR-Tools on a busy machine.
         assert time.monotonic() - begin < 3
         check(profile, plan, budget)
-        assert actions == ACTIONS or plan.status == "optimal"
+        assert make is rich_chain or actions == ACTIONS or plan.status == "optimal"
 
 
 def test_homogeneous_blocks_come_within_a_percent() -> None:
     profile = homogeneous_chain(24, link_ratio=0.8)
-    least = smallest_peak(profile).peak_bytes
-    budget = least + (peak_of(profile, ("keep",) * 24) - least) // 5
-    plan = solve_profile(profile, budget, time_limit_s=3)
+    least = smallest_peak(profile, time_limit_s=2).peak_bytes
+    budget = least + (peak_of_keeping(profile) - least) // 5
+    plan = solve_profile(profile, budget, time_limit_s=4)
     check(profile, plan, budget)
     assert plan.gap <= 0.01
 
 
+def test_a_long_chain_has_a_plan_from_the_start() -> None:
+    profile = homogeneous_chain(300, link_ratio=0.5)
+    budget = peak_of_keeping(profile) // 3
+    plan = solve_profile(profile, budget, time_limit_s=1)
+    check(profile, plan, budget)
+
+
 def test_everything_kept_when_it_fits() -> None:
     profile = homogeneous_chain(30, link_ratio=1.0)
-    plan = solve_profile(profile, peak_of(profile, ("keep",) * 30))
+    plan = solve_profile(profile, peak_of_keeping(profile))
     assert (plan.status, plan.gap, plan.overhead, plan.host_bytes) == ("optimal", 0.0, 0.0, 0)
     assert {choice.action for choice in plan.choices} == {"keep"}
 
 
-def test_swaps_that_move_nothing_do_not_appear_without_need() -> None:
-    for seed in range(0, 90, 3):
-        profile, rng = random_chain(seed, 5), random.Random(seed)
-        plan = solve_profile(profile, budgets(profile, rng)[1])
-        for i, choice in enumerate(plan.choices):
-            if choice.action != "keep":
-                vector = [c.action for c in plan.choices]
-                vector[i] = "keep"
-                choices = lazy_decisions(profile, tuple(vector), plan.budget_bytes)
-                assert choices is None or simulate(profile, choices).makespan_s > plan.step_s * (1 + 1e-12)
+def test_options_that_gain_nothing_do_not_appear_without_need() -> None:
+    for seed in range(0, 60, 3):
+        profile = random_chain(seed, 5)
+        budget = smallest_peak(profile).peak_bytes + seed % 20
+        plan = solve_profile(profile, budget)
+        evaluator = Evaluator(profile)
+        codes = [
+            [option.name for option in stage.options].index(choice.option)
+            for stage, choice in zip(profile.stages, plan.choices, strict=True)
+        ]
+        inside = {i for segment in plan.segments for i in range(segment.first, segment.last + 1)}
+        for i, code in enumerate(codes):
+            if code and i not in inside:
+                kept = [*codes[:i], 0, *codes[i + 1 :]]
+                assert evaluator.step_s(kept, budget, plan.segments) > plan.step_s * (1 + 1e-12)
 
 
 def test_same_seed_same_plan(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    for n, seed in ((6, 3), (9, 1), (14, 0)):
-        profile = textbook_chain(random.Random(seed), n)
-        actions: tuple[Action, ...] = ACTIONS if n < 10 else ("keep", "recompute")
+    for n, actions, limit in ((6, ACTIONS, 10), (14, NOTHING_MOVES, 10), (12, ACTIONS, 30)):
+        profile = textbook_chain(random.Random(n), n)
         budget = smallest_peak(profile, actions=actions).peak_bytes + 10
-        first, second = (solve_profile(profile, budget, actions=actions, seed=7, workers=1) for _ in range(2))
+        first, second = (
+            solve_profile(profile, budget, actions=actions, seed=7, workers=1, time_limit_s=limit) for _ in range(2)
+        )
         assert first == second
         first.save(tmp_path / "plan.json")
         assert Plan.load(tmp_path / "plan.json") == first
 
 
 def test_small_chains_are_quick() -> None:
-    chains = [random_chain(seed, 8) for seed in range(10)]
+    chains = [random_chain(seed, 5) for seed in range(10)]
     least = [smallest_peak(profile).peak_bytes for profile in chains]
     begin = time.perf_counter()
     for profile, budget in zip(chains, least, strict=True):
@@ -388,29 +448,44 @@ def test_progress_is_reported() -> None:
     seen: list[tuple[str, float, float]] = []
     profile = textbook_chain(random.Random(5), 16)
     plan = solve_profile(
-        profile, smallest_peak(profile).peak_bytes, time_limit_s=1, on_progress=lambda *report: seen.append(report)
+        profile,
+        smallest_peak(profile, time_limit_s=1).peak_bytes,
+        time_limit_s=1,
+        on_progress=lambda *report: seen.append(report),
     )
     assert seen[-1] == ("done", plan.step_s, plan.lower_bound_s)
     assert all(bound <= best * (1 + 1e-9) for _, best, bound in seen)
+    assert [best for _, best, _ in seen] == sorted((best for _, best, _ in seen), reverse=True)
 
 
-def test_the_way_for_long_chains_is_sound_on_short_ones(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(planner, "ENUMERATE", 0)
-    monkeypatch.setattr(planner, "ENUMERATE_WITH_TIME", 0)
-    proven = 0
-    for seed in range(20):
-        profile, rng = random_chain(seed, 3 + seed % 4), random.Random(seed)
+def test_the_way_for_long_chains_is_sound_on_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ENUMERATE", "ENUMERATE_WITH_TIME", "ENUMERATE_PEAKS"):
+        monkeypatch.setattr(planner, name, 0)
+    optimal, near, count = 0, 0, 0
+    for seed in range(16):
+        profile, rng = random_chain(seed, 3 + seed % 4, most_options=5), random.Random(seed)
         host = None if seed % 4 else 30
-        least = smallest_peak(profile, host_bytes=host)
-        assert least.proven
-        assert brute_force(profile, least.peak_bytes, host_bytes=host) < math.inf
-        assert least.peak_bytes == 0 or brute_force(profile, least.peak_bytes - 1, host_bytes=host) == math.inf
-        for budget in (least.peak_bytes, least.peak_bytes + rng.randint(1, 20)):
-            plan = solve_profile(profile, budget, host_bytes=host, time_limit_s=0.4)
+        combinations = brute_force.combinations(profile)
+        least = brute_force.smallest_peak(profile, host_bytes=host, within=combinations)
+        found = smallest_peak(profile, host_bytes=host, time_limit_s=0.5)
+        assert found.bound_bytes <= least <= found.peak_bytes
+        for budget in (found.peak_bytes, found.peak_bytes + rng.randint(1, 20)):
+            plan = solve_profile(profile, budget, host_bytes=host, time_limit_s=0.6)
             check(profile, plan, budget, host)
-            best = brute_force(profile, budget, host_bytes=host)
+            best = brute_force.fastest(profile, budget, host_bytes=host, within=combinations)
+            assert best is not None
             assert plan.lower_bound_s <= best * (1 + 1e-9), (seed, budget)
             assert plan.step_s >= best * (1 - 1e-9), (seed, budget)
-            proven += plan.status == "optimal"
-    # Latency and units of bytes leave a gap now and then; most are proven.
-    assert proven >= 20
+            optimal += plan.step_s <= best * (1 + 1e-9)
+            near += plan.step_s <= best * 1.05
+            count += 1
+    # On chains this short a search may end beside the optimum; rarely far from it.
+    assert optimal >= 0.8 * count
+    assert near >= 0.95 * count
+
+
+def test_segments_in_a_plan_are_data() -> None:
+    profile = Profile.from_chain([1.0] * 12, [2.0] * 12, [10] * 12, [20] * 12, input_bytes=10)
+    plan = solve_profile(profile, smallest_peak(profile, actions=NOTHING_MOVES).peak_bytes, actions=NOTHING_MOVES)
+    assert all(isinstance(segment, Segment) for segment in plan.segments)
+    assert max(segment.depth(i) for segment in plan.segments for i in range(12)) >= 2

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,7 @@ Segments = tuple[Segment, ...]
 KEEP = 0
 _CELLS_PER_CHUNK = 1 << 18
 _CACHED_FORESTS = 8
+_LONG = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +161,18 @@ class Evaluator:
         self._forward_s = np.array([stage.forward_s for stage in profile.stages])
         self._width = max(len(stage.options) for stage in profile.stages)
         self._forests: dict[Segments, _Tables] = {}
+        self.private: list[list[int]] = [[] for _ in profile.stages]
+        """Per stage, the storages that it alone may hold."""
+        groups: dict[int, list[int]] = {}
+        for s, (storage, holders) in enumerate(zip(profile.storages, self.holders, strict=True)):
+            if storage.nbytes and not storage.to_end and len(holders) == 1:
+                self.private[holders[0].stage].append(s)
+            elif storage.nbytes and not storage.to_end and holders:
+                groups.setdefault(len(holders), []).append(s)
+        self.shared = list(groups.values())
+        """Those that several may hold, by how many may."""
+        self._plain: _Tables | None = None
+        self._plain = self._tables(())
 
     def options(self, codes: Sequence[int]) -> list[Option]:
         """The options that `codes` stand for."""
@@ -170,7 +183,9 @@ class Evaluator:
         if found is None:
             if len(self._forests) >= _CACHED_FORESTS:
                 self._forests.pop(next(iter(self._forests)))
-            found = self._forests[segments] = _TablesOf(self, segments).build()
+            plain = self._plain
+            found = plain if plain is not None and not segments else _TablesOf(self, segments).build(plain)
+            self._forests[segments] = found
         return found
 
     def needs(self, codes: Codes, segments: Segments = ()) -> Needs:
@@ -314,6 +329,8 @@ class Evaluator:
         """Makespan of one plan, infinite where it doesn't fit: `makespans` without the cost of its tables."""
         if self.profile.update_peak_bytes > budget_bytes:
             return math.inf
+        if _has_long(segments):
+            return float(self.makespans(np.array([codes], np.int8), budget_bytes, segments)[0])
         r = residency(self.profile, self.options(codes), segments)
         if max(r.forward_bytes) > budget_bytes or max(r.backward_bytes) > budget_bytes:
             return math.inf
@@ -335,7 +352,10 @@ class Evaluator:
         return max(out, self.profile.baseline_step_s)
 
     def peak(self, codes: Sequence[int], segments: Segments = ()) -> int:
-        """The smallest budget one plan fits in."""
+        """The smallest budget one plan fits in: `smallest_peaks` without the cost of its tables."""
+        if self.host_bytes is None and not _has_long(segments):
+            r = residency(self.profile, self.options(codes), segments)
+            return max(*r.forward_bytes, *r.backward_bytes, self.profile.update_peak_bytes)
         return int(self.smallest_peaks(np.array([codes], np.int8), segments)[0])
 
     def schedule(self, codes: Sequence[int], budget_bytes: int, segments: Segments = ()) -> Schedule | None:
@@ -379,10 +399,16 @@ class Evaluator:
         return self.profile.stages[int(np.flatnonzero(backward[0] == peak)[-1])].name, "backward"
 
 
+def _has_long(segments: Segments) -> bool:
+    """Whether tables pay for a single plan: `residency` takes the square of a segment's length."""
+    return any(segment.last - segment.first > _LONG for segment in segments)
+
+
 class _TablesOf:
     """Builds the tables of one set of segments."""
 
     def __init__(self, evaluator: Evaluator, segments: Segments) -> None:
+        self.evaluator = evaluator
         self.profile = evaluator.profile
         self.holders = evaluator.holders
         self.segments = segments
@@ -405,25 +431,24 @@ class _TablesOf:
             out[code] = inside is None or s in inside[code]
         return out
 
-    def build(self) -> _Tables:
-        """The tables."""
+    def build(self, plain: _Tables | None) -> _Tables:
+        """The tables, from those without segments where they are given."""
         n, stages = self.n, self.profile.stages
+        self.gone_later: dict[tuple[int, int], NDArray[np.int64]] = {}
+        if plain is not None:
+            return self.changed(plain)
         self.forward = np.zeros(n + 1, np.int64)
         self.backward = np.zeros(n + 1, np.int64)
         self.private_held, self.private_moved, self.gone_next = np.zeros((3, n, self.width), np.int64)
-        self.gone_later: dict[tuple[int, int], NDArray[np.int64]] = {}
-        shared: dict[int, list[int]] = {}
         for s, (storage, holders) in enumerate(zip(self.profile.storages, self.holders, strict=True)):
             if storage.nbytes == 0 or storage.born >= n:
                 continue
             self.forward[storage.born + 1] += storage.nbytes
             if storage.to_end:
                 self.backward[0] += storage.nbytes
-            elif len(holders) > 1:
-                shared.setdefault(len(holders), []).append(s)
-            elif holders:
+            elif len(holders) == 1:
                 self.add_private(s, holders[0])
-            else:
+            elif not holders:
                 self.forward[min(storage.program_until + 1, n)] -= storage.nbytes
         own_forward, own_backward = np.zeros((2, n, self.width), np.int64)
         backward_s = np.zeros((n, self.width))
@@ -432,6 +457,38 @@ class _TablesOf:
                 own_forward[i, code] = self.profile.base_forward_bytes[i] + option.forward_bytes
                 own_backward[i, code] = self.profile.base_backward_bytes[i] + option.backward_bytes
                 backward_s[i, code] = stage.backward_s + option.recompute_s
+        return self.tables(
+            tuple(self.shared(group) for group in self.evaluator.shared), own_forward, own_backward, backward_s
+        )
+
+    def changed(self, plain: _Tables) -> _Tables:
+        """The tables without segments with what stages in segments do otherwise."""
+        self.forward, self.backward = plain.constant_forward, plain.constant_backward.copy()
+        self.private_held, self.private_moved = plain.private_held.copy(), plain.private_moved.copy()
+        self.gone_next = plain.gone_next.copy()
+        self.gone_later = {(at, i): nbytes for at, i, nbytes in plain.gone_later if i not in self.held}
+        for i in self.held:
+            self.private_held[i] = self.private_moved[i] = self.gone_next[i] = 0
+            for s in self.evaluator.private[i]:
+                self.add_private(s, self.holders[s][0])
+        groups = []
+        for group, indices in zip(plain.shared, self.evaluator.shared, strict=True):
+            rows, columns = np.nonzero(np.isin(group.stages, list(self.held)))
+            holds = group.holds.copy()
+            for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
+                s = indices[row]
+                holds[row, column] = self.holds(s, self.holders[s][column])
+            groups.append(replace(group, holds=holds, fixes=group.fixes & holds))
+        return self.tables(tuple(groups), plain.own_forward, plain.own_backward.copy(), plain.backward_s.copy())
+
+    def tables(
+        self,
+        shared: tuple[_Shared, ...],
+        own_forward: NDArray[np.int64],
+        own_backward: NDArray[np.int64],
+        backward_s: NDArray[np.float64],
+    ) -> _Tables:
+        """All there is, once the sweeps are run."""
         in_sweep: list[tuple[int, int]] = []
         for segment in self.segments:
             self.add_sweep(segment, own_backward, backward_s, in_sweep)
@@ -442,13 +499,13 @@ class _TablesOf:
             self.private_moved,
             self.gone_next,
             tuple((position, i, nbytes) for (position, i), nbytes in self.gone_later.items()),
-            tuple(self.shared(group) for group in shared.values()),
+            shared,
             own_forward,
             own_backward,
             tuple(in_sweep),
             backward_s,
             self.needed,
-            np.searchsorted(self.needed, np.arange(n + 1)),
+            np.searchsorted(self.needed, np.arange(self.n + 1)),
         )
 
     def add_private(self, s: int, holder: Holder) -> None:

@@ -43,24 +43,30 @@ class PlanSpace:
         self.inside: list[tuple[int, ...]] = [inside_codes(profile, menu, i) for i in range(n)]
         """Per stage, the codes it may have in a segment; none where it can't be in one."""
         self._inside_from: dict[tuple[int, int], tuple[int, ...]] = {}
-        self._ends: list[list[int]] = []
-        for first in range(n):
-            ends = []
-            if segments and self.inside[first] and not profile.stages[first].is_glue:
-                for last in range(first, n):
-                    if not self.inside[last]:
-                        break
-                    if not profile.stages[last].is_glue:
-                        ends.append(last)
-            self._ends.append(ends)
+        # Per stage, the first one from there on that can't be in a segment with it.
+        self._until = [n] * (n + 1)
+        for i in reversed(range(n)):
+            self._until[i] = self._until[i + 1] if self.inside[i] else i
+        self._begins = [
+            segments and bool(self.inside[i]) and not stage.is_glue for i, stage in enumerate(profile.stages)
+        ]
+
+    def begins(self, i: int) -> bool:
+        """Whether a segment, or an inner one, may begin or end with stage `i`."""
+        return self._begins[i]
 
     def ends(self, first: int, least: int, limit: int) -> list[int]:
         """Where a segment from `first` on may end, within `[least, limit)`."""
-        return [last for last in self._ends[first] if least <= last < limit]
+        if not self._begins[first]:
+            return []
+        return [last for last in range(max(first, least), min(limit, self._until[first])) if self._begins[last]]
 
-    def count(self) -> int:
-        """How many plans there are."""
+    def count(self, most: int) -> int:
+        """How many plans there are, or some number above `most` where there are more."""
         n = len(self.menu)
+        single = math.prod(len(codes) for codes in self.menu)
+        if single > most:
+            return single
 
         @cache
         def sweeps(first: int, limit: int) -> int:

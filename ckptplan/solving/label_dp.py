@@ -149,7 +149,7 @@ class LabelDp:
         n = len(self.profile.stages)
         seconds = [stage.forward_s + stage.backward_s for stage in self.profile.stages]
         self.rest_s = np.concatenate([np.cumsum(seconds[::-1])[::-1], [0.0]])
-        self.starts = [bool(space.ends(k, k, n)) for k in range(n)]
+        self.starts = [space.begins(k) for k in range(n)]
         self.goes_on = [bool(codes) for codes in space.inside]
         self._holds = [
             [self._split(k, option) for option in stage.options] for k, stage in enumerate(self.profile.stages)

@@ -176,7 +176,7 @@ def _space(profile: Profile, actions: Sequence[Action], segments: bool, host_byt
 
 
 def _smallest_peak(evaluator: Evaluator, space: PlanSpace, deadline: float) -> MinPeak:
-    if space.count() <= ENUMERATE_PEAKS:
+    if space.count(ENUMERATE_PEAKS) <= ENUMERATE_PEAKS:
         row, segments, peak = exact_search.smallest(evaluator, space)
         bound = peak
     else:
@@ -273,13 +273,13 @@ class _Search:
         self.offer([KEEP] * len(self.menu))
         if self.closed():
             return self.result("keep all")
-        if self.space.count() <= ENUMERATE:
+        if self.space.count(ENUMERATE) <= ENUMERATE:
             self.enumerate()
             return self.result("exact search")
         self.start()
         if not self.closed():
             self.improve()
-        if not self.closed() and self.space.count() <= ENUMERATE_WITH_TIME:
+        if not self.closed() and self.space.count(ENUMERATE_WITH_TIME) <= ENUMERATE_WITH_TIME:
             self.enumerate()
         return self.result("done")
 

@@ -244,7 +244,6 @@ class SegmentDp:
         self.p = [self._up(b) for b in chain.kept]
         can = [bool(self.space.inside[k]) and not stages[k].is_glue for k in range(self.n)]
         self.can = can
-        self.ends = [bool(self.space.ends(k, k, self.n)) for k in range(self.n)]
         # Per stage: what a run in a sweep needs on top of the base, apart from the boundary in front of it.
         self.run_bytes = [self._again(k)[0] if can[k] else 0 for k in range(self.n)]
         self.run_s = [0.0 if stages[k].is_glue else stages[k].forward_s for k in range(self.n)]
