@@ -87,11 +87,25 @@ class Chain:
             else set()
             for i, stage in enumerate(profile.stages)
         ]
+        # A segment may drop such a storage although a stage behind the segment is sure to hold it again.
+        self.returns: dict[int, list[int]] = {}
+        for s, storage in enumerate(profile.storages):
+            j = self.counted[s]
+            if j < 0 or storage.to_end or not storage.nbytes or self.again[j] is None or s not in profile.stages[j].linked:
+                continue
+            later = [i for i in self.certain[s] if j < i <= storage.program_until]
+            if later:
+                self.returns[s] = later
         self.elusive = {
             s
             for i in range(n)
             for s in {*self.movable[i], *(in_segments[i] & self.movable_any[i])}
             if self.counted[s] != i
+            and not (
+                self.counted[s] in self.certain[s]
+                and i in self.certain[s]
+                and (s not in profile.stages[self.counted[s]].linked or i in self.returns.get(s, ()))
+            )
         }
         self.menus = [self._menu(i) for i in range(n)]
         self._segment_numbers()
@@ -266,6 +280,7 @@ class Column:
     backward: Floats
     seconds: Floats
     moves: float
+    returns: list[tuple[int, float]]  # stage that holds a dropped storage again, bytes
 
 
 @dataclass(slots=True)
@@ -414,6 +429,11 @@ class Master:
             self._set(self.backward[k], var, column.backward[k - a])
             if self.lanes:
                 self._set(self.lanes[1]["drain"][k], var, -column.seconds[k - a])
+        for again, nbytes in column.returns:
+            # There in forward all the while, in backward from that stage on.
+            self.carry[b].SetCoefficient(var, self.carry[b].GetCoefficient(var) - nbytes)
+            for k in range(b + 1, again):
+                self.backward[k].SetCoefficient(var, self.backward[k].GetCoefficient(var) - nbytes)
         if self.lanes and column.moves:
             _, limit = self._moved(a, b)
             limit.SetCoefficient(var, -float(column.moves))
@@ -635,6 +655,15 @@ class Intervals:
         self.gone = np.cumsum(gone, axis=0)
         self.run = np.concatenate([[0.0], np.cumsum(c.run_s)])
 
+    def returns(self, a: int, b: int) -> list[tuple[int, int]]:
+        """Storages that the segment a..b drops and the stage behind it that is sure to hold each again."""
+        c = self.chain
+        return [
+            (s, next(i for i in later if i > b))
+            for s, later in c.returns.items()
+            if a <= c.profile.storages[s].born and c.counted[s] <= b < later[-1]
+        ]
+
 
 class LinearTrees:
     """The cheapest tree of every segment at linear prices; see the module's docstring for the recursion."""
@@ -686,6 +715,13 @@ class LinearTrees:
             after = iv.held[i, :k] * (self.back[n] - self.back[i + 1 :])
             self.segment[i, :k] = self.tree[i, :k] + running[:k] + after + self.move[i, :k]
         self.segment[:1] = np.inf
+        for s, later in c.returns.items():
+            first = np.arange(c.profile.storages[s].born + 1)
+            for b in range(c.counted[s], later[-1]):
+                a = first[max(0, b - w + 1) :]
+                again = next(i for i in later if i > b)
+                price = self.fore[n] - self.fore[b + 1] + self.back[n] - self.back[again]
+                self.segment[b - a, a] += c.size[s] * price
         assert total >= 0
         tail = self.fore[n] - self.fore[1:] + self.back[n] - self.back[1:]
         lf, lb = costs.linear_forward, costs.linear_backward
@@ -796,7 +832,24 @@ def column_of(chain: Chain, intervals: Intervals, tree: Segment) -> Column:
 
     sweep(tree)
     before = np.concatenate([[0.0], np.cumsum(kept)[:-1]])
-    return Column(tree, kept, c.segment_forward[a : b + 1], rows - before, seconds, float(intervals.moves[b - a, a]))
+    moves = float(intervals.moves[b - a, a])
+    returns = [(again, float(c.size[s])) for s, again in intervals.returns(a, b)]
+    return Column(tree, kept, c.segment_forward[a : b + 1], rows - before, seconds, moves, returns)
+
+
+_Open = tuple[tuple[int, int], ...]
+"""Storages that a segment has dropped, each with the stage that holds it again."""
+MOST_OPEN = 32
+
+
+class _States:
+    """Values of one boundary by slot of the bytes tracked, and where each comes from."""
+
+    def __init__(self, slots: int) -> None:
+        self.value = np.full(slots, np.inf)
+        self.source = np.full(slots, -1, np.int32)
+        self.choice = np.full(slots, -1, np.int32)
+        self.opened = np.full(slots, -1, np.int32)
 
 
 class HeldDP:
@@ -856,6 +909,7 @@ class HeldDP:
         self.width = top / (self.slots - 1)
         self.coarse = coarse
         self.low = np.arange(self.slots) * self.width
+        self.keys: dict[_Open, int] = {}
         self.ahead, self.behind = linear.path()
         self.fixed = (
             1.0
@@ -980,6 +1034,9 @@ class HeldDP:
             + iv.held_at[at - a, a] @ (self.price_forward.sum() - np.cumsum(self.price_forward)[rows])
             + held * (self.price_back[n] - self.price_back[b + 1])
         )
+        for s, again in iv.returns(a, b):
+            price = self.price_forward[b + 1 :].sum() + self.price_back[n] - self.price_back[again]
+            priced += float(self.chain.size[s] * price)
         if i < self.wide:
             offset = slope * (self.low - np.repeat(self.low[:: self.coarse], self.coarse))
             return np.repeat(self.tree[i, a] + self.fore[i, a], self.coarse) + offset + priced
@@ -1030,7 +1087,7 @@ class HeldDP:
                 some = self._subsets(unsure, float(m.still[o] - m.sure[o]))
                 ways += [(cost + float(m.sure[o]) * k.move(i), kept) for cost, kept in some]
             out += [
-                (o, float(priced[o]) + cost, float(m.forward[o]), float(m.backward[o]), max(0.0, kept))
+                (o, float(priced[o]) + cost, float(m.forward[o]), float(m.backward[o]), kept)
                 for cost, kept in ways
             ]
         return out
@@ -1051,76 +1108,115 @@ class HeldDP:
                 if born < a or born == self.chain.n
             ]
         items.sort(reverse=True)
-        return [(cost, max(0.0, kept)) for cost, kept in self._subsets(items, float(iv.still[i, a]))]
+        return self._subsets(items, float(iv.still[i, a]))
 
     def run(self) -> float:
         """The bound, in units of the baseline; at most `limit`."""
-        n, q, width = self.chain.n, self.slots, self.width
-        value = np.full((n + 1, q), np.inf)
-        value[0, 0] = 0.0
-        self.source = np.full((n + 1, q), -1, np.int32)
-        self.choice = np.full((n + 1, q), -1, np.int32)
+        n, width = self.chain.n, self.width
+        self.states: list[dict[_Open, _States]] = [{} for _ in range(n + 1)]
+        self.states[0][()] = _States(self.slots)
+        self.states[0][()].value[0] = 0.0
         for i in range(n):
             bar = self.limit - self.fixed - self.rest[i]
-            value[i][value[i] + self.mu[i] * self.low > bar] = np.inf
-            live = np.flatnonzero(np.isfinite(value[i]))
-            if len(live) == 0:
-                continue
-            first, last = int(live[0]), int(live[-1]) + 1
-            low, here = self.low[first:last], value[i, first:last]
-            done: dict[int, Floats] = {}
-            for o, cost, forward, backward, kept in self._ways(i):
-                if o not in done:
-                    over_f = low + (forward - self.room_forward[i])
-                    over_b = low + (backward - self.room_backward[i])
-                    done[o] = (
-                        here
-                        + self._row(over_f, self.weight_forward[i], self.guide_forward[i], self.hard_forward[i], width)
-                        + self._row(
-                            over_b, self.weight_backward[i], self.guide_backward[i], self.hard_backward[i], width
+            ways = self._ways(i)
+            arcs: dict[int, Floats] = {}
+            for opened, state in sorted(self.states[i].items()):
+                state.value[state.value + self.mu[i] * self.low > bar] = np.inf
+                live = np.flatnonzero(np.isfinite(state.value))
+                if len(live) == 0:
+                    continue
+                first, last = int(live[0]), int(live[-1]) + 1
+                low, here = self.low[first:last], state.value[first:last]
+                besides = sum(float(self.chain.size[s]) for s, _ in opened)
+                done: dict[int, Floats] = {}
+                for o, cost, forward, backward, kept in ways:
+                    if o not in done:
+                        over_f = low + (forward + besides - self.room_forward[i])
+                        over_b = low + (backward - self.room_backward[i])
+                        done[o] = (
+                            here
+                            + self._row(
+                                over_f, self.weight_forward[i], self.guide_forward[i], self.hard_forward[i], width
+                            )
+                            + self._row(
+                                over_b, self.weight_backward[i], self.guide_backward[i], self.hard_backward[i], width
+                            )
                         )
-                    )
-                self._move(value, i + 1, first, done[o] + cost, kept, -2 - o)
-            for length in self.arcs[i]:
-                arc = here + self._arc(i, length)[first:last]
-                for cost, kept in self._arc_ways(i, length):
-                    self._move(value, i + length + 1, first, arc + cost, kept, i)
-        self.value = value
-        return min(self.limit, self.fixed + float(value[n].min()))
+                    self._move((i, opened, first), i + 1, opened, done[o] + cost, kept, -2 - o)
+                for length in self.arcs[i]:
+                    if length not in arcs:
+                        arcs[length] = self._arc(i, length)
+                    arc = here + arcs[length][first:last]
+                    dropped = self.linear.intervals.returns(i, i + length)
+                    after = (*opened, *((s, j) for s, j in dropped if not (self.apart and s in self.chain.elusive)))
+                    for cost, kept in self._arc_ways(i, length):
+                        self._move((i, opened, first), i + length + 1, after, arc + cost, kept, i)
+        end = self.states[n].get(())
+        best = math.inf if end is None else float(end.value.min())
+        return min(self.limit, self.fixed + best)
 
-    def _move(self, value: Floats, to: int, first: int, new: Floats, add: float, choice: int) -> None:
-        shift = math.floor(add / self.width * (1 + 1e-15))
-        part = add - shift * self.width
+    def _move(
+        self, source: tuple[int, _Open, int], to: int, opened: _Open, new: Floats, add: float, choice: int
+    ) -> None:
+        """Offer `new`, values by slot from the source's first on, to the boundary `to`."""
+        # What a stage before `to`, or the next one, holds again is tracked from here on.
+        add += sum(float(self.chain.size[s]) for s, j in opened if j <= to)
+        opened = tuple((s, j) for s, j in opened if j > to)
+        states = self.states[to]
+        while opened and opened not in states and len(states) >= MOST_OPEN:
+            opened = opened[:-1]  # forgets bytes: a relaxation
+        state = states.get(opened)
+        if state is None:
+            state = states[opened] = _States(1 if to == self.chain.n else self.slots)
         if to == self.chain.n:
             # Nothing depends on what is held at the end.
             at = int(new.argmin())
-            if new[at] < value[to, 0]:
-                value[to, 0], self.source[to, 0], self.choice[to, 0] = new[at], first + at, choice
+            if new[at] < state.value[0]:
+                state.value[0], state.source[0], state.choice[0] = new[at], source[2] + at, choice
+                state.opened[0] = self._key(source[1])
             return
+        key = self._key(source[1])
+        shift = math.floor(add / self.width * (1 + 1e-15))
+        part = add - shift * self.width
         for up, charge in ((0, part), (1, part - self.width)):
             if up and part <= 0:
                 continue
-            begin = first + shift + up
-            size = min(len(new), self.slots - begin)
+            begin, skip = source[2] + shift + up, 0
+            if begin < 0:
+                # Less than nothing can only come of moves counted twice; nothing is held then.
+                begin, skip = 0, min(-begin, len(new))
+                at = int(new[:skip].argmin())
+                least = new[at] + self.mu[to] * (charge - self.width)
+                if least < state.value[0]:
+                    state.value[0], state.source[0], state.choice[0] = least, source[2] + at, choice
+                    state.opened[0] = key
+            size = min(len(new) - skip, self.slots - begin)
             if size <= 0:
                 continue
-            moved = new[:size] + self.mu[to] * charge
-            target = value[to, begin : begin + size]
-            better = moved < target
-            target[better] = moved[better]
-            at = np.flatnonzero(better)
-            self.source[to, begin + at] = first + at
-            self.choice[to, begin + at] = choice
+            moved = new[skip : skip + size] + self.mu[to] * charge
+            target = state.value[begin : begin + size]
+            at = np.flatnonzero(moved < target)
+            target[at] = moved[at]
+            state.source[begin + at] = source[2] + skip + at
+            state.choice[begin + at] = choice
+            state.opened[begin + at] = key
+
+    def _key(self, opened: _Open) -> int:
+        return self.keys.setdefault(opened, len(self.keys))
 
     def plan(self) -> tuple[tuple[int, ...], tuple[Segment, ...]] | None:
         """Option codes and segments of the best path."""
         n, c = self.chain.n, self.chain
-        codes, segments = [0] * n, []
-        b, q = n, 0
-        if not np.isfinite(self.value[n, 0]):
+        end = self.states[n].get(())
+        if end is None or not np.isfinite(end.value[0]):
             return None
+        codes, segments = [0] * n, []
+        names = list(self.keys)
+        b, q, opened = n, 0, ()
         while b > 0:
-            choice, q = int(self.choice[b, q]), int(self.source[b, q])
+            state = self.states[b][opened]
+            choice, at = int(state.choice[q]), q
+            q, opened = int(state.source[at]), names[state.opened[at]]
             if choice <= -2:
                 b -= 1
                 codes[b] = c.menus[b].codes[-2 - choice]
