@@ -250,13 +250,14 @@ def smallest_peak(profile: Profile, choice: Choice) -> Peak:
     return tightest_peak(profile, residency(profile, choice.options, choice.segments))
 
 
-def replay(profile: Profile, choice: Choice, budget_bytes: int) -> Replay | None:
-    """`choice` under its best schedule within the budget; None where none fits."""
+def replay(profile: Profile, choice: Choice, budget_bytes: int, r: Residency | None = None) -> Replay | None:
+    """`choice` under its best schedule within the budget; None where none fits. `r` is its residency, where known."""
     decisions = schedule(profile, choice.options, budget_bytes, choice.segments)
     if isinstance(decisions, Overflow):
         return None
     settled = tuple(stage.option(decision.option) for stage, decision in zip(profile.stages, decisions, strict=True))
-    r = residency(profile, settled, choice.segments)
+    if r is None or settled != choice.options:
+        r = residency(profile, settled, choice.segments)
     return Replay(
         choice=Choice(settled, choice.segments),
         decisions=decisions,

@@ -51,6 +51,8 @@ MAX_UNITS = 4000
 MAX_CELLS = 48_000_000
 """Most table entries, 8 bytes each and twice: beyond it units get coarser, down to `MIN_UNITS`."""
 MIN_UNITS = 100
+UNITS_TRIED = 500
+"""Coarse units to choose among."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,16 @@ def chain_of(profile: Profile) -> Chain:
     )
 
 
+def _coarse_unit(least: int, sizes: Iterable[int]) -> int:
+    """The unit from `least` to twice that which rounds `sizes` up by the fewest bytes in all."""
+    found = [size for size in sizes if size]
+    # Those that divide some size without rest, or nearly.
+    units = {least, *(-(-size // count) for size in set(found) for count in range(1, 1 + size // least))}
+    tried = sorted(unit for unit in units if least <= unit <= 2 * least)
+    tried = tried[:: -(-len(tried) // UNITS_TRIED)]
+    return min(tried, key=lambda unit: sum(-(-size // unit) for size in found) * unit)
+
+
 class Table:
     """E(s, t, m) for every s <= t and every m up to a limit.
 
@@ -201,7 +213,7 @@ class Table:
         most = max(min(max_units, MAX_CELLS // (n * n)), MIN_UNITS)
         self.exact = limit // self.unit <= most
         if not self.exact:
-            self.unit = -(-limit // most)
+            self.unit = _coarse_unit(-(-limit // most), [*chain.kept, *chain.boundary])
         self.units = limit // self.unit
         base_f, base_b = ([base - floor for base in bases] for bases in (chain.forward_base, chain.backward_base))
         self.x, self.p = self._up(chain.boundary), self._up(chain.kept)

@@ -15,8 +15,9 @@ Where the published text leaves a choice open, this is the better one for the ba
 - The tree spans the `TREE_MAPS` maps that wait longest (at most 2**10 leaves); branches that don't fit are cut. A
   leaf also counts without its kept swap-outs.
 - Conversions are judged by a replay of each, with what recompute chained to it costs; the estimate only picks which
-  `CANDIDATES` maps to replay. Where no replay is faster, the best of those whose estimate promises a gain is
-  converted all the same, since several may pay together. The fastest of all that was replayed and fits is the plan.
+  maps to replay: 32, and fewer in chains of more than 20 stages, down to 6. Where no replay is faster, the best of
+  those whose estimate promises a gain is converted all the same, since several may pay together. The fastest of all
+  that was replayed and fits is the plan.
 - When keep and swap alone don't fit, maps are converted to recompute, the most excess bytes per second added first,
   until they do. (Excess: bytes over the budget, summed over all program steps.)
 - The memory that a conversion gives back may be used: a swapped map is kept again where that is the best next step.
@@ -60,6 +61,9 @@ from ckptplan.core.schedule import residency
 
 TREE_MAPS = 10
 CANDIDATES = 32
+SHORTLIST_WORK = 640
+"""Candidates times stages: beyond 20 stages fewer are replayed, at least `FEWEST`, since every replay takes longer."""
+FEWEST = 6
 
 Actions = tuple[str, ...]
 """Option names, one per stage."""
@@ -129,6 +133,7 @@ class _Search:
         self.budget_bytes = budget_bytes
         self.again = again
         self.chained = chained
+        self.candidates = min(CANDIDATES, max(FEWEST, SHORTLIST_WORK // len(profile.stages)))
         self.seen: dict[Actions, _State] = {}
         self.smallest: Peak = smallest_peak(profile, self.choice(("keep",) * len(profile.stages)))
 
@@ -149,7 +154,7 @@ class _Search:
             tightest = tightest_peak(self.profile, r)
             self.smallest = min(self.smallest, tightest, key=lambda p: p.bytes)
             excess = excess_bytes(self.profile, r, self.budget_bytes)
-            found = replay(self.profile, choice, max(self.budget_bytes, tightest.bytes))
+            found = replay(self.profile, choice, max(self.budget_bytes, tightest.bytes), r)
             assert found is not None, "a schedule exists at the tightest peak"
             settled = actions if excess else tuple(option.name for option in found.choice.options)
             state = _State(settled, excess, found.times)
@@ -199,7 +204,9 @@ class _Search:
                 for i, (stage, now) in enumerate(zip(self.profile.stages, state.actions, strict=True))
                 if now == "keep" and stage.find("swap") is not None
             }
-            largest = sorted(sizes, key=lambda i: -sizes[i])[:CANDIDATES]  # among equals the first: longest to hide
+            largest = sorted(sizes, key=lambda i: -sizes[i])[
+                : self.candidates
+            ]  # among equals the first: longest to hide
             better = self._most_relief(state, [_with(state.actions, i, "swap") for i in largest])
             if better is None:
                 break
@@ -225,7 +232,7 @@ class _Search:
                 i: math.inf if (option := self.profile.stages[i].recompute) is None else option.recompute_s
                 for i in _of(state, "swap")
             }
-            promising = sorted(recompute_s, key=lambda i: recompute_s[i] - state.wait_s(i))[:CANDIDATES]
+            promising = sorted(recompute_s, key=lambda i: recompute_s[i] - state.wait_s(i))[: self.candidates]
             recomputed = {
                 i: again(_with(state.actions, i, self._converted(i))) for i in promising if recompute_s[i] < math.inf
             }

@@ -5,8 +5,8 @@ are exactly the nested segments of the plan space here.
 
 Bytes are exact where the budget is at most 4000 units of the sizes' greatest common divisor, and 48 million entries
 of the table are enough (4000 units up to 109 stages, 533 at 300). Beyond that every size is rounded up to a coarser
-unit, at least 100 to the budget; the published program always works in such slots. Rounding never lets a plan exceed
-the budget; it loses plans that fit by less than what it adds.
+unit, of all up to twice as coarse the one that rounds least, at least 50 to the budget; the published program always
+works in such slots. Rounding never lets a plan exceed the budget; it loses plans that fit by less than what it adds.
 
 On a textbook chain (`Profile.from_chain`) at exact units the plan is the optimum, and the smallest budget named is
 the smallest there is. On richer profiles the program's bytes are an estimate; the plans it gives for budgets around
