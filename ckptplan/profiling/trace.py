@@ -503,7 +503,7 @@ class _Tracing:
         )
 
     def _selective(self, g: int, again: Option) -> list[Option]:
-        """Options that save some operations' outputs on the device; and for the most of them, all away and half away."""
+        """Options that save some operations' outputs on the device; for the most of them also all away, and half."""
         out: list[Option] = []
         choices = self.choices.get(self._kind(g), [])
         for n, choice in enumerate(choices, 1):
