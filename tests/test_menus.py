@@ -74,10 +74,10 @@ def attending(depth: int = 3) -> tuple[nn.Module, torch.Tensor]:
 
 
 def normed(depth: int = 3) -> tuple[nn.Module, torch.Tensor]:
-    """Buffers that forward updates, and activations in place on what a convolution made."""
+    """Buffers that forward updates."""
 
     def block() -> nn.Module:
-        return nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True))
+        return nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.SiLU())
 
     blocks = [block() for _ in range(depth)]
     return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *blocks, nn.Conv2d(16, 1, 1)), torch.randn(4, 3, 32, 32)
@@ -238,7 +238,7 @@ def outputs(module: nn.Module, x: torch.Tensor) -> list[tuple[Any, list[torch.Te
 def test_a_menu_saves_exactly_what_its_operations_make(name: str) -> None:
     model, inputs, profile = profiled(name)
     stage = block_of(profile)
-    assert len(stage.options) <= 12
+    assert len(stage.options) <= 10
     block = model.get_submodule(stage.name)
     x = torch.randn(profile.storages[stage.option("recompute").saved[0]].nbytes // 4)
     x = x.view(inputs.shape[0], -1, *inputs.shape[2:])

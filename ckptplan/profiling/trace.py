@@ -503,7 +503,7 @@ class _Tracing:
         )
 
     def _selective(self, g: int, again: Option) -> list[Option]:
-        """Options that save some operations' outputs: all on the device, all away, and half of the most of them."""
+        """Options that save some operations' outputs on the device; for the most of them also all away, and half."""
         out: list[Option] = []
         choices = self.choices.get(self._kind(g), [])
         for n, choice in enumerate(choices, 1):
@@ -516,9 +516,8 @@ class _Tracing:
                 ops=choice.ops,
             )
             out.append(plain)
-            if n > 1 or len(choices) == 1:
-                out += self._all_moved(plain, f"selective-{n}+swap")
         if choices:
+            out += self._all_moved(plain, f"selective-{len(choices)}+swap")
             out += self._half_moved(plain, f"selective-{len(choices) + 1}+swap")
         return out
 

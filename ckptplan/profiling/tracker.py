@@ -204,6 +204,8 @@ class Tracker(FakeWorld):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)  # what fake tensors alone are asked, again and again
         if self._in_backward:
             self._locate()
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
