@@ -15,6 +15,7 @@ from ckptplan.core.chain import Option, Segment
 from ckptplan.core.profile import Profile
 
 Floats = NDArray[np.float64]
+VERBOSE = False
 TOLERANCE = 1e-7
 """Of the linear programs; bounds are computed from multipliers that are exactly feasible, and don't depend on it."""
 
@@ -29,8 +30,11 @@ class _Menu:
         self.forward = np.zeros(k)
         self.backward = np.zeros(k)
         self.kept = np.zeros(k)
+        self.still = np.zeros(k)
         self.seconds = np.zeros(k)
         self.free = np.zeros(k)
+        self.sure = np.zeros(k)
+        self.unsure: list[list[int]] = [[] for _ in range(k)]
         self.shared: list[list[int]] = [[] for _ in range(k)]
         self.fixes: list[list[int]] = [[] for _ in range(k)]
 
@@ -76,6 +80,33 @@ class Chain:
         self._count_holders()
         self._constants()
         self._movers()
+        # Moved by a stage other than the one that counts them: programs that track what doesn't move leave them out.
+        in_segments = [
+            {s for c in menu[i] if (o := stage.options[c]).name in ("recompute", "recompute+swap") for s in o.moved}
+            if self.again[i] is not None
+            else set()
+            for i, stage in enumerate(profile.stages)
+        ]
+        # A segment may drop such a storage although a stage behind the segment is sure to hold it again.
+        self.returns: dict[int, list[int]] = {}
+        for s, storage in enumerate(profile.storages):
+            j = self.counted[s]
+            if j < 0 or storage.to_end or not storage.nbytes or self.again[j] is None or s not in profile.stages[j].linked:
+                continue
+            later = [i for i in self.certain[s] if j < i <= storage.program_until]
+            if later:
+                self.returns[s] = later
+        self.elusive = {
+            s
+            for i in range(n)
+            for s in {*self.movable[i], *(in_segments[i] & self.movable_any[i])}
+            if self.counted[s] != i
+            and not (
+                self.counted[s] in self.certain[s]
+                and i in self.certain[s]
+                and (s not in profile.stages[self.counted[s]].linked or i in self.returns.get(s, ()))
+            )
+        }
         self.menus = [self._menu(i) for i in range(n)]
         self._segment_numbers()
         link = profile.link
@@ -182,6 +213,7 @@ class Chain:
             option = stage.options[code]
             kept, extra = self._own(i, option.held)
             out.kept[at] = kept
+            out.still[at] = self._own(i, set(option.held) - self.elusive)[0]
             out.forward[at] = option.forward_bytes / self.unit
             out.backward[at] = option.backward_bytes / self.unit + kept + extra
             out.seconds[at] = option.recompute_s / self.second
@@ -191,6 +223,10 @@ class Chain:
                         out.shared[at].append(s)
                     else:
                         out.free[at] += self.size[s]
+                    if self.holders[s] == [i]:
+                        out.sure[at] += self.size[s]
+                    else:
+                        out.unsure[at].append(s)
             out.fixes[at] = [s for s in option.held if s not in option.moved]
         return out
 
@@ -198,13 +234,14 @@ class Chain:
         """What stages cost inside segments; see `Trees`."""
         n, stages = self.n, self.profile.stages
         self.full = np.zeros(n)  # counted at the stage when it is the segment's last
+        self.full_still = np.zeros(n)
         self.last_own = np.zeros(n)
         self.keep_kept = np.zeros(n)
         self.keep_own = np.zeros(n)
         self.segment_forward = np.zeros(n)
         self.run_s = np.zeros(n)
         self.again_s = np.full(n, np.inf)
-        self.drops: list[list[tuple[int, float]]] = [[] for _ in range(n)]
+        self.drops: list[list[tuple[int, int, float]]] = [[] for _ in range(n)]
         self.segment_moves: list[list[tuple[int, int, float]]] = [[] for _ in range(n)]
         for i, stage in enumerate(stages):
             again = self.again[i]
@@ -215,9 +252,11 @@ class Chain:
             self.keep_own[i] = stage.keep.backward_bytes / self.unit + self._own(i, stage.keep.held)[1]
             if again is None:
                 self.full[i] = self._own(i, stage.keep.held)[0]
+                self.full_still[i] = self._own(i, set(stage.keep.held) - self.elusive)[0]
                 self.segment_forward[i] = stage.keep.forward_bytes / self.unit
                 continue
             self.full[i], extra = self._own(i, again.held)
+            self.full_still[i] = self._own(i, set(again.held) - self.elusive)[0]
             self.last_own[i] = again.backward_bytes / self.unit + extra
             ways = [stage.options[c] for c in self.menu[i] if stage.options[c].name in ("recompute", "recompute+swap")]
             self.segment_forward[i] = min(o.forward_bytes for o in ways) / self.unit
@@ -225,7 +264,7 @@ class Chain:
             self.again_s[i] = again.recompute_s / self.second
             for s in stage.linked:
                 if self.counted[s] == i and not self.profile.storages[s].to_end:
-                    self.drops[i].append((self.profile.storages[s].born, float(self.size[s])))
+                    self.drops[i].append((s, self.profile.storages[s].born, float(self.size[s])))
             for s in {s for o in ways for s in o.moved} & self.movable_any[i]:
                 born = self.profile.storages[s].born if s in stage.linked else n
                 self.segment_moves[i].append((s, born, float(self.size[s])))
@@ -241,6 +280,7 @@ class Column:
     backward: Floats
     seconds: Floats
     moves: float
+    returns: list[tuple[int, float]]  # stage that holds a dropped storage again, bytes
 
 
 @dataclass(slots=True)
@@ -389,9 +429,35 @@ class Master:
             self._set(self.backward[k], var, column.backward[k - a])
             if self.lanes:
                 self._set(self.lanes[1]["drain"][k], var, -column.seconds[k - a])
+        for again, nbytes in column.returns:
+            # There in forward all the while, in backward from that stage on.
+            self.carry[b].SetCoefficient(var, self.carry[b].GetCoefficient(var) - nbytes)
+            for k in range(b + 1, again):
+                self.backward[k].SetCoefficient(var, self.backward[k].GetCoefficient(var) - nbytes)
         if self.lanes and column.moves:
             _, limit = self._moved(a, b)
             limit.SetCoefficient(var, -float(column.moves))
+
+    def with_segments(self, trees: Sequence[Segment], share: float, seconds: float) -> tuple[int, ...] | None:
+        """Options that suit these segments (columns by now) and this share of the budget; None where there is none."""
+        c = self.chain
+        for column, var in self.y:
+            var.SetBounds(*((1, 1) if column.tree in trees else (0, 0)))
+        for k in range(c.n):
+            self.forward[k].SetUb(c.budget * share - c.base_forward[k])
+            self.backward[k].SetUb(c.budget * share - c.base_backward[k])
+        self.lp.SetTimeLimit(max(1, int(1000 * seconds)))
+        solved = self.lp.Solve() == self.lp.OPTIMAL and self.excess.solution_value() < TOLERANCE
+        codes = [
+            m.codes[max(range(len(row)), key=lambda o: row[o].solution_value())]  # noqa: B023 - called at once
+            for m, row in zip(c.menus, self.x, strict=True)
+        ] if solved else None
+        for _, var in self.y:
+            var.SetBounds(0, self.big)
+        for k in range(c.n):
+            self.forward[k].SetUb(c.budget - c.base_forward[k])
+            self.backward[k].SetUb(c.budget - c.base_backward[k])
+        return None if codes is None else tuple(codes)
 
     def _flow(self, at: int) -> float:
         """Minus the derivative of the optimum by the logarithm of a link's rate."""
@@ -463,38 +529,46 @@ class Costs:
     options: list[Floats]
     move_out: Floats
     move_back: Floats
+    asked: dict[tuple[int, int], float]
     host: float
     constant: float
 
     @classmethod
-    def of(cls, chain: Chain, duals: Duals, *, scale: float = 1.0) -> Costs:
-        """Make multipliers of the solver's, which are right up to its tolerance alone."""
+    def of(cls, chain: Chain, duals: Duals, *, scale: float = 1.0, apart: bool = False) -> Costs:
+        """Make multipliers of the solver's, which are right up to its tolerance alone.
+
+        `apart`: leave out the rows "no more is away than was put" (r), for a program that heeds them itself.
+        """
         c, n = chain, chain.n
         constant = 0.0
-        away, moves, taus = [], [], []
-        for lane, (rate, seconds) in enumerate(((c.out, c.forward_s), (c.back, c.backward_s))):
-            p, q, r = duals.drain[lane], duals.queue[lane], np.maximum(duals.put[lane], 0.0)
+        away, moves, taus, linear = [], [], [], []
+        lanes = ((c.out, c.forward_s, duals.forward), (c.back, c.backward_s, duals.backward))
+        for lane, (rate, seconds, memory) in enumerate(lanes):
+            p, q = duals.drain[lane], duals.queue[lane]
             over = np.maximum(1.0, p + q)
             p, q = p / over, q / over
             before = np.concatenate([[0.0], (p + q) / rate])
-            price = before[:n] - p / rate + r[:n]
-            price[0] = 0.0
-            r = r[:n] + np.maximum(0.0, -price)
-            price = np.maximum(price, 0.0)
+            price = before[:n] - p / rate
+            price[0] = np.inf
+            wanted = memory * scale
+            if apart:
+                wanted = np.minimum(wanted, np.where(np.isfinite(price), np.maximum(price, 0.0), 0.0))
+            # Where the link alone doesn't pay for what must be away, what was put does.
+            r = np.maximum(0.0, wanted - price)
+            away.append(np.maximum(price, wanted))
+            linear.append(wanted)
             # P[k] for k < n costs -(q / rate + r); at the turn everything is away.
             late = np.concatenate([(q / rate + r), [0.0]])
             tail = np.cumsum(late[::-1])[::-1]
             moves.append(before[n] - tail[1:])
             constant -= float(p @ seconds)
             taus.append(1.0 - p)
-            away.append(price)
         if c.most_put[-1] <= 0:
             away = [np.full(n, np.inf), np.full(n, np.inf)]
+            linear = [duals.forward * scale, duals.backward * scale]
             taus = [np.ones(n), np.ones(n)]
             moves = [np.zeros(n), np.zeros(n)]
             constant = 0.0
-        else:
-            away[0][0] = away[1][0] = np.inf
         host = duals.host if c.host is not None else 0.0
         constant -= host * (c.host or 0.0)
         fixed: list[dict[int, float]] = [{} for _ in range(n)]
@@ -507,25 +581,35 @@ class Costs:
         options = []
         for i, m in enumerate(c.menus):
             cost = m.seconds * taus[1][i]
-            price_i = moves[0][i] + moves[1][i] + host
-            cost = cost + m.free * min(0.0, price_i)
-            for o in range(len(m.codes)):
-                cost[o] += sum(c.size[s] * min(0.0, price_i + asked.get((i, s), 0.0)) for s in m.shared[o])
-                if fixed[i]:
-                    cost[o] += sum(fixed[i].get(s, 0.0) for s in m.fixes[o])
+            if fixed[i]:
+                cost = cost + np.array([sum(fixed[i].get(s, 0.0) for s in items) for items in m.fixes])
             options.append(cost)
         return cls(
-            linear_forward=np.minimum(duals.forward * scale, away[0]),
-            linear_backward=np.minimum(duals.backward * scale, away[1]),
+            linear_forward=linear[0],
+            linear_backward=linear[1],
             away_forward=away[0],
             away_backward=away[1],
             tau=taus[1],
             options=options,
             move_out=moves[0],
             move_back=moves[1],
+            asked=asked,
             host=host,
             constant=constant,
         )
+
+    def move(self, i: int, s: int | None = None) -> float:
+        """Price of a byte that stage i moves, of storage s where others have a say."""
+        price = float(self.move_out[i] + self.move_back[i]) + self.host
+        return price if s is None else price + self.asked.get((i, s), 0.0)
+
+    def moving(self, chain: Chain, i: int) -> Floats:
+        """Per option of stage i, the least that its moves can cost: any part of them moves."""
+        m = chain.menus[i]
+        cost = m.free * min(0.0, self.move(i))
+        for o, shared in enumerate(m.shared):
+            cost[o] += sum(chain.size[s] * min(0.0, self.move(i, s)) for s in shared)
+        return cost
 
 
 class Intervals:
@@ -544,26 +628,41 @@ class Intervals:
             self.longest = max(self.longest, i + 1 - at)
         self.longest = self.longest if can.any() else 0
         w = self.longest
-        held = np.zeros((w, n))
-        moves = np.zeros((w, n))
+        held, still, moves, gone = (np.zeros((w, n)) for _ in range(4))
         self.possible = np.zeros((w, n), bool)
         for i in range(w):
             held[i, : n - i] = c.full[i:]
+            still[i, : n - i] = c.full_still[i:]
             last = start[: n - i] + i
             self.possible[i, : n - i] = (blocked[last + 1] == blocked[start[: n - i]]) & can[last] & can[start[: n - i]]
         for j in range(n):
             low = max(0, j - w + 1)
-            for born, nbytes in c.drops[j]:
-                s = np.arange(low, born + 1)
-                held[j - s, s] -= nbytes
-            for _, born, nbytes in c.segment_moves[j]:
-                s = np.arange(low, j + 1)
-                s = s[s > born] if born < n else s
-                moves[j - s, s] += nbytes
+            for s, born, nbytes in c.drops[j]:
+                first = np.arange(low, born + 1)
+                held[j - first, first] -= nbytes
+                if s not in c.elusive:
+                    still[j - first, first] -= nbytes
+            for s, born, nbytes in c.segment_moves[j]:
+                first = np.arange(low if born == n else max(low, born + 1), j + 1)
+                moves[j - first, first] += nbytes
+                if s not in c.elusive:
+                    gone[j - first, first] += nbytes
         self.held_at = np.maximum(held, 0.0)
         self.held = np.cumsum(self.held_at, axis=0)
         self.moves = np.cumsum(moves, axis=0)
+        # Without what is elusive: held, and moved.
+        self.still = np.cumsum(np.maximum(still, 0.0), axis=0)
+        self.gone = np.cumsum(gone, axis=0)
         self.run = np.concatenate([[0.0], np.cumsum(c.run_s)])
+
+    def returns(self, a: int, b: int) -> list[tuple[int, int]]:
+        """Storages that the segment a..b drops and the stage behind it that is sure to hold each again."""
+        c = self.chain
+        return [
+            (s, next(i for i in later if i > b))
+            for s, later in c.returns.items()
+            if a <= c.profile.storages[s].born and c.counted[s] <= b < later[-1]
+        ]
 
 
 class LinearTrees:
@@ -616,11 +715,19 @@ class LinearTrees:
             after = iv.held[i, :k] * (self.back[n] - self.back[i + 1 :])
             self.segment[i, :k] = self.tree[i, :k] + running[:k] + after + self.move[i, :k]
         self.segment[:1] = np.inf
+        for s, later in c.returns.items():
+            first = np.arange(c.profile.storages[s].born + 1)
+            for b in range(c.counted[s], later[-1]):
+                a = first[max(0, b - w + 1) :]
+                again = next(i for i in later if i > b)
+                price = self.fore[n] - self.fore[b + 1] + self.back[n] - self.back[again]
+                self.segment[b - a, a] += c.size[s] * price
         assert total >= 0
         tail = self.fore[n] - self.fore[1:] + self.back[n] - self.back[1:]
         lf, lb = costs.linear_forward, costs.linear_backward
         self.options = [
-            costs.options[i] + lf[i] * m.forward + lb[i] * m.backward + m.kept * tail[i] for i, m in enumerate(c.menus)
+            costs.options[i] + costs.moving(c, i) + lf[i] * m.forward + lb[i] * m.backward + m.kept * tail[i]
+            for i, m in enumerate(c.menus)
         ]
         self.single = np.array([cost.min() for cost in self.options])
         self.constant = costs.constant - float(lf @ (c.budget - c.base_forward) + lb @ (c.budget - c.base_backward))
@@ -725,33 +832,76 @@ def column_of(chain: Chain, intervals: Intervals, tree: Segment) -> Column:
 
     sweep(tree)
     before = np.concatenate([[0.0], np.cumsum(kept)[:-1]])
-    return Column(tree, kept, c.segment_forward[a : b + 1], rows - before, seconds, float(intervals.moves[b - a, a]))
+    moves = float(intervals.moves[b - a, a])
+    returns = [(again, float(c.size[s])) for s, again in intervals.returns(a, b)]
+    return Column(tree, kept, c.segment_forward[a : b + 1], rows - before, seconds, moves, returns)
+
+
+_Open = tuple[tuple[int, int], ...]
+"""Storages that a segment has dropped, each with the stage that holds it again."""
+MOST_OPEN = 32
+
+
+class _States:
+    """Values of one boundary by slot of the bytes tracked, and where each comes from."""
+
+    def __init__(self, slots: int) -> None:
+        self.value = np.full(slots, np.inf)
+        self.source = np.full(slots, -1, np.int32)
+        self.choice = np.full(slots, -1, np.int32)
+        self.opened = np.full(slots, -1, np.int32)
 
 
 class HeldDP:
-    """A bound by a dynamic program over (boundary, held bytes) at given multipliers of the links."""
+    """A bound by a dynamic program over (boundary, held bytes) at given multipliers of the links.
+
+    Parameters
+    ----------
+    linear : LinearTrees
+        At the multipliers of the linear program; prunes, guides the rounding, and stands in for long segments.
+    apart : Costs or None
+        None: what is held is tracked, and being over the budget costs what the links ask for it. Else: what is held and
+        does not move is tracked and never exceeds the budget, what is held is charged at the prices of `apart`.
+    limit : float
+        Plans above it needn't be told apart.
+    """
 
     def __init__(
         self,
         linear: LinearTrees,
+        apart: Costs | None,
         limit: float,
         *,
         slots: int = 1000,
         coarse: int = 8,
         longest: int = 1 << 30,
     ) -> None:
-        self.linear, self.costs, self.chain, self.limit = linear, linear.costs, linear.chain, limit
+        self.linear, self.chain, self.limit = linear, linear.chain, limit
+        self.apart = apart is not None
+        self.costs = k = linear.costs if apart is None else apart
         c, n = self.chain, self.chain.n
-        k = self.costs
-        self.weight_forward = np.where(np.isfinite(k.away_forward), k.away_forward, 0.0)
-        self.weight_backward = np.where(np.isfinite(k.away_backward), k.away_backward, 0.0)
-        slack = 1e-9
-        put = c.most_put[:n]
+        zero = np.zeros(n)
         self.room_forward = c.budget - c.base_forward
         self.room_backward = c.budget - c.base_backward
-        self.hard_forward = np.where(np.isfinite(k.away_forward), put, 0.0) + slack
-        self.hard_backward = np.where(np.isfinite(k.away_backward), put, 0.0) + slack
-        # The most bytes that can be held at a boundary: what options add up to, and what the next step lets in.
+        slack = 1e-9
+        if apart is None:
+            self.price_forward, self.price_backward = zero, zero
+            self.weight_forward = np.where(np.isfinite(k.away_forward), k.away_forward, 0.0)
+            self.weight_backward = np.where(np.isfinite(k.away_backward), k.away_backward, 0.0)
+            put = c.most_put[:n]
+            self.hard_forward = np.where(np.isfinite(k.away_forward), put, 0.0) + slack
+            self.hard_backward = np.where(np.isfinite(k.away_backward), put, 0.0) + slack
+        else:
+            self.price_forward, self.price_backward = k.linear_forward, k.linear_backward
+            self.weight_forward = self.weight_backward = zero
+            self.hard_forward = self.hard_backward = zero + slack
+        self.guide_forward = linear.costs.linear_forward - self.price_forward
+        self.guide_backward = linear.costs.linear_backward - self.price_backward
+        self.price_tail = self._tail(self.price_forward + self.price_backward)
+        self.mu = self._tail(self.guide_forward + self.guide_backward)
+        self.back = np.concatenate([[0.0], np.cumsum(self.guide_backward)])
+        self.price_back = np.concatenate([[0.0], np.cumsum(self.price_backward)])
+        # The most bytes tracked at a boundary: what options add up to, and what the next step lets in.
         most = np.cumsum([m.kept.max() for m in c.menus])
         let_in = np.minimum(self.room_forward + self.hard_forward, self.room_backward + self.hard_backward)
         top = max(float(np.minimum(most[:-1], let_in[1:]).max()) if n > 1 else 0.0, 1e-6)
@@ -759,24 +909,43 @@ class HeldDP:
         self.width = top / (self.slots - 1)
         self.coarse = coarse
         self.low = np.arange(self.slots) * self.width
+        self.keys: dict[_Open, int] = {}
         self.ahead, self.behind = linear.path()
-        self.fixed = 1.0 + k.constant
-        self.mu = np.concatenate([np.cumsum((k.linear_forward + k.linear_backward)[::-1])[::-1], [0.0]])
+        self.fixed = (
+            1.0
+            + k.constant
+            - float(self.price_forward @ self.room_forward + self.price_backward @ self.room_backward)
+        )
         # The linear bound of completing a plan, as what is added to the value of a state.
-        room = k.linear_forward * self.room_forward + k.linear_backward * self.room_backward
-        self.rest = self.behind - np.concatenate([np.cumsum(room[::-1])[::-1], [0.0]])
+        room = self.guide_forward * self.room_forward + self.guide_backward * self.room_backward
+        self.rest = self.behind - self._tail(room)
         self._arcs(longest)
 
+    @staticmethod
+    def _tail(values: Floats) -> Floats:
+        return np.concatenate([np.cumsum(values[::-1])[::-1], [0.0]])
+
+    @staticmethod
     def _row(
-        self, over: Floats, weight: float | Floats, price: float | Floats, hard: float | Floats, width: float
+        over: Floats, weight: float | Floats, price: float | Floats, hard: float | Floats, width: float
     ) -> Floats:
         """Least of weight * (over + t)+ - price * t over 0 <= t <= width; infinite where even t = 0 is too much."""
         cost = weight * np.maximum(over, 0.0) + price * np.clip(over, -width, 0.0)
         return np.where(over > hard, np.inf, cost)
 
+    def _back_row(self, over: Floats, k: NDArray[np.int64], width: float) -> Floats:
+        """`_row` of backward steps k, shape (steps, slots)."""
+        return self._row(
+            over,
+            self.weight_backward[k][:, None],
+            self.guide_backward[k][:, None],
+            self.hard_backward[k][:, None],
+            width,
+        )
+
     def _arcs(self, longest: int) -> None:
         """Segments that could be in a plan below the limit, and their costs by what is held before them."""
-        c, n, lin, iv = self.chain, self.chain.n, self.linear, self.linear.intervals
+        n, lin, iv = self.chain.n, self.linear, self.linear.intervals
         total = 1.0 + lin.constant
         self.arcs: list[list[int]] = [[] for _ in range(n)]
         w = 0
@@ -791,151 +960,263 @@ class HeldDP:
         self._trees()
 
     def _trees(self) -> None:
-        c, n, lin, iv, k, w = self.chain, self.chain.n, self.linear, self.linear.intervals, self.costs, self.wide
-        self.q = q = self.slots // self.coarse
+        """The recursion of `LinearTrees` for every slot of what is held before the segment."""
+        c, n, iv, w = self.chain, self.chain.n, self.linear.intervals, self.wide
+        q = self.slots // self.coarse
         width = self.width * self.coarse
         low = np.arange(q) * width
-        lb = k.linear_backward
+        price, own_price = self.price_back, self.price_backward
         again_s = np.where(np.isfinite(c.again_s), c.again_s, 0.0)
         sweep = np.full((w, n, q + 2), np.inf)
         self.tree = np.full((w, n, q), np.inf)
-        pad = np.full((1, 2), np.inf)
         columns = np.arange(q)
 
-        def moved(values: Floats, add: Floats, price: Floats) -> Floats:
-            """Values at low + add, rounded both ways, the rounding charged at `price`."""
+        def moved(values: Floats, rows: NDArray[np.int64], add: Floats, charge: Floats) -> Floats:
+            """values[rows] at low + add, rounded both ways, the rounding charged."""
             shift = np.floor(add / width * (1 + 1e-15)).astype(np.int64)
             part = add - shift * width
             index = np.minimum(columns + shift[:, None], q)
-            rows = np.arange(len(add))[:, None]
-            down = values[rows, index] + (price * part)[:, None]
-            up = values[rows, np.minimum(index + 1, q + 1)] + (price * (part - width))[:, None]
+            rows = rows[:, None]
+            down = values[rows, index] + (charge * part)[:, None]
+            up = values[rows, index + 1] + (charge * (part - width))[:, None]
             return np.minimum(down, up)
 
         for i in range(w):
             b = np.arange(i, n)
             s = b - i
             if i == 0:
-                own = c.full + c.last_own - self.room_backward
-                value = self._row(
-                    low + own[:, None], self.weight_backward[:, None], lb[:, None], self.hard_backward[:, None], width
-                )
+                own = c.full + c.last_own
+                value = self._back_row(low + (own - self.room_backward)[:, None], b, width) + (own_price * own)[:, None]
             else:
-                own = c.keep_kept[s] + c.keep_own[s] - self.room_backward[s]
-                value = self._row(
-                    low + own[:, None],
-                    self.weight_backward[s][:, None],
-                    lb[s][:, None],
-                    self.hard_backward[s][:, None],
-                    width,
-                )
-                value = value + moved(sweep[i - 1, b], c.keep_kept[s], lin.back[b + 1] - lin.back[s + 1])
+                own = c.keep_kept[s] + c.keep_own[s]
+                value = self._back_row(low + (own - self.room_backward[s])[:, None], s, width)
+                value += moved(sweep[i - 1], b, c.keep_kept[s], self.back[b + 1] - self.back[s + 1])
+                value += (c.keep_kept[s] * (price[b + 1] - price[s]) + own_price[s] * c.keep_own[s])[:, None]
                 for j in range(i):
-                    possible = np.flatnonzero(iv.possible[j, s])
-                    if len(possible) == 0:
+                    at = np.flatnonzero(iv.possible[j, s])
+                    if len(at) == 0:
                         continue
-                    sp, bp = s[possible], b[possible]
-                    later = moved(sweep[i - j - 1, bp], iv.held[j, sp], lin.back[bp + 1] - lin.back[sp + j + 1])
-                    value[possible] = np.minimum(value[possible], self.tree[j, sp] + later)
+                    sp, bp, e = s[at], b[at], s[at] + j + 1
+                    later = moved(sweep[i - j - 1], bp, iv.held[j, sp], self.back[bp + 1] - self.back[e])
+                    later += (iv.held[j, sp] * (price[bp + 1] - price[e]))[:, None]
+                    value[at] = np.minimum(value[at], self.tree[j, sp] + later)
             sweep[i, b, :q] = value
-            seconds = k.tau[b] * (again_s[b] + iv.run[b] - iv.run[s])
+            seconds = self.costs.tau[b] * (again_s[b] + iv.run[b] - iv.run[s])
             self.tree[i, s] = np.where(iv.possible[i, s][:, None], value + seconds[:, None], np.inf)
         self.fore = np.zeros((w, n, q))
         running = np.zeros((n, q))
         for i in range(w):
             s = np.arange(n - i)
             at = s + i
-            before = iv.held[i - 1, s] if i else np.zeros(n)
+            held = iv.still - iv.gone if self.apart else iv.held
+            before = held[i - 1, s] if i else np.zeros(n)
             own = before + c.segment_forward[at] - self.room_forward[at]
             running = running[: n - i] + self._row(
                 low + own[:, None],
                 self.weight_forward[at][:, None],
-                k.linear_forward[at][:, None],
+                self.guide_forward[at][:, None],
                 self.hard_forward[at][:, None],
                 width,
             )
             self.fore[i, s] = running
-        del pad
 
     def _arc(self, a: int, i: int) -> Floats:
-        """The cost of the segment of i + 1 stages from `a`, by slot of what is held before it."""
+        """The cost of the segment of i + 1 stages from `a`, by slot of what is held before it; without its moves."""
         lin, n, b = self.linear, self.chain.n, a + i
-        k, c = self.costs, self.chain
-        slope = lin.back[b + 1] - lin.back[a] + lin.fore[b + 1] - lin.fore[a]
+        iv = lin.intervals
+        slope = self.mu[a] - self.mu[b + 1]
         rows = slice(a, b + 1)
-        constant = -float(
-            k.linear_forward[rows] @ self.room_forward[rows] + k.linear_backward[rows] @ self.room_backward[rows]
+        # What it holds, at the prices of what isn't tracked.
+        held = iv.held[i, a]
+        at = np.arange(a, b + 1)
+        priced = float(
+            self.price_forward[rows] @ self.chain.segment_forward[rows]
+            + iv.held_at[at - a, a] @ (self.price_forward.sum() - np.cumsum(self.price_forward)[rows])
+            + held * (self.price_back[n] - self.price_back[b + 1])
         )
-        held = lin.intervals.held[i, a]
-        inside = lin.tree[i, a] + lin.forward[i, a] - held * (lin.fore[n] - lin.fore[b + 1])
-        cost = inside + constant + slope * self.low
+        for s, again in iv.returns(a, b):
+            price = self.price_forward[b + 1 :].sum() + self.price_back[n] - self.price_back[again]
+            priced += float(self.chain.size[s] * price)
         if i < self.wide:
-            coarse = self.tree[i, a] + self.fore[i, a]
             offset = slope * (self.low - np.repeat(self.low[:: self.coarse], self.coarse))
-            cost = np.maximum(cost, np.repeat(coarse, self.coarse) + offset)
-        return cost + lin.move[i, a]
+            return np.repeat(self.tree[i, a] + self.fore[i, a], self.coarse) + offset + priced
+        # Too long for the tables: tracked bytes at the linear bound's prices too.
+        constant = -float(
+            self.guide_forward[rows] @ self.room_forward[rows] + self.guide_backward[rows] @ self.room_backward[rows]
+        )
+        guide = self.guide_forward
+        inside = float(
+            guide[rows] @ self.chain.segment_forward[rows]
+            + iv.held_at[at - a, a] @ (guide[: b + 1].sum() - np.cumsum(guide)[rows])
+        )
+        if self.apart:
+            inside -= float((iv.held[i, a] - iv.still[i, a] + iv.gone[i, a]) * guide[rows].sum())
+        return lin.tree[i, a] + inside + constant + slope * self.low + priced
+
+    @staticmethod
+    def _subsets(items: list[tuple[float, float, float]], held: float) -> list[tuple[float, float]]:
+        """(cost, tracked bytes) for each choice among moves of (bytes, of them tracked, price); free beyond two."""
+        cost = sum(nbytes * min(0.0, price) for nbytes, _, price in items[2:])
+        held -= sum(tracked for _, tracked, _ in items[2:])
+        found = [(cost, held)]
+        for nbytes, tracked, price in items[:2]:
+            found += [(cost + nbytes * price, held - tracked) for cost, held in found]
+        return found
+
+    def _item(self, s: int, price: float) -> tuple[float, float, float]:
+        size = float(self.chain.size[s])
+        return (size, 0.0 if s in self.chain.elusive else size, price)
+
+    def _ways(self, i: int) -> list[tuple[int, float, float, float, float]]:
+        """(option, cost, forward bytes, backward bytes, tracked bytes) of stage i."""
+        c, k, m = self.chain, self.costs, self.chain.menus[i]
+        lf, lb = self.price_forward, self.price_backward
+        priced = k.options[i] + lf[i] * m.forward + lb[i] * m.backward + m.kept * self.price_tail[i + 1]
+        if not self.apart:
+            priced = priced + k.moving(c, i)
+            return [
+                (o, float(priced[o]), float(m.forward[o]), float(m.backward[o]), float(m.kept[o]))
+                for o in range(len(m.codes))
+            ]
+        out = []
+        for o in range(len(m.codes)):
+            unsure = [self._item(s, k.move(i, s)) for s in m.unsure[o]]
+            unsure.sort(reverse=True)
+            ways = [(0.0, float(m.still[o]))]
+            if m.sure[o] or unsure:
+                some = self._subsets(unsure, float(m.still[o] - m.sure[o]))
+                ways += [(cost + float(m.sure[o]) * k.move(i), kept) for cost, kept in some]
+            out += [
+                (o, float(priced[o]) + cost, float(m.forward[o]), float(m.backward[o]), kept)
+                for cost, kept in ways
+            ]
+        return out
+
+    def _arc_ways(self, a: int, i: int) -> list[tuple[float, float]]:
+        """(cost, tracked bytes) of a segment's moves."""
+        iv, k, b = self.linear.intervals, self.costs, a + i
+        if not self.apart:
+            held = float(iv.held[i, a])
+            return [(float(iv.moves[i, a] * min(0.0, k.move_out[a] + k.move_back[b] + k.host)), held)]
+        items = []
+        if iv.moves[i, a]:
+            price = float(k.move_out[a] + k.move_back[b]) + k.host
+            items = [
+                self._item(s, price)
+                for j in range(a, b + 1)
+                for s, born, _ in self.chain.segment_moves[j]
+                if born < a or born == self.chain.n
+            ]
+        items.sort(reverse=True)
+        return self._subsets(items, float(iv.still[i, a]))
 
     def run(self) -> float:
         """The bound, in units of the baseline; at most `limit`."""
-        c, n, k, q, width = self.chain, self.chain.n, self.costs, self.slots, self.width
-        value = np.full((n + 1, q), np.inf)
-        value[0, 0] = 0.0
-        self.source = np.full((n + 1, q), -1, np.int32)
-        self.choice = np.full((n + 1, q), -1, np.int32)
-        for i, m in enumerate(c.menus):
+        n, width = self.chain.n, self.width
+        self.states: list[dict[_Open, _States]] = [{} for _ in range(n + 1)]
+        self.states[0][()] = _States(self.slots)
+        self.states[0][()].value[0] = 0.0
+        for i in range(n):
             bar = self.limit - self.fixed - self.rest[i]
-            value[i][value[i] + self.mu[i] * self.low > bar] = np.inf
-            live = np.flatnonzero(np.isfinite(value[i]))
-            if len(live) == 0:
-                continue
-            first, last = int(live[0]), int(live[-1]) + 1
-            low, here = self.low[first:last], value[i, first:last]
-            for o in range(len(m.codes)):
-                over_f = low + (m.forward[o] - self.room_forward[i])
-                over_b = low + (m.backward[o] - self.room_backward[i])
-                cost = self._row(over_f, self.weight_forward[i], k.linear_forward[i], self.hard_forward[i], width)
-                cost += self._row(over_b, self.weight_backward[i], k.linear_backward[i], self.hard_backward[i], width)
-                self._move(value, i + 1, first, here + cost + k.options[i][o], float(m.kept[o]), -2 - o)
-            for length in self.arcs[i]:
-                cost = self._arc(i, length)[first:last]
-                self._move(value, i + length + 1, first, here + cost, float(self.linear.intervals.held[length, i]), i)
-        self.value = value
-        best = float(value[n].min())
+            ways = self._ways(i)
+            arcs: dict[int, Floats] = {}
+            for opened, state in sorted(self.states[i].items()):
+                state.value[state.value + self.mu[i] * self.low > bar] = np.inf
+                live = np.flatnonzero(np.isfinite(state.value))
+                if len(live) == 0:
+                    continue
+                first, last = int(live[0]), int(live[-1]) + 1
+                low, here = self.low[first:last], state.value[first:last]
+                besides = sum(float(self.chain.size[s]) for s, _ in opened)
+                done: dict[int, Floats] = {}
+                for o, cost, forward, backward, kept in ways:
+                    if o not in done:
+                        over_f = low + (forward + besides - self.room_forward[i])
+                        over_b = low + (backward - self.room_backward[i])
+                        done[o] = (
+                            here
+                            + self._row(
+                                over_f, self.weight_forward[i], self.guide_forward[i], self.hard_forward[i], width
+                            )
+                            + self._row(
+                                over_b, self.weight_backward[i], self.guide_backward[i], self.hard_backward[i], width
+                            )
+                        )
+                    self._move((i, opened, first), i + 1, opened, done[o] + cost, kept, -2 - o)
+                for length in self.arcs[i]:
+                    if length not in arcs:
+                        arcs[length] = self._arc(i, length)
+                    arc = here + arcs[length][first:last]
+                    dropped = self.linear.intervals.returns(i, i + length)
+                    after = (*opened, *((s, j) for s, j in dropped if not (self.apart and s in self.chain.elusive)))
+                    for cost, kept in self._arc_ways(i, length):
+                        self._move((i, opened, first), i + length + 1, after, arc + cost, kept, i)
+        end = self.states[n].get(())
+        best = math.inf if end is None else float(end.value.min())
         return min(self.limit, self.fixed + best)
 
-    def _move(self, value: Floats, to: int, first: int, new: Floats, add: float, choice: int) -> None:
-        shift = math.floor(add / self.width * (1 + 1e-15))
-        part = add - shift * self.width
+    def _move(
+        self, source: tuple[int, _Open, int], to: int, opened: _Open, new: Floats, add: float, choice: int
+    ) -> None:
+        """Offer `new`, values by slot from the source's first on, to the boundary `to`."""
+        # What a stage before `to`, or the next one, holds again is tracked from here on.
+        add += sum(float(self.chain.size[s]) for s, j in opened if j <= to)
+        opened = tuple((s, j) for s, j in opened if j > to)
+        states = self.states[to]
+        while opened and opened not in states and len(states) >= MOST_OPEN:
+            opened = opened[:-1]  # forgets bytes: a relaxation
+        state = states.get(opened)
+        if state is None:
+            state = states[opened] = _States(1 if to == self.chain.n else self.slots)
         if to == self.chain.n:
             # Nothing depends on what is held at the end.
             at = int(new.argmin())
-            if new[at] < value[to, 0]:
-                value[to, 0], self.source[to, 0], self.choice[to, 0] = new[at], first + at, choice
+            if new[at] < state.value[0]:
+                state.value[0], state.source[0], state.choice[0] = new[at], source[2] + at, choice
+                state.opened[0] = self._key(source[1])
             return
+        key = self._key(source[1])
+        shift = math.floor(add / self.width * (1 + 1e-15))
+        part = add - shift * self.width
         for up, charge in ((0, part), (1, part - self.width)):
             if up and part <= 0:
                 continue
-            begin = first + shift + up
-            size = min(len(new), self.slots - begin)
+            begin, skip = source[2] + shift + up, 0
+            if begin < 0:
+                # Less than nothing can only come of moves counted twice; nothing is held then.
+                begin, skip = 0, min(-begin, len(new))
+                at = int(new[:skip].argmin())
+                least = new[at] + self.mu[to] * (charge - self.width)
+                if least < state.value[0]:
+                    state.value[0], state.source[0], state.choice[0] = least, source[2] + at, choice
+                    state.opened[0] = key
+            size = min(len(new) - skip, self.slots - begin)
             if size <= 0:
                 continue
-            moved = new[:size] + self.mu[to] * charge
-            target = value[to, begin : begin + size]
-            better = moved < target
-            target[better] = moved[better]
-            at = np.flatnonzero(better)
-            self.source[to, begin + at] = first + at
-            self.choice[to, begin + at] = choice
+            moved = new[skip : skip + size] + self.mu[to] * charge
+            target = state.value[begin : begin + size]
+            at = np.flatnonzero(moved < target)
+            target[at] = moved[at]
+            state.source[begin + at] = source[2] + skip + at
+            state.choice[begin + at] = choice
+            state.opened[begin + at] = key
+
+    def _key(self, opened: _Open) -> int:
+        return self.keys.setdefault(opened, len(self.keys))
 
     def plan(self) -> tuple[tuple[int, ...], tuple[Segment, ...]] | None:
         """Option codes and segments of the best path."""
         n, c = self.chain.n, self.chain
-        codes, segments = [0] * n, []
-        b, q = n, 0
-        if not np.isfinite(self.value[n, 0]):
+        end = self.states[n].get(())
+        if end is None or not np.isfinite(end.value[0]):
             return None
+        codes, segments = [0] * n, []
+        names = list(self.keys)
+        b, q, opened = n, 0, ()
         while b > 0:
-            choice, q = int(self.choice[b, q]), int(self.source[b, q])
+            state = self.states[b][opened]
+            choice, at = int(state.choice[q]), q
+            q, opened = int(state.source[at]), names[state.opened[at]]
             if choice <= -2:
                 b -= 1
                 codes[b] = c.menus[b].codes[-2 - choice]
@@ -1049,6 +1330,8 @@ class _Bounder:
     upper_s: float
     on_candidate: OnCandidate | None
     chain: Chain = field(init=False)
+    master: Master = field(init=False)
+    suited: set[tuple[Segment, ...]] = field(default_factory=set)
     best: float = 1.0
     rounds: int = 0
     complete: bool = False
@@ -1086,8 +1369,8 @@ class _Bounder:
     def generate(self) -> None:
         """Solve, price every segment, add those that are missing, and again."""
         chain = self.chain
-        master = Master(chain)
-        intervals = Intervals(chain)
+        self.master = master = Master(chain)
+        master.intervals = intervals = Intervals(chain)
         seen: set[Segment] = set()
         while (left := self.deadline - time.monotonic()) > 0:
             duals = master.solve(left)
@@ -1118,7 +1401,27 @@ class _Bounder:
         codes = [m.codes[int(values.argmax())] for m, values in zip(self.chain.menus, duals.values, strict=True)]
         self.offer(codes, sorted(taken, key=lambda tree: tree.first))
         for scale in (1.0, 1.1, 1.25, 1.5, 2.0):
-            self.offer(*LinearTrees(self.trees.intervals, Costs.of(self.chain, duals, scale=scale)).best_path())
+            trees = LinearTrees(self.trees.intervals, Costs.of(self.chain, duals, scale=scale))
+            codes, segments = trees.best_path()
+            self.offer(codes, segments)
+            self.suit(segments)
+
+    def suit(self, segments: Sequence[Segment]) -> None:
+        """Candidates with these segments: the linear program chooses the other stages' options."""
+        if self.on_candidate is None or tuple(segments) in self.suited:
+            return
+        self.suited.add(tuple(segments))
+        for tree in segments:
+            if all(column.tree != tree for column, _ in self.master.y):
+                self.master.add(column_of(self.chain, self.master.intervals, tree))
+        for share in (1.0, 0.98, 0.95, 0.9):
+            left = self.deadline - time.monotonic()
+            if left <= 0:
+                return
+            codes = self.master.with_segments(segments, share, left)
+            if codes is None:
+                return
+            self.offer(codes, segments)
 
     def sharpen(self) -> None:
         """The held-bytes program at the best multipliers; what it need not look above grows until it is reached no more."""
@@ -1131,15 +1434,23 @@ class _Bounder:
             if self.duals.excess > TOLERANCE
             else [1.02 * self.best, 1.1 * self.best, 1.5 * self.best, math.inf]
         )
-        for limit in limits:
-            program = HeldDP(self.trees, min(limit, upper), slots=slots, longest=longest)
-            value = program.run()
-            self.best = max(self.best, value)
-            plan = program.plan()
-            if plan is not None:
-                self.offer(*plan)
-            if value < limit or value >= upper:
-                return
+        kinds: list[Costs | None] = [None]
+        if self.chain.most_put[-1] > 0:
+            kinds.insert(0, Costs.of(self.chain, self.duals, apart=True))
+        for apart in kinds:
+            for limit in limits:
+                if limit <= self.best and math.isfinite(limit):
+                    continue
+                program = HeldDP(self.trees, apart, min(limit, upper), slots=slots, longest=longest)
+                value = program.run()
+                if VERBOSE: print("    apart", apart is not None, "limit", limit, "->", value, "arcs", program.count, "wide", program.wide)
+                self.best = max(self.best, value)
+                plan = program.plan()
+                if plan is not None:
+                    self.offer(*plan)
+                    self.suit(plan[1])
+                if value < limit or value >= upper:
+                    break
 
     def prices(self) -> Prices | None:
         """The multipliers in seconds and bytes."""
