@@ -66,12 +66,12 @@ def size_of(seed: int) -> int:
 @pytest.mark.parametrize("part", range(6))
 def test_equals_brute_force(part: int) -> None:
     """Menus, nested segments, swapping, host limits, up to seven stages."""
-    for seed in range(part, 84, 6):
+    for seed in range(part, 60, 6):
         n, rng = size_of(seed), random.Random(seed)
         profile = random_chain(seed, n, most_options=7 if n < 6 else 4)
         host = None if seed % 4 else 30
         combinations = brute_force.combinations(profile)
-        if len(combinations) > 4000:
+        if len(combinations) > 3000:
             continue
         least = brute_force.smallest_peak(profile, host_bytes=host, within=combinations)
         assert smallest_peak(profile, host_bytes=host).peak_bytes == least
@@ -94,7 +94,7 @@ def test_no_other_points_are_faster(size: int, seeds: range) -> None:
 
 def test_evaluator_equals_residency_and_referee() -> None:
     schedules = 0
-    for seed in range(200):
+    for seed in range(100):
         rng, n = random.Random(seed), 2 + seed % 8
         profile = random_chain(seed, n)
         host = rng.choice((None, 30))
@@ -124,12 +124,12 @@ def test_evaluator_equals_residency_and_referee() -> None:
                     assert (timeline.peak_bytes, timeline.host_bytes) == (found.peak_bytes, found.host_bytes)
                     assert found.step_s <= one * (1 + 1e-12)
                     schedules += 1
-    assert schedules > 1000
+    assert schedules > 500
 
 
 def test_smallest_peak_and_the_error_below_it() -> None:
-    for seed in range(84):
-        profile = random_chain(seed, 1 + seed % 6, most_options=5)
+    for seed in range(30):
+        profile = random_chain(seed, 1 + seed % 5, most_options=5)
         for actions in (ACTIONS, NOTHING_MOVES, ("keep", "swap"), ("keep",)):
             combinations = brute_force.combinations(profile, actions=actions)
             least = brute_force.smallest_peak(profile, actions=actions, within=combinations)
@@ -162,7 +162,7 @@ def test_error_of_a_long_chain_says_that_the_peak_was_found() -> None:
 
 
 def test_host_limit() -> None:
-    for seed in range(40):
+    for seed in range(25):
         profile = random_chain(seed, 1 + seed % 5, most_options=5)
         combinations = brute_force.combinations(profile)
         for host in (0, 15):
@@ -184,8 +184,8 @@ def test_no_room_on_the_host_tier_means_nothing_moves() -> None:
 
 
 def test_segment_dp_is_the_optimum_on_textbook_chains() -> None:
-    for seed in range(60):
-        rng, n = random.Random(seed), 1 + seed % 7
+    for seed in range(30):
+        rng, n = random.Random(seed), 1 + seed % 6
         profile = textbook_chain(rng, n)
         space, evaluator = space_of(profile, NOTHING_MOVES), Evaluator(profile)
         least = smallest_peak(profile, actions=NOTHING_MOVES).peak_bytes
@@ -253,9 +253,9 @@ def rotor_s(profile: Profile, budget_bytes: int) -> float:
 
 
 def test_recompute_only_is_never_slower_than_rotor() -> None:
-    for seed in range(14):
+    for seed in range(8):
         rng = random.Random(seed)
-        profile = textbook_chain(rng, 10 + seed)
+        profile = textbook_chain(rng, 8 + seed)
         least = smallest_peak(profile, actions=NOTHING_MOVES).peak_bytes
         for budget in (least, least + rng.randint(1, 100)):
             plan = solve_profile(profile, budget, actions=NOTHING_MOVES)
@@ -283,7 +283,7 @@ def test_segments_beat_single_stages_where_they_must() -> None:
 
 def test_label_dp_finds_the_optimum_of_most_small_chains() -> None:
     equal, count = 0, 0
-    for seed in range(40):
+    for seed in range(24):
         profile = random_chain(seed, 3 + seed % 4, most_options=5)
         space, evaluator = space_of(profile), Evaluator(profile)
         budget = smallest_peak(profile).peak_bytes + seed % 17

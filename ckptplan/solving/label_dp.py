@@ -175,7 +175,12 @@ class LabelDp:
                 inside.append((s, storage.born, storage.nbytes, goes))
             elif s in self.tracker.bit:
                 tracked.append((s, storage.nbytes, goes))
-            elif goes and k < len(self.profile.stages) - 1 and storage.program_until <= k:
+            elif (
+                goes
+                and k < len(self.profile.stages) - 1
+                and storage.program_until <= k
+                and s not in self.tracker.left_out
+            ):
                 moves += storage.nbytes
             else:
                 keeps += storage.nbytes
@@ -301,7 +306,7 @@ class LabelDp:
         # Forward: wait until the backlog leaves room, then run.
         most = _whole_items(now.out_ends, room)
         wait = np.maximum(now.out - most, 0.0)
-        now.out_due = np.maximum(now.out_due, np.where(now.X > room, now.X - most, 0.0))
+        now.out_due = np.maximum(now.out_due, np.where(now.X - room > 0, now.X - most, 0.0))
         now.out = np.maximum(now.out - wait - stage.forward_s * link.out_bytes_per_s, 0.0)
         now.T = now.T + wait / link.out_bytes_per_s + stage.forward_s
         for opened in range(level, inner):
@@ -317,7 +322,7 @@ class LabelDp:
             if s in t.bit:
                 t.hold(now, s, k, nbytes, goes, mine)
             else:
-                goes = goes and k < n - 1 and profile.storages[s].program_until <= k
+                goes = goes and k < n - 1 and profile.storages[s].program_until <= k and s not in t.left_out
                 size = np.where(mine, nbytes, 0) if mine is not None else np.full(len(rows), nbytes)
                 if goes:
                     moved = moved + size
@@ -356,7 +361,7 @@ class LabelDp:
             now.P = np.zeros_like(now.P)
         fits = room >= 0
         if self.host_bytes is not None:
-            fits &= now.X <= self.host_bytes
+            fits &= self.host_bytes - now.X >= 0
         t.forget(now, k)
         kept = np.flatnonzero(fits)
         if len(kept) == 0:
@@ -368,7 +373,7 @@ class LabelDp:
         return now
 
     def _sweeps(self, now: _Labels, k: int, inner: int, move: _Move) -> Ints:
-        """Run stage `k` in the sweeps around it; the bytes at its end of the sweep that ends here, outer copies included."""
+        """Run stage `k` in the sweeps around it; gives the most bytes of copies in the innermost one and those around."""
         stage, t = self.profile.stages[k], self.tracker
         again = stage.recompute
         assert again is not None
@@ -552,7 +557,7 @@ class _Tracker:
 
     A storage is tracked from its first possible holder until neither a later stage may hold it too nor the program
     still holds it: past that point its bytes are in `H` or in the queues and nothing can change them. Where more are
-    open at once than there are bits, the rest count once per holder and don't move, which is too much, never too little.
+    open at once than there are bits, the rest count once per holder and don't move: too much, never too little.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -561,6 +566,7 @@ class _Tracker:
         self.program_bytes = [0] * n
         self.caller_bytes = 0
         self.bit: dict[int, np.int64] = {}
+        self.left_out: set[int] = set()
         self.expiring: list[list[int]] = [[] for _ in range(n)]
         self.near: list[np.int64] = []
         self._overlapping: list[list[int]] = [[] for _ in range(n)]
@@ -587,6 +593,8 @@ class _Tracker:
                     open_.append((s, until, number))
                     for j in range(k + 1, min(profile.storages[s].program_until, n - 1) + 1):
                         self._overlapping[j].append(s)
+                else:
+                    self.left_out.add(s)
             self.near.append(np.int64(sum(1 << number for _, until, number in open_ if until <= k + 1)))
             gone = [number for _, until, number in open_ if until == k]
             self._clear.append(~np.int64(sum(1 << number for number in gone)))

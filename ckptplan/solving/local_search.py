@@ -198,7 +198,7 @@ class LocalSearch:
                 yield from self._kept(before, halves, after, low, high)
             if segment.inner:
                 yield from self._kept(before, [(segment.first, segment.last, ())], after, low, high)
-            for cut in range(segment.first, segment.last):
+            for cut in self.space.ends(segment.first, segment.first, segment.last):
                 inner = [(segment.first, segment.last, (Segment(segment.first, cut),))]
                 yield from self._kept(before, inner, after, low, high)
         taken = {i for segment in segments for i in range(segment.first, segment.last + 1)}

@@ -20,7 +20,7 @@ from ckptplan.solving.evaluate import KEEP, Evaluator, Menu, Schedule, Segments,
 from ckptplan.solving.exact_search import PlanSpace
 from ckptplan.solving.label_dp import LabelDp, Prices
 from ckptplan.solving.local_search import LocalSearch
-from ckptplan.solving.segment_dp import SegmentDp
+from ckptplan.solving.segment_dp import LIMIT, SegmentDp
 
 OnProgress = Callable[[str, float, float], None]
 """Called with the part at work, the best makespan so far and the lower bound so far, in seconds."""
@@ -33,7 +33,7 @@ ENUMERATE_WITH_TIME = 4_000_000
 ENUMERATE_PEAKS = 400_000
 FIRST_WIDTH = 250
 MOST_LABELS = 60_000
-SEGMENT_WORK = 400_000_000
+SEGMENT_WORK = 200_000_000
 """Additions of the segment program; about a second per billion."""
 FINALISTS = 60
 BOUND_SHARE = 0.5
@@ -203,7 +203,10 @@ def _search_peak(
     if space.segments:
         dp = SegmentDp(space, least, max_work=SEGMENT_WORK)
         if dp.run(deadline) and (budget := dp.least_bytes()) is not None:
-            for plan_found in dp.plans(budget, 8):
+            for asked in (budget,) if dp.exact else np.linspace(0.9, 1.2, 7) * budget:
+                plan_found = dp.plan(int(asked))
+                if plan_found is None:
+                    continue
                 peak = evaluator.peak(*plan_found)
                 if peak < least:
                     best, least = (list(plan_found[0]), plan_found[1]), peak
@@ -420,15 +423,28 @@ class _Search:
         """Nothing moves: the optimum on textbook chains, good candidates on others."""
         if not self.space.segments:
             return
-        dp = SegmentDp(self.space, self.budget_bytes, max_work=SEGMENT_WORK if self.moves else 4 * SEGMENT_WORK)
-        if not dp.run(time.monotonic() + 0.5 * self.left_s()):
+        dp = SegmentDp(self.space, self.budget_bytes, max_work=SEGMENT_WORK if self.moves else 8 * SEGMENT_WORK)
+        if not dp.run(time.monotonic() + (0.2 if self.moves else 0.6) * self.left_s()):
             return
-        for codes, segments in dp.plans(self.budget_bytes, FINALISTS // 2):
-            if self.best is None or self.evaluator.step_s(codes, self.budget_bytes, segments) < self.best.step_s:
-                self.offer(codes, segments)
+        self.fit_segments(dp)
         if dp.exact and not self.moves and self.best is not None:
             self.bound_s = self.best.step_s
         self.report("segment DP")
+
+    def fit_segments(self, dp: SegmentDp) -> None:
+        """Where the program's bytes are an estimate, the largest budget for it whose plan truly fits."""
+        low, high = 0.0, 2.0 * self.budget_bytes
+        asked = float(self.budget_bytes)
+        for _ in range(1 if dp.exact else 7):
+            found = dp.plan(int(asked))
+            fits = False
+            if found is not None:
+                seconds = self.evaluator.step_s(found[0], self.budget_bytes, found[1])
+                fits = seconds < math.inf
+                if self.best is None or seconds < self.best.step_s:
+                    self.offer(*found)
+            low, high = (asked, high) if fits or found is None else (low, asked)
+            asked = (max(low, 0.75 * self.budget_bytes) + min(high, LIMIT * self.budget_bytes)) / 2
 
     def refuse(self) -> None:
         """Raise where the budget is below the smallest peak; else start from the vector that has it."""

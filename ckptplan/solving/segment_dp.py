@@ -144,6 +144,27 @@ def _is_textbook(profile: Profile, near: list[set[int]], behind: list[set[int]],
     return True
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A stage by itself under option `code`, or a segment up to `last`; -1 for the other.
+
+    `held` units are taken from what is left, at least `first` must be left, and `tables` add up to what follows.
+    """
+
+    code: int
+    last: int
+    held: int
+    first: int
+    seconds: float
+    tables: tuple[Floats, ...]
+
+    def at(self, m: int) -> float:
+        """Seconds with `m` units left."""
+        if m < max(self.first, self.held):
+            return math.inf
+        return float(sum(table[m - self.held] for table in self.tables)) + self.seconds
+
+
 class SegmentDp:
     """Tables for every budget up to a limit.
 
@@ -187,6 +208,7 @@ class SegmentDp:
         self.exact = exact and self.chain.textbook and self.span in (0, n)
         self.complete = False
         self._m = np.arange(self.units)
+        self._known: dict[int, list[_Way]] = {}
 
     def _sizes(self) -> list[int]:
         c = self.chain
@@ -231,8 +253,11 @@ class SegmentDp:
             if time.monotonic() > deadline:
                 return False
             best = np.full(units, np.inf)
-            for value in self._top_ways(s).values():
-                np.minimum(best, value, out=best)
+            for way in self._ways(s):
+                begin = max(way.first, way.held)
+                if begin < units:
+                    part = sum(t[begin - way.held : units - way.held] for t in way.tables) + way.seconds
+                    np.minimum(best[begin:], part, out=best[begin:])
             self.top[s] = best
             self.top_after[s] = self._shift(best, self.x[s])
         self.complete = True
@@ -314,10 +339,13 @@ class SegmentDp:
         total[(self._m < first[:, None]) | ~self.valid[s, :length, None]] = np.inf
         return np.asarray(np.minimum(best, total.min(axis=0)))
 
-    def _top_ways(self, s: int) -> dict[tuple[int, int], Floats]:
-        """(code, -1) or (-1, last stage of a segment) -> seconds by units left."""
+    def _ways(self, s: int) -> list[_Way]:
+        """How the step can go on from stage `s`."""
+        found = self._known.get(s)
+        if found is not None:
+            return found
         chain, stage = self.chain, self.profile.stages[s]
-        ways: dict[tuple[int, int], Floats] = {}
+        ways = self._known[s] = []
         for code in self.menu[s]:
             option = stage.options[code]
             held = chain.held[s][code]
@@ -325,15 +353,24 @@ class SegmentDp:
                 chain.base_forward[s] + option.forward_bytes,
                 chain.base_backward[s] + held - self._next(s, code) + option.backward_bytes,
             )
-            value = self._shift(self.top[s + 1], self._up(held)) + option.recompute_s
-            ways[code, -1] = self._from(value, need)
+            ways.append(_Way(code, -1, self._up(held), self._first(need), option.recompute_s, (self.top[s + 1],)))
         for last in self.space.ends(s, s + 1, min(self.n, s + self.span)):
             length = last - s
-            glue = self._up(int(self.glue_held[s, length]))
-            value = self._shift(self.top_after[last + 1], glue) + self._shift(self.inner[s, length], glue)
-            value = value + self.again_total[s, length]
-            ways[-1, last] = self._from(value, int(self.most_forward[s, length]))
+            ways.append(
+                _Way(
+                    -1,
+                    last,
+                    self._up(int(self.glue_held[s, length])),
+                    self._first(int(self.most_forward[s, length])),
+                    float(self.again_total[s, length]),
+                    (self.top_after[last + 1], self.inner[s, length]),
+                )
+            )
         return ways
+
+    def _first(self, nbytes: int) -> int:
+        """The fewest units with which `nbytes`, the floor included, fit."""
+        return max(0, self._up(nbytes - self.floor))
 
     def _next(self, s: int, code: int) -> int:
         """Bytes of the boundary behind stage `s` that the option itself doesn't hold: not there in its backward."""
@@ -356,14 +393,12 @@ class SegmentDp:
         segments: list[Segment] = []
         s = 0
         while s < self.n:
-            ways = self._top_ways(s)
-            code, last = min(ways, key=lambda way: float(ways[way][m]))
+            way = min(self._ways(s), key=lambda way: way.at(m))
+            last, m = way.last, m - way.held
             if last < 0:
-                codes[s] = code
-                m -= self._up(self.chain.held[s][code])
+                codes[s] = way.code
                 s += 1
                 continue
-            m -= self._up(int(self.glue_held[s, last - s]))
             segments.append(Segment(s, last, self._sweep(s, last, m)))
             for k in range(s, last + 1):
                 codes[k] = 0 if self.profile.stages[k].is_glue else self._plain(k)
@@ -375,18 +410,6 @@ class SegmentDp:
         """The smallest budget that the tables have a plan for; None where there is none up to the limit."""
         fits = np.flatnonzero(np.isfinite(self.top[0])) if self.complete else []
         return self.floor + int(fits[0]) * self.unit if len(fits) else None
-
-    def plans(self, budget_bytes: int, count: int) -> list[tuple[tuple[int, ...], Segments]]:
-        """Different plans for budgets around this one: the table's bytes may be a little too many or too few."""
-        if self.exact:
-            found = self.plan(budget_bytes)
-            return [] if found is None else [found]
-        seen: dict[tuple[tuple[int, ...], Segments], None] = {}
-        for part in np.linspace(0.7, 1.0, count // 2).tolist() + np.linspace(1.0, LIMIT, count - count // 2).tolist():
-            found = self.plan(int(budget_bytes * part))
-            if found is not None:
-                seen[found] = None
-        return list(seen)
 
     def _plain(self, k: int) -> int:
         return next(c for c in self.space.inside[k] if self.profile.stages[k].options[c].name == "recompute")
