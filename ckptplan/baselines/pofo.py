@@ -12,7 +12,7 @@ Segments with swapping around them span at most 100 stages.
 
 The published program offloads inputs of segments and layers; here a swapped stage moves all that it may, as the plan
 space has it. Since labels are an estimate (whole transfers, shared storages), the best 24 at the end are replayed
-under their true best schedule, again with budgets of 97, 93 and 88 % where that helps, and the fastest that fits is
+under their true best schedule, and where none fits, again with budgets of 97, 93 and 88 %, and the fastest that fits is
 returned, or rotor's own plan at its exact resolution if that is faster: all in the baseline's favour.
 
 Reference
@@ -115,7 +115,7 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
             found = [replay(profile, choice, budget_bytes) for choice in search.choices()]
             fits = [best, *found] if best is not None else found
             best = min((r for r in fits if r is not None), key=lambda r: r.times.makespan_s, default=None)
-            if best is not None and any(r is not None for r in found) and share < 1:
+            if any(r is not None for r in found):
                 break
     if best is None:
         assert lacking is not None
