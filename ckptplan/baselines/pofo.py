@@ -12,8 +12,9 @@ Segments with swapping around them span at most 100 stages.
 
 The published program offloads inputs of segments and layers; here a swapped stage moves all that it may, as the plan
 space has it. Since labels are an estimate (whole transfers, shared storages), the best 24 at the end are replayed
-under their true best schedule, again with budgets of 97, 93 and 88 % where that helps, and the fastest that fits is
-returned, or rotor's own plan at its exact resolution if that is faster: all in the baseline's favour.
+under their true best schedule, then those found with 97 % of the budget (up to 100 stages, or where none fits), and,
+while none fits, with 93 and 88 %. The fastest that fits is returned, or rotor's own plan at its exact resolution if
+that is faster: all in the baseline's favour.
 
 Reference
 ---------
@@ -43,6 +44,8 @@ BACKLOG_BUCKETS = 10
 LONGEST = 100
 REPLAYS = 24
 BUDGETS = (1.0, 0.97, 0.93, 0.88)
+TWICE = 100
+"""Up to so many stages the second of these budgets is tried even where the first has given a plan."""
 STALLS = (1.0, 0.5, 0.0)
 """Parts of the returning backlog that may be left when a segment's backward begins; the rest is waited for."""
 
@@ -115,7 +118,7 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
             found = [replay(profile, choice, budget_bytes) for choice in search.choices()]
             fits = [best, *found] if best is not None else found
             best = min((r for r in fits if r is not None), key=lambda r: r.times.makespan_s, default=None)
-            if best is not None and any(r is not None for r in found) and share < 1:
+            if any(r is not None for r in found) and (share < 1 or n > TWICE):
                 break
     if best is None:
         assert lacking is not None
