@@ -29,7 +29,7 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.units import budget_to_bytes, format_bytes, format_seconds
 from ckptplan.referee import Violation, simulate, validate
 from ckptplan.referee.rules import broken_rules
-from ckptplan.report.tables import Row, planners_table
+from ckptplan.report.tables import Row, frontier_table, planners_table
 
 OURS = "ckptplan"
 """The solver's name among the planners."""
@@ -87,7 +87,14 @@ Source = Annotated[
 ProfileFile = Annotated[Path, typer.Argument(metavar="PROFILE.json", help="A profile (docs/formats.md).")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan made by [bold]ckptplan solve -o[/bold].")]
 # Taken as text, so that "12GB" meets the package's own message, which says the unit.
-Budget = Annotated[str, typer.Option("--budget-gb", metavar="X", help="Device budget in units of 2**30 bytes.")]
+Budget = Annotated[str | None, typer.Option("--budget-gb", metavar="X", help="Device budget in units of 2**30 bytes.")]
+HostLimit = Annotated[
+    str | None, typer.Option(metavar="X", help="Most bytes on the host tier, same unit; default: no limit.")
+]
+Actions = Annotated[str, typer.Option(help="What stages may do, separated by commas.")]
+Together = Annotated[bool, typer.Option("--segments/--no-segments", help="Whether stages may be recomputed together.")]
+TimeLimit = Annotated[float, typer.Option(min=0.1, help="Seconds the solver may take.")]
+Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="PLAN.json", help="Where to write the plan.")]
 
 
 @app.command()
@@ -112,59 +119,109 @@ def demo(
 @app.command()
 def solve(
     source: Source,
-    budget_gb: Budget,
-    host_gb: Annotated[
-        str | None, typer.Option(metavar="X", help="Most bytes on the host tier, same unit; default: no limit.")
+    budget_gb: Budget = None,
+    max_overhead: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Instead: the smallest peak within this slowdown, 0.1 for 10 per cent."),
     ] = None,
-    actions: Annotated[str, typer.Option(help="What stages may do, separated by commas.")] = ",".join(ACTIONS),
-    segments: Annotated[
-        bool, typer.Option("--segments/--no-segments", help="Whether stages may be recomputed together.")
-    ] = True,
-    time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds the solver may take.")] = 10.0,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="PLAN.json", help="Where to write the plan.")
-    ] = None,
+    host_gb: HostLimit = None,
+    actions: Actions = ",".join(ACTIONS),
+    segments: Together = True,
+    time_limit: TimeLimit = 10.0,
+    output: Output = None,
 ) -> None:
-    """Find the fastest plan that fits the budget, with a proven bound.
+    """Find the fastest plan that fits a budget, or the leanest within a slowdown, with a proven bound.
 
-    A model is profiled first. Its plan is checked by the referee; ckptplan.solve(model) also replays it on the model.
-    Exits with 2 if none fits; the message names the smallest budget that works.
+    A model is profiled first, and its plan replayed on it. Exits with 2 if no plan fits; the message names the smallest
+    budget that works.
 
     Example: [bold]ckptplan solve profile.json --budget-gb 12 -o plan.json[/bold]
     """
-    from ckptplan.solving.planner import solve_profile
+    if (budget_gb is None) == (max_overhead is None):
+        raise InvalidInputError("give either --budget-gb, in units of 2**30 bytes, or --max-overhead, 0.1 for 10 %")
+    limits = {"host_gb": _number(host_gb, "--host-gb"), "actions": _actions(actions), "segments": segments}
+    budget = _number(budget_gb, "--budget-gb")
+    subject, inputs = _subject(source)
+    from ckptplan.api import solve as solve_subject
 
-    budget_bytes = _bytes(budget_gb, "--budget-gb")
-    host_bytes = None if host_gb is None else _bytes(host_gb, "--host-gb")
-    wanted = _actions(actions)
-    profile = _profile_of(source)
     with Console(stderr=True).status("solving") as status:
-
-        def on_progress(part: str, best_s: float, bound_s: float) -> None:
-            best = format_seconds(best_s) if math.isfinite(best_s) else "none yet"
-            status.update(f"solving, {part}: best {best}, bound {format_seconds(bound_s)}")
-
-        plan = solve_profile(
-            profile,
-            budget_bytes,
-            actions=wanted,
-            segments=segments,
-            host_bytes=host_bytes,
+        plan = solve_subject(
+            subject,
+            budget,
+            inputs=inputs,
+            max_overhead=max_overhead,
             time_limit_s=time_limit,
-            on_progress=on_progress,
+            on_progress=status.update,
+            **limits,  # type: ignore[arg-type]
         )
     typer.echo(str(plan))
-    # No plan is handed out that the referee, which shares no code with the solver, doesn't accept.
-    violations = validate(profile, plan, budget_bytes, host_bytes=host_bytes)
-    if violations:
-        _show_violations(violations)
-        raise typer.Exit(1)
+    if output is not None:
+        _save(plan, output)
+
+
+@app.command()
+def frontier(
+    source: Source,
+    points: Annotated[int, typer.Option(min=2, help="Most plans, both ends included.")] = 12,
+    host_gb: HostLimit = None,
+    actions: Actions = ",".join(ACTIONS),
+    segments: Together = True,
+    time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for all plans together.")] = 60.0,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FOLDER", help="Where to write the plans, one file each.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw slowdown over memory, with the proven bound.")
+    ] = None,
+) -> None:
+    """The whole trade-off between memory and time, from the smallest peak to everything kept.
+
+    Example: [bold]ckptplan frontier profile.json --points 8 --plot frontier.png[/bold]
+    """
+    limits = {"host_gb": _number(host_gb, "--host-gb"), "actions": _actions(actions), "segments": segments}
+    subject, inputs = _subject(source)
+    from ckptplan.api import frontier as frontier_of
+
+    with Console(stderr=True).status("solving") as status:
+        plans = frontier_of(
+            subject,
+            points=points,
+            inputs=inputs,
+            time_limit_s=time_limit,
+            on_progress=status.update,
+            **limits,  # type: ignore[arg-type]
+        )
+    _console().print(frontier_table(plans))
+    if plot is not None:
+        from ckptplan.report.plots import plot_frontier
+
+        plot_frontier(plans, plot, title=Path(source).stem)
+        typer.echo(f"drawn in {plot}")
     if output is not None:
         try:
-            plan.save(output)
+            output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InvalidInputError(f"the plan can't be written to {output}: {error}") from error
-        typer.echo(f"\nwritten to {output}")
+            raise InvalidInputError(f"{output} can't be made a folder for the plans: {error}") from error
+        for plan in plans:
+            _save(plan, output / f"plan_{plan.budget_bytes}.json")
+
+
+@app.command("explain")
+def explain_command(
+    profile_file: ProfileFile,
+    plan_file: PlanFile,
+    host_gb: HostLimit = None,
+    time_limit: TimeLimit = 10.0,
+) -> None:
+    """Say why a plan is as it is: what binds, what more memory would save, each stage's next choices.
+
+    Example: [bold]ckptplan explain profile.json plan.json[/bold]
+    """
+    profile, plan = Profile.load(profile_file), Plan.load(plan_file)
+    from ckptplan.api import explain
+
+    typer.echo(str(plan).partition("\n\n")[0])
+    typer.echo(str(explain(profile, plan, host_gb=_number(host_gb, "--host-gb"), time_limit_s=time_limit)))
 
 
 @app.command()
@@ -211,7 +268,7 @@ def simulate_command(
 @app.command()
 def compare(
     source: Source,
-    budget_gb: Annotated[str | None, typer.Option(metavar="X", help="Device budget in units of 2**30 bytes.")] = None,
+    budget_gb: Budget = None,
     budgets: Annotated[
         str | None,
         typer.Option(
@@ -222,7 +279,7 @@ def compare(
     planners: Annotated[
         str, typer.Option(metavar="A,B,..", help=f"Which planners; {OURS} is the solver, all is every one.")
     ] = "all",
-    time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds the solver may take for each budget.")] = 10.0,
+    time_limit: TimeLimit = 10.0,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE.json", help="Write the rows there too.")
     ] = None,
@@ -357,16 +414,25 @@ def _percentages(text: str) -> tuple[float, ...]:
 
 
 def _profile_of(source: str) -> Profile:
-    """The profile in a file, or that of a model named `module:name`."""
+    """The profile in a file, or that of a model."""
+    subject, inputs = _subject(source)
+    if isinstance(subject, Profile):
+        return subject
+    from ckptplan.profiling.profiler import profile
+
+    with Console(stderr=True).status("profiling") as status:
+        return profile(subject, inputs, on_progress=status.update)
+
+
+def _subject(source: str) -> tuple[Any, Any]:
+    """A profile from its file, or the model named `module:name`; and the model's inputs where they come with it."""
     path = Path(source)
     module, colon, name = source.partition(":")
     if path.exists() or not colon or "/" in source or not name.replace(".", "").isidentifier():
-        return Profile.load(path)
+        return Profile.load(path), None
     found = _import(source, module, name)
     # Here, since it imports torch, which no profile needs.
     from torch import nn
-
-    from ckptplan.profiling.profiler import profile
 
     made = found if isinstance(found, nn.Module) or not callable(found) else found()
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
@@ -375,8 +441,15 @@ def _profile_of(source: str) -> Profile:
             f"{source} gives {type(model).__name__}; want a torch.nn.Module, or a function that returns one, alone or "
             "with its inputs"
         )
-    with Console(stderr=True).status("profiling") as status:
-        return profile(model, inputs, on_progress=status.update)
+    return model, inputs
+
+
+def _save(plan: Plan, path: Path) -> None:
+    try:
+        plan.save(path)
+    except OSError as error:
+        raise InvalidInputError(f"the plan can't be written to {path}: {error}") from error
+    typer.echo(f"written to {path}")
 
 
 def _import(source: str, module: str, name: str) -> Any:
@@ -396,11 +469,20 @@ def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 140, highlight=False)
 
 
-def _bytes(text: str, option: str) -> int:
+def _number(text: str | None, option: str) -> float | None:
+    """The number of GiB in `text`; anything else meets the package's own message."""
+    if text is None:
+        return None
     try:
-        value: Any = float(text)
+        return float(text)
     except ValueError:
-        value = text
+        budget_to_bytes(text, name=option)  # type: ignore[arg-type]
+        raise
+
+
+def _bytes(text: str, option: str) -> int:
+    value = _number(text, option)
+    assert value is not None
     return budget_to_bytes(value, name=option)
 
 

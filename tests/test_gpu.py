@@ -22,8 +22,7 @@ from torch import nn
 
 import ckptplan
 from ckptplan import Plan, Profile
-from ckptplan.baselines._build import available, build, tightest_peak
-from ckptplan.core.schedule import residency
+from ckptplan.baselines._build import build, named, smallest_peak
 from ckptplan.profiling.links import measure_link
 from ckptplan.runtime import stores
 from ckptplan.runtime.measure import held_tensors, unique_bytes
@@ -120,8 +119,8 @@ def make(kind: type[nn.Module] = Net) -> tuple[nn.Module, torch.Tensor]:
 def plan_for(profile: Profile, mix: str) -> Plan:
     """The tightest plan in which stages take the actions of `mix` in turn."""
     wanted = [MIXES[mix][i % len(MIXES[mix])] for i in range(len(profile.stages))]
-    actions = available(profile, wanted)
-    return build(profile, actions, tightest_peak(profile, residency(profile, actions)).bytes, mix)
+    choice = named(profile, wanted)
+    return build(profile, choice, smallest_peak(profile, choice).bytes, mix)
 
 
 def step(model: nn.Module, x: torch.Tensor, seed: int) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptplan.core.errors import CkptPlanError
+from ckptplan.core.plan import Plan
 from ckptplan.core.units import GIB
 from ckptplan.report.tables import Row
 
@@ -69,6 +70,38 @@ def plot_step_time(
         axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
     else:
         axes.legend(fontsize="small")
+    figure.savefig(Path(path), format="png", dpi=150)
+
+
+def plot_frontier(plans: Sequence[Plan], path: str | Path, *, title: str | None = None) -> None:
+    """Draw the slowdown of a frontier's plans over their peaks, and the proven bound below them.
+
+    Parameters
+    ----------
+    plans : sequence of Plan
+        At least one, of one profile.
+    path : str or Path
+        PNG file to write.
+
+    Raises
+    ------
+    CkptPlanError
+        If matplotlib isn't installed.
+    """
+    figure = _figure()
+    axes = figure.subplots()
+    unit, size = ("GiB", GIB) if plans[-1].peak_bytes >= GIB else ("MiB", 1 << 20)
+    peaks = [plan.peak_bytes / size for plan in plans]
+    base_s = plans[0].baseline_step_s or 1.0
+    axes.plot(peaks, [100 * max(plan.overhead, 0.0) for plan in plans], marker="o", linewidth=2, label="plan")
+    bounds = [100 * (plan.lower_bound_s / base_s - 1) for plan in plans]
+    axes.plot(peaks, [max(bound, 0.0) for bound in bounds], linestyle="--", color="grey", label="proven bound")
+    axes.set_xlabel(f"peak memory ({unit})")
+    axes.set_ylabel("slowdown over keeping everything (%)")
+    if title is not None:
+        axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend()
     figure.savefig(Path(path), format="png", dpi=150)
 
 

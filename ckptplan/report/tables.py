@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from ckptplan.core.chain import ACTIONS
+from ckptplan.core.plan import Plan
 from ckptplan.core.units import format_bytes, format_seconds
 
 
@@ -87,6 +89,25 @@ def planners_table(rows: Sequence[Row], *, title: str | None = None) -> Table:
                 took,
             )
             table.add_row(row.planner, *(f"[bold]{cell}[/bold]" for cell in cells) if fastest else cells)
+    return table
+
+
+def frontier_table(plans: Sequence[Plan]) -> Table:
+    """One line per plan of a frontier."""
+    table = Table(caption="overhead: over keeping everything; gap: over the proven bound")
+    for column in ("peak", "step", "overhead", "gap", "swapped", "keep", "swap", "recompute", "segments"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for plan in plans:
+        counts = [sum(choice.action == action for choice in plan.choices) for action in ACTIONS]
+        table.add_row(
+            format_bytes(plan.peak_bytes),
+            format_seconds(plan.step_s),
+            f"{max(plan.overhead, 0.0):.1%}",
+            f"{plan.gap:.2%}",
+            format_bytes(plan.host_bytes),
+            *map(str, counts),
+            str(len(plan.segments)),
+        )
     return table
 
 

@@ -91,7 +91,13 @@ class Chain:
         self.returns: dict[int, list[int]] = {}
         for s, storage in enumerate(profile.storages):
             j = self.counted[s]
-            if j < 0 or storage.to_end or not storage.nbytes or self.again[j] is None or s not in profile.stages[j].linked:
+            if (
+                j < 0
+                or storage.to_end
+                or not storage.nbytes
+                or self.again[j] is None
+                or s not in profile.stages[j].linked
+            ):
                 continue
             later = [i for i in self.certain[s] if j < i <= storage.program_until]
             if later:
@@ -448,10 +454,14 @@ class Master:
             self.backward[k].SetUb(c.budget * share - c.base_backward[k])
         self.lp.SetTimeLimit(max(1, int(1000 * seconds)))
         solved = self.lp.Solve() == self.lp.OPTIMAL and self.excess.solution_value() < TOLERANCE
-        codes = [
-            m.codes[max(range(len(row)), key=lambda o: row[o].solution_value())]  # noqa: B023 - called at once
-            for m, row in zip(c.menus, self.x, strict=True)
-        ] if solved else None
+        codes = (
+            [
+                m.codes[max(range(len(row)), key=lambda o: row[o].solution_value())]  # noqa: B023 - called at once
+                for m, row in zip(c.menus, self.x, strict=True)
+            ]
+            if solved
+            else None
+        )
         for _, var in self.y:
             var.SetBounds(0, self.big)
         for k in range(c.n):
@@ -912,9 +922,7 @@ class HeldDP:
         self.keys: dict[_Open, int] = {}
         self.ahead, self.behind = linear.path()
         self.fixed = (
-            1.0
-            + k.constant
-            - float(self.price_forward @ self.room_forward + self.price_backward @ self.room_backward)
+            1.0 + k.constant - float(self.price_forward @ self.room_forward + self.price_backward @ self.room_backward)
         )
         # The linear bound of completing a plan, as what is added to the value of a state.
         room = self.guide_forward * self.room_forward + self.guide_backward * self.room_backward
@@ -926,9 +934,7 @@ class HeldDP:
         return np.concatenate([np.cumsum(values[::-1])[::-1], [0.0]])
 
     @staticmethod
-    def _row(
-        over: Floats, weight: float | Floats, price: float | Floats, hard: float | Floats, width: float
-    ) -> Floats:
+    def _row(over: Floats, weight: float | Floats, price: float | Floats, hard: float | Floats, width: float) -> Floats:
         """Least of weight * (over + t)+ - price * t over 0 <= t <= width; infinite where even t = 0 is too much."""
         cost = weight * np.maximum(over, 0.0) + price * np.clip(over, -width, 0.0)
         return np.where(over > hard, np.inf, cost)
@@ -1087,8 +1093,7 @@ class HeldDP:
                 some = self._subsets(unsure, float(m.still[o] - m.sure[o]))
                 ways += [(cost + float(m.sure[o]) * k.move(i), kept) for cost, kept in some]
             out += [
-                (o, float(priced[o]) + cost, float(m.forward[o]), float(m.backward[o]), kept)
-                for cost, kept in ways
+                (o, float(priced[o]) + cost, float(m.forward[o]), float(m.backward[o]), kept) for cost, kept in ways
             ]
         return out
 
@@ -1443,7 +1448,19 @@ class _Bounder:
                     continue
                 program = HeldDP(self.trees, apart, min(limit, upper), slots=slots, longest=longest)
                 value = program.run()
-                if VERBOSE: print("    apart", apart is not None, "limit", limit, "->", value, "arcs", program.count, "wide", program.wide)
+                if VERBOSE:
+                    print(
+                        "    apart",
+                        apart is not None,
+                        "limit",
+                        limit,
+                        "->",
+                        value,
+                        "arcs",
+                        program.count,
+                        "wide",
+                        program.wide,
+                    )
                 self.best = max(self.best, value)
                 plan = program.plan()
                 if plan is not None:
