@@ -131,9 +131,11 @@ class Explanation:
 def _text(alternative: Alternative | None) -> str:
     if alternative is None:
         return "-"
-    sign = "+" if alternative.extra_s >= 0 else "-"
     missing = f", needs {format_bytes(alternative.missing_bytes)} more" if alternative.missing_bytes else ""
-    return f"{alternative.option}: {sign}{format_seconds(abs(alternative.extra_s))}{missing}"
+    change = f"{'+' if alternative.extra_s > 0 else '-'}{format_seconds(abs(alternative.extra_s))}"
+    if abs(alternative.extra_s) < 1e-9:  # the same seconds added in another order
+        change = "as fast"
+    return f"{alternative.option}: {change}{missing}"
 
 
 def explain(

@@ -13,10 +13,14 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import residency
 from ckptplan.core.units import format_bytes
+from ckptplan.solving.evaluate import menus
 from ckptplan.solving.planner import smallest_peak, solve_profile
+from ckptplan.solving.prices import lower_bound
 
 CLOSE = 0.002
 """The search for the smallest peak ends when what is left is this share of it."""
+BOUNDS = 10
+"""So many budgets are tried to prove that less won't do; each halves what is left."""
 
 Report = Callable[[str], None]
 
@@ -180,4 +184,20 @@ def smallest_within(
             middle = (low + best.peak_bytes) // 2
             found = solve(middle)
             low, best = (middle, best) if found is None else (low, found)
+    # What the search above happened to prove, and what bounds alone prove further up.
+    menu = menus(profile, actions, host_bytes=host_bytes)
+    high = best.peak_bytes
+    for _ in range(BOUNDS):
+        middle = (proven + high) // 2
+        if high - proven <= CLOSE * high:
+            break
+        bound = lower_bound(
+            profile,
+            menu,
+            middle,
+            host_bytes=host_bytes,
+            segments=segments and "recompute" in actions,
+            deadline=time.monotonic() + time_limit_s / BOUNDS / 4,
+        )
+        proven, high = (middle + 1, high) if bound.bound_s > limit_s else (proven, middle)
     return replace(best, budget_bytes=best.peak_bytes, peak_bound_bytes=min(proven, best.peak_bytes))
