@@ -136,16 +136,20 @@ class Controller:
             self._patches.append(PatchedForward(model, self._run_model))
 
     def _check_segment(self, segment: Segment, inside: tuple[int, ...]) -> None:
-        where = f"segment {segment.first}..{segment.last}"
-        if segment.last not in inside:
-            raise PlanMismatchError(f"{where} ends in {self._name(segment.last)}, which is no module's call")
+        waiting = [segment]
+        while waiting:
+            inner = waiting.pop()
+            waiting.extend(inner.inner)
+            if inner.last not in inside:
+                raise PlanMismatchError(
+                    f"segment {inner.first}..{inner.last} ends in {self._name(inner.last)}, which is no module's call"
+                )
         for i in inside:
             if self._choices[i].action != "recompute" or self._choices[i].ops:
                 raise PlanMismatchError(
-                    f"{where}: stage {self._stages[i]!r} is to {self._choices[i].option}; a segment's stages recompute"
+                    f"segment {segment.first}..{segment.last}: stage {self._stages[i]!r} is to "
+                    f"{self._choices[i].option}; a segment's stages recompute"
                 )
-        for inner in segment.inner:
-            self._check_segment(inner, tuple(i for i in inside if inner.first <= i <= inner.last))
 
     def _name(self, index: int) -> str:
         return repr(self._stages[index]) if index < len(self._stages) else f"number {index} of {len(self._stages)}"

@@ -18,6 +18,7 @@ NOTE [Frames and links]
 
 from __future__ import annotations
 
+import bisect
 import functools
 import weakref
 from collections.abc import Callable
@@ -220,7 +221,7 @@ class _Task:
 
     given: dict[int, dict[Made, torch.Tensor]] = field(default_factory=dict)
     saved: dict[int, dict[int, Held]] = field(default_factory=dict)
-    swept: dict[Segment, int] = field(default_factory=dict)  # up to which stage
+    swept: dict[int, int] = field(default_factory=dict)  # segments by identity: up to which stage
 
 
 class SegmentRun:
@@ -289,11 +290,11 @@ class SegmentRun:
         k = frame.index
         path = _path(self._segment, k)
         for segment, inner in zip(path, [*path[1:], None], strict=True):
-            if task.swept.get(segment, -1) >= k:
+            if task.swept.get(id(segment), -1) >= k:
                 continue
             # A backward that begins inside: no later stage is needed, and the inner segment sweeps by itself.
             self._sweep(task, segment, k if inner is None else inner.first, k)
-            task.swept[segment] = k
+            task.swept[id(segment)] = k
         if k not in task.saved:
             table = task.saved[k] = {}
             frame.fill(task.given.get(k, {}), table, to_the_end=False)
@@ -301,13 +302,12 @@ class SegmentRun:
 
     def _sweep(self, task: _Task, segment: Segment, stop: int, limit: int) -> None:
         """Run the stages of `segment` below `stop` again, on behalf of stages up to `limit`."""
-        for k in self._modules:
-            if not segment.first <= k < stop:
-                continue
+        modules = self._modules
+        for k in modules[bisect.bisect_left(modules, segment.first) : bisect.bisect_left(modules, stop)]:
             frame = self._frames[k]() if k in self._frames else None
             if frame is None:
                 continue  # neither the graph nor a later stage needs it
-            inner = next((s for s in segment.inner if s.first <= k <= s.last), None)
+            inner = _inner(segment, k)
             given = task.given.get(k, {})
             if inner is None:
                 table = task.saved[k] = {}
@@ -339,16 +339,24 @@ def _end(run: weakref.ref[SegmentRun], key: int) -> None:
         alive.end(key)
 
 
+def _inner(segment: Segment, k: int) -> Segment | None:
+    """The segment inside `segment` that contains stage `k`."""
+    return next((inner for inner in segment.inner if inner.first <= k <= inner.last), None)
+
+
 def _path(segment: Segment, k: int) -> list[Segment]:
     """The segments around stage `k`, from the outermost in."""
     path = [segment]
-    while (inner := next((s for s in path[-1].inner if s.first <= k <= s.last), None)) is not None:
+    while (inner := _inner(path[-1], k)) is not None:
         path.append(inner)
     return path
 
 
 class OpenSegment:
     """A segment whose forward is under way: tells which inputs are outputs of its stages.
+
+    An input counts as one while its version says that nothing has written to it. Writes through `.data` don't show in
+    versions, here as little as in autograd's own check.
 
     Parameters
     ----------
@@ -366,6 +374,7 @@ class OpenSegment:
         self._session = session
         self._moves = moves
         self._run = SegmentRun(segment, modules)
+        self._stream = session.stream()
         self._frames: dict[int, Frame] = {}  # a frame without slots lives by this until a link may own it
         self._made: dict[int, tuple[StorageWeakRef, int, Made]] = {}
 
@@ -376,6 +385,11 @@ class OpenSegment:
 
     def stage(self, index: int, name: str, call: Call, tensors: list[torch.Tensor], moves: tuple[int, ...]) -> Any:
         """Run stage `index` forward on `tensors`, which `call` was split from."""
+        if self._session.stream() != self._stream:
+            raise UnsupportedModelError(
+                f"stage {name!r} runs on another stream than the first stage of its segment, whose stages are run "
+                "again together, on one; give it another option"
+            )
         frame = Frame(self._run, index, name, call)
         packing = self._session.packing() if self._moves else None
         inputs = [self._pack(index, tensor, packing) for tensor in tensors]

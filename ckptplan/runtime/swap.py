@@ -362,6 +362,10 @@ class SwapSession:
         """Whether the storage of `tensor` counts in the order of saving."""
         return movable(tensor, self._device, self._never)
 
+    def stream(self) -> Any:
+        """The stream that computes now; None where there are no streams."""
+        return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+
     def belongs(self, tensor: torch.Tensor) -> bool:
         """Whether the storage of `tensor` is the model's own."""
         return self._never(tensor.untyped_storage())
