@@ -61,8 +61,14 @@ class PlanSpace:
             return []
         return [last for last in range(max(first, least), min(limit, self._until[first])) if self._begins[last]]
 
-    def count(self, most: int) -> int:
-        """How many plans there are, or some number above `most` where there are more."""
+    def count(self, most: int, most_forests: int) -> int:
+        """How many plans there are, or some number above `most` where there are more, or more ways to choose segments.
+
+        Parameters
+        ----------
+        most_forests : int
+            Each way to choose segments costs about a millisecond, however few plans it has.
+        """
         n = len(self.menu)
         single = math.prod(len(codes) for codes in self.menu)
         if single > most:
@@ -77,12 +83,16 @@ class PlanSpace:
                 sweeps(first, last) * sweeps(last + 1, limit) for last in self.ends(first, first, limit)
             )
 
-        plans = [1] * (n + 1)
+        plans, forests = [1] * (n + 1), [1] * (n + 1)
         for first in reversed(range(n)):
             plans[first] = len(self.menu[first]) * plans[first + 1]
+            forests[first] = forests[first + 1]
             for last in self.ends(first, first + 1, n):
                 codes = math.prod(len(self.inside_from(i, first)) for i in range(first, last + 1))
                 plans[first] += codes * sweeps(first, last) * plans[last + 1]
+                forests[first] += sweeps(first, last) * forests[last + 1]
+            if plans[first] > most or forests[first] > most_forests:
+                return max(plans[first], most + 1)
         return plans[0]
 
     def forests(self) -> list[Segments]:
@@ -194,14 +204,16 @@ def fastest(
     return True
 
 
-def smallest(evaluator: Evaluator, space: PlanSpace) -> tuple[NDArray[np.int8], Segments, int]:
-    """The plan with the smallest peak, and that peak in bytes."""
+def smallest(evaluator: Evaluator, space: PlanSpace, deadline: float) -> tuple[NDArray[np.int8], Segments, int, bool]:
+    """The plan with the smallest peak, that peak in bytes, and whether all plans were seen before `deadline`."""
     best, best_bytes = np.zeros(len(space.menu), np.int8), 1 << 62
     best_forest: Segments = ()
     for forest in space.forests():
+        if best_bytes < 1 << 62 and time.monotonic() > deadline:
+            return best, best_forest, best_bytes, False
         for block in vectors(space.menu_in(forest)):
             peaks = evaluator.smallest_peaks(block, forest)
             row = int(peaks.argmin())
             if peaks[row] < best_bytes:
                 best, best_forest, best_bytes = block[row].copy(), forest, int(peaks[row])
-    return best, best_forest, best_bytes
+    return best, best_forest, best_bytes, True

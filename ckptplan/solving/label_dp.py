@@ -43,6 +43,8 @@ from ckptplan.solving.exact_search import PlanSpace
 
 MAX_TRACKED = 62
 WINDOW = 8
+LEAST_WIDTH = 24
+"""Labels are never cut to fewer than these to meet a deadline."""
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -145,7 +147,7 @@ class LabelDp:
         self.depth = depth if any(space.inside) and space.segments else 0
         self.tracker = _Tracker(self.profile)
         self.complete = True
-        """Whether the last run came to its end before its deadline."""
+        """Whether the last run had time for all its labels."""
         n = len(self.profile.stages)
         seconds = [stage.forward_s + stage.backward_s for stage in self.profile.stages]
         self.rest_s = np.concatenate([np.cumsum(seconds[::-1])[::-1], [0.0]])
@@ -237,13 +239,19 @@ class LabelDp:
         self.complete = True
         if self.profile.update_peak_bytes > self.budget_bytes:
             return []
+        begin = time.monotonic()
         pools = [_empty(1, self.depth)] + [_empty(0, self.depth) for _ in range(self.depth)]
         history: list[list[_Labels]] = []
         self.moves: list[list[list[tuple[int, _Move]]]] = []
         for k in range(n):
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 self.complete = False
                 return []
+            if k and (now - begin) / k * (n - k) > deadline - now and width > LEAST_WIDTH:
+                # Too slow at this width: a plan from fewer labels is better than none.
+                width = max(LEAST_WIDTH, width // 2)
+                self.complete = False
             grown: list[list[_Labels]] = [[] for _ in pools]
             taken: list[list[tuple[int, _Move]]] = [[] for _ in pools]
             for level, move in self._moves(k):
@@ -373,7 +381,7 @@ class LabelDp:
         return now
 
     def _sweeps(self, now: _Labels, k: int, inner: int, move: _Move) -> Ints:
-        """Run stage `k` in the sweeps around it; gives the most bytes of copies in the innermost one and those around."""
+        """Run stage `k` in the sweeps around it; gives the most bytes of copies in the innermost and those around."""
         stage, t = self.profile.stages[k], self.tracker
         again = stage.recompute
         assert again is not None

@@ -18,7 +18,7 @@ from ckptplan.core.units import format_bytes
 from ckptplan.solving import exact_search, local_search, prices
 from ckptplan.solving.evaluate import KEEP, Evaluator, Menu, Schedule, Segments, menus
 from ckptplan.solving.exact_search import PlanSpace
-from ckptplan.solving.label_dp import LabelDp, Prices
+from ckptplan.solving.label_dp import LEAST_WIDTH, LabelDp, Prices
 from ckptplan.solving.local_search import LocalSearch
 from ckptplan.solving.segment_dp import LIMIT, SegmentDp
 
@@ -31,7 +31,14 @@ ENUMERATE = 20_000
 ENUMERATE_WITH_TIME = 4_000_000
 """Up to this many, it is the last resort where bounds leave a gap: seconds at most."""
 ENUMERATE_PEAKS = 400_000
+MOST_FORESTS = 5000
+"""Ways to choose segments: all of seven stages."""
 FIRST_WIDTH = 250
+LABELS_AT_FIRST = 60_000
+"""Labels times stages in the first round, about."""
+LONG = 300
+DEPTH = 2
+"""Nesting of segments in the label DP; deeper ones come from the segment DP and the local search."""
 MOST_LABELS = 60_000
 SEGMENT_WORK = 200_000_000
 """Additions of the segment program; about a second per billion."""
@@ -176,9 +183,9 @@ def _space(profile: Profile, actions: Sequence[Action], segments: bool, host_byt
 
 
 def _smallest_peak(evaluator: Evaluator, space: PlanSpace, deadline: float) -> MinPeak:
-    if space.count(ENUMERATE_PEAKS) <= ENUMERATE_PEAKS:
-        row, segments, peak = exact_search.smallest(evaluator, space)
-        bound = peak
+    if space.count(ENUMERATE_PEAKS, MOST_FORESTS) <= ENUMERATE_PEAKS:
+        row, segments, peak, complete = exact_search.smallest(evaluator, space, deadline)
+        bound = peak if complete else evaluator.profile.update_peak_bytes
     else:
         row, segments, peak, bound = _search_peak(evaluator, space, deadline)
     codes = tuple(row.tolist())
@@ -276,31 +283,38 @@ class _Search:
         self.offer([KEEP] * len(self.menu))
         if self.closed():
             return self.result("keep all")
-        if self.space.count(ENUMERATE) <= ENUMERATE:
+        if self.space.count(ENUMERATE, MOST_FORESTS) <= ENUMERATE:
             self.enumerate()
             return self.result("exact search")
         self.start()
         if not self.closed():
             self.improve()
-        if not self.closed() and self.space.count(ENUMERATE_WITH_TIME) <= ENUMERATE_WITH_TIME:
+        if not self.closed() and self.space.count(ENUMERATE_WITH_TIME, MOST_FORESTS) <= ENUMERATE_WITH_TIME:
             self.enumerate()
         return self.result("done")
 
     def improve(self) -> None:
         """Label DP and bounds by turns, each time with more labels."""
         steer = self.steering()
-        width, round_ = FIRST_WIDTH, 0
-        while not self.closed() and time.monotonic() < self.deadline:
-            begin = time.monotonic()
-            complete = self.run_dp(width, steer)
-            if round_ == 0:
-                self.polish(2000)
-                self.run_bound()
-            elif complete:
-                self.polish(4000)
-            if not complete or time.monotonic() + 3 * (time.monotonic() - begin) > self.deadline or width > MOST_LABELS:
+        n = len(self.menu)
+        width = max(LEAST_WIDTH, min(FIRST_WIDTH, LABELS_AT_FIRST // n))
+        # Segments make each step several times as dear: on long chains the first round goes without.
+        depth = 0 if n > LONG else DEPTH
+        begin = time.monotonic()
+        self.run_dp(width, steer, depth, begin + 0.3 * self.left_s())
+        taken = time.monotonic() - begin
+        self.polish(2000)
+        self.run_bound()
+        while not self.closed() and width <= MOST_LABELS:
+            if self.left_s() < (1.0 if depth < DEPTH else 2.0) * taken:
                 break
-            width, round_ = 4 * width, round_ + 1
+            begin = time.monotonic()
+            width, depth = (width, DEPTH) if depth < DEPTH else (4 * width, DEPTH)
+            complete = self.run_dp(width, steer, depth, self.deadline)
+            taken = time.monotonic() - begin
+            self.polish(4000)
+            if not complete:
+                break
 
     @property
     def moves(self) -> bool:
@@ -336,12 +350,12 @@ class _Search:
             np.append(duals.backward * per_byte, 0.0),
         )
 
-    def run_dp(self, width: int, steer: Prices | None) -> bool:
-        """Offer what the label DP finds; whether it came to its end."""
+    def run_dp(self, width: int, steer: Prices | None, depth: int, deadline: float) -> bool:
+        """Offer what the label DP finds; whether it had time for all its labels."""
         begin = time.monotonic()
-        dp = LabelDp(self.space, self.budget_bytes, host_bytes=self.host_bytes)
+        dp = LabelDp(self.space, self.budget_bytes, host_bytes=self.host_bytes, depth=depth)
         below_s = math.inf if self.best is None else self.best.step_s
-        found = dp.run(width, self.deadline, prices=steer, below_s=below_s, count=FINALISTS)
+        found = dp.run(width, deadline, prices=steer, below_s=below_s, count=FINALISTS)
         best_s = below_s
         for plan in found:
             seconds = self.evaluator.step_s(plan.codes, self.budget_bytes, plan.segments)
@@ -414,7 +428,7 @@ class _Search:
             self.report("patterns")
         self.run_segments()
         if self.best is None:
-            self.run_dp(FIRST_WIDTH, None)
+            self.run_dp(FIRST_WIDTH, None, DEPTH, self.deadline)
         if self.best is None:
             self.refuse()
             self.report("smallest peak")
