@@ -139,7 +139,7 @@ def solve(
     """
     if (budget_gb is None) == (max_overhead is None):
         raise InvalidInputError("give either --budget-gb, in units of 2**30 bytes, or --max-overhead, 0.1 for 10 %")
-    limits = {"host_gb": _number(host_gb, "--host-gb"), "actions": _actions(actions), "segments": segments}
+    limits = {"host_gb": _number(host_gb, "--host-gb", least=0), "actions": _actions(actions), "segments": segments}
     budget = _number(budget_gb, "--budget-gb")
     subject, inputs = _subject(source)
     from ckptplan.api import solve as solve_subject
@@ -178,7 +178,7 @@ def frontier(
 
     Example: [bold]ckptplan frontier profile.json --points 8 --plot frontier.png[/bold]
     """
-    limits = {"host_gb": _number(host_gb, "--host-gb"), "actions": _actions(actions), "segments": segments}
+    limits = {"host_gb": _number(host_gb, "--host-gb", least=0), "actions": _actions(actions), "segments": segments}
     subject, inputs = _subject(source)
     from ckptplan.api import frontier as frontier_of
 
@@ -220,8 +220,9 @@ def explain_command(
     profile, plan = Profile.load(profile_file), Plan.load(plan_file)
     from ckptplan.api import explain
 
+    found = explain(profile, plan, host_gb=_number(host_gb, "--host-gb", least=0), time_limit_s=time_limit)
     typer.echo(str(plan).partition("\n\n")[0])
-    typer.echo(str(explain(profile, plan, host_gb=_number(host_gb, "--host-gb"), time_limit_s=time_limit)))
+    typer.echo(str(found))
 
 
 @app.command()
@@ -469,15 +470,17 @@ def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 140, highlight=False)
 
 
-def _number(text: str | None, option: str) -> float | None:
-    """The number of GiB in `text`; anything else meets the package's own message."""
+def _number(text: str | None, option: str, *, least: float | None = None) -> float | None:
+    """The number of GiB in `text`, a budget by the package's own rules or `least`."""
     if text is None:
         return None
     try:
-        return float(text)
+        value: Any = float(text)
     except ValueError:
-        budget_to_bytes(text, name=option)  # type: ignore[arg-type]
-        raise
+        value = text
+    if value != least:
+        budget_to_bytes(value, name=option)
+    return value  # type: ignore[no-any-return]
 
 
 def _bytes(text: str, option: str) -> int:

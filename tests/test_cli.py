@@ -74,14 +74,14 @@ def plain(text: str) -> str:
 def test_help_names_every_command_and_version_prints(run: Run) -> None:
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("demo", "solve", "show", "simulate", "compare"):
+    for command in ("demo", "solve", "frontier", "explain", "show", "simulate", "compare"):
         assert command in result.stdout
     version = run("--version")
     assert version.exit_code == 0
     assert re.fullmatch(r"ckptplan \d+\S*\n", version.stdout)
 
 
-@pytest.mark.parametrize("command", ["demo", "solve", "show", "simulate", "compare"])
+@pytest.mark.parametrize("command", ["demo", "solve", "frontier", "explain", "show", "simulate", "compare"])
 def test_each_command_has_an_example(run: Run, command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0
@@ -288,6 +288,62 @@ def test_solve_without_segments_plans_none(run: Run, tmp_path: Path) -> None:
     assert Plan.load(out).segments
     assert "together" in run("show", out).stdout
     assert_clean_error(run("solve", path, "--budget-gb", 70.5 / GIB, "--no-segments", *slow), "80 B")
+
+
+def test_solve_within_a_slowdown_needs_less_memory(
+    run: Run, chain: Profile, profile_file: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    result = run("solve", profile_file, "--max-overhead", 0.2, "--time-limit", 2, "-o", path)
+    assert result.exit_code == 0, result.output
+    assert "no plan this fast can do with less than" in result.stdout
+    plan = Plan.load(path)
+    assert plan.overhead <= 0.2
+    assert plan.peak_bytes < keep_all_bytes(chain)
+    assert plan.peak_bound_bytes is not None
+
+
+@pytest.mark.parametrize("arguments", [(), ("--budget-gb", "1", "--max-overhead", "0.1")])
+def test_solve_wants_a_budget_or_a_slowdown(run: Run, profile_file: Path, arguments: tuple[str, ...]) -> None:
+    assert_clean_error(run("solve", profile_file, *arguments), "--budget-gb", "--max-overhead")
+
+
+def test_frontier_prints_saves_and_draws_its_plans(
+    run: Run, chain: Profile, profile_file: Path, tmp_path: Path
+) -> None:
+    folder, picture = tmp_path / "plans", tmp_path / "frontier.png"
+    result = run("frontier", profile_file, "--points", 4, "--time-limit", 4, "-o", folder, "--plot", picture)
+    assert result.exit_code == 0, result.output
+    plans = sorted((Plan.load(path) for path in folder.iterdir()), key=lambda plan: plan.budget_bytes)
+    assert 2 <= len(plans) <= 4
+    assert all(validate(chain, plan, plan.budget_bytes) == () for plan in plans)
+    for plan in plans:
+        assert format_bytes(plan.peak_bytes) in result.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_explain_says_what_binds_and_the_next_choices(
+    run: Run, chain: Profile, profile_file: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    assert run("solve", profile_file, "--budget-gb", 0.5 * keep_all_gb(chain), "-o", path).exit_code == 0
+    result = run("explain", profile_file, path)
+    assert result.exit_code == 0, result.output
+    for text in (
+        "recompute",
+        "memory    binds in",
+        "one more GiB saves",
+        "with more memory",
+        *(s.name for s in chain.stages[:1]),
+    ):
+        assert text in result.stdout
+
+
+def test_explain_refuses_the_plan_of_another_profile(run: Run, profile_file: Path, tmp_path: Path) -> None:
+    other = Profile.from_chain([1.0] * 3, [1.0] * 3, [8] * 3, [8] * 3, input_bytes=8)
+    other.save(tmp_path / "other.json")
+    run("solve", tmp_path / "other.json", "--budget-gb", 1, "-o", tmp_path / "plan.json")
+    assert_clean_error(run("explain", profile_file, tmp_path / "plan.json"), "stage 3 of the plan")
 
 
 def test_show_lists_options(run: Run, tmp_path: Path) -> None:

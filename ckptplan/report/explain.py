@@ -88,7 +88,7 @@ class Explanation:
     out_busy, in_busy : float
         Share of the step that each link is busy.
     bindings : tuple of Binding
-        Where memory is short; empty when nothing is done about it.
+        Where memory is short; empty when everything is kept.
     worth : Worth or None
         None where no prices were found in the time given.
     choices : tuple of Choice
@@ -110,7 +110,7 @@ class Explanation:
             f"links     busy {self.out_busy:.0%} of the step outwards, {self.in_busy:.0%} inwards",
         ]
         if not self.bindings:
-            lines.append("memory    binds nowhere: more budget would change nothing")
+            lines.append("memory    binds nowhere: everything is kept, more budget would change nothing")
         for b in self.bindings:
             where = b.first if b.steps == 1 else f"{b.first} .. {b.last} ({b.steps})"
             lines.append(f"memory    binds in {b.phase} of {where}: {format_bytes(b.spare_bytes)} free")
@@ -168,7 +168,7 @@ def explain(
         in_wait_s=sum(seconds for out, seconds in waits if not out),
         out_busy=busy["out"] / timeline.makespan_s if timeline.makespan_s else 0.0,
         in_busy=busy["in"] / timeline.makespan_s if timeline.makespan_s else 0.0,
-        bindings=_bindings(timeline, plan.budget_bytes) if plan.step_s > profile.baseline_step_s * (1 + 1e-9) else (),
+        bindings=_bindings(timeline, plan.budget_bytes) if any(c.action != "keep" for c in plan.choices) else (),
         worth=worth,
         choices=_choices(profile, plan, menu),
     )
