@@ -156,15 +156,17 @@ def run(planner: str, profile: Profile, percent: float, budget: int, limit_s: fl
     )
 
 
-def compare(profile: Profile, percents: list[float], limit_s: float, measure: Measure | None) -> list[Result]:
+def compare(
+    profile: Profile, planners: list[str], percents: list[float], limit_s: float, measure: Measure | None
+) -> list[Result]:
     """Run every planner under every budget."""
-    least = smallest_peak(profile, actions=("keep", "swap", "recompute")).peak_bytes
+    least = smallest_peak(profile).peak_bytes
     most = BASELINES["keep_all"](profile, 1 << 59).peak_bytes
     budgets = {percent: least + int((most - least) * percent / 100) for percent in percents}
     return [
         run(planner, profile, percent, budget, limit_s, measure)
         for percent, budget in budgets.items()
-        for planner in (*BASELINES, OURS)
+        for planner in (*planners, OURS)
     ]
 
 
@@ -219,10 +221,10 @@ def against(rival: str | None, everything: dict[str, list[Result]], *, measured:
     )
 
 
-def losing(everything: dict[str, list[Result]]) -> list[str]:
+def losing(everything: dict[str, list[Result]], planners: list[str]) -> list[str]:
     """Per rule, in how many cases it fits and its step is longer than ours by a tenth or more."""
     lines = []
-    for rival in (name for name in BASELINES if name != "keep_all"):
+    for rival in (name for name in planners if name != "keep_all"):
         ratios = []
         for results in everything.values():
             ours = {r.percent: r.step_s for r in results if r.planner == OURS}
@@ -243,12 +245,17 @@ def main() -> None:
     parser.add_argument(
         "--models", default="gpt2,bert,vit,resnet50,llama", help="comma-separated names in models.py, or all"
     )
+    parser.add_argument("--planners", default="all", help="comma-separated published planners, or all")
     parser.add_argument("--link-ratio", type=float, help="plan for a link this many times slower than the forward")
     parser.add_argument("--budgets", default="0,20,40,60,80,100", help="comma-separated percentages")
     parser.add_argument("--synthetic", action="store_true", help="textbook chains instead of models")
     parser.add_argument("--measure", action="store_true", help="apply each plan and time it")
     parser.add_argument("--time-limit", type=float, default=10.0, help="seconds for each of our plans")
     args = parser.parse_args()
+    planners = list(BASELINES) if args.planners == "all" else args.planners.split(",")
+    unknown = [name for name in planners if name not in BASELINES]
+    if unknown:
+        parser.error(f"no planner {unknown[0]!r}; there are {', '.join(BASELINES)}")
     percents = [float(x) for x in args.budgets.split(",")]
     if args.link_ratio is not None and (args.measure or args.synthetic or args.link_ratio <= 0):
         parser.error(
@@ -264,17 +271,19 @@ def main() -> None:
     for name, profile, measure in cases:
         if args.link_ratio is not None:
             profile = with_link(profile, args.link_ratio)
-        results = everything[name] = compare(profile, percents, args.time_limit, measure)
+        results = everything[name] = compare(profile, planners, percents, args.time_limit, measure)
         stages[name] = len(profile.stages)
         rows = [Row(r.planner, r.budget_bytes, r.baseline_step_s, r.step_s) for r in results]
         console.print(comparison_table(rows, title=f"{name}, {stages[name]} stages"))
         if args.link_ratio is None:
             plot_step_time(rows, args.out / f"compare_greedy_{name}.png", title=name, ours=OURS)
         wrong += complaints(name, results)
-    summary = [against(rival, everything) for rival in (GREEDY, None)]
+    summary = [against(rival, everything) for rival in (GREEDY, None) if rival is None or rival in planners]
     if args.measure and not args.synthetic:
-        summary += [against(rival, everything, measured=True) for rival in (GREEDY, None)]
-    summary += losing(everything)
+        summary += [
+            against(rival, everything, measured=True) for rival in (GREEDY, None) if rival is None or rival in planners
+        ]
+    summary += losing(everything, planners)
     document = {
         "schema": SCHEMA,
         "command": " ".join(["python", *sys.argv]),
