@@ -159,6 +159,8 @@ class _Bounder:
         self.chain = Chain(self.profile, self.menu, self.budget_bytes, self.host_bytes, segments=self.segments)
         self.generate()
         if self.trees is not None:
+            if not self.complete:
+                self.offer(*self.trees.best_path())
             self.sharpen()
         return Bound(self.seconds(self.best), self.prices(), self.rounds, self.complete)
 
