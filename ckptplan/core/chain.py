@@ -6,7 +6,7 @@ once, here; the referee and the solver each work it out from this text with code
 NOTE [Residency]
 1. Storage `s` is *made* in forward step `s.born` (-1: before the step). From the next forward step on it is resident
    while the program holds it (`k <= s.program_until`), or a stage before `k` holds it, or the caller keeps it
-   (`s.to_end`).
+   (`s.to_end`). What a stage holds was there until then: from its birth on, whatever the program did with it.
 2. A stage holds, until its backward, what its option saves and pins, less what is away. In a segment `a..b` it doesn't
    hold those of its `linked` storages that a stage of `a..b` made: the sweep makes them again.
 3. In backward step `k` a storage is resident while a stage `i <= k` holds it, or the caller keeps it.
