@@ -27,6 +27,7 @@ from ckptplan.referee import validate
 from ckptplan.solving.planner import smallest_peak, solve_profile
 
 NEAR = 0.01
+SIZES = ((1, 30), (31, 60), (61, 100), (101, 400), (401, 1000))
 
 
 def time_limit_s(stages: int) -> float:
@@ -91,13 +92,32 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{r['instance']:20} {r['stages']:5} {r['budget_percent']:4} % {r['overhead']:8.2%} {r['gap']:8.3%} "
             f"{r['first_plan_s']:5.2f} s {near:>7} {r['seconds']:5.1f} s {r['peak_rss_mib']:6}"
         )
+    return "\n".join(lines)
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """What the promises speak of, and how time and memory grow with the number of stages."""
     gaps = [r["gap"] for r in rows]
-    lines.append(
-        f"\n{len(rows)} instances: gap at most 1 % on {sum(g <= 0.01 for g in gaps) / len(gaps):.0%}, "
+    lines = [
+        f"{len(rows)} instances: gap at most 1 % on {sum(g <= 0.01 for g in gaps) / len(gaps):.0%}, "
         f"at most 5 % on {sum(g <= 0.05 for g in gaps) / len(gaps):.0%}; median {statistics.median(gaps):.3%}, "
         f"worst {max(gaps):.2%}; first plan after {max(r['first_plan_s'] for r in rows):.2f} s at most"
-    )
+    ]
+    for low, high in SIZES:
+        some = [r for r in rows if low <= r["stages"] <= high]
+        if some:
+            near = [r["to_1_percent_s"] for r in some if r["to_1_percent_s"] is not None]
+            lines.append(
+                f"{low:4} to {high:4} stages ({len(some)}): first plan {_median(some, 'first_plan_s'):.2f} s, "
+                f"to 1 % {statistics.median(near) if near else float('nan'):.2f} s ({len(near)}), "
+                f"in all {_median(some, 'seconds'):.1f} s, {_median(some, 'peak_rss_mib'):.0f} MiB (medians), "
+                f"worst gap {max(r['gap'] for r in some):.2%}"
+            )
     return "\n".join(lines)
+
+
+def _median(rows: list[dict[str, Any]], field: str) -> float:
+    return statistics.median(r[field] for r in rows)
 
 
 def main() -> None:
@@ -125,11 +145,11 @@ def main() -> None:
         if done.returncode:
             raise SystemExit(done.stderr)
         rows += json.loads(done.stdout)
-        print(table(rows[-len(percents) :]).rpartition("\n\n")[0], flush=True)
-    print("\n" + table(rows).rpartition("\n\n")[2])
+        print(table(rows[-len(percents) :]), flush=True)
+    print("\n" + summary(rows))
     if args.out:
         environment = {"python": platform.python_version(), "ortools": version("ortools"), "cpu": platform.processor()}
-        document = {"command": " ".join(sys.argv), "environment": environment, "rows": rows}
+        document = {"command": " ".join(sys.argv), "environment": environment, "summary": summary(rows), "rows": rows}
         (args.out / "certificate.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
