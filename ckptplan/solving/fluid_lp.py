@@ -10,9 +10,9 @@
 | s[k]   | time compute waits for the link after step k                                                         |
 | t[k]   | compute time of step k, recompute and sweeps included                                                |
 
-A transfer frees its bytes when it is done; a fluid link frees them as they flow, never later. So any schedule of whole
-transfers gives a solution with the same stalls. Backward is the same lane in reversed time (see evaluate.py). Per lane
-with rate v, and per step k, with the multiplier of each row:
+A transfer frees its bytes when it is done; a fluid link frees them as they flow, never later. So any schedule of
+whole transfers gives a solution with the same stalls. Backward is the same lane in reversed time (see evaluate.py).
+Per lane with rate v, and per step k, with the multiplier of each row:
 
     p: A[k+1] - A[k] <= v (t[k] + s[k])      q: A[k+1] - P[k] <= v s[k]      r: A[k] <= P[k], equal at the turn
     memory: base[k] + H[k] + what the step's own option or segment adds - A[k] <= budget
@@ -24,6 +24,7 @@ all move it; of the others the two nearest are asked. Everything left out makes 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +61,6 @@ class Duals:
     backward: Floats
     drain: tuple[Floats, Floats]  # p
     queue: tuple[Floats, Floats]  # q
-    put: tuple[Floats, Floats]  # r, entry k is step k's, k = 0..n
     host: float
     ask: dict[tuple[int, int, int], float]
     stage: Floats
@@ -77,8 +77,6 @@ class Master:
 
         self.chain = c = chain
         self.lp: Any = pywraplp.Solver.CreateSolver("GLOP")
-        # Without preprocessing the chain's sparse rows are solved about five times as fast.
-        self.lp.SetSolverSpecificParametersAsString("use_preprocessing: false")
         self.big = big = self.lp.infinity()
         self.x: list[list[Any]] = []
         self.y: list[tuple[Column, Any]] = []
@@ -132,15 +130,15 @@ class Master:
             put[0].SetUb(0)
             lane: dict[str, Any] = {"drain": [], "queue": [], "put": [], "sum": [], "away": away, "joined": put}
             for k in range(n):
-                stall = lp.NumVar(0, big, "")
-                self.objective.SetCoefficient(stall, 1)
-                drain = lp.Constraint(-big, float(seconds[k]))
-                drain.SetCoefficient(away[k + 1], 1 / rate)
-                drain.SetCoefficient(away[k], -1 / rate)
+                stall = lp.NumVar(0, big, "")  # in bytes that the link carries meanwhile
+                self.objective.SetCoefficient(stall, 1 / rate)
+                drain = lp.Constraint(-big, float(seconds[k]) * rate)
+                drain.SetCoefficient(away[k + 1], 1)
+                drain.SetCoefficient(away[k], -1)
                 drain.SetCoefficient(stall, -1)
                 queue = lp.Constraint(-big, 0)
-                queue.SetCoefficient(away[k + 1], 1 / rate)
-                queue.SetCoefficient(put[k], -1 / rate)
+                queue.SetCoefficient(away[k + 1], 1)
+                queue.SetCoefficient(put[k], -1)
                 queue.SetCoefficient(stall, -1)
                 # At the turn all is away: with the row below an equation.
                 below = lp.Constraint(0 if k == n - 1 else -big, 0)
@@ -156,7 +154,7 @@ class Master:
         for k in range(n):
             m = c.menus[k]
             for o, var in enumerate(self.x[k]):
-                self._set(self.lanes[1]["drain"][k], var, -float(m.seconds[o]))
+                self._set(self.lanes[1]["drain"][k], var, -float(m.seconds[o]) * c.back)
             if m.free.any():
                 moved, limit = self._moved(k, k)
                 for o, var in enumerate(self.x[k]):
@@ -197,7 +195,7 @@ class Master:
             self._set(self.forward[k], var, column.forward[k - a])
             self._set(self.backward[k], var, column.backward[k - a])
             if self.lanes:
-                self._set(self.lanes[1]["drain"][k], var, -column.seconds[k - a])
+                self._set(self.lanes[1]["drain"][k], var, -column.seconds[k - a] * self.chain.back)
         for again, nbytes in column.returns:
             # There in forward all the while, in backward from that stage on.
             self.carry[b].SetCoefficient(var, self.carry[b].GetCoefficient(var) - nbytes)
@@ -215,8 +213,7 @@ class Master:
         for k in range(c.n):
             self.forward[k].SetUb(c.budget * share - c.base_forward[k])
             self.backward[k].SetUb(c.budget * share - c.base_backward[k])
-        self.lp.SetTimeLimit(max(1, int(1000 * seconds)))
-        solved = self.lp.Solve() == self.lp.OPTIMAL and self.excess.solution_value() < TOLERANCE
+        solved = self._solved(seconds) and self.excess.solution_value() < TOLERANCE
         codes = (
             [
                 m.codes[max(range(len(row)), key=lambda o: row[o].solution_value())]
@@ -232,22 +229,32 @@ class Master:
             self.backward[k].SetUb(c.budget - c.base_backward[k])
         return None if codes is None else tuple(codes)
 
+    def _solved(self, seconds: float) -> bool:
+        """Solve within `seconds`."""
+        until = time.monotonic() + seconds
+        # Without preprocessing the chain's sparse rows are solved about five times as fast; numbers rarely need it.
+        for preprocess in ("false", "true"):
+            self.lp.SetTimeLimit(max(1, int(1000 * (until - time.monotonic()))))
+            self.lp.SetSolverSpecificParametersAsString(f"use_preprocessing: {preprocess}")
+            if self.lp.Solve() == self.lp.OPTIMAL:
+                return True
+        return False
+
     def _flow(self, at: int) -> float:
         """Minus the derivative of the optimum by the logarithm of a link's rate."""
-        lane, rate = self.lanes[at], (self.chain.out, self.chain.back)[at]
+        lane = self.lanes[at]
         away = [var.solution_value() for var in lane["away"]]
         put = [var.solution_value() for var in lane["joined"]]
         total = 0.0
         for k, (drain, queue) in enumerate(zip(lane["drain"], lane["queue"], strict=True)):
             total -= drain.dual_value() * (away[k + 1] - away[k]) + queue.dual_value() * (away[k + 1] - put[k])
-        return max(0.0, total / rate)
+        return max(0.0, total)
 
     def solve(self, seconds: float) -> Duals | None:
         """Solve; None where the time ran out."""
-        self.lp.SetTimeLimit(max(1, int(1000 * seconds)))
-        if self.lp.Solve() != self.lp.OPTIMAL:
+        if not self._solved(seconds):
             return None
-        n, empty = self.chain.n, np.zeros(self.chain.n)
+        c, empty = self.chain, np.zeros(self.chain.n)
 
         def less(rows: list[Any]) -> Floats:
             return np.array([max(0.0, -row.dual_value()) for row in rows])
@@ -258,13 +265,8 @@ class Master:
             excess=self.excess.solution_value(),
             forward=less(self.forward),
             backward=less(self.backward),
-            drain=tuple(less(lane["drain"]) for lane in lanes) if lanes else (empty, empty),  # type: ignore[arg-type]
-            queue=tuple(less(lane["queue"]) for lane in lanes) if lanes else (empty, empty),  # type: ignore[arg-type]
-            put=tuple(  # type: ignore[arg-type]
-                np.concatenate([[0.0], [-row.dual_value() for row in lane["put"]]]) for lane in lanes
-            )
-            if lanes
-            else (np.zeros(n + 1), np.zeros(n + 1)),
+            drain=(less(lanes[0]["drain"]) * c.out, less(lanes[1]["drain"]) * c.back) if lanes else (empty, empty),
+            queue=(less(lanes[0]["queue"]) * c.out, less(lanes[1]["queue"]) * c.back) if lanes else (empty, empty),
             host=max(0.0, -self.host.dual_value()) if self.host is not None else 0.0,
             ask={key: max(0.0, -row.dual_value()) for key, row in self.ask.items()},
             stage=np.array([row.dual_value() for row in self.cover]),

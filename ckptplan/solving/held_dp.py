@@ -1,24 +1,25 @@
 """A bound by a dynamic program over (boundary, bytes tracked), in place of linear prices.
 
-At given multipliers of the links' rows, a step k in which the plan has N[k] bytes (nothing moved) and has put P[k] costs
-at least c[k] * (N[k] - budget) where that is positive, with c[k] the price of what must be away, and it is impossible if
-N[k] - P[k] > budget. The linear bound charges a price even where a step has room to spare, that is, it pays a discount
-for it. Two programs do better:
+At given multipliers of the links' rows, a step k in which the plan has N[k] bytes (nothing moved) and has put P[k]
+costs at least c[k] * (N[k] - budget) where that is positive, with c[k] the price of what must be away, and it is
+impossible if N[k] - P[k] > budget. The linear bound charges a price even where a step has room to spare, that is, it
+pays a discount for it. Two programs do better:
 
 - tracked: what is held. A step costs c[k] * max(0, N[k] - budget).
-- `apart`, tracked: what is held and doesn't move, N - P. No step may exceed the budget. What is held is charged at c[k],
-  at most the linear price, without discount for room: where the links give no price, the rows "A <= P" did, and these
-  are now heeded. A stage moves nothing, or all that no other stage can forbid and any part of the rest.
+- `apart`, tracked: what is held and doesn't move, N - P. No step may exceed the budget. What is held is charged at
+  c[k], at most the linear price, without discount for room: where the links give no price, the rows "A <= P" did, and
+  these are now heeded. A stage moves nothing, or all that no other stage can forbid and any part of the rest.
 
-Charged rounding. Slots of width w would lose w/2 per stage. Instead, W[k](slot) is the least of V + mu[k] * (z - low) over
-all partial plans with z tracked bytes in the slot, V their cost, mu[k] a guess of what a byte costs from here on (the
-linear prices). An edge that adds d bytes takes the slot's range to two slots; both get the value, plus mu times what the
-slot's lower end was rounded by, up or down. A step's cost may fall by its price times (z - low) within the slot, so its
-least value over the slot is taken. In sum at most mu[0] * w is lost, the price of one slot, whatever the length.
+Charged rounding. Slots of width w would lose w/2 per stage. Instead, W[k](slot) is the least of V + mu[k] * (z - low)
+over all partial plans with z tracked bytes in the slot, V their cost, mu[k] a guess of what a byte costs from here on
+(the linear prices). An edge that adds d bytes takes the slot's range to two slots; both get the value, plus mu times
+what the slot's lower end was rounded by, up or down. A step's cost may fall by its price times (z - low) within the
+slot, so its least value over the slot is taken. In sum at most mu[0] * w is lost, the price of one slot, whatever the
+length.
 
-Segments: the recursion of `segment_trees.py` for every slot of what is held before, coarser. Segments too long for the
-tables cost what they do at linear prices, which is never more. Segments that aren't in any plan below `limit`, by the
-linear bound, are left out: the result is the smaller of the program's and the limit.
+Segments: the recursion of `segment_trees.py` for every slot of what is held before, coarser. Segments too long for
+the tables cost what they do at linear prices, which is never more. Segments that aren't in any plan below `limit`, by
+the linear bound, are left out: the result is the smaller of the program's and the limit.
 """
 
 from __future__ import annotations
@@ -174,7 +175,8 @@ class HeldDP:
             at = rows[:, None]
             down = values[at, index] + (charge * part)[:, None]
             up = values[at, index + 1] + (charge * (part - width))[:, None]
-            return np.minimum(down, up)
+            least: Floats = np.minimum(down, up)
+            return least
 
         for i in range(w):
             b = np.arange(i, n)
@@ -234,7 +236,8 @@ class HeldDP:
             priced += float(self.chain.size[s] * price)
         if i < self.wide:
             offset = slope * (self.low - np.repeat(self.low[:: self.coarse], self.coarse))
-            return np.repeat(self.tree[i, a] + self.fore[i, a], self.coarse) + offset + priced
+            found: Floats = np.repeat(self.tree[i, a] + self.fore[i, a], self.coarse) + offset + priced
+            return found
         # Too long for the tables: tracked bytes at the linear bound's prices too.
         constant = -float(
             self.guide_forward[rows] @ self.room_forward[rows] + self.guide_backward[rows] @ self.room_backward[rows]
@@ -246,7 +249,8 @@ class HeldDP:
         )
         if self.apart:
             inside -= float((iv.held[i, a] - iv.still[i, a] + iv.gone[i, a]) * guide[rows].sum())
-        return lin.tree[i, a] + inside + constant + slope * self.low + priced
+        cost: Floats = lin.tree[i, a] + inside + constant + slope * self.low + priced
+        return cost
 
     @staticmethod
     def _subsets(items: list[tuple[float, float, float]], held: float) -> list[tuple[float, float]]:
@@ -380,21 +384,21 @@ class HeldDP:
             if begin < 0:
                 # Less than nothing can only come of moves counted twice; nothing is held then.
                 begin, skip = 0, min(-begin, len(new))
-                at = int(new[:skip].argmin())
-                least = new[at] + self.mu[to] * (charge - self.width)
+                lowest = int(new[:skip].argmin())
+                least = new[lowest] + self.mu[to] * (charge - self.width)
                 if least < state.value[0]:
-                    state.value[0], state.source[0], state.choice[0] = least, source[2] + at, choice
+                    state.value[0], state.source[0], state.choice[0] = least, source[2] + lowest, choice
                     state.opened[0] = key
             size = min(len(new) - skip, self.slots - begin)
             if size <= 0:
                 continue
             moved = new[skip : skip + size] + self.mu[to] * charge
             target = state.value[begin : begin + size]
-            at = np.flatnonzero(moved < target)
-            target[at] = moved[at]
-            state.source[begin + at] = source[2] + skip + at
-            state.choice[begin + at] = choice
-            state.opened[begin + at] = key
+            better = np.flatnonzero(moved < target)
+            target[better] = moved[better]
+            state.source[begin + better] = source[2] + skip + better
+            state.choice[begin + better] = choice
+            state.opened[begin + better] = key
 
     def _key(self, opened: _Open) -> int:
         return self.keys.setdefault(opened, len(self.keys))

@@ -1,18 +1,20 @@
 """Lower bounds on the makespan over the whole plan space: options, nested segments, swapping on links with backlog.
 
-The space: a sequence of single stages, each with an option of its menu, and segments with any inner trees; a stage moves
-all it may or nothing; links are first in, first out; compute runs in program order (NOTE [Residency] in core/chain.py).
+The space: a sequence of single stages, each with an option of its menu, and segments with any inner trees; a stage
+moves all it may or nothing; links are first in, first out; compute runs in program order (NOTE [Residency] in
+core/chain.py).
 
-1. `fluid_lp.py` relaxes choices to shares and whole transfers to flows. Segments enter as columns: at the multipliers of
-   each program, `segment_trees.py` finds the cheapest tree of *every* segment, so that a path over the stage boundaries
-   0..L with single stages and segments as edges gives the Lagrangian bound over the whole space, whatever columns there
-   are. Columns that are missing are added until the bound meets the program.
+1. `fluid_lp.py` relaxes choices to shares and whole transfers to flows. Segments enter as columns: at the multipliers
+   of each program, `segment_trees.py` finds the cheapest tree of *every* segment, so that a path over the stage
+   boundaries 0..L with single stages and segments as edges gives the Lagrangian bound over the whole space, whatever
+   columns there are. Columns that are missing are added until the bound meets the program.
 2. `held_dp.py` bounds again at the best multipliers, with bytes in place of their prices: a program over (boundary,
    bytes held) that doesn't let a plan be half a segment, nor exceed the budget in one step for a discount in another.
 
-Every value that is computed on the way is a bound by itself; the best one counts. None depends on the solver's tolerance:
-multipliers are made exactly feasible first (`Costs.of`), and what remains, rounding in sums of some thousand numbers,
-is less than the 1e-9 that is taken off at the end. Latency is counted as a lower rate, that of the largest transfer.
+Every value that is computed on the way is a bound by itself; the best one counts. None depends on the solver's
+tolerance: multipliers are made exactly feasible first (`Costs.of`), and what remains, rounding in sums of some
+thousand numbers, is less than the 1e-9 that is taken off at the end. Latency is counted as a lower rate, that of the
+largest transfer.
 """
 
 from __future__ import annotations
@@ -157,12 +159,14 @@ class _Bounder:
         self.chain = Chain(self.profile, self.menu, self.budget_bytes, self.host_bytes, segments=self.segments)
         self.generate()
         if self.trees is not None:
+            if not self.complete:
+                self.offer(*self.trees.best_path())
             self.sharpen()
         return Bound(self.seconds(self.best), self.prices(), self.rounds, self.complete)
 
     def seconds(self, value: float) -> float:
         """Seconds, less what sums of floats may be off by."""
-        return max(self.profile.baseline_step_s, value * self.chain.second * (1 - 1e-9))
+        return float(max(self.profile.baseline_step_s, value * self.chain.second * (1 - 1e-9)))
 
     def offer(self, codes: Sequence[int], segments: Sequence[Segment]) -> None:
         """Hand out a candidate once; stages in segments get the option that segments ask for."""

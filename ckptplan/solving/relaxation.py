@@ -1,9 +1,9 @@
 """Profile and menu as the numbers that the bounds are made of.
 
-Who holds what. Bytes held are an OR over holders; here they are a sum that is never more. Each storage is *counted* by
-one stage, the first that holds it under all of its options, and from that stage on; where there is none, by the first
-that may hold it. In the backward step of another stage that holds it before that one, it is there besides. In sweeps the
-same sums count copies: a storage's copy and its original are two in truth and one here.
+Who holds what. Bytes held are an OR over holders; here they are a sum that is never more. Each storage is *counted*
+by one stage, the first that holds it under all of its options, and from that stage on; where there is none, by the
+first that may hold it. In the backward step of another stage that holds it before that one, it is there besides. In
+sweeps the same sums count copies: a storage's copy and its original are two in truth and one here.
 
 A segment doesn't hold what its stages make for each other. If a stage behind it is sure to hold such a storage, it is
 there in forward all the while (the program passes it on) and in backward from that stage on: it *returns*.
@@ -277,7 +277,7 @@ class Chain:
 
 
 class Intervals:
-    """Numbers of every run of stages that no multiplier enters; row i is for i + 1 stages, column s for first stage s."""
+    """Numbers of every run of stages that no multiplier enters; row i: i + 1 stages, column s: first stage s."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain = c = chain

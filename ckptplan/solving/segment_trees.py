@@ -1,7 +1,7 @@
 """Multipliers, and the cheapest tree of every segment at them.
 
-With a price lb[k] per byte in backward step k (lf[k] in forward) and tau[k] per second of its compute (less than 1 where
-the link uses that second), the best tree of the segment a..b is found over intervals:
+With a price lb[k] per byte in backward step k (lf[k] in forward) and tau[k] per second of its compute (less than 1
+where the link uses that second), the best tree of the segment a..b is found over intervals:
 
     R(a, b) = tau[b] (recompute of b + forward of a..b-1) + G(a, b)
     G(b, b) = lb[b] * (what b holds and adds when it is recomputed)
@@ -9,13 +9,14 @@ the link uses that second), the best tree of the segment a..b is found over inte
                    segment s..e:  R(s, e) + (what it holds) * lb[e+1..b] + G(e+1, b)  for s <= e < b )
 
 where lb[s..b] is the sum of the prices. In the sweep, what stage s holds is what rule 2 gives it for the segment that
-starts there, originals and copies together, so G doesn't depend on a. The memory of a sweep's own runs (rule 7) is left
-out. O(stages * longest**2) in numpy.
+starts there, originals and copies together, so G doesn't depend on a. The memory of a sweep's own runs (rule 7) is
+left out. O(stages * longest**2) in numpy.
 
-A segment at the top level costs R, and its forward: the transients of its recompute options and what they hold from each
-stage's run to the end of the step. The bound is the cheapest path over the boundaries, plus what no choice changes. It
-holds for any multipliers for which the flows of the links have no negative reduced cost; `Costs.of` sees to that:
-p + q <= 1, and A[k] costs (p[k-1] + q[k-1] - p[k]) / v + r[k], which must be at least the price of a byte in step k.
+A segment at the top level costs R, and its forward: the transients of its recompute options and what they hold from
+each stage's run to the end of the step. The bound is the cheapest path over the boundaries, plus what no choice
+changes. It holds for any multipliers for which the flows of the links have no negative reduced cost; `Costs.of` sees
+to that: p + q <= 1, and A[k] costs (p[k-1] + q[k-1] - p[k]) / v + r[k], which must be at least the price of a byte in
+step k.
 """
 
 from __future__ import annotations
@@ -256,8 +257,8 @@ class LinearTrees:
             if reduced[i, a] < -TOLERANCE:
                 found.append((a, a + i))
         for b in range(n):
-            i = np.arange(min(w, b + 1))
-            values = reduced[i, b - i]
+            lengths = np.arange(min(w, b + 1))
+            values = reduced[lengths, b - lengths]
             at = int(values.argmin())
             if values[at] < -TOLERANCE:
                 found.append((b - at, b))
