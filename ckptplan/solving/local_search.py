@@ -17,7 +17,7 @@ from ckptplan.solving.exact_search import PlanSpace
 
 # Sums of the same seconds in another order are the same time.
 SAME = 1e-12
-_CELLS_PER_BATCH = 1 << 16
+_CELLS_PER_BATCH = 1 << 17
 ROUNDS = 300
 """The search ends when so many random choices of stages in a row gave nothing."""
 WINDOW_PLANS = 4096
@@ -31,6 +31,8 @@ WORSE = 0.01
 CYCLE = 40
 
 _Plan = tuple[list[int], Segments, float]
+_Change = tuple[tuple[int, int], ...]
+"""(stage, code) of each stage that changes."""
 
 
 def patterns(space: PlanSpace, *, cells: int = 300_000) -> Codes:
@@ -305,36 +307,59 @@ class LocalSearch:
         """Change options with the segments as they are."""
         menu = self.space.menu_in(segments)
         singles = [((i, code),) for i, allowed in enumerate(menu) for code in allowed if len(allowed) > 1]
-        batch = max(16, _CELLS_PER_BATCH // len(codes))
         improved = True
         while improved and time.monotonic() < deadline:
             improved = False
             for changes in (singles, self._pairs(codes, menu, pairs) if pairs else []):
-                for at in range(0, len(changes), batch):
-                    part = changes[at : at + batch]
-                    rows = np.tile(np.array(codes, np.int8), (len(part), 1))
-                    for position in range(len(part[0])):
-                        stages = [change[position][0] for change in part]
-                        rows[np.arange(len(part)), stages] = [change[position][1] for change in part]
-                    rows = rows[self.least(rows, segments) < value * (1 - SAME)]
-                    if len(rows):
-                        costs = self.costs(rows, segments)
-                        row = int(costs.argmin())
-                        if costs[row] < value * (1 - SAME):
-                            codes, value, improved = rows[row].tolist(), float(costs[row]), True
-                    if time.monotonic() > deadline:
-                        return codes, value
-                if improved:
+                found = self._best_of(codes, segments, value, changes, deadline)
+                if found is not None:
+                    codes, value = found
+                    improved = True
                     break
         return codes, value
 
-    def _pairs(
-        self, codes: Sequence[int], menu: Sequence[Sequence[int]], most: int
-    ) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    def _best_of(
+        self, codes: list[int], segments: Segments, value: float, changes: Sequence[_Change], deadline: float
+    ) -> tuple[list[int], float] | None:
+        """The best of these changes, or as many of the best together as help; None where none does."""
+        helping: list[tuple[float, _Change]] = []
+        batch = max(64, _CELLS_PER_BATCH // len(codes))
+        for at in range(0, len(changes), batch):
+            part = changes[at : at + batch]
+            rows = np.tile(np.array(codes, np.int8), (len(part), 1))
+            for position in range(len(part[0])):
+                stages = [change[position][0] for change in part]
+                rows[np.arange(len(part)), stages] = [change[position][1] for change in part]
+            worth = np.flatnonzero(self.least(rows, segments) < value * (1 - SAME))
+            if len(worth):
+                costs = self.costs(rows[worth], segments)
+                better = np.flatnonzero(costs < value * (1 - SAME))
+                helping += [(float(costs[i]), part[int(worth[i])]) for i in better]
+            if time.monotonic() > deadline:
+                break
+        if not helping:
+            return None
+        helping.sort()
+        together = list(codes)
+        touched: set[int] = set()
+        trials, count = [], 0
+        for _, change in helping:
+            if touched.isdisjoint(i for i, _ in change):
+                touched.update(i for i, _ in change)
+                for i, code in change:
+                    together[i] = code
+                count += 1
+                if count & (count - 1) == 0 or count % 16 == 0:
+                    trials.append(list(together))
+        costs = self.costs(np.array(trials, np.int8), segments)
+        best = int(costs.argmin())
+        return trials[best], float(costs[best])
+
+    def _pairs(self, codes: Sequence[int], menu: Sequence[Sequence[int]], most: int) -> list[_Change]:
         """Exchanges between stages that differ, then changes of two stages close to each other, as many as allowed."""
         n = len(codes)
         names = [stage.options[code].name for stage, code in zip(self.space.profile.stages, codes, strict=True)]
-        found = [
+        found: list[_Change] = [
             ((i, b), (j, a))
             for i, j in itertools.combinations(range(n), 2)
             if names[i] != names[j]

@@ -201,7 +201,7 @@ class _Search:
         self.run_dp(width, steer, depth, begin + 0.3 * self.left_s())
         taken = time.monotonic() - begin
         if long:
-            self.polish(2000)
+            self.polish(2000, 0.6)
         else:
             self.search(ROUNDS_AT_FIRST, 0.3)
             self.run_bound()
@@ -241,18 +241,12 @@ class _Search:
         if duals is None:
             return None
         link, per_byte = self.profile.link, chain.second / chain.unit
-
-        def after(values: Floats) -> Floats:
-            return np.concatenate([np.cumsum(values[::-1])[::-1], [0.0]])
-
-        def at(memory: Floats, drain: Floats, bytes_per_s: float) -> Floats:
-            return np.append(memory * per_byte + drain / bytes_per_s, 0.0)
-
-        return Prices(
-            after(duals.forward + duals.backward) * per_byte,
-            at(duals.forward, duals.drain[0], link.out_bytes_per_s),
-            at(duals.backward, duals.drain[1], link.in_bytes_per_s),
-            np.append(duals.backward * per_byte, 0.0),
+        forward, backward = duals.forward * per_byte, duals.backward * per_byte
+        return _steer(
+            forward,
+            backward,
+            forward + duals.drain[0] / link.out_bytes_per_s,
+            backward + duals.drain[1] / link.in_bytes_per_s,
         )
 
     def run_dp(self, width: int, steer: Prices | None, depth: int, deadline: float) -> bool:
@@ -289,9 +283,14 @@ class _Search:
         self.report("bound")
         if bound.prices is None:
             return None
-        forward, backward = np.array(bound.prices.forward_s_per_byte), np.array(bound.prices.backward_s_per_byte)
-        at_forward, at_backward = np.append(forward, 0.0), np.append(backward, 0.0)
-        return Prices(np.append(np.cumsum((forward + backward)[::-1])[::-1], 0.0), at_forward, at_backward, at_backward)
+        given, link = bound.prices, self.profile.link
+        forward, backward = np.array(given.forward_s_per_byte), np.array(given.backward_s_per_byte)
+        return _steer(
+            forward,
+            backward,
+            forward + np.array(given.drain[0]) / link.out_bytes_per_s,
+            backward + np.array(given.drain[1]) / link.in_bytes_per_s,
+        )
 
     def run_model(self) -> None:
         """CP-SAT over options and the segments met so far, from the best plan, for the time that is left."""
@@ -416,13 +415,13 @@ class _Search:
             phase=least.phase,
         )
 
-    def polish(self, pairs: int) -> None:
-        """Small changes of the best plan."""
+    def polish(self, pairs: int, share: float) -> None:
+        """Small changes of the best plan, in at most this share of the time left."""
         if self.best is None or self.closed():
             return
         search = LocalSearch(self.evaluator, self.space, self.budget_bytes, self.seed)
-        share = time.monotonic() + 0.2 * self.left_s()
-        codes, segments, _ = search.improve(self.best.codes, self.best.segments, share, pairs=pairs)
+        until = time.monotonic() + share * self.left_s()
+        codes, segments, _ = search.improve(self.best.codes, self.best.segments, until, pairs=pairs)
         self.offer(codes, segments)
         self.report("local search")
 
@@ -464,6 +463,12 @@ class _Search:
             self.bound_s = min(self.bound_s, self.best.step_s)
         self.report(part)
         return self.best, self.bound_s
+
+
+def _steer(forward: Floats, backward: Floats, out: Floats, back: Floats) -> Prices:
+    """What a byte is worth per boundary, from the prices of a byte in each step and in each queue."""
+    held = np.append(np.cumsum((forward + backward)[::-1])[::-1], 0.0)
+    return Prices(held, np.append(out, 0.0), np.append(back, 0.0), np.append(backward, 0.0))
 
 
 def _kept(schedule: Schedule) -> int:
