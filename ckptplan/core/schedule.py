@@ -74,7 +74,7 @@ def around(segments: Sequence[Segment], n: int) -> list[Segment | None]:
 
 
 def residency(profile: Profile, options: Sequence[Option], segments: Sequence[Segment] = ()) -> Residency:
-    """Bytes per step with everything movable away; O(stages + holds), and for segments their sweeps on top."""
+    """Bytes per step with everything movable away; O(stages + holds), for each time that a stage runs."""
     n = len(profile.stages)
     outer = around(segments, n)
     needed = tuple(i if outer[i] is None else outer[i].last for i in range(n))  # type: ignore[union-attr]
@@ -105,22 +105,31 @@ def residency(profile: Profile, options: Sequence[Option], segments: Sequence[Se
         elif s in first:
             backward[first[s]] += storage.nbytes
             backward[needed[moved[s]] + 1 if s in moved else n] -= storage.nbytes
-    starts = list(accumulate(backward))[:n]
     forward_bytes = [
         base + resident + option.forward_bytes
         for base, resident, option in zip(profile.base_forward_bytes, accumulate(forward), options, strict=False)
     ]
     last_run = list(options)  # how each stage is run for the last time before its backward
-    most_in_sweep = [0] * n
     sweep_s = [0.0] * n
-    for segment in segments:
-        _add_sweeps(profile, segment, starts, last_run, most_in_sweep, sweep_s)
+    sweeps = sweeps_of(profile, segments, options)
+    for last, sweep in sweeps:
+        for k, option in sweep.last_run:
+            last_run[k] = option
+        for k, nbytes in sweep.held_from:
+            backward[k] += nbytes
+            backward[last + 1] -= nbytes
+        sweep_s[last] = sweep.seconds
+    starts = list(accumulate(backward))[:n]
     backward_bytes = [
-        max(base + resident + option.backward_bytes, in_sweep)
-        for base, resident, option, in_sweep in zip(
-            profile.base_backward_bytes, starts, last_run, most_in_sweep, strict=True
-        )
+        base + resident + option.backward_bytes
+        for base, resident, option in zip(profile.base_backward_bytes, starts, last_run, strict=True)
     ]
+    for last, sweep in sweeps:
+        if sweep.runs:
+            # While it runs, its copies come one by one; afterwards all of them are there.
+            before = starts[last] - sum(nbytes for _, nbytes in sweep.held_from)
+            need = profile.base_backward_bytes[last] + before + sweep.most_bytes
+            backward_bytes[last] = max(backward_bytes[last], need)
     backward_s = [
         stage.backward_s + option.recompute_s + seconds
         for stage, option, seconds in zip(profile.stages, last_run, sweep_s, strict=True)
@@ -158,60 +167,105 @@ def _moved(
     }
 
 
-def _add_sweeps(
-    profile: Profile,
-    segment: Segment,
-    starts: list[int],
-    last_run: list[Option],
-    most_in_sweep: list[int],
-    sweep_s: list[float],
-) -> None:
-    """Run the sweep of `segment` and those inside it (rules 6 and 7).
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """One sweep, its inner segments' sweeps left out (NOTE [Residency], rules 6 and 7).
 
-    `starts` are the bytes resident at each backward step and get the sweep's copies added; `last_run` gets what each
-    stage of the segment does last; `most_in_sweep` and `sweep_s` get the sweep's largest bytes and its time, at the
-    backward step that it stands in front of.
+    Attributes
+    ----------
+    runs : tuple of int
+        Stages it runs.
+    seconds : float
+    most_bytes : int
+        Most bytes of copies and of a run's own, over all runs.
+    held_from : tuple of (int, int)
+        Stage and bytes of the copies that are resident from this stage's backward on, up to the sweep's last stage.
+    last_run : tuple of (int, Option)
+        The option of what is no part of an inner segment, for its last run before backward.
+    """
+
+    runs: tuple[int, ...]
+    seconds: float
+    most_bytes: int
+    held_from: tuple[tuple[int, int], ...]
+    last_run: tuple[tuple[int, Option], ...]
+
+
+def sweep_of(profile: Profile, segment: Segment, ran: Sequence[Option] | None = None) -> Sweep:
+    """The sweep of `segment`; which bytes are there around it doesn't matter to it. O(its stages + what they hold).
+
+    Parameters
+    ----------
+    ran : sequence of Option, optional
+        Per stage of the chain, how it ran forward; "recompute" where left out.
     """
     stages, storages = profile.stages, profile.storages
-    last = segment.last
-    inner = around(segment.inner, last + 1)
-    runs = [k for k in range(segment.first, last) if not stages[k].is_glue]
+    begin, last = segment.first, segment.last
+    inner: dict[int, Segment] = {k: item for item in segment.inner for k in range(item.first, item.last + 1)}
+    runs = [k for k in range(begin, last) if not stages[k].is_glue]
     makers = set(runs)
     begins: dict[int, int] = {}  # copy -> the run after which it is there
     in_transit_to: dict[int, int] = {}
     held_by: dict[int, int] = {}  # copy -> the lowest stage that holds it
+    last_run: list[tuple[int, Option]] = []
+    most_own: list[tuple[int, int]] = []
     for k in (*runs, last):
-        again = stages[k].option("recompute")
-        before = held(profile, k, last_run[k], segment)  # so far, how it ran forward
+        stage = stages[k]
+        again = stage.option("recompute")
+        before = held(profile, k, again if ran is None else ran[k], segment)
         if k == last:
-            last_run[k], after = again, again.held
-        elif inner[k] is None:
-            last_run[k], after = stages[k].keep, stages[k].keep.held
+            last_run.append((k, again))
+            after = again.held
+        elif k not in inner:
+            last_run.append((k, stage.keep))
+            after = stage.keep.held
+            most_own.append((k, stage.keep.forward_bytes))
         else:
             after = held(profile, k, again, inner[k])
-        for s in stages[k].linked:
+            most_own.append((k, again.forward_bytes))
+        for s in stage.linked:
             if storages[s].born in makers:
                 in_transit_to[s] = k
                 begins.setdefault(s, storages[s].born)
         for s in set(after).difference(before):
             held_by.setdefault(s, k)
             begins.setdefault(s, storages[s].born if storages[s].born in makers else k)
-    resident = starts[last]
-    for k in runs:
-        option = stages[k].keep if inner[k] is None else stages[k].option("recompute")
-        copies = sum(
-            storages[s].nbytes
-            for s, begin in begins.items()
-            if begin < k and (k <= in_transit_to.get(s, -1) or held_by.get(s, last + 1) < k)
-        )
-        need = profile.base_backward_bytes[last] + resident + copies + option.forward_bytes
-        most_in_sweep[last] = max(most_in_sweep[last], need)
-        sweep_s[last] += stages[k].forward_s
-    for s, k in held_by.items():
-        for j in range(k, last + 1):
-            starts[j] += storages[s].nbytes
-    for item in segment.inner:
-        _add_sweeps(profile, item, starts, last_run, most_in_sweep, sweep_s)
+    # Differences per run: a copy is there from the run after the one that begins it.
+    changes = [0] * (last - begin + 3)
+    held_from: dict[int, int] = {}
+    for s, first in begins.items():
+        nbytes = storages[s].nbytes
+        until = last + 1
+        if s in held_by:
+            held_from[held_by[s]] = held_from.get(held_by[s], 0) + nbytes
+            gap_from, gap_to = max(in_transit_to.get(s, -1), first) + 1, held_by[s] + 1
+            if gap_from < gap_to:  # in between it isn't there
+                changes[gap_from - begin] -= nbytes
+                changes[gap_to - begin] += nbytes
+        else:
+            until = in_transit_to[s] + 1
+        if first + 1 < until:
+            changes[first + 1 - begin] += nbytes
+            changes[until - begin] -= nbytes
+    copies = list(accumulate(changes))
+    return Sweep(
+        tuple(runs),
+        sum(stages[k].forward_s for k in runs),
+        max((copies[k - begin] + own for k, own in most_own), default=0),
+        tuple(sorted((k, nbytes) for k, nbytes in held_from.items() if nbytes)),
+        tuple(last_run),
+    )
+
+
+def sweeps_of(
+    profile: Profile, segments: Sequence[Segment], ran: Sequence[Option] | None = None
+) -> list[tuple[int, Sweep]]:
+    """(last stage, sweep) of these segments and all inner ones, outer before inner."""
+    found: list[tuple[int, Sweep]] = []
+    for segment in segments:
+        found.append((segment.last, sweep_of(profile, segment, ran)))
+        found += sweeps_of(profile, segment.inner, ran)
+    return found
 
 
 def schedule(

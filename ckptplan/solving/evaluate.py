@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ckptplan.core.chain import Action, Option, Phase, Segment, enforceable_points
 from ckptplan.core.plan import Decision
 from ckptplan.core.profile import Profile
-from ckptplan.core.schedule import Overflow, around, held, last_resident, residency, schedule
+from ckptplan.core.schedule import Overflow, around, held, last_resident, residency, schedule, sweep_of
 
 Codes = NDArray[np.int8]
 """Decision vectors: one row each, one column per stage, values are positions in the stage's menu."""
@@ -36,7 +36,6 @@ Segments = tuple[Segment, ...]
 KEEP = 0
 _CELLS_PER_CHUNK = 1 << 18
 _CACHED_FORESTS = 8
-_LONG = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,8 +328,6 @@ class Evaluator:
         """Makespan of one plan, infinite where it doesn't fit: `makespans` without the cost of its tables."""
         if self.profile.update_peak_bytes > budget_bytes:
             return math.inf
-        if _has_long(segments):
-            return float(self.makespans(np.array([codes], np.int8), budget_bytes, segments)[0])
         r = residency(self.profile, self.options(codes), segments)
         if max(r.forward_bytes) > budget_bytes or max(r.backward_bytes) > budget_bytes:
             return math.inf
@@ -353,7 +350,7 @@ class Evaluator:
 
     def peak(self, codes: Sequence[int], segments: Segments = ()) -> int:
         """The smallest budget one plan fits in: `smallest_peaks` without the cost of its tables."""
-        if self.host_bytes is None and not _has_long(segments):
+        if self.host_bytes is None:
             r = residency(self.profile, self.options(codes), segments)
             return max(*r.forward_bytes, *r.backward_bytes, self.profile.update_peak_bytes)
         return int(self.smallest_peaks(np.array([codes], np.int8), segments)[0])
@@ -397,11 +394,6 @@ class Evaluator:
             return self.profile.stages[int(forward[0].argmax())].name, "forward"
         # Backward runs from the last stage to the first: the first moment of the peak is at the highest stage.
         return self.profile.stages[int(np.flatnonzero(backward[0] == peak)[-1])].name, "backward"
-
-
-def _has_long(segments: Segments) -> bool:
-    """Whether tables pay for a single plan: `residency` takes the square of a segment's length."""
-    return any(segment.last - segment.first > _LONG for segment in segments)
 
 
 class _TablesOf:
@@ -567,91 +559,6 @@ class _TablesOf:
         for inner in segment.inner:
             self.add_sweep(inner, own_backward, backward_s, in_sweep)
         backward_s[last, :] += sweep.seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Sweep:
-    """One sweep, its inner segments' sweeps left out (NOTE [Residency], rules 6 and 7).
-
-    Attributes
-    ----------
-    runs : tuple of int
-        Stages it runs.
-    seconds : float
-    most_bytes : int
-        Most bytes of copies and of a run's own, over all runs.
-    held_from : tuple of (int, int)
-        Stage and bytes of the copies that are resident from this stage's backward on, up to the sweep's last stage.
-    last_run : tuple of (int, Option)
-        The option of what is no part of an inner segment, for its last run before backward.
-    """
-
-    runs: tuple[int, ...]
-    seconds: float
-    most_bytes: int
-    held_from: tuple[tuple[int, int], ...]
-    last_run: tuple[tuple[int, Option], ...]
-
-
-def sweep_of(profile: Profile, segment: Segment) -> Sweep:
-    """The sweep of `segment`; which bytes are there around it doesn't matter to it."""
-    stages, storages = profile.stages, profile.storages
-    last = segment.last
-    inner = around(segment.inner, last + 1)
-    runs = [k for k in range(segment.first, last) if not stages[k].is_glue]
-    makers = set(runs)
-    begins: dict[int, int] = {}
-    in_transit_to: dict[int, int] = {}
-    held_by: dict[int, int] = {}
-    last_run: list[tuple[int, Option]] = []
-    for k in (*runs, last):
-        again = stages[k].recompute
-        assert again is not None, f"{stages[k].name} can't be recomputed"
-        before = held(profile, k, again, segment)
-        if k == last:
-            last_run.append((k, again))
-            after = again.held
-        elif inner[k] is None:
-            last_run.append((k, stages[k].keep))
-            after = stages[k].keep.held
-        else:
-            after = held(profile, k, again, inner[k])
-        for s in stages[k].linked:
-            if storages[s].born in makers:
-                in_transit_to[s] = k
-                begins.setdefault(s, storages[s].born)
-        for s in set(after).difference(before):
-            held_by.setdefault(s, k)
-            begins.setdefault(s, storages[s].born if storages[s].born in makers else k)
-    # Differences per run: a copy is there from the run after the one that begins it.
-    changes = [0] * (last + 2)
-    held_from = [0] * (last + 1)
-    for s, begin in begins.items():
-        until = last + 1 if s in held_by else in_transit_to[s] + 1
-        if s in held_by:
-            held_from[held_by[s]] += storages[s].nbytes
-            gap_from, gap_to = in_transit_to.get(s, -1) + 1, held_by[s] + 1
-            if max(gap_from, begin + 1) < gap_to:  # in between it isn't there
-                changes[max(gap_from, begin + 1)] -= storages[s].nbytes
-                changes[gap_to] += storages[s].nbytes
-        if begin + 1 < until:
-            changes[begin + 1] += storages[s].nbytes
-            changes[until] -= storages[s].nbytes
-    most, copies, seconds, run = 0, 0, 0.0, set(runs)
-    for k in range(last):
-        copies += changes[k]
-        if k in run:
-            option = stages[k].keep if inner[k] is None else stages[k].recompute
-            assert option is not None
-            most = max(most, copies + option.forward_bytes)
-            seconds += stages[k].forward_s
-    return Sweep(
-        tuple(runs),
-        seconds,
-        most,
-        tuple((k, nbytes) for k, nbytes in enumerate(held_from) if nbytes),
-        tuple(last_run),
-    )
 
 
 def _fronts(

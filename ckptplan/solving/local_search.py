@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckptplan.core.chain import Segment
 from ckptplan.solving.evaluate import Codes, Evaluator, Segments
@@ -15,7 +17,22 @@ from ckptplan.solving.exact_search import PlanSpace
 
 # Sums of the same seconds in another order are the same time.
 SAME = 1e-12
-_CELLS_PER_BATCH = 1 << 16
+_CELLS_PER_BATCH = 1 << 17
+ROUNDS = 300
+"""The search ends when so many random choices of stages in a row gave nothing."""
+WINDOW_PLANS = 4096
+"""Stages are solved together as long as they have no more combinations."""
+NEAR = 1.02
+"""Other segments are worth a closer look where the first plan with them is no slower than this."""
+PROMISING = 8
+KICK_PLANS = 600
+WORSE = 0.01
+"""A changed plan is gone on from where it is no slower than this."""
+CYCLE = 40
+
+_Plan = tuple[list[int], Segments, float]
+_Change = tuple[tuple[int, int], ...]
+"""(stage, code) of each stage that changes."""
 
 
 def patterns(space: PlanSpace, *, cells: int = 300_000) -> Codes:
@@ -85,7 +102,7 @@ class LocalSearch:
     space : PlanSpace
     budget_bytes : int
     seed : int
-        Of the choice among pairs of changes, where there are too many to try all.
+        Of the choice among changes, where there are too many to try all.
     """
 
     def __init__(self, evaluator: Evaluator, space: PlanSpace, budget_bytes: int, seed: int = 0) -> None:
@@ -93,6 +110,18 @@ class LocalSearch:
         self.space = space
         self.budget_bytes = budget_bytes
         self.random = random.Random(seed)
+
+    def cost(self, codes: Sequence[int], segments: Segments) -> float:
+        """What is to be made small: the makespan in seconds, infinite where the plan doesn't fit."""
+        return self.evaluator.step_s(codes, self.budget_bytes, segments)
+
+    def costs(self, rows: Codes, segments: Segments) -> NDArray[np.float64]:
+        """`cost` of many."""
+        return self.evaluator.makespans(rows, self.budget_bytes, segments)
+
+    def least(self, rows: Codes, segments: Segments) -> NDArray[np.float64]:
+        """Less than `costs`, and soon told."""
+        return self.evaluator.compute_s(rows, segments)
 
     def improve(
         self, codes: Sequence[int], segments: Segments, deadline: float, *, pairs: int = 2000
@@ -104,7 +133,7 @@ class LocalSearch:
         pairs : int
             Most pairs of changes to try from each plan.
         """
-        best, best_s = list(codes), self.evaluator.step_s(codes, self.budget_bytes, segments)
+        best, best_s = list(codes), self.cost(codes, segments)
         while time.monotonic() < deadline:
             best, value = self._options(best, segments, best_s, deadline, pairs)
             found = self._segments(best, segments, value, deadline)
@@ -113,40 +142,224 @@ class LocalSearch:
             best, segments, best_s = found
         return tuple(best), segments, best_s
 
+    def search(
+        self, codes: Sequence[int], segments: Segments, deadline: float, *, rounds: int = ROUNDS
+    ) -> Iterator[tuple[tuple[int, ...], Segments, float]]:
+        """Ever better plans, until nothing helped for `rounds` rounds, or `deadline`.
+
+        Windows of stages are solved exactly, and other segments are tried with options to suit; then the same from
+        plans changed at random, which may be somewhat worse.
+        """
+        best = self._settle((list(codes), segments, self.cost(codes, segments)), deadline)
+        best_s = best[2]
+        yield tuple(best[0]), best[1], best_s
+        at, idle = best, 0
+        while idle < rounds and time.monotonic() < deadline:
+            idle += 1
+            found = self._kicked(at, deadline)
+            if found is None:
+                continue
+            if found[2] < at[2] * (1 - SAME):
+                found = self._settle(found, deadline) if found[2] < best_s * (1 + WORSE / 2) else found
+            if found[2] < best_s * (1 - SAME):
+                best, best_s, idle = found, found[2], 0
+                yield tuple(best[0]), best[1], best_s
+            # Worse plans are gone on from less and less.
+            allowed = WORSE * (1 - (idle % CYCLE) / CYCLE)
+            if found[2] <= best_s * (1 + allowed):
+                at = found
+            if idle % CYCLE == 0:
+                at = best
+
+    def _settle(self, plan: _Plan, deadline: float) -> _Plan:
+        """No window of stages and no other segments make this better."""
+        codes, segments, value = plan
+        while time.monotonic() < deadline:
+            codes, value = self._options(codes, segments, value, deadline, 0)
+            codes, value = self._windows(codes, segments, value, deadline)
+            found = self._forests(codes, segments, value, deadline)
+            if found is None:
+                break
+            codes, segments, value = found
+        return codes, segments, value
+
+    def _kicked(self, plan: _Plan, deadline: float) -> _Plan | None:
+        """Options or segments changed at random, and what is around them solved anew; None where nothing fits."""
+        codes, segments, value = plan
+        codes = list(codes)
+        if self.space.segments and self.random.random() < 0.5:
+            changes = list(self._moved(codes, segments))
+            if changes:
+                codes, segments = inside(self.space, codes, self.random.choice(changes))
+        menu = self.space.menu_in(segments)
+        free = [i for i, allowed in enumerate(menu) if len(allowed) > 1]
+        if not free:
+            return None
+        chosen = self._draw(free, menu)
+        for i in chosen[:3]:
+            codes[i] = self.random.choice(menu[i])
+        value = self.cost(codes, segments)
+        codes, value = self._all_of(codes, segments, value, menu, self._draw(free, menu), deadline)
+        if value == math.inf:
+            return None
+        codes, value = self._options(codes, segments, value, deadline, 0)
+        return codes, segments, value
+
+    def _draw(self, free: Sequence[int], menu: Sequence[Sequence[int]]) -> list[int]:
+        """Stages to solve together: some close to each other, the others anywhere."""
+        at = self.random.randrange(len(free))
+        near = free[max(0, at - 6) : at + 7]
+        chosen: list[int] = []
+        size = 1
+        for _ in range(12):
+            i = self.random.choice(near if self.random.random() < 0.6 else free)
+            if i in chosen:
+                continue
+            size *= len(menu[i])
+            if size > KICK_PLANS:
+                break
+            chosen.append(i)
+        return chosen
+
+    def _windows(self, codes: list[int], segments: Segments, value: float, deadline: float) -> tuple[list[int], float]:
+        """All options of as many neighbouring stages as there is room for, window by window."""
+        menu = self.space.menu_in(segments)
+        free = [i for i, allowed in enumerate(menu) if len(allowed) > 1]
+        at = 0
+        while at < len(free) and time.monotonic() < deadline:
+            end, size = at, 1
+            while end < len(free) and (end == at or size * len(menu[free[end]]) <= WINDOW_PLANS):
+                size *= len(menu[free[end]])
+                end += 1
+            codes, value = self._all_of(codes, segments, value, menu, free[at:end], deadline)
+            at += max(1, (end - at) // 2)
+        return codes, value
+
+    def _all_of(
+        self,
+        codes: list[int],
+        segments: Segments,
+        value: float,
+        menu: Sequence[Sequence[int]],
+        chosen: Sequence[int],
+        deadline: float,
+    ) -> tuple[list[int], float]:
+        """The best of all combinations of the options of these stages, or `codes` where none is better."""
+        combined = np.array(list(itertools.product(*(menu[i] for i in chosen))), np.int8)
+        batch = max(64, _CELLS_PER_BATCH // len(codes))
+        for at in range(0, len(combined), batch):
+            part = combined[at : at + batch]
+            rows = np.tile(np.array(codes, np.int8), (len(part), 1))
+            rows[:, list(chosen)] = part
+            rows = rows[self.least(rows, segments) < value * (1 - SAME)]
+            if len(rows):
+                costs = self.costs(rows, segments)
+                row = int(costs.argmin())
+                if costs[row] < value * (1 - SAME):
+                    codes, value = rows[row].tolist(), float(costs[row])
+            if time.monotonic() > deadline:
+                break
+        return codes, value
+
+    def _forests(
+        self, codes: list[int], segments: Segments, value: float, deadline: float
+    ) -> tuple[list[int], Segments, float] | None:
+        """Other segments, with options changed one by one to suit them: a better plan, None where there is none.
+
+        A new segment takes time and gives room; only the options changed with it make it pay.
+        """
+        if not self.space.segments:
+            return None
+        promising: list[tuple[float, int, list[int], Segments]] = []
+        for number, changed in enumerate(self._moved(codes, segments)):
+            if time.monotonic() > deadline:
+                return None
+            fixed, forest = inside(self.space, codes, changed)
+            menu = self.space.menu_in(forest)
+            rows = np.array(
+                [fixed]
+                + [
+                    [*fixed[:i], code, *fixed[i + 1 :]]
+                    for i, allowed in enumerate(menu)
+                    for code in allowed
+                    if code != fixed[i]
+                ],
+                np.int8,
+            )
+            rows = rows[self.least(rows, forest) < value * NEAR]
+            if len(rows) == 0:
+                continue
+            costs = self.costs(rows, forest)
+            row = int(costs.argmin())
+            if costs[row] < value * (1 - SAME):
+                return rows[row].tolist(), forest, float(costs[row])
+            if costs[row] < value * NEAR:
+                promising.append((float(costs[row]), number, rows[row].tolist(), forest))
+        for cost, _, row_codes, forest in sorted(promising)[:PROMISING]:
+            found, cost = self._options(row_codes, forest, cost, deadline, 200)
+            if cost < value * (1 - SAME):
+                return found, forest, cost
+        return None
+
     def _options(
         self, codes: list[int], segments: Segments, value: float, deadline: float, pairs: int
     ) -> tuple[list[int], float]:
         """Change options with the segments as they are."""
         menu = self.space.menu_in(segments)
         singles = [((i, code),) for i, allowed in enumerate(menu) for code in allowed if len(allowed) > 1]
-        batch = max(16, _CELLS_PER_BATCH // len(codes))
         improved = True
         while improved and time.monotonic() < deadline:
             improved = False
-            for changes in (singles, self._pairs(codes, menu, pairs)):
-                for at in range(0, len(changes), batch):
-                    part = changes[at : at + batch]
-                    rows = np.tile(np.array(codes, np.int8), (len(part), 1))
-                    for position in range(len(part[0])):
-                        stages = [change[position][0] for change in part]
-                        rows[np.arange(len(part)), stages] = [change[position][1] for change in part]
-                    costs = self.evaluator.makespans(rows, self.budget_bytes, segments)
-                    row = int(costs.argmin())
-                    if costs[row] < value * (1 - SAME):
-                        codes, value, improved = rows[row].tolist(), float(costs[row]), True
-                    if time.monotonic() > deadline:
-                        return codes, value
-                if improved:
+            for changes in (singles, self._pairs(codes, menu, pairs) if pairs else []):
+                found = self._best_of(codes, segments, value, changes, deadline)
+                if found is not None:
+                    codes, value = found
+                    improved = True
                     break
         return codes, value
 
-    def _pairs(
-        self, codes: Sequence[int], menu: Sequence[Sequence[int]], most: int
-    ) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    def _best_of(
+        self, codes: list[int], segments: Segments, value: float, changes: Sequence[_Change], deadline: float
+    ) -> tuple[list[int], float] | None:
+        """The best of these changes, or as many of the best together as help; None where none does."""
+        helping: list[tuple[float, _Change]] = []
+        batch = max(64, _CELLS_PER_BATCH // len(codes))
+        for at in range(0, len(changes), batch):
+            part = changes[at : at + batch]
+            rows = np.tile(np.array(codes, np.int8), (len(part), 1))
+            for position in range(len(part[0])):
+                stages = [change[position][0] for change in part]
+                rows[np.arange(len(part)), stages] = [change[position][1] for change in part]
+            worth = np.flatnonzero(self.least(rows, segments) < value * (1 - SAME))
+            if len(worth):
+                costs = self.costs(rows[worth], segments)
+                better = np.flatnonzero(costs < value * (1 - SAME))
+                helping += [(float(costs[i]), part[int(worth[i])]) for i in better]
+            if time.monotonic() > deadline:
+                break
+        if not helping:
+            return None
+        helping.sort()
+        together = list(codes)
+        touched: set[int] = set()
+        trials, count = [], 0
+        for _, change in helping:
+            if touched.isdisjoint(i for i, _ in change):
+                touched.update(i for i, _ in change)
+                for i, code in change:
+                    together[i] = code
+                count += 1
+                if count & (count - 1) == 0 or count % 16 == 0:
+                    trials.append(list(together))
+        costs = self.costs(np.array(trials, np.int8), segments)
+        best = int(costs.argmin())
+        return trials[best], float(costs[best])
+
+    def _pairs(self, codes: Sequence[int], menu: Sequence[Sequence[int]], most: int) -> list[_Change]:
         """Exchanges between stages that differ, then changes of two stages close to each other, as many as allowed."""
         n = len(codes)
         names = [stage.options[code].name for stage, code in zip(self.space.profile.stages, codes, strict=True)]
-        found = [
+        found: list[_Change] = [
             ((i, b), (j, a))
             for i, j in itertools.combinations(range(n), 2)
             if names[i] != names[j]
@@ -173,7 +386,7 @@ class LocalSearch:
             if time.monotonic() > deadline:
                 return None
             fixed, forest = inside(self.space, codes, changed)
-            seconds = self.evaluator.step_s(fixed, self.budget_bytes, forest)
+            seconds = self.cost(fixed, forest)
             if seconds < value * (1 - SAME):
                 return fixed, forest, seconds
         return None
@@ -222,3 +435,28 @@ class LocalSearch:
                 return
             middle.append(Segment(first, last, tuple(s for s in inner if first <= s.first and s.last < last)))
         yield (*before, *middle, *after)
+
+
+class PeakSearch(LocalSearch):
+    """The same steps towards a smaller peak; among equal peaks, towards fewer steps that reach it."""
+
+    def __init__(self, evaluator: Evaluator, space: PlanSpace, seed: int = 0) -> None:
+        super().__init__(evaluator, space, 0, seed)
+
+    def cost(self, codes: Sequence[int], segments: Segments) -> float:
+        """Peak in bytes, and as a fraction of one how many steps reach it."""
+        return float(self.costs(np.array([codes], np.int8), segments)[0])
+
+    def costs(self, rows: Codes, segments: Segments) -> NDArray[np.float64]:
+        """`cost` of many."""
+        parts = []
+        step = max(1, _CELLS_PER_BATCH // rows.shape[1])
+        for at in range(0, len(rows), step):
+            needs = np.concatenate(self.evaluator.tightest(rows[at : at + step], segments), axis=1)
+            peaks = np.maximum(needs.max(axis=1), self.evaluator.profile.update_peak_bytes)
+            parts.append(peaks + (needs >= peaks[:, None]).sum(axis=1) / (2 * needs.shape[1]))
+        return np.concatenate(parts) if parts else np.zeros(0)
+
+    def least(self, rows: Codes, segments: Segments) -> NDArray[np.float64]:
+        """Nothing is told sooner than the peak itself."""
+        return np.zeros(len(rows))

@@ -8,19 +8,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ckptplan.core.chain import ACTIONS, Action, Phase
-from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
+from ckptplan.core.chain import ACTIONS, Action, Segment
+from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.units import format_bytes
 from ckptplan.solving import exact_search, local_search, prices
-from ckptplan.solving.evaluate import KEEP, Evaluator, Menu, Schedule, Segments, menus
+from ckptplan.solving.evaluate import KEEP, Evaluator, Menu, Schedule, Segments
 from ckptplan.solving.exact_search import PlanSpace
+from ckptplan.solving.fluid_lp import Master
+from ckptplan.solving.fluid_model import FluidModel
 from ckptplan.solving.label_dp import LEAST_WIDTH, LabelDp, Prices
 from ckptplan.solving.local_search import LocalSearch
+from ckptplan.solving.peak import (
+    MOST_FORESTS,
+    SEGMENT_WORK,
+    MinPeak,
+    check_request,
+    least_peak,
+    plan_space_of,
+    smallest_peak,
+)
+from ckptplan.solving.relaxation import Chain, Floats
 from ckptplan.solving.segment_dp import LIMIT, SegmentDp
+
+__all__ = ["MinPeak", "OnProgress", "plan_space", "smallest_peak", "solve_profile"]
 
 OnProgress = Callable[[str, float, float], None]
 """Called with the part at work, the best makespan so far and the lower bound so far, in seconds."""
@@ -30,9 +43,6 @@ ENUMERATE = 20_000
 """Up to this many plans, looking at each is faster than any other proof."""
 ENUMERATE_WITH_TIME = 4_000_000
 """Up to this many, it is the last resort where bounds leave a gap: seconds at most."""
-ENUMERATE_PEAKS = 400_000
-MOST_FORESTS = 5000
-"""Ways to choose segments: all of seven stages."""
 FIRST_WIDTH = 250
 LABELS_AT_FIRST = 60_000
 """Labels times stages in the first round, about."""
@@ -40,39 +50,15 @@ LONG = 300
 DEPTH = 2
 """Nesting of segments in the label DP; deeper ones come from the segment DP and the local search."""
 MOST_LABELS = 60_000
-SEGMENT_WORK = 200_000_000
-"""Additions of the segment program; about a second per billion."""
 FINALISTS = 60
 BOUND_SHARE = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class MinPeak:
-    """The smallest budget for which a plan exists.
-
-    Attributes
-    ----------
-    peak_bytes : int
-        Peak of this plan; the smallest possible one where `proven`.
-    bound_bytes : int
-        No plan has a smaller peak; equal to `peak_bytes` where `proven`.
-    codes : tuple of int
-        One per stage: the option's position in its menu.
-    segments : tuple of Segment
-        Stages recomputed together.
-    stage, phase : str
-        Where this plan has its peak.
-    proven : bool
-        False where the search was cut short.
-    """
-
-    peak_bytes: int
-    bound_bytes: int
-    codes: tuple[int, ...]
-    segments: Segments
-    stage: str
-    phase: Phase
-    proven: bool
+MODEL_STAGES = 150
+"""Longer chains take CP-SAT more than the time there is."""
+MODEL_TREES = 300
+MODEL_LEAST_S = 0.2
+ROUNDS_AT_FIRST = 40
+ROUNDS_AT_LAST = 400
+"""Rounds of local search that may give nothing."""
 
 
 def solve_profile(
@@ -102,8 +88,11 @@ def solve_profile(
         Most bytes on the host tier.
     time_limit_s : float
         Wall clock; small chains take far less.
-    seed, workers : int
-        For CP-SAT. Same seed, same workers: same plan, unless the time limit cuts the search.
+    seed : int
+        Of what local search and CP-SAT draw. Same seed, same workers: same plan, unless the time limit cuts the search.
+    workers : int, optional
+        Threads of CP-SAT, which gets what time is left when everything else has come to its end; 1 where left out.
+        Nothing else runs on more than one.
     on_progress : callable, optional
 
     Returns
@@ -118,7 +107,7 @@ def solve_profile(
     InvalidInputError
         On actions, limits or budgets that can't be used.
     """
-    _check(actions, time_limit_s, budget_bytes=budget_bytes, host_bytes=host_bytes, workers=workers)
+    check_request(actions, time_limit_s, budget_bytes=budget_bytes, host_bytes=host_bytes, workers=workers)
     search = _Search(
         profile,
         budget_bytes,
@@ -156,105 +145,6 @@ def plan_space(actions: Sequence[Action], *, segments: bool = True) -> str:
     return f"per-stage menus of {menu}, {together}, first-in-first-out links, compute in program order"
 
 
-def smallest_peak(
-    profile: Profile,
-    *,
-    actions: tuple[Action, ...] = ("keep", "swap", "recompute"),
-    segments: bool = True,
-    host_bytes: int | None = None,
-    time_limit_s: float = 10,
-) -> MinPeak:
-    """The smallest budget for which a plan exists, in exact bytes.
-
-    Raises
-    ------
-    InvalidInputError
-        On actions or limits that can't be used.
-    """
-    _check(actions, time_limit_s, host_bytes=host_bytes)
-    evaluator = Evaluator(profile, host_bytes)
-    space = _space(profile, actions, segments, host_bytes)
-    return _smallest_peak(evaluator, space, time.monotonic() + time_limit_s)
-
-
-def _space(profile: Profile, actions: Sequence[Action], segments: bool, host_bytes: int | None) -> PlanSpace:
-    menu = menus(profile, actions, host_bytes=host_bytes)
-    return PlanSpace(profile, menu, segments=segments and "recompute" in actions)
-
-
-def _smallest_peak(evaluator: Evaluator, space: PlanSpace, deadline: float) -> MinPeak:
-    if space.count(ENUMERATE_PEAKS, MOST_FORESTS) <= ENUMERATE_PEAKS:
-        row, segments, peak, complete = exact_search.smallest(evaluator, space, deadline)
-        bound = peak if complete else evaluator.profile.update_peak_bytes
-    else:
-        row, segments, peak, bound = _search_peak(evaluator, space, deadline)
-    codes = tuple(row.tolist())
-    stage, phase = evaluator.binding(codes, segments)
-    return MinPeak(peak, bound, codes, segments, stage, phase, bound == peak)
-
-
-def _search_peak(
-    evaluator: Evaluator, space: PlanSpace, deadline: float
-) -> tuple[NDArray[np.int8], Segments, int, int]:
-    """A small peak and a bound: patterns, even segments, segment DP, then ever smaller budgets for the label DP."""
-    starts = local_search.patterns(space)
-    peaks = evaluator.smallest_peaks(starts)
-    best: tuple[list[int], Segments] = (starts[peaks.argmin()].tolist(), ())
-    least = int(peaks.min())
-    if space.segments:
-        for power in range(1, len(space.menu).bit_length()):
-            even = local_search.even_segments(space, 1 << power)
-            peak = evaluator.peak(*even)
-            if peak < least:
-                best, least = even, peak
-    if space.segments:
-        dp = SegmentDp(space, least, max_work=SEGMENT_WORK)
-        if dp.run(deadline) and (budget := dp.least_bytes()) is not None:
-            for asked in (budget,) if dp.exact else np.linspace(0.9, 1.2, 7) * budget:
-                plan_found = dp.plan(int(asked))
-                if plan_found is None:
-                    continue
-                peak = evaluator.peak(*plan_found)
-                if peak < least:
-                    best, least = (list(plan_found[0]), plan_found[1]), peak
-            if dp.exact and not any(
-                stage.options[c].moves
-                for stage, codes in zip(evaluator.profile.stages, space.menu, strict=True)
-                for c in codes
-            ):
-                return np.array(best[0], np.int8), best[1], least, least
-    low = evaluator.profile.update_peak_bytes  # no plan was found for `low - 1` bytes or fewer
-    while low < least - (least >> 10) and time.monotonic() < deadline:
-        middle = (low + least - 1) // 2
-        found = LabelDp(space, middle, host_bytes=evaluator.host_bytes).run(FIRST_WIDTH, deadline, count=8)
-        smaller = [(evaluator.peak(plan.codes, plan.segments), plan) for plan in found]
-        peak, plan = min(smaller, key=lambda item: item[0], default=(least, None))
-        if plan is not None and peak < least:
-            best, least = (list(plan.codes), plan.segments), peak
-        else:
-            low = middle + 1
-    return np.array(best[0], np.int8), best[1], least, evaluator.profile.update_peak_bytes
-
-
-def _check(actions: Sequence[str], time_limit_s: float, **whole: int | None) -> None:
-    unknown = [a for a in actions if a not in ACTIONS]
-    if unknown or "keep" not in actions:
-        wrong = (
-            f"unknown action {unknown[0]!r}"
-            if unknown
-            else "'keep' is missing, and every stage needs it as a last resort"
-        )
-        raise InvalidInputError(f"actions={tuple(actions)!r}: {wrong}; give 'keep' and any of 'swap', 'recompute'")
-    if isinstance(time_limit_s, bool) or not isinstance(time_limit_s, (int, float)) or not 0 < time_limit_s < math.inf:
-        raise InvalidInputError(f"time_limit_s={time_limit_s!r} must be a finite number of seconds above 0")
-    for name, value in whole.items():
-        least = 1 if name == "workers" else 0
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 60
-        ):
-            raise InvalidInputError(f"{name}={value!r} must be a whole number, {least} or more")
-
-
 @dataclass(slots=True)
 class _Search:
     """One run: the best schedule so far and the bound so far."""
@@ -270,6 +160,9 @@ class _Search:
     on_progress: OnProgress | None
     best: Schedule | None = None
     bound_s: float = 0.0
+    trees: dict[Segment, None] = field(default_factory=dict)
+    """Segments of all plans looked at, in order."""
+    searches: int = 0
     evaluator: Evaluator = field(init=False)
     space: PlanSpace = field(init=False)
     menu: Menu = field(init=False)
@@ -277,7 +170,7 @@ class _Search:
     def run(self) -> tuple[Schedule, float]:
         """Cheap answers first; each further part runs only while a gap is left."""
         self.evaluator = Evaluator(self.profile, self.host_bytes)
-        self.space = _space(self.profile, self.actions, self.segments, self.host_bytes)
+        self.space = plan_space_of(self.profile, self.actions, self.segments, self.host_bytes)
         self.menu = self.space.menu
         self.bound_s = self.profile.baseline_step_s
         self.offer([KEEP] * len(self.menu))
@@ -294,27 +187,39 @@ class _Search:
         return self.result("done")
 
     def improve(self) -> None:
-        """Label DP and bounds by turns, each time with more labels."""
-        steer = self.steering()
+        """Label DP, local search and bounds by turns, each time with more labels; then CP-SAT."""
         n = len(self.menu)
+        long = n > LONG
+        # The first linear program is the dearest part on long chains: there the bound's prices steer.
+        steer = self.run_bound() if long else self.steering()
+        if self.closed():
+            return
         width = max(LEAST_WIDTH, min(FIRST_WIDTH, LABELS_AT_FIRST // n))
         # Segments make each step several times as dear: on long chains the first round goes without.
-        depth = 0 if n > LONG else DEPTH
+        depth = 0 if long else DEPTH
         begin = time.monotonic()
         self.run_dp(width, steer, depth, begin + 0.3 * self.left_s())
         taken = time.monotonic() - begin
-        self.polish(2000)
-        self.run_bound()
+        if long:
+            self.polish(2000, 0.6)
+        else:
+            self.search(ROUNDS_AT_FIRST, 0.3)
+            self.run_bound()
         while not self.closed() and width <= MOST_LABELS:
             if self.left_s() < (1.0 if depth < DEPTH else 2.0) * taken:
                 break
-            begin = time.monotonic()
+            begin, before = time.monotonic(), self.best
             width, depth = (width, DEPTH) if depth < DEPTH else (4 * width, DEPTH)
             complete = self.run_dp(width, steer, depth, self.deadline)
             taken = time.monotonic() - begin
-            self.polish(4000)
+            if self.best is not before:
+                self.search(ROUNDS_AT_FIRST, 0.5)
             if not complete:
                 break
+        if not self.closed():
+            self.search(ROUNDS_AT_LAST, 0.6 if n <= MODEL_STAGES else 1.0)
+        if not self.closed() and n <= MODEL_STAGES:
+            self.run_model()
 
     @property
     def moves(self) -> bool:
@@ -331,23 +236,17 @@ class _Search:
 
     def steering(self) -> Prices | None:
         """What bytes are worth, from the linear program without segments."""
-        chain = prices.Chain(self.profile, self.menu, self.budget_bytes, self.host_bytes, segments=self.segments)
-        duals = prices.Master(chain).solve(0.5 * self.left_s())
+        chain = Chain(self.profile, self.menu, self.budget_bytes, self.host_bytes, segments=self.segments)
+        duals = Master(chain).solve(0.5 * self.left_s())
         if duals is None:
             return None
         link, per_byte = self.profile.link, chain.second / chain.unit
-
-        def after(values: prices.Floats) -> prices.Floats:
-            return np.concatenate([np.cumsum(values[::-1])[::-1], [0.0]])
-
-        def at(memory: prices.Floats, drain: prices.Floats, bytes_per_s: float) -> prices.Floats:
-            return np.append(memory * per_byte + drain / bytes_per_s, 0.0)
-
-        return Prices(
-            after(duals.forward + duals.backward) * per_byte,
-            at(duals.forward, duals.drain[0], link.out_bytes_per_s),
-            at(duals.backward, duals.drain[1], link.in_bytes_per_s),
-            np.append(duals.backward * per_byte, 0.0),
+        forward, backward = duals.forward * per_byte, duals.backward * per_byte
+        return _steer(
+            forward,
+            backward,
+            forward + duals.drain[0] / link.out_bytes_per_s,
+            backward + duals.drain[1] / link.in_bytes_per_s,
         )
 
     def run_dp(self, width: int, steer: Prices | None, depth: int, deadline: float) -> bool:
@@ -367,8 +266,8 @@ class _Search:
         self.report("label DP")
         return dp.complete
 
-    def run_bound(self) -> None:
-        """A proven bound, and what its programs suggest."""
+    def run_bound(self) -> Prices | None:
+        """A proven bound, and what its programs suggest; what they say that bytes are worth."""
         assert self.best is not None
         bound = prices.lower_bound(
             self.profile,
@@ -382,6 +281,38 @@ class _Search:
         )
         self.bound_s = max(self.bound_s, float(bound.bound_s))
         self.report("bound")
+        if bound.prices is None:
+            return None
+        given, link = bound.prices, self.profile.link
+        forward, backward = np.array(given.forward_s_per_byte), np.array(given.backward_s_per_byte)
+        return _steer(
+            forward,
+            backward,
+            forward + np.array(given.drain[0]) / link.out_bytes_per_s,
+            backward + np.array(given.drain[1]) / link.in_bytes_per_s,
+        )
+
+    def run_model(self) -> None:
+        """CP-SAT over options and the segments met so far, from the best plan, for the time that is left."""
+        assert self.best is not None
+        if self.left_s() < MODEL_LEAST_S:
+            return
+        trees = list(self.trees)[-MODEL_TREES:]
+        trees += [tree for tree in self.best.segments if tree not in trees]
+        model = FluidModel(self.profile, self.menu, self.budget_bytes, host_bytes=self.host_bytes, segments=trees)
+        model.hint(self.best.codes, self.best.segments)
+
+        def on_solution(codes: tuple[int, ...], segments: Segments, bound_s: float) -> bool:
+            self.offer(codes, segments)
+            if not self.space.segments:
+                self.bound_s = max(self.bound_s, bound_s)
+            return self.closed()
+
+        found = model.solve(on_solution, deadline=self.deadline, seed=self.seed, workers=self.workers)
+        if not self.space.segments:
+            # With segments its bound is of those it was given alone.
+            self.bound_s = max(self.bound_s, found.bound_s)
+        self.report("CP-SAT")
 
     def closed(self) -> bool:
         """Whether the best schedule is proven optimal."""
@@ -389,6 +320,9 @@ class _Search:
 
     def offer(self, codes: Sequence[int], segments: Segments = ()) -> None:
         """Take this plan if it fits and is faster, or as fast with more stages kept."""
+        self.trees.update(dict.fromkeys(segments))
+        if self.best is not None and self.evaluator.step_s(codes, self.budget_bytes, segments) > self.best.step_s:
+            return
         found = self.evaluator.schedule(codes, self.budget_bytes, segments)
         if found is None:
             return
@@ -463,7 +397,7 @@ class _Search:
     def refuse(self) -> None:
         """Raise where the budget is below the smallest peak; else start from the vector that has it."""
         deadline = max(self.deadline, time.monotonic() + 0.2)
-        least = _smallest_peak(self.evaluator, self.space, deadline)
+        least = least_peak(self.evaluator, self.space, deadline)
         if least.peak_bytes <= self.budget_bytes:
             self.offer(least.codes, least.segments)
         if self.best is not None:
@@ -481,21 +415,34 @@ class _Search:
             phase=least.phase,
         )
 
-    def polish(self, pairs: int) -> None:
-        """Local search from the best plan."""
+    def polish(self, pairs: int, share: float) -> None:
+        """Small changes of the best plan, in at most this share of the time left."""
         if self.best is None or self.closed():
             return
         search = LocalSearch(self.evaluator, self.space, self.budget_bytes, self.seed)
-        share = time.monotonic() + 0.2 * self.left_s()
-        codes, segments, _ = search.improve(self.best.codes, self.best.segments, share, pairs=pairs)
+        until = time.monotonic() + share * self.left_s()
+        codes, segments, _ = search.improve(self.best.codes, self.best.segments, until, pairs=pairs)
         self.offer(codes, segments)
+        self.report("local search")
+
+    def search(self, rounds: int, share: float) -> None:
+        """Local search from the best plan until so many rounds gave nothing, in at most this share of the time left."""
+        if self.best is None or self.closed():
+            return
+        self.searches += 1
+        search = LocalSearch(self.evaluator, self.space, self.budget_bytes, self.seed + self.searches)
+        until = time.monotonic() + share * self.left_s()
+        for codes, segments, _ in search.search(self.best.codes, self.best.segments, until, rounds=rounds):
+            self.offer(codes, segments)
+            if self.closed():
+                break
         self.report("local search")
 
     def result(self, part: str) -> tuple[Schedule, float]:
         """The best schedule without swaps that gain nothing, and the bound."""
         assert self.best is not None
         improved = True
-        while improved and time.monotonic() < self.deadline + 0.5:
+        while improved and time.monotonic() < self.deadline:
             improved = False
             codes, segments = np.array(self.best.codes, np.int8), self.best.segments
             inside = {i for segment in segments for i in range(segment.first, segment.last + 1)}
@@ -516,6 +463,12 @@ class _Search:
             self.bound_s = min(self.bound_s, self.best.step_s)
         self.report(part)
         return self.best, self.bound_s
+
+
+def _steer(forward: Floats, backward: Floats, out: Floats, back: Floats) -> Prices:
+    """What a byte is worth per boundary, from the prices of a byte in each step and in each queue."""
+    held = np.append(np.cumsum((forward + backward)[::-1])[::-1], 0.0)
+    return Prices(held, np.append(out, 0.0), np.append(back, 0.0), np.append(backward, 0.0))
 
 
 def _kept(schedule: Schedule) -> int:

@@ -52,6 +52,8 @@ class Prices:
         Seconds saved per relative gain of a link's rate, to first order; by its rate: seconds per byte per second.
     host_s_per_byte : float
         Seconds that a byte more on the host tier saves.
+    drain : tuple of two tuples of float
+        Per lane and step, what a second of the link is worth in seconds of the step.
     options_s : tuple of tuple of float
         Per stage and allowed option (in the order of the menu given), what it costs: its time and moves, and its bytes
         at their prices. The cheapest is what the bound counts with; the others say what they would cost more.
@@ -63,6 +65,7 @@ class Prices:
     out_s: float
     in_s: float
     host_s_per_byte: float
+    drain: tuple[tuple[float, ...], tuple[float, ...]]
     options_s: tuple[tuple[float, ...], ...]
 
 
@@ -291,5 +294,6 @@ class _Bounder:
             out_s=self.duals.flow[0] * second,
             in_s=self.duals.flow[1] * second,
             host_s_per_byte=costs.host * per_byte,
+            drain=(tuple(self.duals.drain[0].tolist()), tuple(self.duals.drain[1].tolist())),
             options_s=tuple(tuple((cost * second).tolist()) for cost in self.trees.options),
         )

@@ -1,0 +1,274 @@
+"""The smallest budget for which a plan exists: a search, and a proof of how much less none can do with.
+
+The bound is the larger of two. One step at a time: no plan needs less for a step than the leanest way to run its stage,
+beside what is there whatever is decided. All at once: where the linear program of `prices.py` finds no shares of
+options and segments that fit a budget, its multipliers, scaled up until time no longer counts, prove that no plan fits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ckptplan.core.chain import ACTIONS, Action, Phase, Segment
+from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.profile import Profile
+from ckptplan.solving import exact_search, local_search
+from ckptplan.solving.evaluate import Evaluator, Segments, menus
+from ckptplan.solving.exact_search import PlanSpace
+from ckptplan.solving.fluid_lp import Master
+from ckptplan.solving.label_dp import LabelDp
+from ckptplan.solving.local_search import PeakSearch
+from ckptplan.solving.relaxation import Chain, Intervals
+from ckptplan.solving.segment_dp import SegmentDp
+from ckptplan.solving.segment_trees import Costs, LinearTrees, column_of
+
+ENUMERATE = 400_000
+"""Up to this many plans, looking at each is fastest."""
+MOST_FORESTS = 5000
+"""Ways to choose segments: all of seven stages."""
+WIDTH = 250
+SEGMENT_WORK = 200_000_000
+"""Additions of the segment program; about a second per billion."""
+CLOSE = 1 << 12
+"""The bisection of the linear bound ends when what is left is this part of the peak."""
+SCALE = 1e6
+"""Multipliers so much larger make any excess of bytes dearer than any plan's time."""
+
+
+@dataclass(frozen=True, slots=True)
+class MinPeak:
+    """The smallest budget for which a plan exists.
+
+    Attributes
+    ----------
+    peak_bytes : int
+        Peak of this plan; the smallest possible one where `proven`.
+    bound_bytes : int
+        No plan has a smaller peak; equal to `peak_bytes` where `proven`.
+    codes : tuple of int
+        One per stage: the option's position in its menu.
+    segments : tuple of Segment
+        Stages recomputed together.
+    stage, phase : str
+        Where this plan has its peak.
+    proven : bool
+        False where the search was cut short.
+    """
+
+    peak_bytes: int
+    bound_bytes: int
+    codes: tuple[int, ...]
+    segments: Segments
+    stage: str
+    phase: Phase
+    proven: bool
+
+
+def smallest_peak(
+    profile: Profile,
+    *,
+    actions: tuple[Action, ...] = ("keep", "swap", "recompute"),
+    segments: bool = True,
+    host_bytes: int | None = None,
+    time_limit_s: float = 10,
+) -> MinPeak:
+    """The smallest budget for which a plan exists, in exact bytes.
+
+    Raises
+    ------
+    InvalidInputError
+        On actions or limits that can't be used.
+    """
+    check_request(actions, time_limit_s, host_bytes=host_bytes)
+    space = plan_space_of(profile, actions, segments, host_bytes)
+    return least_peak(Evaluator(profile, host_bytes), space, time.monotonic() + time_limit_s)
+
+
+def plan_space_of(profile: Profile, actions: Sequence[Action], segments: bool, host_bytes: int | None) -> PlanSpace:
+    """The plans that use these actions alone."""
+    menu = menus(profile, actions, host_bytes=host_bytes)
+    return PlanSpace(profile, menu, segments=segments and "recompute" in actions)
+
+
+def least_peak(evaluator: Evaluator, space: PlanSpace, deadline: float) -> MinPeak:
+    """`smallest_peak` by `deadline` (of `time.monotonic()`)."""
+    if space.count(ENUMERATE, MOST_FORESTS) <= ENUMERATE:
+        row, segments, peak, complete = exact_search.smallest(evaluator, space, deadline)
+        codes = tuple(row.tolist())
+        bound = peak if complete else step_bound(space)
+    else:
+        search = _Search(evaluator, space)
+        search.run(deadline)
+        codes, segments, peak, bound = tuple(search.best[0]), search.best[1], search.least, search.bound
+    stage, phase = evaluator.binding(codes, segments)
+    return MinPeak(peak, bound, codes, segments, stage, phase, bound == peak)
+
+
+class _Search:
+    """The best plan so far and the bound so far."""
+
+    def __init__(self, evaluator: Evaluator, space: PlanSpace) -> None:
+        self.evaluator, self.space, self.profile = evaluator, space, evaluator.profile
+        starts = local_search.patterns(space)
+        peaks = evaluator.smallest_peaks(starts)
+        self.best: tuple[Sequence[int], Segments] = (starts[peaks.argmin()].tolist(), ())
+        self.least = int(peaks.min())
+        self.bound = step_bound(space)
+
+    def run(self, deadline: float) -> None:
+        """Cheap plans; local search, ever smaller budgets for the label DP, and the bound, until they meet."""
+        left = deadline - time.monotonic()
+        if self.space.segments:
+            for power in range(1, len(self.space.menu).bit_length()):
+                self.offer(*local_search.even_segments(self.space, 1 << power))
+            self.segment_program(deadline - 0.7 * left)
+        if self.least > self.bound:
+            self.local(deadline - 0.6 * left)
+        if self.least > self.bound:
+            self.smaller_budgets(deadline - 0.4 * left)
+        if self.least > self.bound:
+            self.local(deadline - 0.3 * left)
+        if self.least > self.bound:
+            self.raise_bound(deadline)
+
+    def offer(self, codes: Sequence[int], segments: Segments) -> bool:
+        """Take this plan if its peak is smaller."""
+        peak = self.evaluator.peak(codes, segments)
+        if peak < self.least:
+            self.best, self.least = (codes, segments), peak
+            return True
+        return False
+
+    def segment_program(self, deadline: float) -> None:
+        """Where nothing moves, the best nested segments."""
+        dp = SegmentDp(self.space, self.least, max_work=SEGMENT_WORK)
+        if not dp.run(deadline) or (budget := dp.least_bytes()) is None:
+            return
+        for asked in (budget,) if dp.exact else np.linspace(0.9, 1.2, 7) * budget:
+            found = dp.plan(int(asked))
+            if found is not None:
+                self.offer(*found)
+        if dp.exact and not any(
+            stage.options[c].moves
+            for stage, codes in zip(self.profile.stages, self.space.menu, strict=True)
+            for c in codes
+        ):
+            self.bound = self.least
+
+    def local(self, deadline: float) -> None:
+        """Small changes."""
+        search = PeakSearch(self.evaluator, self.space)
+        for codes, segments, _ in search.search(*self.best, deadline, rounds=local_search.CYCLE):
+            self.offer(codes, segments)
+            if self.least <= self.bound:
+                break
+
+    def smaller_budgets(self, deadline: float) -> None:
+        """The label DP by bisection."""
+        low = self.bound  # no plan was found for `low - 1` bytes or fewer
+        while low < self.least - (self.least >> 10) and time.monotonic() < deadline:
+            middle = (low + self.least - 1) // 2
+            found = LabelDp(self.space, middle, host_bytes=self.evaluator.host_bytes).run(WIDTH, deadline, count=8)
+            if True not in [self.offer(plan.codes, plan.segments) for plan in found]:
+                low = middle + 1
+
+    def raise_bound(self, deadline: float) -> None:
+        """Bisection: the largest budget for which the linear program proves that nothing fits."""
+        high = self.least  # for `high` bytes there is no proof
+        while high - self.bound > self.least // CLOSE and time.monotonic() < deadline:
+            middle = (self.bound + high) // 2
+            proven = nothing_fits(self.space, middle, self.evaluator.host_bytes, deadline)
+            if proven:
+                self.bound = middle + 1
+            else:
+                high = middle
+
+
+def step_bound(space: PlanSpace) -> int:
+    """No plan needs fewer bytes than this in one step, whatever it does elsewhere."""
+    profile, n = space.profile, len(space.menu)
+    stages, storages = profile.stages, profile.storages
+    forward, backward = [0] * n, [0] * n
+    for k, stage in enumerate(stages):
+        ways = [stage.options[c] for c in {0, *space.menu[k]}]
+        if stage.recompute is not None:
+            ways.append(stage.recompute)
+        forward[k] = profile.base_forward_bytes[k] + min(o.forward_bytes for o in ways)
+        # In its backward step a stage has what it holds, as it was or as a copy that a sweep made.
+        backward[k] = profile.base_backward_bytes[k] + min(
+            o.backward_bytes + sum(storages[s].nbytes for s in set(o.held) if not storages[s].to_end) for o in ways
+        )
+    for storage in storages:
+        last = n - 1 if storage.to_end else min(storage.program_until, n - 1)
+        for k in range(storage.born + 1, last + 1):
+            forward[k] += storage.nbytes
+        if storage.to_end:
+            backward = [nbytes + storage.nbytes for nbytes in backward]
+    return max(*forward, *backward, profile.update_peak_bytes)
+
+
+def nothing_fits(space: PlanSpace, budget_bytes: int, host_bytes: int | None, deadline: float) -> bool:
+    """Whether it is proven that no plan of the space fits; False too where the time ends first.
+
+    The multipliers of a program that doesn't fit make every plan's excess cost more than nothing. Times are bounded:
+    a stage runs at most once per stage behind it and once more, and each storage moves once.
+    """
+    profile = space.profile
+    if profile.update_peak_bytes > budget_bytes:
+        return True
+    chain = Chain(profile, space.menu, budget_bytes, host_bytes, segments=space.segments)
+    link, n = profile.link, chain.n
+    longest_s = (n + 2) * sum(
+        s.forward_s + s.backward_s + max(o.recompute_s for o in s.options) for s in profile.stages
+    ) + sum(link.out_s(s.nbytes) + link.in_s(s.nbytes) for s in profile.storages)
+    master, intervals = Master(chain), Intervals(chain)
+    seen: set[Segment] = set()
+    longest = 8 + math.isqrt(n)
+    while (left := deadline - time.monotonic()) > 0:
+        duals = master.solve(left)
+        if duals is None or duals.excess <= 0:
+            return False
+        large = replace(duals, host=duals.host * SCALE, ask={key: w * SCALE for key, w in duals.ask.items()})
+        scaled = LinearTrees(intervals, Costs.of(chain, large, scale=SCALE))
+        value = 1.0 + scaled.constant + float(scaled.path()[0][-1])
+        if value * chain.second * (1 - 1e-6) > longest_s:
+            return True
+        trees = LinearTrees(intervals, Costs.of(chain, duals))
+        new: list[Segment] = []
+        while not new:
+            found = [trees.structure(a, b) for a, b in trees.missing(duals.stage, longest)]
+            new = [tree for tree in found if tree not in seen]
+            if longest >= intervals.longest:
+                break
+            longest *= 1 if new else 2
+        if not new:
+            return False
+        seen.update(new)
+        for tree in new:
+            master.add(column_of(chain, intervals, tree))
+    return False
+
+
+def check_request(actions: Sequence[str], time_limit_s: float, **whole: int | None) -> None:
+    """Raise `InvalidInputError` on actions, limits or whole numbers that can't be used."""
+    unknown = [a for a in actions if a not in ACTIONS]
+    if unknown or "keep" not in actions:
+        wrong = (
+            f"unknown action {unknown[0]!r}"
+            if unknown
+            else "'keep' is missing, and every stage needs it as a last resort"
+        )
+        raise InvalidInputError(f"actions={tuple(actions)!r}: {wrong}; give 'keep' and any of 'swap', 'recompute'")
+    if isinstance(time_limit_s, bool) or not isinstance(time_limit_s, (int, float)) or not 0 < time_limit_s < math.inf:
+        raise InvalidInputError(f"time_limit_s={time_limit_s!r} must be a finite number of seconds above 0")
+    for name, value in whole.items():
+        least = 1 if name == "workers" else 0
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 60
+        ):
+            raise InvalidInputError(f"{name}={value!r} must be a whole number, {least} or more")
