@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import importlib
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ from ckptplan.referee import Violation, simulate, validate
 from ckptplan.referee.rules import broken_rules
 from ckptplan.report.tables import Row, frontier_table, planners_table
 
+EVERY_ACTION = ",".join(ACTIONS)
 OURS = "ckptplan"
 """The solver's name among the planners."""
 
@@ -125,7 +125,7 @@ def solve(
         typer.Option(metavar="X", help="Instead: the smallest peak within this slowdown, 0.1 for 10 per cent."),
     ] = None,
     host_gb: HostLimit = None,
-    actions: Actions = ",".join(ACTIONS),
+    actions: Actions = EVERY_ACTION,
     segments: Together = True,
     time_limit: TimeLimit = 10.0,
     output: Output = None,
@@ -164,7 +164,7 @@ def frontier(
     source: Source,
     points: Annotated[int, typer.Option(min=2, help="Most plans, both ends included.")] = 12,
     host_gb: HostLimit = None,
-    actions: Actions = ",".join(ACTIONS),
+    actions: Actions = EVERY_ACTION,
     segments: Together = True,
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for all plans together.")] = 60.0,
     output: Annotated[
