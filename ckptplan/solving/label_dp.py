@@ -108,7 +108,7 @@ class _Labels:
     def take(self, rows: Ints) -> _Labels:
         """Copies of these rows, each its own parent."""
         plain = [getattr(self, f)[..., rows] for f in _FIELDS]
-        return _Labels(*plain, rows, np.zeros(len(rows), np.int16))
+        return _Labels(*[*plain, rows, np.zeros(len(rows), np.int16)])
 
 
 _FIELDS = tuple(field.name for field in fields(_Labels))[:-2]
@@ -542,9 +542,7 @@ def _empty(count: int, depth: int) -> _Labels:
 def _join(labels: list[_Labels], depth: int) -> _Labels:
     if not labels:
         return _empty(0, depth)
-    return _Labels(
-        *(np.concatenate([getattr(x, f) for x in labels], axis=-1) for f in (*_FIELDS, "parent", "move"))  # type: ignore[arg-type]
-    )
+    return _Labels(*[np.concatenate([getattr(x, f) for x in labels], axis=-1) for f in (*_FIELDS, "parent", "move")])
 
 
 def _keep(labels: _Labels, rows: Ints) -> _Labels:

@@ -18,11 +18,15 @@ menu that move nothing, and nested segments. Richer chains are mapped to one: wh
 resident from there on, glue is kept, and the rest counts once per stage. There bytes are an estimate, so plans for
 budgets around the one asked for are evaluated, and the evaluator has the last word.
 
+Repetition. I(s, t, m) depends on the kinds and sizes of the stages s..t, and on the bases of their backward steps. Of
+two runs of stages that differ in nothing but a constant added to the bases, one is the other shifted by it. So equal
+runs share a row, kept once, and with n equal stages the time is O(span**2 x units + n x span x units).
+
 Reference
 ---------
 O. Beaumont, L. Eyraud-Dubois, J. Herrmann, A. Joly, A. Shilova, "Optimal checkpointing for heterogeneous chains: how
 to train deep neural networks with limited memory", INRIA RR-9302, arXiv 1911.13214 (2019). O(stages x span**2 x units)
-time and O(stages x span x units) memory, where no segment is longer than `span`.
+time and O(stages x span x units) memory at most, where no segment is longer than `span`.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,8 +48,12 @@ MAX_UNITS = 4000
 """Up to this many units of the sizes' greatest common divisor bytes are exact."""
 SLOTS = 600
 """Units where they aren't."""
-MAX_CELLS = 10_000_000
-"""Of both tables each, at 8 bytes."""
+MAX_CELLS = 20_000_000
+"""Of all rows, at 8 bytes."""
+MAX_RUNS = 300_000
+"""Runs of stages that are told apart."""
+CALL = 3000
+"""A call of numpy takes as long as so many additions."""
 LIMIT = 1.25
 """Tables whose bytes are an estimate reach this far beyond the budget."""
 MAX_WORK = 1_500_000_000
@@ -103,7 +112,7 @@ def _chain_of(profile: Profile, menu: Menu) -> _Chain:
             forward[end] -= storage.nbytes
         if storage.to_end or s in always:
             backward[0 if storage.to_end else always[s]] += storage.nbytes
-    held = tuple(
+    by_code = tuple(
         {
             code: sum(
                 storages[s].nbytes
@@ -119,8 +128,8 @@ def _chain_of(profile: Profile, menu: Menu) -> _Chain:
         tuple(int(b + r) for b, r in zip(profile.base_forward_bytes, np.cumsum(forward), strict=False)),
         tuple(int(b + r) for b, r in zip(profile.base_backward_bytes, np.cumsum(backward), strict=False)),
         tuple(boundary),
-        tuple(codes[0] for codes in held),
-        held,
+        tuple(codes[0] for codes in by_code),
+        by_code,
         _is_textbook(profile, near, behind, menu) and not always,
     )
 
@@ -144,11 +153,16 @@ def _is_textbook(profile: Profile, near: list[set[int]], behind: list[set[int]],
     return True
 
 
+_Row = tuple[Floats, int]
+"""A row of a table and the units by which it is shifted."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Way:
     """A stage by itself under option `code`, or a segment up to `last`; -1 for the other.
 
-    `held` units are taken from what is left, at least `first` must be left, and `tables` add up to what follows.
+    `held` units are taken from what is left, at least `first` must be left, and `tables` add up to what follows, each
+    a row and by how many units it is shifted.
     """
 
     code: int
@@ -156,13 +170,18 @@ class _Way:
     held: int
     first: int
     seconds: float
-    tables: tuple[Floats, ...]
+    tables: tuple[_Row, ...]
 
     def at(self, m: int) -> float:
         """Seconds with `m` units left."""
-        if m < max(self.first, self.held):
+        if m < self.begin:
             return math.inf
-        return float(sum(table[m - self.held] for table in self.tables)) + self.seconds
+        return float(sum(row[m - self.held - shift] for row, shift in self.tables)) + self.seconds
+
+    @property
+    def begin(self) -> int:
+        """The fewest units with which this is possible, as far as rows know no less."""
+        return max(self.first, self.held + max(0, *(shift for _, shift in self.tables)))
 
 
 class SegmentDp:
@@ -200,14 +219,10 @@ class SegmentDp:
         exact = limit // unit <= MAX_UNITS
         self.unit = unit if exact else -(-limit // SLOTS)
         self.units = limit // self.unit + 1
-        self.span = min(n, span or n) if space.segments else 0
-        while self.span > 1 and (
-            n * self.span * self.units > MAX_CELLS or n * self.span**2 * self.units > 2 * max_work
-        ):
-            self.span = self.span * 3 // 4
+        self.span = min(n, span or n, max(1, MAX_RUNS // n)) if space.segments else 0
+        self._tell_apart(max_work)
         self.exact = exact and self.chain.textbook and self.span in (0, n)
         self.complete = False
-        self._m = np.arange(self.units)
         self._known: dict[int, list[_Way]] = {}
 
     def _sizes(self) -> list[int]:
@@ -233,18 +248,12 @@ class SegmentDp:
         """Fill the tables; False where `deadline` (by `time.monotonic()`) comes first."""
         n, units = self.n, self.units
         self._prepare()
-        span = self.span
-        # inner[s, t - s] is I(s, t, m); after[t, s] is I(s, t, m - x_s), what follows a segment that ends before s.
-        self.inner = np.full((n, max(span, 1), units), np.inf) if span else np.zeros((0, 0, 0))
-        self.after = np.full((n, max(span, 1), units), np.inf) if span else np.zeros((0, 0, 0))
-        for length in range(span):
-            if time.monotonic() > deadline:
-                return False
-            for s in range(n - length):
-                t = s + length
-                value = self._inner_row(s, t)
-                self.inner[s, length] = value
-                self.after[t, span - 1 - length] = self._shift(value, self.x[s])
+        self.rows: list[Floats] = []
+        for length, firsts in enumerate(self.new):
+            for s in firsts:
+                if time.monotonic() > deadline:
+                    return False
+                self.rows.append(self._inner_row(s, s + length))
         self.top = np.full((n + 1, units), np.inf)
         self.top[n] = 0.0
         self.top_after = np.full((n + 1, units), np.inf)
@@ -254,14 +263,79 @@ class SegmentDp:
                 return False
             best = np.full(units, np.inf)
             for way in self._ways(s):
-                begin = max(way.first, way.held)
+                begin = way.begin
                 if begin < units:
-                    part = sum(t[begin - way.held : units - way.held] for t in way.tables) + way.seconds
+                    part = np.full(units - begin, way.seconds)
+                    for row, by in way.tables:
+                        part += row[begin - way.held - by : units - way.held - by]
                     np.minimum(best[begin:], part, out=best[begin:])
             self.top[s] = best
             self.top_after[s] = self._shift(best, self.x[s])
         self.complete = True
         return True
+
+    def _tell_apart(self, max_work: int) -> None:
+        """Which runs of stages share a row, and how long runs may be for the rows to stay few.
+
+        `which[s, t - s]` is the row of the run s..t, `by[s, t - s]` the units it is shifted by, and `new[length]` has
+        the first stages of the runs that rows are made for. The last one of equal runs has its own, since there the
+        bases are smallest and the row reaches furthest; where they are not, more than one has.
+        """
+        chain, stages, n = self.chain, self.profile.stages, self.n
+        base = chain.base_backward
+        steps = [0, *(b - a for a, b in pairwise(base))]
+        ids: dict[tuple[object, ...], int] = {}
+
+        def number(key: tuple[object, ...]) -> int:
+            return ids.setdefault(key, len(ids))
+
+        def alike(k: int) -> tuple[object, ...]:
+            stage, again = stages[k], stages[k].recompute
+            return (
+                stage.kind,
+                stage.is_glue,
+                bool(self.space.inside[k]),
+                chain.boundary[k],
+                chain.kept[k],
+                stage.forward_s,
+                stage.keep.forward_bytes,
+                stage.keep.backward_bytes,
+                (again.forward_bytes, again.backward_bytes, again.recompute_s) if again is not None else None,
+            )
+
+        of_stage = [number(("stage", *alike(k))) for k in range(n)]
+        now = list(of_stage)
+        self.which = np.zeros((n, max(self.span, 1)), np.int64)
+        self.by = np.zeros((n, max(self.span, 1)), np.int64)
+        self.new: list[list[int]] = []
+        count, work = 0, 0
+        for length in range(self.span):
+            firsts: list[int] = []
+            made: dict[int, tuple[int, int]] = {}
+            for s in reversed(range(n - length)):
+                t = s + length
+                if length:
+                    now[s] = number((now[s], steps[t], of_stage[t]))
+                at = self._up(base[t] - self.floor)
+                row = made.get(now[s])
+                if row is None or row[1] > at:
+                    row = made[now[s]] = (count + len(firsts), at)
+                    firsts.append(s)
+                self.which[s, length], self.by[s, length] = row[0], at - row[1]
+            count += len(firsts)
+            work += (len(firsts) * length + n - length) * (self.units + CALL)
+            if length and (count * self.units > MAX_CELLS or work > max_work):
+                self.span = length
+                break
+            self.new.append(firsts)
+
+    def _row(self, s: int, t: int, less: int = 0) -> _Row:
+        """I(s, t, m - less) for each m, as a row and its shift."""
+        return self.rows[self.which[s, t - s]], int(self.by[s, t - s]) + less
+
+    def _value(self, s: int, t: int, m: int) -> float:
+        row, by = self._row(s, t)
+        return float(row[m - by]) if m >= by else math.inf
 
     def _prepare(self) -> None:
         chain, stages = self.chain, self.profile.stages
@@ -320,7 +394,7 @@ class SegmentDp:
             if s == t:
                 return np.full(self.units, np.inf)
             need = chain.base_backward[s] + stages[s].keep.backward_bytes
-            return self._from(self.inner[s + 1, t - s - 1], need)
+            return self._from(self._shift(*self._row(s + 1, t)), need)
         if not self.can[s]:
             return np.full(self.units, np.inf)
         if s == t:
@@ -329,15 +403,17 @@ class SegmentDp:
         need = max(
             chain.base_backward[t] + keep.forward_bytes, chain.base_backward[s] + chain.kept[s] + keep.backward_bytes
         )
-        best = self._from(self._shift(self.inner[s + 1, t - s - 1], self.p[s]), need)
-        length = t - s
-        # Segments s..e for e in s..t-1 at once; `after` has I(e+1, t) for e + 1 in s + 1..t in this order.
-        total = self.inner[s, :length] + self.after[t, self.span - length :] + self.again_total[s, :length, None]
-        first = np.array(
-            [max(0, self._up(chain.base_backward[t] + int(b) - self.floor)) for b in self.most_run[s, :length]]
-        )
-        total[(self._m < first[:, None]) | ~self.valid[s, :length, None]] = np.inf
-        return np.asarray(np.minimum(best, total.min(axis=0)))
+        best = self._from(self._shift(*self._row(s + 1, t, self.p[s])), need)
+        for e in range(s, t):
+            if not self.valid[s, e - s]:
+                continue
+            (inner, a), (after, b) = self._row(s, e), self._row(e + 1, t, self.x[e + 1])
+            begin = max(self._first(chain.base_backward[t] + int(self.most_run[s, e - s])), a, b)
+            if begin < self.units:
+                total = inner[begin - a : self.units - a] + after[begin - b : self.units - b]
+                total += self.again_total[s, e - s]
+                np.minimum(best[begin:], total, out=best[begin:])
+        return best
 
     def _ways(self, s: int) -> list[_Way]:
         """How the step can go on from stage `s`."""
@@ -353,7 +429,7 @@ class SegmentDp:
                 chain.base_forward[s] + option.forward_bytes,
                 chain.base_backward[s] + held - self._next(s, code) + option.backward_bytes,
             )
-            ways.append(_Way(code, -1, self._up(held), self._first(need), option.recompute_s, (self.top[s + 1],)))
+            ways.append(_Way(code, -1, self._up(held), self._first(need), option.recompute_s, ((self.top[s + 1], 0),)))
         for last in self.space.ends(s, s + 1, min(self.n, s + self.span)):
             length = last - s
             ways.append(
@@ -363,7 +439,7 @@ class SegmentDp:
                     self._up(int(self.glue_held[s, length])),
                     self._first(int(self.most_forward[s, length])),
                     float(self.again_total[s, length]),
-                    (self.top_after[last + 1], self.inner[s, length]),
+                    ((self.top_after[last + 1], 0), self._row(s, last)),
                 )
             )
         return ways
@@ -408,8 +484,8 @@ class SegmentDp:
 
     def least_bytes(self) -> int | None:
         """The smallest budget that the tables have a plan for; None where there is none up to the limit."""
-        fits = np.flatnonzero(np.isfinite(self.top[0])) if self.complete else []
-        return self.floor + int(fits[0]) * self.unit if len(fits) else None
+        fits = np.isfinite(self.top[0]) if self.complete else np.zeros(1, bool)
+        return self.floor + int(fits.argmax()) * self.unit if fits.any() else None
 
     def _plain(self, k: int) -> int:
         return next(c for c in self.space.inside[k] if self.profile.stages[k].options[c].name == "recompute")
@@ -421,12 +497,12 @@ class SegmentDp:
             if self.profile.stages[s].is_glue:
                 s += 1
                 continue
-            value = self.inner[s, t - s, m]
+            value = self._value(s, t, m)
             for e in range(s, t):
                 first = max(0, self._up(self.chain.base_backward[t] + int(self.most_run[s, e - s]) - self.floor))
                 if not self.valid[s, e - s] or m < first or m < self.x[e + 1]:
                     continue
-                way = self.inner[s, e - s, m] + self.after[t, self.span - (t - e), m] + self.again_total[s, e - s]
+                way = self._value(s, e, m) + self._value(e + 1, t, m - self.x[e + 1]) + self.again_total[s, e - s]
                 if way <= value:
                     found.append(Segment(s, e, self._sweep(s, e, m)))
                     m -= self.x[e + 1]
