@@ -150,15 +150,35 @@ def test_smallest_peak_and_the_error_below_it() -> None:
             assert all(repr(a) in str(error) for a in missing) or error.phase == "update"
 
 
-def test_error_of_a_long_chain_says_that_the_peak_was_found() -> None:
-    profile = textbook_chain(random.Random(1), 30)
+def test_error_of_a_long_chain_says_whether_the_peak_is_proven() -> None:
+    # Neither one step alone nor the linear program asks for all that whole options and shared storages do.
     with pytest.raises(InfeasibleBudgetError, match="the smallest peak found"):
-        solve_profile(profile, 1, time_limit_s=1)
-    # Where nothing moves the segment DP proves it.
+        solve_profile(rich_chain(random.Random(1), 30), 1, time_limit_s=1)
+    # Where everything can move, the step that needs most by itself is the proof.
+    profile = textbook_chain(random.Random(1), 30)
+    with pytest.raises(InfeasibleBudgetError, match="the smallest feasible peak"):
+        solve_profile(profile, 1, time_limit_s=5)
+    # Where nothing moves the segment DP is.
     with pytest.raises(InfeasibleBudgetError, match="the smallest feasible peak") as caught:
         solve_profile(profile, 1, actions=NOTHING_MOVES, time_limit_s=5)
     least = caught.value.min_peak_bytes
     assert solve_profile(profile, least, actions=NOTHING_MOVES, time_limit_s=5).peak_bytes == least
+
+
+def test_no_plan_is_below_the_peak_bounds() -> None:
+    """The bound of single steps and the linear one against brute force; less than the peak is never possible."""
+    proven = 0
+    for seed in range(24):
+        profile = random_chain(seed, 3 + seed % 4, most_options=5)
+        for actions in (ACTIONS, NOTHING_MOVES):
+            host = None if seed % 3 else 20
+            space = PlanSpace(profile, menus(profile, actions, host_bytes=host), segments=True)
+            least = brute_force.smallest_peak(profile, actions=actions, host_bytes=host)
+            assert peak.step_bound(space) <= least
+            assert not peak.nothing_fits(space, least, host, time.monotonic() + 5), (seed, actions)
+            below = [b for b in (least // 2, least * 3 // 4) if b < least]
+            proven += sum(peak.nothing_fits(space, b, host, time.monotonic() + 5) for b in below)
+    assert proven >= 24
 
 
 def test_host_limit() -> None:

@@ -36,6 +36,8 @@ SEGMENT_WORK = 200_000_000
 """Additions of the segment program; about a second per billion."""
 CLOSE = 1 << 12
 """The bisection of the linear bound ends when what is left is this part of the peak."""
+ROUNDS = 150
+"""Rounds of local search that may give nothing."""
 SCALE = 1e6
 """Multipliers so much larger make any excess of bytes dearer than any plan's time."""
 
@@ -128,11 +130,11 @@ class _Search:
                 self.offer(*local_search.even_segments(self.space, 1 << power))
             self.segment_program(deadline - 0.7 * left)
         if self.least > self.bound:
-            self.local(deadline - 0.6 * left)
+            self.local(deadline - 0.6 * left, 0)
         if self.least > self.bound:
             self.smaller_budgets(deadline - 0.4 * left)
         if self.least > self.bound:
-            self.local(deadline - 0.3 * left)
+            self.local(deadline - 0.2 * left, 1)
         if self.least > self.bound:
             self.raise_bound(deadline)
 
@@ -160,10 +162,10 @@ class _Search:
         ):
             self.bound = self.least
 
-    def local(self, deadline: float) -> None:
+    def local(self, deadline: float, seed: int) -> None:
         """Small changes."""
-        search = PeakSearch(self.evaluator, self.space)
-        for codes, segments, _ in search.search(*self.best, deadline, rounds=local_search.CYCLE):
+        search = PeakSearch(self.evaluator, self.space, seed)
+        for codes, segments, _ in search.search(*self.best, deadline, rounds=ROUNDS):
             self.offer(codes, segments)
             if self.least <= self.bound:
                 break

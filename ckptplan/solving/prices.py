@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckptplan.core.chain import Segment
 from ckptplan.core.profile import Profile
@@ -31,6 +31,8 @@ from ckptplan.solving.held_dp import HeldDP
 from ckptplan.solving.relaxation import Chain, Intervals
 from ckptplan.solving.segment_trees import Costs, LinearTrees, column_of
 
+SOFTER = (0.7, 0.5, 0.35, 0.2)
+"""Parts of the first prices of bytes to try where those themselves prove nothing."""
 CONVERGED = 1e-4
 """Part of the baseline by which the best bound may be below the linear program when no more segments are sought."""
 
@@ -204,6 +206,8 @@ class _Bounder:
             value = 1.0 + trees.constant + float(ahead[-1])
             if value > self.best or self.trees is None:
                 self.best, self.duals, self.trees = max(value, self.best), duals, trees
+            if self.best <= 1.0:
+                self.soften(duals)
             new: list[Segment] = []
             while not new and 1.0 + duals.objective - self.best > CONVERGED:
                 found = [trees.structure(a, b) for a, b in trees.missing(duals.stage, longest)]
@@ -218,6 +222,19 @@ class _Bounder:
             seen.update(new)
             for tree in new:
                 master.add(column_of(chain, intervals, tree))
+
+    def soften(self, duals: Duals) -> None:
+        """A first bound: without segments to choose from, bytes look dearer than they are, so try them cheaper."""
+        for scale in SOFTER:
+            if time.monotonic() > self.deadline:
+                return
+            softer = replace(duals, forward=duals.forward * scale, backward=duals.backward * scale)
+            trees = LinearTrees(self.intervals, Costs.of(self.chain, softer))
+            value = 1.0 + trees.constant + float(trees.path()[0][-1])
+            if value > self.best:
+                self.best, self.duals, self.trees = value, softer, trees
+            elif self.best > 1.0:
+                return
 
     def round_off(self, duals: Duals, master: Master) -> None:
         """Candidates: the largest share of each stage, and the cheapest paths with bytes ever dearer."""
