@@ -166,6 +166,13 @@ def test_the_plain_peak_is_predicted(name: str) -> None:
     assert measured <= predicted <= measured + 1024
 
 
+def test_a_part_of_a_larger_tensor_counts_once_and_whole() -> None:
+    model, everything = MODELS["blocks"]()
+    inputs = torch.cat([everything, everything])[:64]
+    predicted, measured = keep_all_peak(ckptplan.profile(model, inputs)), measured_peak(model, inputs)
+    assert measured <= predicted <= measured + 1024
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_solved_plan_holds_its_budget_and_gradients(name: str, share: float) -> None:

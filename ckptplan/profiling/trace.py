@@ -212,8 +212,9 @@ def replay(
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         controller.install()
         try:
+            # Out of the tracker's sight, which would count what the twin of a view is made from.
+            given = fake_inputs(step, tracker.fake, tracker.outside)
             with _no_collection(), tracker:
-                given = fake_inputs(step, tracker.fake, tracker.outside)
                 with hooks:
                     output, loss = given.forward()
                 out.output = {
