@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptplan.core.chain import Action
+from ckptplan.core.chain import Action, Option, Segment
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import residency, schedule
@@ -321,7 +321,31 @@ def plan_of(measured: Profile, actions: Sequence[Action], budget_bytes: int | No
         found = schedule(measured, able, budget_bytes)
         assert isinstance(found, tuple), found
         choices = found
-    timeline = simulate(measured, choices)
+    return _plan(measured, choices, budget_bytes)
+
+
+def scheduled(
+    measured: Profile, options: Sequence[Option], segments: tuple[Segment, ...] = (), share: float = 0.0
+) -> Plan:
+    """A plan of these options and segments, with the laziest schedule for its budget.
+
+    Parameters
+    ----------
+    share : float
+        0: the least budget that fits them; 1: so much that nothing needs to move.
+    """
+    r = residency(measured, options, segments)
+    least = max(*r.forward_bytes, *r.backward_bytes, measured.update_peak_bytes)
+    budget_bytes = least + int(share * sum(r.moved_bytes))
+    choices = schedule(measured, options, budget_bytes, segments)
+    assert isinstance(choices, tuple), choices
+    return _plan(measured, choices, budget_bytes, segments)
+
+
+def _plan(
+    measured: Profile, choices: tuple[Decision, ...], budget_bytes: int | None, segments: tuple[Segment, ...] = ()
+) -> Plan:
+    timeline = simulate(measured, choices, segments)
     budget_bytes = budget_bytes or timeline.peak_bytes
     return Plan(
         stages=tuple(stage.name for stage in measured.stages),
@@ -337,6 +361,7 @@ def plan_of(measured: Profile, actions: Sequence[Action], budget_bytes: int | No
         planner="tests",
         fingerprint=measured.fingerprint,
         input_bytes=tuple(stage.input_bytes for stage in measured.stages),
+        segments=segments,
     )
 
 

@@ -66,6 +66,8 @@ class Replay:
         Storages of the model's output.
     rerun : dict
         Segment -> how many of its forward's operations come before the last tensor that autograd saves.
+    copied_bytes : dict
+        Segment -> bytes of the buffers that it updates and, run again, copies first.
     end_bytes : int
         Live bytes after backward, gradients included.
     wrapped_bytes : int
@@ -84,6 +86,7 @@ class Replay:
     sizes: dict[Sid, int] = field(default_factory=dict)
     output: set[Sid] = field(default_factory=set)
     rerun: dict[int, int] = field(default_factory=dict)
+    copied_bytes: dict[int, int] = field(default_factory=dict)
     end_bytes: int = 0
     wrapped_bytes: int = 0
     peak_bytes: int = 0
@@ -209,8 +212,9 @@ def replay(
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         controller.install()
         try:
+            # Out of the tracker's sight, which would count what the twin of a view is made from.
+            given = fake_inputs(step, tracker.fake, tracker.outside)
             with _no_collection(), tracker:
-                given = fake_inputs(step, tracker.fake, tracker.outside)
                 with hooks:
                     output, loss = given.forward()
                 out.output = {
@@ -231,6 +235,8 @@ def replay(
                 del output, loss
         finally:
             controller.remove()
+    for j, sizes in controller.counters.copied_bytes.items():
+        out.copied_bytes[2 * j + 1] = sum(-(-nbytes // round_to) * round_to for nbytes in sizes)
     out.peak_bytes = tracker.peak_bytes
     out.forward, out.backward, out.wrapped_bytes = tracker.forward, tracker.backward, tracker.wrapped_bytes
     return out
@@ -602,6 +608,10 @@ class _Tracing:
         """Bytes of the random states that these options hold and no replay sees."""
         return self.state_bytes * sum(option.recomputes for option in options)
 
+    def _again_bytes(self, g: int) -> int:
+        """What a stage adds when it runs again, beyond what it does in forward."""
+        return self.state_bytes + self.recomputed.copied_bytes.get(g, 0)
+
     def _decisions(self, draft: Profile, name: str) -> tuple[Decision, ...]:
         """Every stage under the option of that name, what moves away in every step but its stage's own."""
         options = _uniform(draft.stages, name)
@@ -670,8 +680,10 @@ class _Tracing:
             forward = self.resident_bytes + peaks[k][0] - held.forward_bytes[k] + self._states(options[:k])
             backward = self.resident_bytes + peaks[k][1] - held.backward_bytes[k] + self._states(options[: k + 1])
             state = self._states([option])
+            # Kept by a segment's sweep it runs again, with copies of buffers and of the random state.
+            again = 0 if option.recomputes or stage.recompute is None else self._again_bytes(self.segments[k])
             measured = dataclasses.replace(
-                option, forward_bytes=max(forward, 0) + state, backward_bytes=max(backward, 0) + 2 * state
+                option, forward_bytes=max(forward, 0) + state + again, backward_bytes=max(backward, 0) + 2 * state
             )
             out.append(_replaced(stage, measured))
         return tuple(out)

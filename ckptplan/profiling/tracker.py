@@ -254,8 +254,9 @@ class Tracker(FakeWorld):
     def _accumulates(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the autograd engine, summing gradients that meet, would add in place on real tensors.
 
-        It does where one of the two is its own alone, but never on tensor subclasses such as fake ones. One of the two
-        comes from an earlier node then, which tells the sum apart from an addition inside a node's formula.
+        It adds the later one to the earlier one where that is its own alone, but never on tensor subclasses such as
+        fake ones. One of the two comes from an earlier node then, which tells the sum apart from an addition inside a
+        node's formula.
         """
         if not self._in_backward or func is not torch.ops.aten.add.Tensor or kwargs or torch.is_grad_enabled():
             return False
@@ -265,12 +266,13 @@ class Tracker(FakeWorld):
         made_by = {self._made_by.get(id(t.untyped_storage())) for t in pair}
         if len(made_by) < 2:
             return False
-        counts = [(_owners(t), t) for t in pair]
+        earlier = pair[0]
+        tensors, storages = _owners(earlier)
         if self._calibrating is not None:
-            self._calibrating.extend(count for count, _ in counts)
+            self._calibrating.append((tensors, storages))
             return False
         alone = owners_of_a_lone_gradient()
-        return any(count[0] <= alone[0] and count[1] <= alone[1] and t.is_contiguous() for count, t in counts)
+        return tensors <= alone[0] and storages <= alone[1] and earlier.is_contiguous()
 
 
 @functools.cache

@@ -77,7 +77,7 @@ def measure_times(keys: Iterable[Hashable], device: torch.device) -> dict[Hashab
             out[key] = 0.0
             continue
         try:
-            with torch.no_grad():
+            with torch.enable_grad():
                 out[key] = _median_s(key, device)
         except Exception:  # as in _run
             continue
@@ -140,7 +140,7 @@ def _operands(key: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str
 def _run(key: Any, device: torch.device, failed: list[str], *, label: str) -> bool:
     func = key[0]
     try:
-        with torch.no_grad():
+        with torch.enable_grad():
             args, kwargs = _operands(key, device)
             with record_function(label):
                 result = func(*args, **kwargs)
@@ -154,7 +154,7 @@ def _run(key: Any, device: torch.device, failed: list[str], *, label: str) -> bo
 def _cuda_peak(key: Any, device: torch.device, failed: list[str]) -> int | None:
     func = key[0]
     try:
-        with torch.no_grad():
+        with torch.enable_grad():
             # Once for what a library allocates at first use and keeps (32 MiB for cuBLAS on recent devices).
             args, kwargs = _operands(key, device)
             func(*args, **kwargs)

@@ -57,6 +57,7 @@ class Call:
             result = self._original(*args, **kwargs)
             state.forward_done()
             self._state = state
+            self._counters.copied_bytes[self._index] = state.copied_bytes
             return result
         self._counters.recomputed_stages += 1
         with self._state.as_in_forward():
@@ -164,6 +165,11 @@ class _State:
             else:
                 self._untouched.append((m, name, buffer, version))
         self._before = []
+
+    @property
+    def copied_bytes(self) -> tuple[int, ...]:
+        """Sizes of the buffers that the forward updates."""
+        return tuple(copy.untyped_storage().nbytes() for _, _, copy in self._updated)
 
     @contextlib.contextmanager
     def as_in_forward(self) -> Iterator[None]:

@@ -11,7 +11,8 @@ NOTE [Frames and links]
    the stage's own slots are filled, or it is the segment's last and is run again now, as far as slots need it.
 4. A slot is emptied when it is read, and what is left of a task is dropped when it ends; another backward through the
    same graph is another task and sweeps again.
-5. What a run makes goes straight to the stages that are linked to it and still to run, and to nobody else: a stage of
+5. What a stage saves of the model's own (parameters, buffers) its slots give back as it is, not a run's copy of it.
+6. What a run makes goes straight to the stages that are linked to it and still to run, and to nobody else: a stage of
    an inner segment keeps what comes from outside of that segment, the segment's last stage all of it until its own
    recompute, the others nothing beyond their run.
 """
@@ -97,11 +98,15 @@ def _nothing_saved(_: Any) -> torch.Tensor:
 class Frame:
     """One stage's call within a segment's run, and all it takes to make it again."""
 
-    def __init__(self, run: SegmentRun, index: int, name: str, call: Call) -> None:
+    def __init__(
+        self, run: SegmentRun, index: int, name: str, call: Call, belongs: Callable[[torch.Tensor], bool]
+    ) -> None:
         self.run = run
         self.index = index
         self.name = name
         self._call = call
+        self._belongs = belongs
+        self._models_own: dict[int, Held] = {}
         self._inputs: list[Link | Packed] = []
         self._needs_grad: list[bool] = []
         self._surroundings: Surroundings | None = None
@@ -139,6 +144,11 @@ class Frame:
         slot = Slot(self, len(self._slots))
         self._slots.append(weakref.ref(slot))
         self._like.append((tensor.shape, tensor.dtype, tensor.device))
+        if plain(tensor) and self._belongs(tensor):
+            # As the plain model holds it: running statistics, say, of which another run would save a copy.
+            self._models_own[slot.number] = Held(
+                tensor.detach() if tensor.requires_grad else tensor, version_of(tensor)
+            )
         return slot
 
     @property
@@ -171,7 +181,7 @@ class Frame:
                 raise self._another_path(f"saves a {tensor.dtype} {list(tensor.shape)} as tensor number {number}")
             if self._slots[number]() is not None:
                 value = tensor.detach() if tensor.requires_grad else tensor
-                table[number] = Held(value, version_of(value))
+                table[number] = self._models_own.get(number) or Held(value, version_of(value))
             if not to_the_end and count == len(self._slots):
                 raise _Enough
 
@@ -390,7 +400,7 @@ class OpenSegment:
                 f"stage {name!r} runs on another stream than the first stage of its segment, whose stages are run "
                 "again together, on one; give it another option"
             )
-        frame = Frame(self._run, index, name, call)
+        frame = Frame(self._run, index, name, call, self._session.belongs)
         packing = self._session.packing() if self._moves else None
         inputs = [self._pack(index, tensor, packing) for tensor in tensors]
         output = frame.forward(tensors, inputs)

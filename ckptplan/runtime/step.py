@@ -186,15 +186,16 @@ def check_supported(model: nn.Module) -> None:
 @contextlib.contextmanager
 def training_config(model: nn.Module) -> Iterator[None]:
     """Generation caches off while inside: a stage that appends to a cache can't be run twice."""
-    config = getattr(model, "config", None)
-    if getattr(config, "use_cache", None) is not True:
-        yield
-        return
-    config.use_cache = False  # type: ignore[union-attr]
+    # An encoder-decoder's halves, or the text half of a model for images, read configurations of their own.
+    found = {id(config): config for m in model.modules() if (config := getattr(m, "config", None)) is not None}
+    caching = [config for config in found.values() if getattr(config, "use_cache", None) is True]
+    for config in caching:
+        config.use_cache = False
     try:
         yield
     finally:
-        config.use_cache = True  # type: ignore[union-attr]
+        for config in caching:
+            config.use_cache = True
 
 
 def fingerprint(step: TrainingStep) -> Fingerprint:

@@ -71,11 +71,16 @@ def modified_error(shape: Iterable[int], saved: int, found: int) -> RuntimeError
 
 @dataclass(slots=True)
 class Counters:
-    """What happened since the plan was applied; `runs` counts every run of each stage's forward, by its index."""
+    """What happened since the plan was applied.
+
+    By a stage's index, `runs` counts every run of its forward, and `copied_bytes` are the sizes of the buffers that its
+    forward updates: it keeps copies of those to run again, and every run again makes further ones.
+    """
 
     forwards: int = 0
     recomputed_stages: int = 0
     runs: collections.Counter[int] = field(default_factory=collections.Counter)
+    copied_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
     host_wait_s: float = 0.0
