@@ -25,6 +25,7 @@ WINDOW_PLANS = 4096
 NEAR = 1.02
 """Other segments are worth a closer look where the first plan with them is no slower than this."""
 PROMISING = 8
+PAIRS = 2000
 KICK_PLANS = 600
 WORSE = 0.01
 """A changed plan is gone on from where it is no slower than this."""
@@ -124,7 +125,7 @@ class LocalSearch:
         return self.evaluator.compute_s(rows, segments)
 
     def improve(
-        self, codes: Sequence[int], segments: Segments, deadline: float, *, pairs: int = 2000
+        self, codes: Sequence[int], segments: Segments, deadline: float, *, pairs: int = PAIRS
     ) -> tuple[tuple[int, ...], Segments, float]:
         """The plan reached when no change helps any more, or at `deadline`, and its makespan in seconds.
 
@@ -178,9 +179,13 @@ class LocalSearch:
             codes, value = self._options(codes, segments, value, deadline, 0)
             codes, value = self._windows(codes, segments, value, deadline)
             found = self._forests(codes, segments, value, deadline)
-            if found is None:
+            if found is not None:
+                codes, segments, value = found
+                continue
+            before = value
+            codes, value = self._options(codes, segments, value, deadline, PAIRS)
+            if value >= before * (1 - SAME):
                 break
-            codes, segments, value = found
         return codes, segments, value
 
     def _kicked(self, plan: _Plan, deadline: float) -> _Plan | None:

@@ -97,14 +97,14 @@ def plan_space_of(profile: Profile, actions: Sequence[Action], segments: bool, h
     return PlanSpace(profile, menu, segments=segments and "recompute" in actions)
 
 
-def least_peak(evaluator: Evaluator, space: PlanSpace, deadline: float) -> MinPeak:
-    """`smallest_peak` by `deadline` (of `time.monotonic()`)."""
+def least_peak(evaluator: Evaluator, space: PlanSpace, deadline: float, enough: int = 0) -> MinPeak:
+    """`smallest_peak` by `deadline` (of `time.monotonic()`), or as soon as a plan fits in `enough` bytes."""
     if space.count(ENUMERATE, MOST_FORESTS) <= ENUMERATE:
         row, segments, peak, complete = exact_search.smallest(evaluator, space, deadline)
         codes = tuple(row.tolist())
         bound = peak if complete else step_bound(space)
     else:
-        search = _Search(evaluator, space)
+        search = _Search(evaluator, space, enough)
         search.run(deadline)
         codes, segments, peak, bound = tuple(search.best[0]), search.best[1], search.least, search.bound
     stage, phase = evaluator.binding(codes, segments)
@@ -114,8 +114,9 @@ def least_peak(evaluator: Evaluator, space: PlanSpace, deadline: float) -> MinPe
 class _Search:
     """The best plan so far and the bound so far."""
 
-    def __init__(self, evaluator: Evaluator, space: PlanSpace) -> None:
+    def __init__(self, evaluator: Evaluator, space: PlanSpace, enough: int) -> None:
         self.evaluator, self.space, self.profile = evaluator, space, evaluator.profile
+        self.enough = enough
         starts = local_search.patterns(space)
         peaks = evaluator.smallest_peaks(starts)
         self.best: tuple[Sequence[int], Segments] = (starts[peaks.argmin()].tolist(), ())
@@ -129,14 +130,19 @@ class _Search:
             for power in range(1, len(self.space.menu).bit_length()):
                 self.offer(*local_search.even_segments(self.space, 1 << power))
             self.segment_program(deadline - 0.7 * left)
-        if self.least > self.bound:
+        if not self.done:
             self.local(deadline - 0.6 * left, 0)
-        if self.least > self.bound:
+        if not self.done:
             self.smaller_budgets(deadline - 0.4 * left)
-        if self.least > self.bound:
+        if not self.done:
             self.local(deadline - 0.2 * left, 1)
-        if self.least > self.bound:
+        if not self.done:
             self.raise_bound(deadline)
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing left to find or to prove."""
+        return self.least <= max(self.bound, self.enough)
 
     def offer(self, codes: Sequence[int], segments: Segments) -> bool:
         """Take this plan if its peak is smaller."""
@@ -167,13 +173,13 @@ class _Search:
         search = PeakSearch(self.evaluator, self.space, seed)
         for codes, segments, _ in search.search(*self.best, deadline, rounds=ROUNDS):
             self.offer(codes, segments)
-            if self.least <= self.bound:
+            if self.done:
                 break
 
     def smaller_budgets(self, deadline: float) -> None:
         """The label DP by bisection."""
         low = self.bound  # no plan was found for `low - 1` bytes or fewer
-        while low < self.least - (self.least >> 10) and time.monotonic() < deadline:
+        while not self.done and low < self.least - (self.least >> 10) and time.monotonic() < deadline:
             middle = (low + self.least - 1) // 2
             found = LabelDp(self.space, middle, host_bytes=self.evaluator.host_bytes).run(WIDTH, deadline, count=8)
             if True not in [self.offer(plan.codes, plan.segments) for plan in found]:

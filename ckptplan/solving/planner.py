@@ -29,6 +29,7 @@ from ckptplan.solving.peak import (
     least_peak,
     plan_space_of,
     smallest_peak,
+    step_bound,
 )
 from ckptplan.solving.relaxation import Chain, Floats
 from ckptplan.solving.segment_dp import LIMIT, SegmentDp
@@ -203,7 +204,9 @@ class _Search:
         if long:
             self.polish(2000, 0.6)
         else:
-            self.search(ROUNDS_AT_FIRST, 0.3)
+            self.polish(2000, 0.2)
+            if n <= MODEL_STAGES:
+                self.search(ROUNDS_AT_FIRST, 0.2)
             self.run_bound()
         while not self.closed() and width <= MOST_LABELS:
             if self.left_s() < (1.0 if depth < DEPTH else 2.0) * taken:
@@ -213,7 +216,7 @@ class _Search:
             complete = self.run_dp(width, steer, depth, self.deadline)
             taken = time.monotonic() - begin
             if self.best is not before:
-                self.search(ROUNDS_AT_FIRST, 0.5)
+                self.polish(4000, 0.3)
             if not complete:
                 break
         if not self.closed():
@@ -295,7 +298,7 @@ class _Search:
     def run_model(self) -> None:
         """CP-SAT over options and the segments met so far, from the best plan, for the time that is left."""
         assert self.best is not None
-        if self.left_s() < MODEL_LEAST_S:
+        if self.left_s() < MODEL_LEAST_S + len(self.menu) / 200:  # what building it takes
             return
         trees = list(self.trees)[-MODEL_TREES:]
         trees += [tree for tree in self.best.segments if tree not in trees]
@@ -352,6 +355,8 @@ class _Search:
 
     def start(self) -> None:
         """First vectors that fit; where none is found, the one with the smallest peak."""
+        if self.budget_bytes < step_bound(self.space):
+            self.refuse()
         starts = local_search.patterns(self.space)
         costs = self.evaluator.makespans(starts, self.budget_bytes)
         self.offer(starts[costs.argmin()].tolist())
@@ -397,7 +402,7 @@ class _Search:
     def refuse(self) -> None:
         """Raise where the budget is below the smallest peak; else start from the vector that has it."""
         deadline = max(self.deadline, time.monotonic() + 0.2)
-        least = least_peak(self.evaluator, self.space, deadline)
+        least = least_peak(self.evaluator, self.space, deadline, self.budget_bytes)
         if least.peak_bytes <= self.budget_bytes:
             self.offer(least.codes, least.segments)
         if self.best is not None:
