@@ -50,8 +50,12 @@ LABELS_AT_FIRST = 60_000
 LONG = 300
 DEPTH = 2
 """Nesting of segments in the label DP; deeper ones come from the segment DP and the local search."""
-MOST_LABELS = 60_000
+MOST_LABELS = 10_000
 FINALISTS = 60
+NEAREST = 2
+"""So many of them, with different segments, are starts for local search."""
+WORSE = 1.01
+"""The label DP drops what is slower than the best plan by more."""
 BOUND_SHARE = 0.5
 MODEL_STAGES = 150
 """Longer chains take CP-SAT more than the time there is."""
@@ -220,7 +224,7 @@ class _Search:
             if not complete:
                 break
         if not self.closed():
-            self.search(ROUNDS_AT_LAST, 0.6 if n <= MODEL_STAGES else 1.0)
+            self.search(ROUNDS_AT_LAST, 0.85 if n <= MODEL_STAGES else 1.0)
         if not self.closed() and n <= MODEL_STAGES:
             self.run_model()
 
@@ -257,15 +261,25 @@ class _Search:
         begin = time.monotonic()
         dp = LabelDp(self.space, self.budget_bytes, host_bytes=self.host_bytes, depth=depth)
         below_s = math.inf if self.best is None else self.best.step_s
-        found = dp.run(width, deadline, prices=steer, below_s=below_s, count=FINALISTS)
+        found = dp.run(width, deadline, prices=steer, below_s=below_s * WORSE, count=FINALISTS)
         best_s = below_s
+        near: dict[Segments, tuple[float, tuple[int, ...]]] = {}
         for plan in found:
             seconds = self.evaluator.step_s(plan.codes, self.budget_bytes, plan.segments)
             if seconds < best_s:
                 best_s = seconds
                 self.offer(plan.codes, plan.segments)
+            if seconds < near.get(plan.segments, (math.inf,))[0]:
+                near[plan.segments] = (seconds, plan.codes)
             if time.monotonic() > self.deadline or time.monotonic() - begin > 0.5 * self.left_s():
                 break
+        if len(self.menu) <= MODEL_STAGES:
+            # Plans with other segments than the best one's may lead further.
+            until = time.monotonic() + 0.08 * self.left_s()
+            search = LocalSearch(self.evaluator, self.space, self.budget_bytes, self.seed)
+            for segments, (_, codes) in sorted(near.items(), key=lambda item: item[1])[:NEAREST]:
+                improved, forest, _ = search.improve(codes, segments, until)
+                self.offer(improved, forest)
         self.report("label DP")
         return dp.complete
 

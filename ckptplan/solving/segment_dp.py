@@ -47,7 +47,9 @@ from ckptplan.solving.exact_search import PlanSpace
 MAX_UNITS = 4000
 """Up to this many units of the sizes' greatest common divisor bytes are exact."""
 SLOTS = 600
-"""Units where they aren't."""
+"""Units where they aren't, at least."""
+SLOTS_PER_STAGE = 3
+"""Each stage's bytes round up to units: fewer would make long chains look much larger than they are."""
 MAX_CELLS = 20_000_000
 """Of all rows, at 8 bytes."""
 MAX_RUNS = 300_000
@@ -217,7 +219,7 @@ class SegmentDp:
         limit = max((limit_bytes if self.chain.textbook else int(limit_bytes * LIMIT)) - self.floor, 0)
         unit = math.gcd(*self._sizes()) or 1
         exact = limit // unit <= MAX_UNITS
-        self.unit = unit if exact else -(-limit // SLOTS)
+        self.unit = unit if exact else -(-limit // max(SLOTS, SLOTS_PER_STAGE * n))
         self.units = limit // self.unit + 1
         self.span = min(n, span or n, max(1, MAX_RUNS // n)) if space.segments else 0
         self._tell_apart(max_work)
