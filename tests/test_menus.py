@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -86,19 +87,25 @@ def normed(depth: int = 3) -> tuple[nn.Module, torch.Tensor]:
 BUILT = {"mlp": mlp, "attending": attending, "normed": normed}
 
 
-@functools.cache
-def profiled(name: str) -> tuple[nn.Module, torch.Tensor, ckptplan.Profile]:
-    """With made-up times of operations, and without regard to times of stages, so that menus don't depend on chance."""
+@contextlib.contextmanager
+def by_made_up_times() -> Iterator[None]:
+    """Menus by made-up times of operations and without regard to those of stages, so that nothing hangs on chance."""
 
     def times(keys: Iterable[Any], device: torch.device) -> dict[Any, float]:
         dear = (torch.ops.aten.addmm.default, torch.ops.aten.convolution.default, torch.ops.aten.bmm.default)
-        return {key: 0.0 if key[0].is_view else 1.0 + 9.0 * (key[0] in dear) for key in keys}
+        return {key: 0.0 if key[0].is_view else 1.0 + 9.0 * (key[0] in dear) for key in keys if key is not None}
 
-    torch.manual_seed(0)
-    model, inputs = BUILT[name]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profiler, "_beaten", lambda *args: False)
         patch.setattr(trace, "measure_times", times)
+        yield
+
+
+@functools.cache
+def profiled(name: str) -> tuple[nn.Module, torch.Tensor, ckptplan.Profile]:
+    torch.manual_seed(0)
+    model, inputs = BUILT[name]()
+    with by_made_up_times():
         return model, inputs, ckptplan.profile(model, inputs)
 
 
@@ -316,6 +323,26 @@ def test_equal_stages_share_one_measurement(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # --- what really happens ---
+
+
+def test_menus_under_autocast() -> None:
+    """Whether a call casts its weights depends on autocast's cache: while profiling, and in each later step."""
+    torch.manual_seed(0)
+    model, inputs = attending(2)
+
+    def step() -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(inputs).float().mean() + model(2 * inputs).float().mean()  # the second finds all weights cast
+
+    for how in ({"step": step}, {"inputs": inputs}):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled="inputs" in how), by_made_up_times():
+            profile = ckptplan.profile(model, **how)
+            selective = [option.name for option in block_of(profile).options if option.ops]
+            for name in ("keep", selective[0], selective[-1]):
+                plan = plan_of(profile, [stage.find(name) or stage.keep for stage in profile.stages])
+                report = ckptplan.verify(model, plan, **how, repeats=1)
+                assert report.gradients_equal, (name, report.differing)
+                assert report.measured_peak_bytes <= report.predicted_peak_bytes, name
 
 
 def held_after_forward(model: nn.Module, inputs: torch.Tensor) -> int:

@@ -30,16 +30,16 @@ def images(batch: int, side: int) -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.randn(batch, 3, side, side), "labels": torch.zeros(batch, dtype=torch.long)}
 
 
-def gpt2() -> Made:
+def gpt2(layers: int = 4) -> Made:
     config = transformers.GPT2Config(
-        n_layer=4, n_embd=128, n_head=4, vocab_size=500, n_positions=128, bos_token_id=0, eos_token_id=0
+        n_layer=layers, n_embd=128, n_head=4, vocab_size=500, n_positions=128, bos_token_id=0, eos_token_id=0
     )
     return transformers.GPT2LMHeadModel(config), ids(4, 128, 500)
 
 
-def bert() -> Made:
+def bert(layers: int = 4) -> Made:
     config = transformers.BertConfig(
-        num_hidden_layers=4, hidden_size=128, num_attention_heads=4, intermediate_size=512, vocab_size=500
+        num_hidden_layers=layers, hidden_size=128, num_attention_heads=4, intermediate_size=512, vocab_size=500
     )
     return transformers.BertForMaskedLM(config), ids(4, 96, 500)
 
@@ -57,13 +57,14 @@ def vit() -> Made:
     return transformers.ViTForImageClassification(config), images(32, 64)
 
 
-def resnet50() -> Made:
-    return transformers.ResNetForImageClassification(transformers.ResNetConfig()), images(4, 64)
+def resnet() -> Made:
+    config = transformers.ResNetConfig(embedding_size=32, hidden_sizes=[128, 256, 512, 1024], depths=[2, 2, 2, 2])
+    return transformers.ResNetForImageClassification(config), images(4, 64)
 
 
-def llama() -> Made:
+def llama(layers: int = 4) -> Made:
     config = transformers.LlamaConfig(
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         hidden_size=128,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -76,7 +77,7 @@ def llama() -> Made:
     return transformers.LlamaForCausalLM(config), ids(4, 128, 500)
 
 
-@pytest.mark.parametrize("make", [gpt2, bert, vit, resnet50, llama])
+@pytest.mark.parametrize("make", [gpt2, bert, vit, resnet, llama])
 def test_the_promises_hold(make: Callable[[], Made]) -> None:
     torch.manual_seed(0)
     model, inputs = make()
@@ -116,7 +117,7 @@ def _or_none(planner: Callable[..., Any], *args: Any) -> ckptplan.Plan | None:
 
 
 def test_a_cache_for_generation_is_off_while_planning_and_training() -> None:
-    model, inputs = llama()
+    model, inputs = llama(1)
     model.train()
     assert model.config.use_cache is True
     plan = ckptplan.solve(model, budget_gb=1.0, inputs=inputs)
@@ -129,7 +130,7 @@ def test_a_cache_for_generation_is_off_while_planning_and_training() -> None:
 
 def test_both_halves_of_an_encoder_decoder_leave_their_caches() -> None:
     config = transformers.T5Config(
-        num_layers=2, d_model=32, d_kv=8, d_ff=64, num_heads=4, vocab_size=100, decoder_start_token_id=0
+        num_layers=1, d_model=32, d_kv=8, d_ff=64, num_heads=4, vocab_size=100, decoder_start_token_id=0
     )
     model, inputs = transformers.T5ForConditionalGeneration(config).train(), ids(2, 16, 100)
     assert model.config.use_cache is model.decoder.config.use_cache is True
@@ -143,7 +144,7 @@ def test_both_halves_of_an_encoder_decoder_leave_their_caches() -> None:
 
 
 def test_a_model_that_checkpoints_already_is_refused() -> None:
-    model, inputs = bert()
+    model, inputs = bert(1)
     model.train()
     # Renamed in transformers 5.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -156,7 +157,7 @@ def test_a_model_that_checkpoints_already_is_refused() -> None:
 
 
 def test_inputs_come_from_the_config() -> None:
-    model, _ = gpt2()
+    model, _ = gpt2(1)
     model.train()
     profile = ckptplan.profile(model)
     assert profile.notes[0] == "inputs from the model's Hugging Face config"

@@ -1308,14 +1308,14 @@ def test_selective_under_autocast(inside: bool) -> None:
 
     model, x = build("shared")
     stages = ["blocks.0", "blocks.0#2", "blocks.0#3", "blocks.1"]
-    choices, casts = [], []
+    choices, numbers = [], []
     for stage in stages:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found, _ = operations(copy.deepcopy(model), stage, x)
-        casts.append(sum("_to_copy" in str(func) for func in found))
         ops = tuple(i for i, func in enumerate(found) if "addmm" in str(func) or "gelu" in str(func))
+        numbers.append(ops)
         choices.append(Decision("recompute", ops=ops))
-    assert casts[0] > casts[1]  # the second call has its weights in the cache
+    assert len(set(numbers)) == 1  # though the later calls have their weights in the cache
     check(copy.deepcopy(model), x, stages, choices, run=run, steps=1)
 
 

@@ -22,6 +22,13 @@ _REAL_NUMEL_LIMIT = 1 << 24
 _MISREPORTED = {torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten._cudnn_rnn.default}
 """Operations whose fake twin gives a workspace of another size than the real one saves for backward."""
 
+_NORMS = {
+    torch.ops.aten.native_layer_norm.default,
+    torch.ops.aten.native_group_norm.default,
+    torch.ops.aten.native_batch_norm.default,
+}
+"""On the CPU their statistics have the precision of the parameters; their fake twins give them that of the input."""
+
 
 def _whole(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
@@ -77,6 +84,8 @@ class FakeWorld(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func in _MISREPORTED:
             return self._as_real(func, args, kwargs, result)
+        if func in _NORMS:
+            return self._with_statistics(args, result)
         if not tensors and self._worth_running(result):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
@@ -98,6 +107,14 @@ class FakeWorld(TorchDispatchMode):
             else torch.empty(shape[0], dtype=shape[1], device=shape[2])
             for t, shape in zip(result, shapes, strict=True)
         )
+
+    @staticmethod
+    def _with_statistics(args: tuple[Any, ...], result: Any) -> Any:
+        """`result` with mean and deviation in the precision of the parameters: under autocast they differ."""
+        weight = next((t for t in args[1:] if isinstance(t, torch.Tensor)), None)
+        if weight is None or weight.device.type != "cpu":
+            return result
+        return (result[0], *(t if t is None else torch.empty_like(t, dtype=weight.dtype) for t in result[1:]))
 
     @staticmethod
     def _worth_running(result: Any) -> bool:

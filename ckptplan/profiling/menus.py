@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ckptplan.profiling.tracker import OpTrace, Sid
-from ckptplan.runtime.selective import can_be_saved, is_numbered, is_random
+from ckptplan.runtime.selective import can_be_saved, is_random
 
 POINTS = 3
 """Choices of operations offered per stage, between recomputing all and keeping all."""
@@ -63,7 +63,7 @@ class Choice:
 
 def numbered(trace: Iterable[OpTrace]) -> list[OpTrace]:
     """The operations that have a number at run time (NOTE [Numbering] in runtime/selective.py), in its order."""
-    return [op for op in trace if is_numbered(_func(op))]
+    return [op for op in trace if op.numbered]
 
 
 def list_ops(

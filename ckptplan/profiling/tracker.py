@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from ckptplan.profiling.fake import FakeWorld
+from ckptplan.runtime.selective import is_numbered
 from ckptplan.runtime.swap import movable
 
 Sid = tuple[str, int, int]
@@ -43,6 +44,8 @@ class OpTrace:
         Storages it writes to that were there before.
     fresh : bool
         Every tensor it returns begins a storage.
+    numbered : bool
+        It has a number at run time (NOTE [Numbering] in runtime/selective.py).
     """
 
     before: int
@@ -51,6 +54,7 @@ class OpTrace:
     made: dict[Sid, tuple[int, bool]] = field(default_factory=dict)
     written: tuple[Sid, ...] = ()
     fresh: bool = False
+    numbered: bool = False
 
 
 @dataclass(slots=True)
@@ -238,7 +242,8 @@ class Tracker(FakeWorld):
             trace.ops.append(OpTrace(before, before, None))
         else:
             fresh = bool(made) and not written and all(self.sid(t) in made for t in returned)
-            trace.ops.append(OpTrace(before, self.live_bytes, key, made, written, fresh))
+            counts = is_numbered(func, args)
+            trace.ops.append(OpTrace(before, self.live_bytes, key, made, written, fresh, counts))
         return result
 
     def _written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sid, ...]:

@@ -2,11 +2,11 @@
 
 NOTE [Numbering]
 Inside one run of a stage's forward, every call that reaches a dispatch mode, which is every operation below autograd,
-gets the next number, from 0, but for views and what fake tensors are asked about themselves: those come or don't by who
-looks. Autograd calls `aten.detach` when it saves a result and no hook is in force, `checkpoint` does in its recompute,
-and after a write in place to a view autograd makes the view again on fake tensors alone. A recompute makes the same
-numbered calls in the same order, but for casts of parameters, which happen or not by the state of autocast's cache and
-are matched by what they are.
+gets the next number, from 0, but for those that come or don't by the state of something else: views and what fake
+tensors are asked about themselves (autograd calls `aten.detach` when it saves a result and no hook is in force,
+`checkpoint` does in its recompute, and after a write in place to a view autograd makes the view again on fake tensors
+alone), and casts of parameters, which autocast's cache may have from an earlier call. A recompute makes the same
+numbered calls in the same order.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class NumberedOps(TorchDispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not is_numbered(func):
+        if not is_numbered(func, args):
             return func(*args, **(kwargs or {}))
         number = self.count
         self.count += 1
         return self._run(number, func, args, kwargs or {})
 
 
-def is_numbered(func: Any) -> bool:
+def is_numbered(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether a call gets a number (NOTE [Numbering])."""
-    return func not in _ASKING and not getattr(func, "is_view", False)
+    return func not in _ASKING and not getattr(func, "is_view", False) and not _casts_parameter(func, args)
 
 
 def is_random(func: Any) -> bool:
@@ -83,7 +83,7 @@ def _casts_parameter(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether this is a cast that autocast's cache may leave out the next time."""
     if func is not torch.ops.aten._to_copy.default or not args:
         return False
-    return isinstance(args[0], torch.Tensor) and args[0].is_leaf and args[0].requires_grad
+    return isinstance(args[0], torch.nn.Parameter) and args[0].requires_grad
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,7 @@ class Selection:
         self._last = self._ops[-1]
         self._pack = pack
         self._name = name
-        self._made: list[tuple[Hashable, bool]] = []  # operation, whether it casts a parameter; up to the last saved
+        self._made: list[Hashable] = []  # operations up to the last saved
         self._random: list[int] = []
         self._saved: dict[int, _Saved] = {}
         self._next = 0
@@ -171,7 +171,7 @@ class Selection:
             self._random.append(number)
         if number > self._last:
             return func(*args, **kwargs)
-        self._made.append((_operation(func, args, kwargs), _casts_parameter(func, args)))
+        self._made.append(_operation(func, args, kwargs))
         if number not in self._ops:
             return func(*args, **kwargs)
         inputs = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
@@ -196,15 +196,10 @@ class Selection:
     def _recompute(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._next > self._last:
             return func(*args, **kwargs)
-        found, cast = _operation(func, args, kwargs), _casts_parameter(func, args)
-        if found != self._made[self._next][0]:
-            if cast:
-                return func(*args, **kwargs)  # forward found it in autocast's cache
-            while self._next < self._last and self._made[self._next][1] and self._made[self._next][0] != found:
-                self._next += 1  # and here the recompute does
-        if found != self._made[self._next][0]:
+        found = _operation(func, args, kwargs)
+        if found != self._made[self._next]:
             raise PlanMismatchError(
-                f"stage {self._name!r}: operation number {self._next} was {_describe(self._made[self._next][0])} in "
+                f"stage {self._name!r}: operation number {self._next} was {_describe(self._made[self._next])} in "
                 f"forward and is {_describe(found)} in the recompute: what the plan saves belongs to another path; "
                 "the forward depends on something that changed in between"
             )
