@@ -151,7 +151,7 @@ def find_device(name: str | Path | Device) -> Device:
         except (OSError, ValueError) as error:
             raise InvalidInputError(f"{name} can't be read as a device: {error}") from error
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            raise InvalidInputError(f"{name} is not a device file: its \"schema\" must be {SCHEMA!r}")
+            raise InvalidInputError(f'{name} is not a device file: its "schema" must be {SCHEMA!r}')
         return Device.from_dict(data)
     found = known_devices().get(str(name).lower())
     if found is None:

@@ -198,8 +198,8 @@ def training_config(model: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
-def fingerprint(step: TrainingStep) -> Fingerprint:
-    """What a profile of `step` is bound to."""
+def fingerprint(step: TrainingStep, device_name: str | None = None) -> Fingerprint:
+    """What a profile of `step` is bound to; `device_name` stands for a device that isn't here."""
     model = step.model
     digest = hashlib.sha256()
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -212,7 +212,7 @@ def fingerprint(step: TrainingStep) -> Fingerprint:
         if isinstance(t, torch.Tensor)
     )
     device = model_device(model)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    name = device_name or (torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
     return Fingerprint(
         model=f"{type(model).__module__}.{type(model).__qualname__}",
         parameters=f"{count} in {digest.hexdigest()[:16]}",
