@@ -158,8 +158,11 @@ class FakeWorld(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def fake_parameters(model: nn.Module, world: FakeWorld) -> Iterator[None]:
-    """Put fake twins in place of parameters, gradients and floating buffers; the model gets its own objects back."""
+def fake_parameters(model: nn.Module, world: FakeWorld, *, accumulating: bool = False) -> Iterator[None]:
+    """Put fake twins in place of parameters, gradients and floating buffers; the model gets its own objects back.
+
+    With `accumulating`, every parameter has a gradient, whether or not the model's has.
+    """
     saved: list[tuple[dict[str, Any], str, Any]] = []
     twins: dict[int, torch.Tensor] = {}
     try:
@@ -173,6 +176,9 @@ def fake_parameters(model: nn.Module, world: FakeWorld) -> Iterator[None]:
                         twin = twins[id(tensor)] = world.fake(tensor)
                         if tensor.grad is not None and tensor.is_leaf:
                             twin.grad = world.fake(tensor.grad)
+                        elif accumulating and tensor.requires_grad:
+                            with world.fake_mode:
+                                twin.grad = torch.empty_like(twin, requires_grad=False)
                     saved.append((table, name, tensor))
                     table[name] = twins[id(tensor)]  # type: ignore[assignment]
         yield

@@ -168,6 +168,7 @@ def replay(
     *,
     segments: tuple[Segment, ...] = (),
     saves: bool = True,
+    accumulating: bool = False,
     tracker: Tracker | None = None,
 ) -> Replay:
     """Run one step without memory under `choices` and count.
@@ -180,6 +181,8 @@ def replay(
         Stages recomputed together, by their indices in `stages`.
     saves : bool
         False: let autograd save nothing, and run no backward.
+    accumulating : bool
+        Every parameter has a gradient already.
     tracker : Tracker, optional
         What counts, where more than a plain one is wanted.
     """
@@ -188,7 +191,7 @@ def replay(
     tracker = tracker or Tracker(target)
     device, round_to = target.device, target.round_to
     one_forward = step.fn is None
-    with fake_parameters(step.model, tracker):
+    with fake_parameters(step.model, tracker, accumulating=accumulating):
         own = [*step.model.parameters(), *step.model.buffers()]
         for tensor in (*own, *(p.grad for p in own if p.grad is not None)):
             tracker.outside(tensor)

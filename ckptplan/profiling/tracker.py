@@ -219,6 +219,8 @@ class Tracker(FakeWorld):
         in_place = self._accumulates(func, args, kwargs)
         written = self._written(func, args, kwargs)
         result = self.run(func, args, kwargs)
+        if in_place:
+            self._summed_in_place(args[0], result)
         returned = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
         made: dict[Sid, tuple[int, bool]] = {}
         for tensor in returned:
@@ -234,6 +236,9 @@ class Tracker(FakeWorld):
             counts = is_numbered(func, args)
             trace.ops.append(OpTrace(before, self.live_bytes, key, made, written, fresh, counts))
         return result
+
+    def _summed_in_place(self, earlier: torch.Tensor, total: torch.Tensor) -> None:
+        """`total` would be the same storage as `earlier` on real tensors."""
 
     def _written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sid, ...]:
         """Storages that the operation's schema says it writes to."""
