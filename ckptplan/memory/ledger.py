@@ -59,28 +59,42 @@ class Player:
     ----------
     ledger : Ledger
     recording : Recording
+    in_buckets : bool
+        Gradients are views of buckets, which are there already: what backward makes is copied there and freed at once.
     """
 
-    def __init__(self, ledger: Ledger, recording: Recording) -> None:
-        self._ledger, self._recording = ledger, recording
+    def __init__(self, ledger: Ledger, recording: Recording, *, in_buckets: bool = False) -> None:
+        self._ledger, self.recording = ledger, recording
+        self._in_buckets = in_buckets
         self._index: dict[int, int] = {}
 
     def run(self, *directions: str) -> None:
         """The sections of these directions, in the order they ran."""
-        for section in self._recording.sections:
+        for section in self.recording.sections:
             if section.direction in directions:
-                stages = self._recording.stages
+                stages = self.recording.stages
                 name = stages[section.segment // 2] if section.segment % 2 else ""
                 self._ledger.stages.append((len(self._ledger.events), name))
                 for code, block in section.events:
                     if code == ALLOCATE:
-                        self._index[block] = self._ledger.allocate(self._recording.blocks[block])
+                        made = self.recording.blocks[block]
+                        index = self._ledger.allocate(made)
+                        if self._in_buckets and made.category == "gradients":
+                            self._ledger.free(index)
+                        else:
+                            self._index[block] = index
                     elif block in self._index:
                         self._ledger.free(self._index.pop(block))
 
+    def hold(self, category: str) -> None:
+        """All blocks of a category are there already."""
+        for block, made in enumerate(self.recording.blocks):
+            if made.category == category:
+                self._index[block] = self._ledger.allocate(made)
+
     def left(self, category: str) -> list[int]:
         """What is alive of a category, taken out of the player's hands."""
-        found = [b for b in self._index if self._recording.blocks[b].category == category]
+        found = [b for b in self._index if self.recording.blocks[b].category == category]
         return [self._index.pop(b) for b in found]
 
     def drop(self) -> None:
@@ -115,7 +129,9 @@ class Account:
         requested = np.cumsum(sizes[index] * sign)
         if settings is None:
             return cls(ledger, requested, requested, requested)
-        timeline = replay(((b, ledger.blocks[b].nbytes if code == ALLOCATE else -1) for code, b in ledger.events), settings)
+        timeline = replay(
+            ((b, ledger.blocks[b].nbytes if code == ALLOCATE else -1) for code, b in ledger.events), settings
+        )
         return cls(ledger, requested, timeline.allocated_bytes, timeline.reserved_bytes)
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
@@ -165,11 +181,29 @@ class Account:
         kinds: dict[tuple[object, ...], list[Block]] = {}
         for index in self.alive(at):
             block = self.ledger.blocks[index]
-            key = (block.category, block.stage, block.name, block.module, block.line, block.op, block.shape, block.dtype)
+            key = (
+                block.category,
+                block.stage,
+                block.name,
+                block.module,
+                block.line,
+                block.op,
+                block.shape,
+                block.dtype,
+            )
             kinds.setdefault(key, []).append(block)
         out = [
             Tensors(
-                sum(b.nbytes for b in same), len(same), f.category, f.stage, f.name, f.module, f.line, f.op, f.shape, f.dtype
+                sum(b.nbytes for b in same),
+                len(same),
+                f.category,
+                f.stage,
+                f.name,
+                f.module,
+                f.line,
+                f.op,
+                f.shape,
+                f.dtype,
             )
             for same in kinds.values()
             if (f := same[0])

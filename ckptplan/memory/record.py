@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from ckptplan.core.plan import KEEP, Decision
 from ckptplan.core.chain import Segment
+from ckptplan.profiling.optimizers import trace_updates
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.trace import Replay, replay
 from ckptplan.profiling.tracker import Tracker
@@ -224,8 +225,12 @@ class Recorder(Tracker):
     def _freed(self, key: int, nbytes: int) -> None:
         super()._freed(key, nbytes)
         block = self._block_of.pop(key, None)
-        if block is not None:
+        if block is not None and block not in self.gradients:  # those outlive what is recorded
             self.sections[-1].events.append((FREE, block))
+
+    def block_of(self, tensor: torch.Tensor) -> int | None:
+        """The index of a tensor's block; None for what was there before."""
+        return self._block_of.get(id(tensor.untyped_storage()))
 
     # --- modules ---
 
@@ -315,6 +320,33 @@ def record_step(
     for section in recorder.sections:
         section.events = list(_with_workspaces(recorder, section.events, peaks))
     return Recording(tuple(n for n in stages if not n.startswith("(")), recorder.blocks, recorder.sections), failed
+
+
+def record_updates(optimizer: torch.optim.Optimizer, model: nn.Module, target: Target) -> Recording:
+    """Record two updates of `optimizer`, the first of which makes its state: sections "update 1" and "update 2".
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the update can't run on fake tensors.
+    """
+    recorder = Recorder(target, model)
+    recorder.sections = [Section("update 1", 0)]
+    twin = trace_updates(optimizer, recorder, target, between=lambda: recorder.sections.append(Section("update 2", 0)))
+    names = {p: name for name, p in model.named_parameters()}
+    originals = [p for group in optimizer.param_groups for p in group["params"]]
+    fakes = [p for group in twin.param_groups for p in group["params"]]
+    for original, fake in zip(originals, fakes, strict=True):
+        for what, value in twin.state.get(fake, {}).items():
+            block = recorder.block_of(value) if isinstance(value, torch.Tensor) else None
+            if block is not None:
+                recorder.blocks[block].category = "optimizer state"
+                recorder.blocks[block].name = f"{names.get(original, '?')}: {what}"
+    for block in recorder.blocks:
+        block.category = block.category or "workspaces and temporaries"
+    peaks, _ = target.workspaces(key for key, *_ in recorder.operations)
+    sections = [Section(s.direction, 0, list(_with_workspaces(recorder, s.events, peaks))) for s in recorder.sections]
+    return Recording((), list(recorder.blocks), sections)
 
 
 def _with_workspaces(recorder: Recorder, events: list[Event], peaks: dict[Hashable, int]) -> Iterator[Event]:

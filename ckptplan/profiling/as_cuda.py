@@ -22,8 +22,64 @@ _HALF = (torch.float16, torch.bfloat16)
 _FLASH_HEAD = 256
 _FLASH_CAPABILITY = (8, 0)
 
-_AUTOCAST_TO_FLOAT32 = ["acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "reciprocal", "rsqrt", "sinh", "tan", "softplus", "layer_norm", "native_layer_norm", "group_norm", "norm.Scalar", "norm.ScalarOpt_dim", "nuclear_norm", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp"]
-_AUTOCAST_SET_TYPE = ["softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "prod", "prod.dim_int", "cumsum", "cumprod"]
+_AUTOCAST_TO_FLOAT32 = [
+    "acos",
+    "asin",
+    "cosh",
+    "erfinv",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log2",
+    "log1p",
+    "pow.Tensor_Scalar",
+    "pow.Tensor_Tensor",
+    "pow.Scalar",
+    "reciprocal",
+    "rsqrt",
+    "sinh",
+    "tan",
+    "softplus",
+    "layer_norm",
+    "native_layer_norm",
+    "group_norm",
+    "norm.Scalar",
+    "norm.ScalarOpt_dim",
+    "nuclear_norm",
+    "cosine_similarity",
+    "poisson_nll_loss",
+    "cosine_embedding_loss",
+    "nll_loss",
+    "nll_loss2d",
+    "hinge_embedding_loss",
+    "kl_div",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "mse_loss",
+    "margin_ranking_loss",
+    "multilabel_margin_loss",
+    "soft_margin_loss",
+    "triplet_margin_loss",
+    "multi_margin_loss",
+    "binary_cross_entropy_with_logits",
+    "dist",
+    "pdist",
+    "cdist",
+    "renorm",
+    "logsumexp",
+]
+_AUTOCAST_SET_TYPE = [
+    "softmax.int",
+    "log_softmax.int",
+    "sum",
+    "sum.dim_IntList",
+    "prod",
+    "prod.dim_int",
+    "cumsum",
+    "cumprod",
+]
 """What autocast runs in float32 on CUDA (PyTorch, "Automatic Mixed Precision package", CUDA op reference)."""
 
 _active = threading.local()

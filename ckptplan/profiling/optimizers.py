@@ -90,13 +90,15 @@ def fake_optimizer(optimizer: torch.optim.Optimizer, tracker: Tracker, target: T
     return twin
 
 
-def trace_updates(optimizer: torch.optim.Optimizer, tracker: Tracker, target: Target) -> tuple[int, int]:
-    """Run two updates of `optimizer` under `tracker`, the first of which makes the state.
+def trace_updates(
+    optimizer: torch.optim.Optimizer, tracker: Tracker, target: Target, between: Callable[[], None] = lambda: None
+) -> torch.optim.Optimizer:
+    """Run two updates of `optimizer` under `tracker`; the first makes the state, and `between` is called after it.
 
     Returns
     -------
-    tuple of int
-        Bytes of the state, and what a later update adds to it at its worst moment.
+    Optimizer
+        The twin that ran, with its state.
 
     Raises
     ------
@@ -105,12 +107,13 @@ def trace_updates(optimizer: torch.optim.Optimizer, tracker: Tracker, target: Ta
     """
     try:
         twin = fake_optimizer(optimizer, tracker, target)
+        # Counts of steps stay on the host, unless the update runs as one kernel or is captured.
+        tracker.numbers_on_host = not any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
         with tracker, torch.no_grad():
             twin.step()
-            state = tracker.live_bytes
-            tracker.peak_bytes = state
+            between()
             twin.step()
-            return state, tracker.peak_bytes - state
+        return twin
     except Exception as error:
         raise UnsupportedModelError(
             f"the update of {type(optimizer).__name__} can't be traced ({error}); "

@@ -99,7 +99,7 @@ def profile(
     training, notes = training_step(model, inputs, loss_fn=loss_fn, step=step, target=target)
     with restored(model) as rewind, training_config(model):
         rewind()
-        with _as_ours(training, "tracing"):
+        with as_ours(training, "tracing"):
             return _profile(training, optimizer, target, swap_dir, menus, notes, report, rewind)
 
 
@@ -152,7 +152,8 @@ def _profile(
     names = find_stages(step, target)
     rewind()
     report("tracing bytes")
-    outside = step.tensors() if step.fn is None else _outside(step, target, rewind)
+    outside = step.tensors() if step.fn is None else outside_tensors(step, target)
+    rewind()
     resident = unique_bytes([*held_tensors(step.model), *outside])
     state_bytes, update_bytes = _update_bytes(optimizer, step.model, target)
     chain, times = trace_chain(
@@ -238,16 +239,24 @@ def _update_bytes(optimizer: OptimizerLike | None, model: nn.Module, target: Tar
     if optimizer is None:
         return 0, 0
     made = make_optimizer(optimizer, model.parameters())
-    state, update = trace_updates(made, Tracker(target), target)
-    return max(unique_bytes(optimizer_tensors(made)), state), update
+    tracker = Tracker(target)
+    states: list[int] = []
+
+    def between() -> None:
+        tracker.peak_bytes = tracker.live_bytes
+        states.append(tracker.live_bytes)
+
+    twin = trace_updates(made, tracker, target, between)
+    update = tracker.peak_bytes - states[0]
+    del twin
+    return max(unique_bytes(optimizer_tensors(made)), states[0]), update
 
 
-def _outside(step: TrainingStep, target: Target, rewind: Callable[[], None]) -> list[torch.Tensor]:
+def outside_tensors(step: TrainingStep, target: Target) -> list[torch.Tensor]:
     """Tensors that a step's callable reads and nothing in it makes; run without memory."""
     world = FakeWorld(target)
     with fake_parameters(step.model, world), target.choices(), world, Outside() as mode:
         step.forward()
-    rewind()
     own = {t.untyped_storage()._cdata for t in held_tensors(step.model)}
     return [
         t
@@ -257,7 +266,7 @@ def _outside(step: TrainingStep, target: Target, rewind: Callable[[], None]) -> 
 
 
 @contextlib.contextmanager
-def _as_ours(step: TrainingStep, doing: str) -> Any:
+def as_ours(step: TrainingStep, doing: str) -> Any:
     """Errors of the model's own code come out as ours, with the first of them as the cause."""
     try:
         yield

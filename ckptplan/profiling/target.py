@@ -53,6 +53,40 @@ class Target:
         return self.device.type == "cuda" if self.spec is None else self.spec.is_cuda
 
     @property
+    def description(self) -> str:
+        """For people: the device's name."""
+        if self.spec is not None:
+            return self.spec.description
+        return torch.cuda.get_device_name(self.device) if self.is_cuda else str(self.device)
+
+    @property
+    def compute_capability(self) -> tuple[int, int] | None:
+        """CUDA's (major, minor)."""
+        if self.spec is not None:
+            return self.spec.compute_capability
+        return torch.cuda.get_device_capability(self.device) if self.is_cuda else None
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """What the device has in all; None for the machine's main memory."""
+        if self.spec is not None:
+            return self.spec.memory_bytes
+        return torch.cuda.get_device_properties(self.device).total_memory if self.is_cuda else None
+
+    @property
+    def context_bytes(self) -> int:
+        """What the driver takes beside what the allocator reserves.
+
+        Measured for the device that is here: what isn't free and isn't reserved. Other programs' memory is in it.
+        """
+        if self.spec is not None:
+            return self.spec.context_bytes
+        if not self.is_cuda:
+            return 0
+        free, total = torch.cuda.mem_get_info(self.device)
+        return max(total - free - torch.cuda.memory_reserved(self.device), 0)
+
+    @property
     def round_to(self) -> int:
         """Blocks are multiples of this many bytes."""
         return CUDA_BLOCK if self.is_cuda else 1

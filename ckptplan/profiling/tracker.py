@@ -93,6 +93,7 @@ class Tracker(FakeWorld):
         self.live_bytes = 0
         self.peak_bytes = 0
         self.wrapped_bytes = 0
+        self.numbers_on_host = False
         self.forward: dict[int, SegmentTrace] = {}
         self.backward: dict[int, SegmentTrace] = {}
         self._round_to = target.round_to
@@ -179,6 +180,9 @@ class Tracker(FakeWorld):
         key = id(storage)
         if key in self._alive:
             return None
+        if self._target.is_cuda and self._on_host(tensor):
+            self.outside(tensor)
+            return None
         nbytes = self.size_of(storage)
         sid = ("backward" if self._in_backward else "forward", self._segment, self._made)
         self._alive[key] = sid
@@ -189,6 +193,15 @@ class Tracker(FakeWorld):
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(storage, self._freed, key, nbytes)
         return sid
+
+    def _on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies on the host beside a CUDA device.
+
+        Where that device isn't here all tensors seem to: single real numbers made by an optimizer do then.
+        """
+        if self._target.spec is None:
+            return tensor.device.type != self._device.type
+        return self.numbers_on_host and tensor.dim() == 0 and not isinstance(tensor, FakeTensor)
 
     def _freed(self, key: int, nbytes: int) -> None:
         self._alive.pop(key, None)
