@@ -1,12 +1,12 @@
 """Seconds of an operation on a device that isn't here, from what it computes and what it moves (a roofline).
 
-An operation takes as long as the slower of the two: its floating-point operations at the device's rate for the data type,
-or its bytes at the bandwidth of the device's memory, each at the share of the peak that operations of its class reach;
-and never less than the device needs from the start of one operation to the start of the next.
+An operation takes as long as the slower of the two: its floating-point operations at the device's rate for the data
+type, or its bytes at the bandwidth of the device's memory, each at the share of the peak that operations of its class
+reach; and never less than the device needs from the start of one operation to the start of the next.
 
-What it leaves out: caches (an operand that the operation before has just written is read from memory again), shapes that
-suit a kernel badly, clocks that fall under load, and layout changes inside a kernel. Depthwise convolutions count as
-convolutions, though few kernels reach for them what they reach for dense ones.
+What it leaves out: caches (an operand that the operation before has just written is read from memory again), shapes
+that suit a kernel badly, clocks that fall under load, and layout changes inside a kernel. Depthwise convolutions count
+as convolutions, though few kernels reach for them what they reach for dense ones.
 
 Reference
 ---------
@@ -48,7 +48,7 @@ class OpCost:
     dtype : torch.dtype or None
         What the products are of.
     tensors : int
-        Tensors worked on one after the other where the device has no kernel for lists of them; 0 if nothing runs at all.
+        Tensors worked on one after the other where the device has no kernel for lists of them; 0 if nothing runs.
     """
 
     kind: str
@@ -100,8 +100,8 @@ def flops_rate(device: Device, dtype: torch.dtype | None, kind: str = "matmul", 
     """Operations a second that products of `dtype` reach in operations of class `kind`.
 
     A type that the device's `flops_per_s` leaves out takes the next in its row: float8 types that of "float8", then
-    "float16"; everything else, bfloat16 and float64 and integers too, that of "float32", at which a device without units for
-    the type at best converts it. Complex products are four real ones of their parts.
+    "float16"; everything else, bfloat16 and float64 and integers too, that of "float32", at which a device without units
+    for the type at best converts it. Complex products are four real ones of their parts.
     """
     rates, share = device.flops_per_s, device.efficiency
     name = str(dtype).removeprefix("torch.")
@@ -121,7 +121,7 @@ _PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64
 
 def _uses_tf32(kind: str) -> bool:
     """What PyTorch's own settings say of float32 now."""
-    # The older switches (allow_tf32, set_float32_matmul_precision) set these too, but can't be read once these were set.
+    # The older switches (allow_tf32, set_float32_matmul_precision) set these too, but can't be read once these are set.
     backend = torch.backends.cudnn.conv if kind == "convolution" else torch.backends.cuda.matmul
     return bool(backend.fp32_precision == "tf32")
 
@@ -130,13 +130,14 @@ def _uses_tf32(kind: str) -> bool:
 def op_cost(key: Hashable) -> OpCost:
     """What the operation asks of any device.
 
-    Its results' sizes come from running it on fake tensors. Where that fails (an operation without a fake kernel, operands
-    that the key doesn't hold) the results are taken to have as many bytes as the largest operand, and products that need
-    them to be counted count as memory traffic alone.
+    Its results' sizes come from running it on fake tensors. Where that fails (an operation without a fake kernel,
+    operands that the key doesn't hold) the results are taken to have as many bytes as the largest operand, and products
+    that need them to be counted count as memory traffic alone.
     """
     if key is None:
         return NOTHING
-    func, leaves, spec = key  # type: ignore[misc]
+    made: Any = key
+    func, leaves, spec = made
     if _runs_nothing(func):
         return NOTHING
     specs = [leaf for leaf in leaves if isinstance(leaf, TensorSpec)]
@@ -156,8 +157,26 @@ def op_cost(key: Hashable) -> OpCost:
 
 
 _NOTHING_RUNS = frozenset(
-    """empty new_empty empty_like empty_strided new_empty_strided detach lift_fresh is_same_size sym_size sym_stride
-    sym_numel sym_storage_offset resize_ set_ alias _unsafe_view _reshape_alias _nested_tensor_size""".split()
+    (
+        "empty",
+        "new_empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty_strided",
+        "detach",
+        "lift_fresh",
+        "is_same_size",
+        "sym_size",
+        "sym_stride",
+        "sym_numel",
+        "sym_storage_offset",
+        "resize_",
+        "set_",
+        "alias",
+        "_unsafe_view",
+        "_reshape_alias",
+        "_nested_tensor_size",
+    )
 )
 
 
@@ -203,12 +222,34 @@ _PICKED = {
 """Operations that read of one operand only what an index points to."""
 
 _INTO = frozenset(
-    "index_put_ index_put index_add_ index_copy_ index_fill_ scatter_ scatter_add_ _index_put_impl_ scatter_reduce_".split()
+    (
+        "index_put_",
+        "index_put",
+        "index_add_",
+        "index_copy_",
+        "index_fill_",
+        "scatter_",
+        "scatter_add_",
+        "_index_put_impl_",
+        "scatter_reduce_",
+    )
 )
 """Operations that write to as much of `self` as their other operands are large."""
 
 _OVERWRITES = frozenset(
-    "copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_ geometric_ _foreach_copy_ _foreach_zero_".split()
+    (
+        "copy_",
+        "fill_",
+        "zero_",
+        "normal_",
+        "uniform_",
+        "random_",
+        "bernoulli_",
+        "exponential_",
+        "geometric_",
+        "_foreach_copy_",
+        "_foreach_zero_",
+    )
 )
 """In-place operations that don't read what they write."""
 
@@ -228,7 +269,9 @@ def _read(func: Any, arguments: dict[str, Any], specs: list[TensorSpec], result_
             nbytes = min(nbytes, picked)
         elif name in _INTO and argument == "self":
             nbytes = min(nbytes, _others(arguments))
-        elif argument == "out" or (argument == "self" and (name in _OVERWRITES or name.endswith("_like") or "new_" in name)):
+        elif argument == "out" or (
+            argument == "self" and (name in _OVERWRITES or name.endswith("_like") or "new_" in name)
+        ):
             nbytes = 0
         total += nbytes
     return total
@@ -398,9 +441,36 @@ _OWN: dict[str, Any] = {
 
 _REDUCING = ("norm", "softmax", "loss", "pool", "logsumexp", "_stats", "var", "mean", "sum", "bias_add")
 _STREAMING = frozenset(
-    """clone _to_copy copy_ fill fill_ zero_ zeros zeros_like ones ones_like full full_like new_zeros new_ones new_full
-    cat stack native_dropout native_dropout_backward constant_pad_nd slice_backward select_backward slice_scatter
-    select_scatter tril triu arange scalar_tensor""".split()
+    (
+        "clone",
+        "_to_copy",
+        "copy_",
+        "fill",
+        "fill_",
+        "zero_",
+        "zeros",
+        "zeros_like",
+        "ones",
+        "ones_like",
+        "full",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "cat",
+        "stack",
+        "native_dropout",
+        "native_dropout_backward",
+        "constant_pad_nd",
+        "slice_backward",
+        "select_backward",
+        "slice_scatter",
+        "select_scatter",
+        "tril",
+        "triu",
+        "arange",
+        "scalar_tensor",
+    )
 )
 
 
