@@ -100,8 +100,8 @@ def flops_rate(device: Device, dtype: torch.dtype | None, kind: str = "matmul", 
     """Operations a second that products of `dtype` reach in operations of class `kind`.
 
     A type that the device's `flops_per_s` leaves out takes the next in its row: float8 types that of "float8", then
-    "float16"; everything else, bfloat16 and float64 and integers too, that of "float32", at which a device without units
-    for the type at best converts it. Complex products are four real ones of their parts.
+    "float16"; everything else, bfloat16 and float64 and integers too, that of "float32", at which a device without
+    units for the type at best converts it. Complex products are four real ones of their parts.
     """
     rates, share = device.flops_per_s, device.efficiency
     name = str(dtype).removeprefix("torch.")
@@ -122,7 +122,8 @@ _PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64
 def _uses_tf32(kind: str) -> bool:
     """What PyTorch's own settings say of float32 now."""
     # The older switches (allow_tf32, set_float32_matmul_precision) set these too, but can't be read once these are set.
-    backend = torch.backends.cudnn.conv if kind == "convolution" else torch.backends.cuda.matmul
+    backends: Any = torch.backends
+    backend = backends.cudnn.conv if kind == "convolution" else backends.cuda.matmul
     return bool(backend.fp32_precision == "tf32")
 
 
