@@ -18,7 +18,7 @@ from ckptplan.core.device import OP_CLASSES, SCHEMA, Device, find_device, known_
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.profiling.calibrate import calibrate
 from ckptplan.profiling.roofline import NOTHING, flops_rate, op_cost, op_seconds
-from ckptplan.profiling.tracker import TensorSpec, op_key
+from ckptplan.profiling.operations import TensorSpec, op_key
 
 ROOT = Path(__file__).parent.parent
 FORMATS = ROOT / "docs" / "formats.md"

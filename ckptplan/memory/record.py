@@ -218,7 +218,8 @@ class Recorder(Tracker):
             )
         )
         if self._in_backward:
-            (self.made_again if torch.is_grad_enabled() else self.made_in_backward).add(index)
+            again = torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
+            (self.made_again if again else self.made_in_backward).add(index)
         self.sections[-1].events.append((ALLOCATE, index))
         return sid
 

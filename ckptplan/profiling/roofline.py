@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from ckptplan.core.device import Device
-from ckptplan.profiling.tracker import TensorSpec
+from ckptplan.profiling.operations import TensorSpec
 
 _aten = torch.ops.aten
 

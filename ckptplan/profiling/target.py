@@ -14,6 +14,7 @@ from torch import nn
 from ckptplan.core.device import Device, find_device, known_devices
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.profiling.as_cuda import as_cuda
+from ckptplan.profiling.roofline import op_seconds
 from ckptplan.profiling.workspace import cuda_workspaces, measure_times, measure_workspaces
 from ckptplan.runtime.step import model_device
 
@@ -110,8 +111,6 @@ class Target:
         """Seconds of each distinct operation alone."""
         if self.spec is None:
             return measure_times(keys, self.device)
-        from ckptplan.profiling.roofline import op_seconds
-
         return {key: op_seconds(key, self.spec) for key in dict.fromkeys(keys) if key is not None}
 
 
