@@ -5,8 +5,8 @@ dict, or the file that `_dump_snapshot` writes. It must reach back to the first 
 that are there already have a place in segments that no sequence of requests is known for.
 
 Two things that happened are taken over from the record, because the model can't know them: when a block that other
-streams had used became free, and, where no capacity is given, when cached segments were released. With a capacity, those
-releases that a growth follows at once are left to the model.
+streams had used became free, and, where no capacity is given, when cached segments were released. With a capacity,
+those releases that a growth follows at once are left to the model.
 """
 
 from __future__ import annotations
@@ -197,9 +197,12 @@ def events_from_snapshot(
         elif action == "free_completed":
             if address in deferred:
                 events.append(TraceEvent("synchronize", index, stream=deferred.pop(address)))
-        elif action in _SHRINKS and (index == 0 or entries[index - 1]["action"] not in _SHRINKS):
-            if releases == "recorded" or not _grows_after(entries, index):
-                events.append(TraceEvent("empty_cache", index))
+        elif (
+            action in _SHRINKS
+            and (index == 0 or entries[index - 1]["action"] not in _SHRINKS)
+            and (releases == "recorded" or not _grows_after(entries, index))
+        ):
+            events.append(TraceEvent("empty_cache", index))
     return events
 
 
