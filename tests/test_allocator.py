@@ -124,6 +124,13 @@ def test_divisions_by_size(nbytes: int, rounded: int) -> None:
     assert size_of(nbytes, "roundup_power2_divisions:[256:1,512:2,1024:4,>:8]") == rounded
 
 
+def test_the_last_interval_takes_all_larger_sizes() -> None:
+    conf = "roundup_power2_divisions:[16384:2,32768:8]"
+    assert size_of(17 * G, conf) == 24 * G  # from 16 GiB: 2, 8 GiB apart
+    assert size_of(33 * G, conf) == 36 * G  # from 32 GiB: 8, 4 GiB apart
+    assert size_of(100 * G, conf) == 104 * G  # 64 GiB / 8
+
+
 def test_power_of_two_rounding_can_change_the_pool() -> None:
     # 1 MiB - 512 rounds to 1 MiB at 2 divisions (512 KiB apart) and stays small; unrounded it leaves 1 MiB + 512 over.
     a = make("roundup_power2_divisions:2")
@@ -304,6 +311,17 @@ def test_max_split_size() -> None:
     assert figures(a) == (92 * M, 72 * M + 512, 92 * M)
 
 
+def test_a_segment_as_large_as_max_split_size_is_oversize_once_it_is_whole() -> None:
+    a = make("max_split_size_mb:20")
+    a.allocate(0, 5 * M)  # a segment of 20, split
+    a.allocate(1, 5 * M)  # from the 15 left
+    assert a.reserved_bytes == 20 * M
+    a.free(0)
+    a.free(1)
+    a.allocate(2, 5 * M)  # 20 >= 20: not taken
+    assert layout(a) == [[("free", 20 * M)], [(2, 5 * M), ("free", 15 * M)]]
+
+
 def test_max_non_split_rounding() -> None:
     a = make("max_split_size_mb:20,max_non_split_rounding_mb:30")
     a.allocate(0, 50 * M)
@@ -345,6 +363,17 @@ def test_several_oversize_blocks_are_released_largest_first() -> None:
         a.free(number)  # 108 reserved
     a.allocate(9, 60 * M)  # none holds 60; 40 + 30 >= 60 go, 22 and the 16 below max_split_size stay
     assert layout(a) == [[("free", 22 * M)], [("free", 16 * M)], [(9, 60 * M)]]
+
+
+def test_blocks_below_max_split_size_do_not_count_as_oversize() -> None:
+    a = make("max_split_size_mb:20", capacity=66 * M)
+    for number, (size, stream) in enumerate(((22, 0), (16, 0), (12, 1), (14, 0))):
+        a.allocate(number, size * M, stream)
+    for number in range(3):
+        a.free(number)  # 64 reserved, 14 in use
+    # 22 < 36 is all that is oversize. 22 + 16 would do; but then everything unused goes, stream 1's 12 too.
+    a.allocate(9, 36 * M)
+    assert layout(a) == [[(3, 14 * M)], [(9, 36 * M)]]
 
 
 # --- running out ---
@@ -431,6 +460,14 @@ def test_the_fraction_is_checked_with_the_segment_size_though_pages_are_smaller(
     a.allocate(1, 8 * M)  # from the 10 MiB left; no growth, no check
     with pytest.raises(SimulatedOutOfMemoryError):
         a.allocate(2, 512)
+
+
+def test_the_fraction_counts_the_segment_and_not_the_request() -> None:
+    for conf in ("", ",expandable_segments:True"):
+        a = make("per_process_memory_fraction:0.5" + conf, capacity=64 * M)
+        a.allocate(0, 15 * M)  # a segment of 16, or a page of 20
+        with pytest.raises(SimulatedOutOfMemoryError):
+            a.allocate(1, 6 * M)  # 16 + 6 <= 32, 20 + 6 <= 32; but a segment of 20 counts
 
 
 # --- garbage collection ---
@@ -546,6 +583,16 @@ def test_empty_cache_unmaps_whole_pages() -> None:
         a.free(number)
     a.empty_cache()
     assert (figures(a), a.snapshot()) == ((0, 0, 0), ())
+
+
+def test_the_address_space_is_an_eighth_larger_than_the_device() -> None:
+    a = make("expandable_segments:True", capacity=160 * M)  # 180 MiB of addresses, 9 pages
+    for number in range(8):
+        a.allocate(number, 20 * M)
+    a.free(0)
+    a.free(7)
+    a.allocate(8, 40 * M)  # page 0 is unmapped and comes back as page 8: with page 7 room enough, at the end
+    assert layout(a) == [[*((number, 20 * M) for number in range(1, 7)), (8, 40 * M)]]
 
 
 def test_pages_move_to_where_they_are_needed() -> None:
@@ -829,6 +876,8 @@ def check(a: CachingAllocator) -> None:
     assert sorted(kept) == free
     for pool in (a._small, a._large):
         assert all(entries == sorted(entries, key=lambda e: e[:2]) for entries in pool.free.values())
+        for entries in pool.unmapped.values():  # unmapped neighbours are merged too
+            assert all(block.after is None or block.after.mapped for _, block in entries)
     if a.settings.expandable_segments:
         page = {"small": 2 * M, "large": a.settings.large_segment_bytes}
         assert all(segment.size_bytes % page[segment.pool] == 0 for segment in segments)
@@ -840,6 +889,7 @@ def check(a: CachingAllocator) -> None:
 def test_state_is_sound_after_every_call(steps: list[tuple[str, int, int]], conf: str, capacity: int) -> None:
     a = make(conf, capacity)
     live: list[int] = []
+    failed = False
     for number, (call, value, stream) in enumerate(steps):
         if call == "allocate":
             fits = fitting(a, value, stream)
@@ -848,6 +898,7 @@ def test_state_is_sound_after_every_call(steps: list[tuple[str, int, int]], conf
             passed = bool(a._passed)
             error = attempt(a, number, value, stream)
             if error is not None:
+                failed = True
                 # What it says is so, and nothing that could have gone is left.
                 assert error.reserved_bytes == a.reserved_bytes
                 check(a)
@@ -876,6 +927,10 @@ def test_state_is_sound_after_every_call(steps: list[tuple[str, int, int]], conf
     a.empty_cache()
     assert figures(a) == (0, 0, 0)
     assert (a.active_bytes, a.inactive_split_bytes, a.snapshot()) == (0, 0, ())
+    # Address space is given back as well, but for that which a failed growth took and never mapped.
+    spaces = [entry[1] for pool in (a._small, a._large) for entries in pool.unmapped.values() for entry in entries]
+    assert all(block.before is None and block.after is None for block in spaces)
+    assert not spaces or failed
     assert a.peak_reserved_bytes >= a.peak_active_bytes >= a.peak_allocated_bytes
 
 
