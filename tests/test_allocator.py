@@ -1090,7 +1090,8 @@ def test_relative_error_of_a_record_that_differs() -> None:
     assert replay_snapshot(snapshot).relative_error == 1.5
 
 
-def test_releases_under_pressure_are_recorded_or_left_to_the_model() -> None:
+def test_a_release_of_all_that_is_unused_is_an_empty_cache() -> None:
+    # Whether the program asked for it, or 40 MiB didn't fit beside 30.
     entries = [
         entry("segment_alloc", A, 30 * M),
         entry("alloc", A, 30 * M),
@@ -1102,15 +1103,48 @@ def test_releases_under_pressure_are_recorded_or_left_to_the_model() -> None:
     ]
     snapshot = snapshot_of(entries, 40 * M)
     assert [event.action for event in events_from_snapshot(snapshot)] == ["allocate", "free", "empty_cache", "allocate"]
-    left = events_from_snapshot(snapshot, releases="voluntary")
-    assert [event.action for event in left] == ["allocate", "free", "allocate"]
-    for capacity in (None, 60 * M):
+    for capacity in (None, 60 * M, 80 * M):
         assert replay_snapshot(snapshot, capacity_bytes=capacity).timeline.peak_reserved_bytes == 40 * M
-    assert replay_snapshot(snapshot, capacity_bytes=80 * M).timeline.peak_reserved_bytes == 70 * M
-    split = snapshot_of(entries, 40 * M, "max_split_size_mb:20")
-    with pytest.raises(InvalidInputError, match="pass capacity_bytes"):
-        replay_snapshot(split)
-    assert replay_snapshot(split, capacity_bytes=60 * M).relative_error == 0
+
+
+def test_a_release_of_some_segments_is_left_to_the_model() -> None:
+    # 26 MiB don't fit beside 50 + 24 in 80: the 50, oversize, go; the free 24 stay.
+    entries = [
+        entry("segment_alloc", A, 50 * M),
+        entry("alloc", A, 50 * M),
+        entry("segment_alloc", C, 24 * M),
+        entry("alloc", C, 24 * M),
+        *(entry(action, A, 50 * M) for action in ("free_requested", "free_completed")),
+        *(entry(action, C, 24 * M) for action in ("free_requested", "free_completed")),
+        entry("segment_free", A, 50 * M),
+        entry("segment_alloc", A, 26 * M),
+        entry("alloc", A, 26 * M),
+    ]
+    snapshot = snapshot_of(entries, 50 * M, "max_split_size_mb:20")
+    actions = [event.action for event in events_from_snapshot(snapshot)]
+    assert actions == ["allocate", "allocate", "free", "free", "make_room", "allocate"]
+    with pytest.raises(InvalidInputError, match=r"entry 8 released some .*pass capacity_bytes="):
+        replay_snapshot(snapshot)
+    found = replay_snapshot(snapshot, capacity_bytes=80 * M)
+    assert found.timeline.reserved_bytes.tolist() == [size * M for size in (50, 74, 74, 74, 74, 50)]
+    assert found.relative_error == 0
+
+
+def test_a_recorded_history_of_expandable_segments() -> None:
+    entries = [
+        entry("segment_map", A, 40 * M),
+        entry("alloc", A, 30 * M),
+        entry("alloc", A + 30 * M, 5 * M),
+        entry("free_requested", A, 30 * M),
+        entry("free_completed", A, 30 * M),
+        entry("segment_unmap", A, 20 * M),
+        entry("segment_map", B, 20 * M),
+        entry("alloc", B, 10 * M, stream=7),
+    ]
+    found = replay_snapshot(snapshot_of(entries, 40 * M, "expandable_segments:True"))
+    assert found.recorded_reserved_bytes.tolist() == [size * M for size in (40, 40, 40, 40, 40, 20, 40, 40)]
+    # Of [0, 30) free, the page [0, 20) goes.
+    assert found.timeline.reserved_bytes.tolist() == [size * M for size in (40, 40, 40, 20, 40)]
 
 
 def test_histories_that_cannot_be_replayed() -> None:
