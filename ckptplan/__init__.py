@@ -1,6 +1,7 @@
 """The fastest way to train within a memory budget: keep, swap or recompute each stage, with a proven bound."""
 
 from ckptplan.api import explain, frontier, solve
+from ckptplan.core.device import Device
 from ckptplan.core.errors import (
     CkptPlanError,
     InfeasibleBudgetError,
@@ -9,7 +10,6 @@ from ckptplan.core.errors import (
     SwapError,
     UnsupportedModelError,
 )
-from ckptplan.core.device import Device
 from ckptplan.core.estimate import Estimate
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile

@@ -57,13 +57,14 @@ class Run:
         return self.count // self.period
 
 
-def folded(step: TrainingStep, target: Target, *, accumulating: bool = False) -> tuple[Recording, list[str]]:
+def folded(
+    step: TrainingStep, target: Target, *, accumulating: bool = False, inference: bool = False
+) -> tuple[Recording, list[str]]:
     """As `record_step` with everything kept, running repeated layers only as often as it takes to know them all."""
 
     def record() -> tuple[Recording, list[str]]:
-        with torch.enable_grad():
-            stages = find_stages(step, target)
-        return record_step(step, stages, target, accumulating=accumulating)
+        stages = find_stages(step, target)
+        return record_step(step, stages, target, accumulating=accumulating, inference=inference)
 
     runs = find_runs(step.model)
     if runs and step.fn is None:
