@@ -1,10 +1,11 @@
 """The fastest way to train within a memory budget: keep, swap or recompute each stage, with a proven bound."""
 
-from ckptplan.api import explain, frontier, solve
+from ckptplan.api import apply, explain, frontier, solve
 from ckptplan.core.errors import (
     CkptPlanError,
     InfeasibleBudgetError,
     InvalidInputError,
+    OutOfMemoryError,
     PlanMismatchError,
     SwapError,
     UnsupportedModelError,
@@ -14,7 +15,6 @@ from ckptplan.core.profile import Profile
 from ckptplan.profiling.inputs import record_forward
 from ckptplan.profiling.profiler import profile
 from ckptplan.referee import simulate, validate
-from ckptplan.runtime.apply import apply
 from ckptplan.runtime.verify import verify
 
 __version__ = "0.1.0"
@@ -24,6 +24,7 @@ __all__ = [
     "Decision",
     "InfeasibleBudgetError",
     "InvalidInputError",
+    "OutOfMemoryError",
     "Plan",
     "PlanMismatchError",
     "Profile",
