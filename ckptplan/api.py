@@ -23,7 +23,7 @@ from ckptplan.profiling.profiler import profile, replayed_peak, training_step
 from ckptplan.referee import validate
 from ckptplan.report.explain import Explanation, Worth
 from ckptplan.report.explain import explain as explanation
-from ckptplan.report.shortage import corrected, planned_bytes
+from ckptplan.report.shortage import corrections, planned_bytes, told
 from ckptplan.runtime.apply import Handle, OnOom
 from ckptplan.runtime.apply import apply as apply_plan
 from ckptplan.runtime.measure import held_tensors, unique_bytes
@@ -465,13 +465,16 @@ class _Adviser:
         InfeasibleBudgetError
             If none fits.
         """
-        found = corrected(self._job.profile, plan, shortage)
-        job = replace(self._job, profile=found.profile)
-        try:
-            leaner = job.solved(found.limit_bytes)
-        except InfeasibleBudgetError as error:
-            if found.leanest_bytes is None or error.min_peak_bytes >= found.leanest_bytes:
-                raise
-            leaner = job.solved(error.min_peak_bytes)
-        self._job = job
-        return leaner
+        refused: list[InfeasibleBudgetError] = []
+        for correction in corrections(self._job.profile, plan, shortage):
+            job = replace(self._job, profile=correction.profile)
+            try:
+                leaner = job.solved(correction.limit_bytes)
+            except InfeasibleBudgetError as error:
+                refused.append(error)
+                if correction.leaner_than_bytes is None or error.min_peak_bytes >= correction.leaner_than_bytes:
+                    continue
+                leaner = job.solved(error.min_peak_bytes)
+            self._job = replace(job, profile=correction.means or correction.profile)
+            return told(leaner, correction, plan)
+        raise refused[0]

@@ -11,8 +11,8 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.shortage import Shortage
 from ckptplan.referee import simulate
 
-_UNSAID = 20
-"""Where a message doesn't say what was asked for, a twentieth of what was planned is taken for it."""
+_LESS = 20
+"""Where nothing says how much was missing, a twentieth of what was planned is taken for it."""
 
 
 def planned_bytes(profile: Profile, plan: Plan, phase: Phase, stage: int | None) -> tuple[int, int]:
@@ -44,38 +44,67 @@ class Correction:
     Parameters
     ----------
     profile : Profile
-        With the bytes that were measured and not predicted.
+        With the bytes that were missing added.
     limit_bytes : int
-        What a plan may use of the corrected profile.
-    leanest_bytes : int or None
-        The limit rests on what was asked for, which may be far more than what was missing: where no plan fits it, any
-        plan whose peak is below this is worth a try. None: the limit was measured.
+        What a plan may use of it.
+    leaner_than_bytes : int or None
+        The correction rests on what was asked for, which may be far more than what was missing: where no plan keeps the
+        limit, any plan with a smaller peak than this is worth a try. None: the correction was measured.
+    means : Profile or None
+        What to tell a plan's predictions by, where `profile` has bytes that only steer the solver.
     """
 
     profile: Profile
     limit_bytes: int
-    leanest_bytes: int | None
+    leaner_than_bytes: int | None = None
+    means: Profile | None = None
 
 
-def corrected(profile: Profile, plan: Plan, shortage: Shortage) -> Correction:
-    """The profile and the limit to plan with after `plan` ran short.
+def corrections(profile: Profile, plan: Plan, shortage: Shortage) -> tuple[Correction, ...]:
+    """What to plan with after `plan` ran short; where no plan fits the first, the next.
 
     1. Bytes measured beyond the prediction (CUDA) are added: those that were there before the step to every moment, the
-       rest to the stages of the kind that ran, in that phase, since equal kinds do the same.
-    2. The limit is the plan's budget, or what the device can give where that is less.
-    3. If `plan` would still seem to fit there, which it didn't, and always on the CPU, where nothing is measured: at
-       that moment at most what was asked for was missing, so the limit is so much less than what was planned for it.
+       rest to the stages of the kind that ran, in that phase, since equal kinds do the same. The limit is the plan's
+       budget, or what the device can give where that is less.
+    2. If `plan` would still seem to fit, which it didn't, and always on the CPU, where nothing is measured: at that
+       moment at most what was asked for was missing. So the limit is that much less than what was planned for it.
+    3. Where other moments, which no plan changes, rule that out: the limit is as in 1, and the stages of that kind, in
+       that phase, get so many bytes more that they must do with a twentieth less than planned, or with so much less as
+       was asked for. These bytes steer the solver and are forgotten; the next retry goes on from there.
     """
-    planned = shortage.planned_bytes
     limit = min(plan.budget_bytes, shortage.capacity_bytes or plan.budget_bytes)
     over = max(shortage.over_bytes or 0, 0)
     outside = min(over, max((shortage.live_before_bytes or 0) - profile.resident_bytes, 0))
-    fixed = _charged(profile, shortage, outside, over - outside)
-    planned += over
+    measured = _charged(profile, shortage, outside, over - outside)
+    planned = shortage.planned_bytes + over
     if planned > limit:
-        return Correction(fixed, limit, None)
-    asked = shortage.requested_bytes or planned // _UNSAID
-    return Correction(fixed, max(planned - max(asked, 1), 1), planned)
+        return (Correction(measured, limit),)
+    asked = max(shortage.requested_bytes or planned // _LESS, 1)
+    return (
+        Correction(measured, max(planned - asked, 1), planned),
+        Correction(
+            _charged(measured, shortage, 0, limit - planned + min(asked, planned // _LESS + 1)), limit, means=measured
+        ),
+    )
+
+
+def told(plan: Plan, correction: Correction, before: Plan) -> Plan:
+    """`plan`, solved for a correction, with the predictions and the bound that hold without what steered the solver.
+
+    The bound is that of the plan before, which speaks of no larger budget and the same or fewer bytes.
+    """
+    if correction.means is None:
+        return plan
+    timeline = simulate(correction.means, plan)
+    bound_s = min(before.lower_bound_s, timeline.makespan_s)
+    return dataclasses.replace(
+        plan,
+        peak_bytes=timeline.peak_bytes,
+        budget_bytes=correction.limit_bytes,
+        lower_bound_s=bound_s,
+        space=before.space,
+        status="optimal" if timeline.makespan_s <= bound_s * (1 + 1e-6) else "feasible",
+    )
 
 
 def _charged(profile: Profile, shortage: Shortage, everywhere: int, here: int) -> Profile:

@@ -284,9 +284,9 @@ class Handle:
         self.replans += (Replan(failed.shortage, before, plan),)
         longer = f"{plan.step_s / before.step_s:.2f} times as long" if before.step_s else "as long as it does"
         warnings.warn(
-            f"out of memory in {failed.shortage.phase} of {failed.shortage.stage!r}; went on with a plan whose "
-            f"predicted peak is {format_bytes(plan.peak_bytes)} in place of {format_bytes(before.peak_bytes)} and whose "
-            f"step takes {longer} (handle.replans has the reports)",
+            f"out of memory in {failed.shortage.phase} of {failed.shortage.stage!r}; went on with a plan of "
+            f"{format_bytes(plan.peak_bytes)} in place of {format_bytes(before.peak_bytes)} whose step takes {longer} "
+            "(handle.replans has the reports)",
             RuntimeWarning,
             stacklevel=3,
         )

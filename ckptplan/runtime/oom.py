@@ -5,7 +5,7 @@ NOTE [Undoing a step]
    with the graph every swapped record and recomputed frame, in whatever state (NOTE [States of a swapped storage]).
 2. A gradient that was None before the step is None again. One that the step dropped itself (`zero_grad`) stays None.
    One that the step zeroed in place is zeroed. One that the step left alone is left alone. One to which the step had
-   begun to add can't be had back without a copy: it becomes None, and the step isn't repeatable.
+   begun to add can't be had back without a copy: all become None, and the step isn't repeatable.
 3. Buffers get back the objects and values they had. Copies are kept of those that a step updates, in the first step
    of all.
 4. State that an optimizer made in the step is dropped. If parameters or older state were written to, in an update or
@@ -212,7 +212,12 @@ class StepStart:
         self._random = random_state() if rewinds else None
         self._at_backward: list[Version | None] | None = None
         self._states: dict[torch.optim.Optimizer, list[tuple[torch.Tensor, list[Version] | None]]] = {}
-        self.updating = False
+        self._updates = 0
+
+    @property
+    def updating(self) -> bool:
+        """Whether an update has begun and not ended."""
+        return self._updates > 0
 
     def backward_begins(self) -> None:
         """Look at the former gradients once more: whoever zeroes them has done so before the first backward."""
@@ -228,7 +233,7 @@ class StepStart:
             held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in own]
             if not held:
                 return
-            self.updating = True
+            self._updates += 1
             if optimizer not in self._states:
                 self._states[optimizer] = [
                     (p, [_version(t) for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)])
@@ -238,7 +243,8 @@ class StepStart:
                 ]
 
         def ends(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            self.updating = False
+            if optimizer in self._states:
+                self._updates -= 1
 
         hooks = register_optimizer_step_pre_hook(begins), register_optimizer_step_post_hook(ends)
         try:
@@ -308,6 +314,6 @@ class StepStart:
             lost |= now is not None and not dropped and not zeroed
             p.grad = None
         for p, _ in self._parameters:
-            if id(p) not in former:
-                p.grad = None
+            if lost or id(p) not in former:
+                p.grad = None  # all of them, where some are lost: a part of a sum is of no use
         return lost
