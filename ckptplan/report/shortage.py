@@ -71,6 +71,7 @@ def corrections(profile: Profile, plan: Plan, shortage: Shortage) -> tuple[Corre
     3. Where other moments, which no plan changes, rule that out: the limit is as in 1, and the stages of that kind, in
        that phase, get so many bytes more that they must do with a twentieth less than planned, or with so much less as
        was asked for. These bytes steer the solver and are forgotten; the next retry goes on from there.
+    4. Where that fails too: a plan whose peak, wherever it is, is so much smaller, or smaller at all.
     """
     limit = min(plan.budget_bytes, shortage.capacity_bytes or plan.budget_bytes)
     over = max(shortage.over_bytes or 0, 0)
@@ -80,11 +81,12 @@ def corrections(profile: Profile, plan: Plan, shortage: Shortage) -> tuple[Corre
     if planned > limit:
         return (Correction(measured, limit),)
     asked = max(shortage.requested_bytes or planned // _LESS, 1)
+    less = min(asked, planned // _LESS + 1)
+    peak = simulate(measured, plan).peak_bytes
     return (
         Correction(measured, max(planned - asked, 1), planned),
-        Correction(
-            _charged(measured, shortage, 0, limit - planned + min(asked, planned // _LESS + 1)), limit, means=measured
-        ),
+        Correction(_charged(measured, shortage, 0, limit - planned + less), limit, means=measured),
+        Correction(measured, max(min(peak, limit) - less, 1), peak),
     )
 
 
