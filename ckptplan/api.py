@@ -14,14 +14,15 @@ import torch
 from torch import nn
 
 from ckptplan.core.chain import ACTIONS, Action, Phase
-from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
+from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError, PlanMismatchError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.shortage import Shortage
 from ckptplan.core.units import GIB, budget_to_bytes, format_bytes, format_seconds
+from ckptplan.memory.estimate import reserved_bytes
 from ckptplan.profiling.optimizers import OptimizerLike
-from ckptplan.profiling.profiler import profile, replayed_peak, training_step
-from ckptplan.profiling.target import DeviceLike, Target, find_target
+from ckptplan.profiling.profiler import outside_tensors, profile, replayed_bytes, training_step
+from ckptplan.profiling.target import PLANNED, DeviceLike, Target, find_target
 from ckptplan.referee import validate
 from ckptplan.report.explain import Explanation, Worth
 from ckptplan.report.explain import explain as explanation
@@ -29,13 +30,13 @@ from ckptplan.report.shortage import corrections, planned_bytes, told
 from ckptplan.runtime.apply import Handle, OnOom
 from ckptplan.runtime.apply import apply as apply_plan
 from ckptplan.runtime.measure import held_tensors, unique_bytes
-from ckptplan.runtime.step import LossFn
+from ckptplan.runtime.step import LossFn, fingerprint
 from ckptplan.solving.evaluate import menus as menus_of
 from ckptplan.solving.frontier import frontier_profile, smallest_within
 from ckptplan.solving.planner import solve_profile
 from ckptplan.solving.prices import lower_bound
 
-_TIGHTENINGS = 3
+_TIGHTENINGS = 6
 PLAIN = ("keep", "swap", "recompute", "recompute+swap")
 """The options that every stage has where it can; the others of its menu are its operations' business."""
 
@@ -44,10 +45,15 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What there is to plan, and within which limits."""
+    """What there is to plan, and within which limits.
+
+    `replayed_bytes` says what a plan needs when the model is replayed with it: on CUDA (`on_cuda`) what the allocator
+    reserves, elsewhere the bytes in tensors.
+    """
 
     profile: Profile
     replayed_bytes: Callable[[Plan], int] | None
+    on_cuda: bool
     actions: tuple[Action, ...]
     segments: bool
     host_bytes: int | None
@@ -61,34 +67,74 @@ class _Job:
 
         Raises
         ------
+        InfeasibleBudgetError
+            If none can.
         CkptPlanError
             If none does, or the referee rejects a plan: a defect in either case.
         """
         limit, over = budget_bytes, 0
         for _ in range(_TIGHTENINGS):
-            plan = self.sound(
-                solve_profile(
-                    self.profile,
-                    limit,
-                    actions=self.actions,
-                    segments=self.segments,
-                    host_bytes=self.host_bytes,
-                    time_limit_s=self.time_limit_s,
-                    seed=self.seed,
-                    workers=self.workers,
-                    on_progress=self.progress,
-                )
-            )
-            over = 0 if self.replayed_bytes is None else self.replayed_bytes(plan) - budget_bytes
+            try:
+                plan = self._within(limit)
+            except InfeasibleBudgetError as error:
+                if limit == budget_bytes:
+                    raise
+                return self._leanest(budget_bytes, error)
+            over = self.needs(plan) - budget_bytes
             if over <= 0:
                 return plan
-            # The chain model left something out; ask for that much less. The plan then names the smaller budget, which
-            # is the one its status and bound speak of.
+            # The allocator's fragments, or what the chain model left out: ask for that much less. The plan then names
+            # the smaller budget, which is the one its status and bound speak of.
             limit -= over
         raise CkptPlanError(
             f"no plan kept within {format_bytes(budget_bytes)} when replayed ({format_bytes(over)} too much after "
-            f"{_TIGHTENINGS} attempts); the model does something the memory model misses, please report it"
+            f"{_TIGHTENINGS} attempts); raise the budget by that much"
         )
+
+    def _within(self, limit: int) -> Plan:
+        plan = self.sound(
+            solve_profile(
+                self.profile,
+                limit,
+                actions=self.actions,
+                segments=self.segments,
+                host_bytes=self.host_bytes,
+                time_limit_s=self.time_limit_s,
+                seed=self.seed,
+                workers=self.workers,
+                on_progress=self.progress,
+            )
+        )
+        return self.reserving(plan)
+
+    def _leanest(self, budget_bytes: int, error: InfeasibleBudgetError) -> Plan:
+        """The plan with the smallest peak, if the budget holds what it needs with the allocator's fragments."""
+        plan = self._within(error.min_peak_bytes)
+        needs = self.needs(plan)
+        if needs <= budget_bytes:
+            return plan
+        raise InfeasibleBudgetError(
+            f"budget {format_bytes(budget_bytes)} is below the {format_bytes(needs)} that the leanest plan needs, of "
+            f"which {format_bytes(plan.peak_bytes)} are in tensors at its peak (stage {error.stage!r}, {error.phase}); "
+            "raise the budget, or allow more actions"
+            + ("; PYTORCH_ALLOC_CONF=expandable_segments:True lessens fragments" if self.on_cuda else ""),
+            budget_bytes=budget_bytes,
+            min_peak_bytes=needs,
+            stage=error.stage,
+            phase=error.phase,
+        ) from error
+
+    def reserving(self, plan: Plan) -> Plan:
+        """`plan` with what the allocator will reserve for it, on CUDA and where there is a model to replay."""
+        if self.replayed_bytes is None or not self.on_cuda:
+            return plan
+        return replace(plan, reserved_bytes=self.replayed_bytes(plan))
+
+    def needs(self, plan: Plan) -> int:
+        """Bytes that the budget must hold for `plan`, by its replay; 0 where there is no model to replay."""
+        if plan.reserved_bytes is not None:
+            return plan.reserved_bytes
+        return 0 if self.replayed_bytes is None else self.replayed_bytes(plan)
 
     def sound(self, plan: Plan) -> Plan:
         """`plan`, which the referee accepts."""
@@ -122,6 +168,7 @@ def solve(
     max_overhead: float | None = None,
     time_limit_s: float = 10.0,
     step: Callable[[], torch.Tensor] | None = None,
+    amp: torch.dtype | str | None = None,
     swap_dir: str | Path | None = None,
     seed: int = 0,
     workers: int | None = None,
@@ -134,7 +181,7 @@ def solve(
     Parameters
     ----------
     model_or_profile : nn.Module or Profile
-        A model is profiled first, with `inputs`, `loss_fn`, `optimizer`, `device`, `step` and `swap_dir` as in
+        A model is profiled first, with `inputs`, `loss_fn`, `optimizer`, `device`, `step`, `amp` and `swap_dir` as in
         `profile`; they don't go with a profile.
     budget_gb : float, optional
         Everything the step may hold on the device at any moment, in units of 2**30 bytes; rounded down to bytes. None:
@@ -178,7 +225,7 @@ def solve(
             raise InvalidInputError("a profile says nothing of free memory; pass budget_gb= or max_overhead=")
         budget_bytes = free_bytes(model_or_profile, find_target(model_or_profile, device))
     job = _job(
-        model_or_profile, inputs, loss_fn, optimizer, device, step, swap_dir, menus, actions, segments, host_gb,
+        model_or_profile, inputs, loss_fn, optimizer, device, step, amp, swap_dir, menus, actions, segments, host_gb,
         time_limit_s, seed, workers, on_progress,
     )  # fmt: skip
     if budget_bytes is not None:
@@ -198,8 +245,8 @@ def solve(
         )
     )
     # No budget was named that a replay could exceed, so the plan names the one it keeps.
-    replayed = plan.peak_bytes if job.replayed_bytes is None else job.replayed_bytes(plan)
-    return replace(plan, budget_bytes=max(plan.budget_bytes, replayed))
+    plan = job.reserving(plan)
+    return replace(plan, budget_bytes=max(plan.budget_bytes, job.needs(plan)))
 
 
 def frontier(
@@ -216,6 +263,7 @@ def frontier(
     menus: bool = True,
     time_limit_s: float = 60.0,
     step: Callable[[], torch.Tensor] | None = None,
+    amp: torch.dtype | str | None = None,
     swap_dir: str | Path | None = None,
     seed: int = 0,
     workers: int | None = None,
@@ -242,7 +290,7 @@ def frontier(
     InvalidInputError, UnsupportedModelError
     """
     job = _job(
-        model_or_profile, inputs, loss_fn, optimizer, device, step, swap_dir, menus, actions, segments, host_gb,
+        model_or_profile, inputs, loss_fn, optimizer, device, step, amp, swap_dir, menus, actions, segments, host_gb,
         time_limit_s / max(points, 1), seed, workers, on_progress,
     )  # fmt: skip
     plans = frontier_profile(
@@ -258,8 +306,8 @@ def frontier(
     )
     checked = []
     for plan in plans:
-        job.sound(plan)
-        if job.replayed_bytes is not None and job.replayed_bytes(plan) > plan.budget_bytes:
+        plan = job.reserving(job.sound(plan))
+        if job.needs(plan) > plan.budget_bytes:
             try:
                 plan = job.solved(plan.budget_bytes)
             except InfeasibleBudgetError:
@@ -326,6 +374,7 @@ def _job(
     optimizer: OptimizerLike | None,
     device: DeviceLike,
     step: Callable[[], torch.Tensor] | None,
+    amp: torch.dtype | str | None,
     swap_dir: str | Path | None,
     menus: bool,
     actions: tuple[Action, ...],
@@ -339,15 +388,22 @@ def _job(
     report = on_progress or (lambda text: None)
     limits = (tuple(actions), segments, _host_bytes(host_gb), time_limit_s, seed, workers, report)
     if isinstance(model_or_profile, Profile):
-        given = {"inputs": inputs, "loss_fn": loss_fn, "optimizer": optimizer, "device": device, "step": step}
+        given = {
+            "inputs": inputs,
+            "loss_fn": loss_fn,
+            "optimizer": optimizer,
+            "device": device,
+            "step": step,
+            "amp": amp,
+        }
         extra = [name for name, value in given.items() if value is not None]
         if extra:
             raise InvalidInputError(f"{', '.join(extra)} can't be given with a profile, which is measured already")
-        return _Job(model_or_profile if menus else _plain(model_or_profile), None, *limits)
+        return _Job(model_or_profile if menus else _plain(model_or_profile), None, False, *limits)
     model = model_or_profile
     target = find_target(model, device)
     # Once, so that profile and replay see the very same inputs, whether given or found.
-    training, _ = training_step(model, inputs, loss_fn=loss_fn, step=step, target=target)
+    training, _ = training_step(model, inputs, loss_fn=loss_fn, step=step, target=target, amp=amp)
     measured = profile(
         model,
         inputs if training.fn is not None or inputs is not None else (training.args or training.kwargs),
@@ -355,11 +411,18 @@ def _job(
         optimizer=optimizer,
         device=device,
         step=step,
+        amp=amp,
         swap_dir=swap_dir,
         menus=menus,
         on_progress=on_progress,
     )
-    return _Job(measured, lambda plan: replayed_peak(measured, training, plan, target), *limits)
+
+    def replayed(plan: Plan) -> int:
+        if target.is_cuda:
+            return reserved_bytes(training, target, plan, optimizer)
+        return measured.resident_bytes + replayed_bytes(training, plan, target)
+
+    return _Job(measured, replayed, target.is_cuda, *limits)
 
 
 def _plain(profile: Profile) -> Profile:
@@ -369,7 +432,7 @@ def _plain(profile: Profile) -> Profile:
 
 
 def free_bytes(model: nn.Module, target: Target) -> int:
-    """What a step may use now: free memory and what the model holds there already, or a whole device that isn't here."""
+    """What a step may use: what is free or the model's own now, or the whole of a device that isn't here."""
     if target.spec is not None:
         return target.spec.usable_bytes
     device, held = target.device, unique_bytes(held_tensors(model))
@@ -391,6 +454,11 @@ def apply(
     actions: tuple[Action, ...] = ACTIONS,
     segments: bool = True,
     time_limit_s: float = 10.0,
+    inputs: Any = None,
+    loss_fn: LossFn | None = None,
+    optimizer: OptimizerLike | None = None,
+    step: Callable[[], torch.Tensor] | None = None,
+    amp: torch.dtype | str | None = None,
 ) -> Handle:
     """Make every training forward of `model` follow `plan`.
 
@@ -416,6 +484,9 @@ def apply(
         So many new plans are tried for one step, 1 or more.
     actions, segments, time_limit_s
         For new plans, as in `solve`.
+    inputs, loss_fn, optimizer, step, amp
+        As given to `solve`; for a plan made for a device that wasn't there, which is checked again here: it is replayed
+        on this device's operations, and must keep its budget.
 
     Returns
     -------
@@ -431,6 +502,8 @@ def apply(
         If the swap directory can't be written or is too small, or an argument is impossible. The model is unchanged
         after any of these.
     """
+    if plan.fingerprint.device.startswith(PLANNED):
+        plan = _arrived(model, plan, inputs, loss_fn, optimizer, step, amp)
     if on_oom not in ("raise", "report", "replan"):
         raise InvalidInputError(f"on_oom={on_oom!r}; it is 'raise', 'report' or 'replan'")
     if on_oom == "replan" and profile is None:
@@ -446,9 +519,61 @@ def apply(
         if profile is not None:
             plan.require_profile(profile)
             limits = (tuple(actions), segments, _host_bytes(host_gb), time_limit_s, 0, None, lambda text: None)
-            adviser = _Adviser(_Job(profile, None, *limits))
+            adviser = _Adviser(_Job(profile, None, False, *limits))
         rule = OnOom(adviser, retries if on_oom == "replan" else 0)
     return apply_plan(model, plan, swap_dir=swap_dir, host_gb=host_gb, on_oom=rule)
+
+
+def _arrived(
+    model: nn.Module,
+    plan: Plan,
+    inputs: Any,
+    loss_fn: LossFn | None,
+    optimizer: OptimizerLike | None,
+    step: Callable[[], torch.Tensor] | None,
+    amp: torch.dtype | str | None,
+) -> Plan:
+    """A plan made for a device that wasn't there, bound to the one that is here now.
+
+    Raises
+    ------
+    PlanMismatchError
+        If this is another kind of device, has too little memory, or the plan doesn't keep its budget here.
+    InvalidInputError
+        If the inputs are missing.
+    """
+    target = find_target(model)
+    planned_for = plan.fingerprint.device.removeprefix(PLANNED)
+    if target.is_cuda != (plan.reserved_bytes is not None):
+        raise PlanMismatchError(
+            f"the plan was made for {planned_for!r}, the model is on {str(target.device)!r}, where other operations "
+            "run; move the model to such a device, or solve again"
+        )
+    if inputs is None and step is None:
+        raise InvalidInputError(
+            f"the plan was made for {planned_for!r} without having it; pass inputs= (and loss_fn=, optimizer=, step=, "
+            "amp= as given to solve), so that it can be checked on this device"
+        )
+    training, _ = training_step(model, inputs, loss_fn=loss_fn, step=step, target=target, amp=amp)
+    here = fingerprint(training)
+    plan.fingerprint.require(here, ignore=("device", "torch_version"))
+    bound = replace(plan, fingerprint=here)
+    if target.is_cuda:
+        needs = reserved_bytes(training, target, bound, optimizer)
+        bound = replace(bound, reserved_bytes=needs)
+    else:
+        outside = training.tensors() if step is None else outside_tensors(training, target)
+        needs = unique_bytes([*held_tensors(model), *outside]) + replayed_bytes(training, bound, target)
+    allowed = max(plan.budget_bytes, plan.reserved_bytes or 0)
+    has = target.capacity_bytes
+    if needs > allowed or (has is not None and needs + target.context_bytes > has):
+        raise PlanMismatchError(
+            f"the plan, made for {planned_for!r} within {format_bytes(allowed)}, needs {format_bytes(needs)} on "
+            f"{target.description!r}"
+            + ("" if has is None else f", which has {format_bytes(has)}")
+            + "; solve again here"
+        )
+    return bound
 
 
 class _Adviser:

@@ -50,7 +50,8 @@ from ckptplan.baselines import BASELINES
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.units import format_bytes, format_seconds
-from ckptplan.profiling.profiler import replayed_peak, training_step
+from ckptplan.profiling.profiler import replayed_bytes, training_step
+from ckptplan.profiling.target import Target
 from ckptplan.referee import simulate, validate
 from ckptplan.runtime.measure import peak_above_start, timed
 from ckptplan.solving import planner
@@ -360,8 +361,8 @@ def plan_cell(
             "verified": verified,
             "same_as": twin["key"],
         }
-    training, _ = training_step(subject.model, subject.inputs)
-    base["replayed_peak_bytes"] = replayed_peak(profile, training, plan, subject.device)
+    training, _ = training_step(subject.model, subject.inputs, target=Target(subject.device))
+    base["replayed_peak_bytes"] = profile.resident_bytes + replayed_bytes(training, plan, Target(subject.device))
     subject.clear()
     found = ckptplan.verify(subject.model, plan, inputs=subject.inputs, repeats=STEPS)
     base["verified"] = {

@@ -103,6 +103,8 @@ class Plan:
         Stages recomputed together, in order and disjoint.
     peak_bound_bytes : int or None
         Of a plan asked for by its slowdown: no plan of `space` within that slowdown has a smaller peak than this.
+    reserved_bytes : int or None
+        On CUDA, most that the caching allocator reserves in a training with the plan, by its model; None elsewhere.
     """
 
     stages: tuple[str, ...]
@@ -120,6 +122,7 @@ class Plan:
     input_bytes: tuple[int, ...]
     segments: tuple[Segment, ...] = ()
     peak_bound_bytes: int | None = None
+    reserved_bytes: int | None = None
 
     @property
     def decisions(self) -> Mapping[str, Decision]:
@@ -178,8 +181,9 @@ class Plan:
             ) from error
 
     def __post_init__(self) -> None:
-        if self.peak_bound_bytes is not None:
-            check_bytes("plan", peak_bound_bytes=self.peak_bound_bytes)
+        for name in ("peak_bound_bytes", "reserved_bytes"):
+            if getattr(self, name) is not None:
+                check_bytes("plan", **{name: getattr(self, name)})
         check_each("plan", str, stages=self.stages)
         check_each("plan", Decision, choices=self.choices)
         check_each("plan", int, input_bytes=self.input_bytes)
@@ -227,7 +231,8 @@ class Plan:
         head = [
             f"plan by {self.planner}: {self.status}, gap {self.gap:.2%} over {self.space}",
             f"peak    {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}; "
-            f"swapped {format_bytes(self.host_bytes)}",
+            f"swapped {format_bytes(self.host_bytes)}"
+            + ("" if self.reserved_bytes is None else f"; reserved {format_bytes(self.reserved_bytes)}"),
             f"step    {format_seconds(self.step_s)}, {self.overhead:+.1%} over keeping everything "
             f"({format_seconds(self.baseline_step_s)})",
             "stages  "

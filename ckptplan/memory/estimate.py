@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,9 +84,10 @@ def estimate(
 ) -> Estimate:
     """What training `model` needs, by category and phase, without allocating it.
 
-    The loop that is meant: forward, loss, backward (`accumulation_steps` times, the batch on the device all the while), the
-    optimizer's update, `zero_grad`. Output and loss are let go when backward has ended. Two steps are laid out, since the
-    optimizer's state comes with the first update; then one forward without autograd ("inference").
+    The loop that is meant: forward, loss, backward (`accumulation_steps` times, the batch on the device all the
+    while), the optimizer's update, `zero_grad`. Output and loss are let go when backward has ended. Two steps are
+    laid out, since the optimizer's state comes with the first update; then one forward without autograd
+    ("inference").
 
     Parameters
     ----------
@@ -110,7 +111,8 @@ def estimate(
     set_to_none : bool
         What `zero_grad` does; False keeps the gradients' memory.
     checkpoint_on_device : bool
-        The weights were loaded from a file onto the device (no `map_location`), and what was loaded is still referenced.
+        The weights were loaded from a file onto the device (no `map_location`), and what was loaded is still
+        referenced.
     plan : Plan, optional
         Applied in training.
     allocator : AllocatorSettings or str, optional
@@ -130,15 +132,12 @@ def estimate(
     if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
         raise InvalidInputError(f"accumulation_steps={accumulation_steps!r} must be a whole number, at least 1")
     check_supported(model)
-    training, notes = training_step(model, inputs, loss_fn=loss_fn, step=step, target=target)
-    dtype = _dtype(amp)
-    if dtype is not None:
-        training = dataclasses.replace(training, autocast=(target.device.type, dtype))
+    training, notes = training_step(model, inputs, loss_fn=loss_fn, step=step, target=target, amp=amp)
     run = _Run(
         training,
         target,
         None if optimizer is None else make_optimizer(optimizer, model.parameters()),
-        (dtype is torch.float16) if grad_scaler is None else grad_scaler,
+        "float16" in str(amp) and "bfloat16" not in str(amp) if grad_scaler is None else grad_scaler,
         DDP() if ddp is True else (ddp or None),
         accumulation_steps,
         set_to_none,
@@ -152,7 +151,23 @@ def estimate(
         return run.estimate(rewind, settings)
 
 
+def reserved_bytes(step: TrainingStep, target: Target, plan: Plan, optimizer: OptimizerLike | None = None) -> int:
+    """Most that CUDA's caching allocator reserves while `step` is trained with `plan`, by its model."""
+    model = step.model
+    made = None if optimizer is None else make_optimizer(optimizer, model.parameters())
+    inputs = step.tensors() if step.fn is None else outside_tensors(step, target)
+    run = _Run(step, target, made, plan=plan, inputs=inputs)
+    with restored(model) as rewind, training_config(model), as_ours(step, "being replayed"):
+        rewind()
+        fresh = run.record(rewind)
+        return int(Account.of(run.training(fresh, fresh), _settings(None, target)).reserved.max())
+
+
 def _settings(allocator: AllocatorSettings | str | None, target: Target) -> AllocatorSettings | None:
+    """The allocator's settings: as given, else this process's for the device that is here, else the defaults."""
+    if allocator is None and target.spec is None:
+        allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+        allocator = allocator if target.is_cuda else None
     if not target.is_cuda:
         if allocator is not None:
             raise InvalidInputError(
@@ -162,13 +177,6 @@ def _settings(allocator: AllocatorSettings | str | None, target: Target) -> Allo
     return AllocatorSettings.from_string(allocator) if isinstance(allocator, str) else allocator or AllocatorSettings()
 
 
-def _dtype(amp: torch.dtype | str | None) -> torch.dtype | None:
-    found = getattr(torch, amp, None) if isinstance(amp, str) else amp
-    if amp is not None and found not in (torch.float16, torch.bfloat16):
-        raise InvalidInputError(f"amp={amp!r}: autocast goes to torch.float16 or torch.bfloat16")
-    return found
-
-
 @dataclass
 class _Run:
     """One training run to be laid out."""
@@ -176,14 +184,14 @@ class _Run:
     step: TrainingStep
     target: Target
     optimizer: torch.optim.Optimizer | None
-    scaler: bool
-    ddp: DDP | None
-    accumulation_steps: int
-    set_to_none: bool
-    checkpoint_on_device: bool
-    plan: Plan | None
-    inputs: list[torch.Tensor]
-    notes: list[str]
+    scaler: bool = False
+    ddp: DDP | None = None
+    accumulation_steps: int = 1
+    set_to_none: bool = True
+    checkpoint_on_device: bool = False
+    plan: Plan | None = None
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     unknown: set[str] = field(default_factory=set)
 
     def estimate(self, rewind: Callable[[], None], settings: AllocatorSettings | None) -> Estimate:
@@ -191,12 +199,12 @@ class _Run:
         if self.plan is not None:
             made_for = fingerprint(self.step, self.target.name)
             self.plan.fingerprint.require(made_for, ignore=("device", "torch_version"))
-        fresh = self._record(rewind)
+        fresh = self.record(rewind)
         # From the second backward on there are gradients to add to, unless each step's are dropped.
         lasting = self.accumulation_steps > 1 or not self.set_to_none
-        adding = self._record(rewind, accumulating=True) if lasting else fresh
-        training = self._training(fresh, adding)
-        inferring = self._record(rewind, inference=True)
+        adding = self.record(rewind, accumulating=True) if lasting else fresh
+        training = self.training(fresh, adding)
+        inferring = self.record(rewind, inference=True)
         inference = Ledger()
         self._load(inference, training=False)
         self._forward(inference, Player(inference, inferring), "inference")
@@ -204,7 +212,7 @@ class _Run:
         phases = (*account.phases(), *Account.of(inference, settings).phases()[1:])
         return self._result(account, phases, fresh)
 
-    def _record(self, rewind: Callable[[], None], *, accumulating: bool = False, inference: bool = False) -> Recording:
+    def record(self, rewind: Callable[[], None], *, accumulating: bool = False, inference: bool = False) -> Recording:
         """The step once, with or without gradients there already, or one forward that saves nothing."""
         if self.plan is not None and not inference:
             recording, unknown = record_step(
@@ -223,7 +231,7 @@ class _Run:
 
     # --- laying out ---
 
-    def _training(self, fresh: Recording, adding: Recording) -> Ledger:
+    def training(self, fresh: Recording, adding: Recording) -> Ledger:
         """Two steps: in the first the optimizer makes its state."""
         ledger = Ledger()
         self._load(ledger)
@@ -281,15 +289,15 @@ class _Run:
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 ledger.allocate(Block(storage.nbytes(), category, name, shape=tuple(tensor.shape), dtype=dtype))
 
-        for name, tensor in model.named_parameters():
-            put(name, tensor, "weights")
-        for name, tensor in model.named_buffers():
-            put(name, tensor, "buffers")
+        for name, parameter in model.named_parameters():
+            put(name, parameter, "weights")
+        for name, buffer in model.named_buffers():
+            put(name, buffer, "buffers")
         if self.checkpoint_on_device:
-            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                ledger.allocate(
-                    Block(tensor.numel() * tensor.element_size(), "weights", f"{name} (as loaded from the file)")
-                )
+            loaded: list[tuple[str, torch.Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+            for name, tensor in loaded:
+                nbytes = tensor.numel() * tensor.element_size()
+                ledger.allocate(Block(nbytes, "weights", f"{name} (as loaded from the file)"))
         if training and self.ddp is not None:
             for n, nbytes in enumerate(self.ddp.buckets(model.parameters())):
                 ledger.allocate(Block(nbytes, "gradients", f"DDP bucket {n}"))
@@ -333,7 +341,7 @@ class _Run:
     def _result(self, account: Account, phases: tuple[Phase, ...], fresh: Recording) -> Estimate:
         at = int(np.argmax(account.allocated))
         held = int(np.argmax(account.reserved))
-        spec, context = self.target.spec, self.target.context_bytes
+        context = self.target.context_bytes
         categories = account.categories(held)
         categories["reservation"] = int(account.reserved[held] - account.allocated[held])
         categories["context"] = context

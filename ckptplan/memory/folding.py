@@ -1,10 +1,10 @@
 """Record a model of many equal layers by running a few of them.
 
-Layers of a container that repeat (with any period: a model may alternate two kinds) are shortened to four periods, the short
-model is recorded, and the second period is written out as often as the full model has it. Before that the second and third
-period are compared event by event, in forward and backward: if they differ in anything but their names, or reach further
-than their neighbours, the full model is recorded instead. So the time of an estimate grows with the distinct layers, not with
-their number.
+Layers of a container that repeat (with any period: a model may alternate two kinds) are shortened to four periods,
+the short model is recorded, and the second period is written out as often as the full model has it. Before that the
+second and third period are compared event by event, in forward and backward: if they differ in anything but their
+names, or reach further than their neighbours, the full model is recorded instead. So the time of an estimate grows
+with the distinct layers, not with their number.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def shortened(model: nn.Module, runs: list[Run]) -> Iterator[None]:
 # --- writing it out ---
 
 _Reference = tuple[Any, ...]
-"""A block by where it is made: ("unit", periods away, direction, segment within the period, number) or ("outside", ...)."""
+"""A block by where it is made: ("unit", periods away, direction, segment in the period, number) or ("outside", ...)."""
 
 
 class _Folded:
@@ -253,7 +253,7 @@ def unfolded(recording: Recording, run: Run) -> Recording | None:
 def _alike(folded: _Folded) -> bool:
     """Whether the second and third period do the same, and only with their neighbours or with what lies outside."""
     assert folded.begins is not None
-    sides: list[dict[Any, Any]] = [{}, {}]
+    sides: list[dict[tuple[str, int], list[Any]]] = [{}, {}]
     outside: list[Counter[Any]] = [Counter(), Counter()]
     for position, section in enumerate(folded.recording.sections):
         r = folded.period(section.segment) if section.direction != "end" else None

@@ -122,7 +122,7 @@ class Account:
 
     @classmethod
     def of(cls, ledger: Ledger, settings: AllocatorSettings | None) -> Account:
-        """Add the events up; `settings` of CUDA's caching allocator, None on the CPU, which rounds and keeps nothing."""
+        """Add the events up; `settings` of CUDA's caching allocator, None on the CPU, which keeps nothing."""
         sizes = np.fromiter((block.nbytes for block in ledger.blocks), np.int64, len(ledger.blocks))
         index = np.fromiter((block for _, block in ledger.events), np.int64, len(ledger.events))
         sign = np.fromiter((code for code, _ in ledger.events), np.int64, len(ledger.events))

@@ -50,8 +50,8 @@ class Block:
     name : str
         Of the parameter, buffer or state; empty for what a step makes.
     module, line, op : str
-        Which module's forward made it, or belongs to the backward that did; the line of code outside of PyTorch that called
-        the operation; the operation.
+        Which module's forward made it, or belongs to the backward that did; the line of code outside of PyTorch that
+        called the operation; the operation.
     shape : tuple of int
     dtype : str
     stage : str
@@ -136,10 +136,12 @@ class Recorder(Tracker):
     # --- sections ---
 
     def enter_segment(self, segment: int) -> None:
+        """Forward moves on to `segment`."""
         super().enter_segment(segment)
         self.sections.append(Section("forward", segment))
 
     def enter_backward(self, segment: int | None = None) -> None:
+        """Backward begins, or moves down to `segment`."""
         before = (self._in_backward, self._segment)
         super().enter_backward(segment)
         if (self._in_backward, self._segment) != before:
@@ -148,10 +150,11 @@ class Recorder(Tracker):
                 self.sections.append(Section("backward", passed))
 
     def finish(self) -> None:
+        """The step has ended; its gradients live on."""
         super().finish()
         for name, parameter in self._model.named_parameters():
             if parameter.grad is not None:
-                block = self._block_of.get(id(parameter.grad.untyped_storage()))
+                block = self.block_of(parameter.grad)
                 if block is not None:
                     self.gradients[block] = name
         self.sections.append(Section("end", 0))
@@ -170,7 +173,7 @@ class Recorder(Tracker):
         first = len(self.blocks)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if forward:
-            number = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
+            number = torch._C._autograd._get_sequence_nr()
             if not self._nodes_end or number > self._nodes_end[-1]:
                 self._nodes_end.append(number)
                 self._nodes.append(self._where)
@@ -343,12 +346,13 @@ def record_updates(optimizer: torch.optim.Optimizer, model: nn.Module, target: T
     fakes = [p for group in twin.param_groups for p in group["params"]]
     for original, fake in zip(originals, fakes, strict=True):
         for what, value in twin.state.get(fake, {}).items():
-            block = recorder.block_of(value) if isinstance(value, torch.Tensor) else None
-            if block is not None:
-                recorder.blocks[block].category = "optimizer state"
-                recorder.blocks[block].name = f"{names.get(original, '?')}: {what}"
+            index = recorder.block_of(value) if isinstance(value, torch.Tensor) else None
+            if index is not None:
+                recorder.blocks[index].category = "optimizer state"
+                recorder.blocks[index].name = f"{names.get(original, '?')}: {what}"
     for block in recorder.blocks:
         block.category = block.category or "workspaces and temporaries"
+        block.line = type(optimizer).__name__
     peaks, _ = target.workspaces(key for key, *_ in recorder.operations)
     sections = [Section(s.direction, 0, list(_with_workspaces(recorder, s.events, peaks))) for s in recorder.sections]
     return Recording((), list(recorder.blocks), sections)
@@ -374,9 +378,9 @@ def _categorize(recorder: Recorder, seen: Replay, stages: tuple[str, ...], infer
     holder: dict[int, int] = {}
     for segment, sids in () if inference else sorted(seen.saved.items()):
         for sid in sids:
-            block = recorder.block_of_sid.get(sid)
-            if block is not None:
-                holder.setdefault(block, segment)
+            made = recorder.block_of_sid.get(sid)
+            if made is not None:
+                holder.setdefault(made, segment)
     for index, block in enumerate(recorder.blocks):
         if index in recorder.gradients:
             block.category, block.name = "gradients", recorder.gradients[index]

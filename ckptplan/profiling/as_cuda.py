@@ -1,9 +1,10 @@
 """Run a model on fake CPU tensors with the operations that it would run on a CUDA device.
 
-PyTorch chooses some operations by the device: dropout keeps a mask of one byte an element on CUDA and one of the input's
-type on the CPU, attention has other kernels that save other things, autocast casts other operations. A build without CUDA
-can't run backward on fake CUDA tensors, so the tensors stay on the CPU and the choices are CUDA's: composite operations get
-a kernel of ours (`torch.library`) for as long as a context is open, which takes CUDA's way in the thread that opened it.
+PyTorch chooses some operations by the device: dropout keeps a mask of one byte an element on CUDA and one of the
+input's type on the CPU, attention has other kernels that save other things, autocast casts other operations. A build
+without CUDA can't run backward on fake CUDA tensors, so the tensors stay on the CPU and the choices are CUDA's:
+composite operations get a kernel of ours (`torch.library`) for as long as a context is open, which takes CUDA's way
+in the thread that opened it.
 """
 
 from __future__ import annotations
@@ -187,8 +188,8 @@ def _attention(
 ) -> Any:
     """Flash attention where its conditions hold, else the memory-efficient kernel, else plain operations.
 
-    The conditions are those of PyTorch's `sdp_utils.cpp` for CUDA as far as shapes and types go; cuDNN's attention, which
-    newer devices may choose, saves the same.
+    The conditions are those of PyTorch's `sdp_utils.cpp` for CUDA as far as shapes and types go; cuDNN's attention,
+    which newer devices may choose, saves the same.
     """
     if query.dim() != 4 or any(t.dtype != query.dtype for t in (key, value)) or 0 in (*query.shape, *key.shape):
         return NotImplemented
@@ -230,7 +231,7 @@ def _attention(
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The mask as the memory-efficient kernel wants it: of the query's type, rows padded to a multiple of 16 elements."""
+    """The mask as the memory-efficient kernel wants it: of the query's type, rows padded to 16 elements."""
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     columns = mask.shape[-1]

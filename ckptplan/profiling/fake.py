@@ -30,8 +30,8 @@ _NORMS = {
     torch.ops.aten.native_group_norm.default,
     torch.ops.aten.native_batch_norm.default,
 }
-"""Their statistics have the precision of the parameters on the CPU, float32 for half-precision input on CUDA; their fake
-twins on the CPU give them that of the input."""
+"""Their statistics have the precision of the parameters on the CPU, float32 for half-precision input on CUDA; their
+fake twins on the CPU give them that of the input."""
 
 
 def _whole(tensor: torch.Tensor) -> bool:

@@ -42,8 +42,8 @@ def make_optimizer(optimizer: OptimizerLike, parameters: Iterable[torch.Tensor])
         make = NAMED.get(optimizer.lower())
         if make is None:
             raise InvalidInputError(
-                f"optimizer={optimizer!r} is not known by name; known are {', '.join(NAMED)}; pass an optimizer, its class, "
-                "or a function from parameters to an optimizer for any other"
+                f"optimizer={optimizer!r} is not known by name; known are {', '.join(NAMED)}; pass an optimizer, its "
+                "class, or a function from parameters to an optimizer for any other"
             )
     if not callable(make):
         raise InvalidInputError(

@@ -48,6 +48,7 @@ def profile(
     optimizer: OptimizerLike | None = None,
     device: DeviceLike = None,
     step: Callable[[], torch.Tensor] | None = None,
+    amp: torch.dtype | str | None = None,
     swap_dir: str | Path | None = None,
     menus: bool = True,
     on_progress: Report | None = None,
@@ -69,11 +70,15 @@ def profile(
         Its state (after the first update) and its update's temporaries count. A class, a function from parameters to an
         optimizer or a name such as "adamw" will do.
     device : str, path or Device, optional
-        By default where the model is. A known device ("a100-40gb"), a file that describes one, or a `Device`, is planned
-        for without being here: bytes from fake tensors, times from a roofline; the model may lie on `meta`.
+        By default where the model is. A known device ("a100-40gb"), a file that describes one, or a `Device`, is
+        planned for without being here: bytes from fake tensors, times from a roofline; the model may lie on `meta`.
     step : callable, optional
         Runs every forward of one step and returns the loss; replaces `inputs` and `loss_fn`. `model` must hold every
         module that it trains.
+    amp : torch.dtype or str, optional
+        Forward and loss run under autocast to this type ("float16", "bfloat16"). For a device that isn't here this is
+        the way to say it, since PyTorch turns a `torch.autocast("cuda")` of the model's own off where there is no
+        CUDA.
     swap_dir : path, optional
         Where the CPU tier's bandwidth is measured.
     menus : bool
@@ -96,7 +101,7 @@ def profile(
     report = on_progress or (lambda text: None)
     target = find_target(model, device)
     check_supported(model)
-    training, notes = training_step(model, inputs, loss_fn=loss_fn, step=step, target=target)
+    training, notes = training_step(model, inputs, loss_fn=loss_fn, step=step, target=target, amp=amp)
     with restored(model) as rewind, training_config(model):
         rewind()
         with as_ours(training, "tracing"):
@@ -110,6 +115,7 @@ def training_step(
     loss_fn: LossFn | None = None,
     step: Callable[[], torch.Tensor] | None = None,
     target: Target,
+    amp: torch.dtype | str | None = None,
 ) -> tuple[TrainingStep, list[str]]:
     """The step from the public arguments, its inputs found where none are given, and a note on where.
 
@@ -119,23 +125,30 @@ def training_step(
     """
     if inputs is None and step is None:
         args, kwargs, source = find_inputs(model, target.device)
-        found = dataclasses.replace(make_step(model, (), loss_fn=loss_fn), args=args, kwargs=kwargs)
-        return found, [f"inputs from {source}"]
-    given = make_step(model, inputs, loss_fn=loss_fn, step=step)
-    if target.spec is None:
-        given.on_device(target.device)
-    return given, []
+        given = dataclasses.replace(make_step(model, (), loss_fn=loss_fn), args=args, kwargs=kwargs)
+        notes = [f"inputs from {source}"]
+    else:
+        given, notes = make_step(model, inputs, loss_fn=loss_fn, step=step), []
+        if target.spec is None:
+            given.on_device(target.device)
+    if amp is not None:
+        dtype = getattr(torch, amp, None) if isinstance(amp, str) else amp
+        if dtype not in (torch.float16, torch.bfloat16):
+            raise InvalidInputError(f"amp={amp!r}: autocast goes to torch.float16 or torch.bfloat16")
+        given = dataclasses.replace(given, autocast=(target.device.type, dtype))
+    return given, notes
 
 
-def replayed_peak(measured: Profile, step: TrainingStep, plan: Plan, target: Target) -> int:
-    """Bytes at the worst moment of `plan` applied to the model, by a replay that counts tensors and allocates none.
+def replayed_bytes(step: TrainingStep, plan: Plan, target: Target) -> int:
+    """What `plan` applied to the model adds to what is there before the step, at the worst moment.
 
-    Temporaries inside operations are not in it, so it is at most the real peak; the chain's figure has them.
+    Found by a replay that counts tensors and allocates none. Temporaries inside operations are not in it, so it is at
+    most the real peak; the chain's figure has them.
     """
     with restored(step.model) as rewind, training_config(step.model):
         rewind()
         seen = replay(step, plan.stages, plan.choices, target, segments=plan.segments)
-    return measured.resident_bytes + seen.peak_bytes
+    return seen.peak_bytes
 
 
 def _profile(

@@ -130,8 +130,8 @@ def find_target(model: nn.Module, device: DeviceLike = None) -> Target:
             return Target(torch.device("cpu"), find_device(device))  # type: ignore[arg-type]
     if where.type == "meta":
         raise InvalidInputError(
-            "the model lies on 'meta', which is no device to run on; pass device= with the one it is meant for, such as "
-            f"'a100-40gb' (known: {', '.join(sorted(known_devices()))})"
+            "the model lies on 'meta', which is no device to run on; pass device= with the one it is meant for, "
+            f"such as 'a100-40gb' (known: {', '.join(sorted(known_devices()))})"
         )
     if device is not None and device.type != where.type:
         raise InvalidInputError(

@@ -65,12 +65,12 @@ def measure_workspaces(keys: Iterable[Hashable], device: torch.device) -> tuple[
     return peaks, failed
 
 
-def cuda_workspaces(keys: Iterable[Hashable]) -> dict[Hashable, int]:
+def cuda_workspaces(keys: Iterable[Any]) -> dict[Hashable, int]:
     """Most bytes that operations on a CUDA device which isn't here allocate at once, their results included, by rule.
 
     Flash attention's backward sums the query's gradient in float32 beside a row of float32 sums per query (Dao, 2023,
-    "FlashAttention-2"); the backward of an embedding sorts its indices. cuDNN's workspaces depend on the algorithm that it
-    chooses on the spot, and are not in it.
+    "FlashAttention-2"); the backward of an embedding sorts its indices. cuDNN's workspaces depend on the
+    algorithm that it chooses on the spot, and are not in it.
 
     Returns
     -------
@@ -81,7 +81,7 @@ def cuda_workspaces(keys: Iterable[Hashable]) -> dict[Hashable, int]:
     for key in dict.fromkeys(keys):
         if key is None:
             continue
-        func, leaves, _ = key  # type: ignore[misc]
+        func, leaves, _ = key
         specs = [x for x in leaves if isinstance(x, TensorSpec)]
         if func in _ATTENTION_BACKWARD:
             results = sum(math.prod(spec.size) * spec.dtype.itemsize for spec in specs[1:4])

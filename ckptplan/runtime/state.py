@@ -33,8 +33,8 @@ def buffer_state(model: nn.Module) -> Callable[[], None]:
     saved = []
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            valued = buffer is not None and not buffer.is_meta
-            saved.append((module, name, buffer, buffer.detach().to("cpu", copy=True) if valued else None))
+            value = None if buffer is None or buffer.is_meta else buffer.detach().to("cpu", copy=True)
+            saved.append((module, name, buffer, value))
 
     def restore() -> None:
         with torch.no_grad():
