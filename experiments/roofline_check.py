@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptplan.core.device import find_device
 from ckptplan.profiling.calibrate import calibrate
-from ckptplan.profiling.roofline import op_cost, op_seconds
 from ckptplan.profiling.operations import op_key
+from ckptplan.profiling.roofline import op_cost, op_seconds
 from ckptplan.runtime.measure import timed
 
 

@@ -400,6 +400,7 @@ def test_unknown_and_missing_fields_are_named(what: str, tmp_path: Path) -> None
     optional = {
         "fingerprint", "notes", "resident_bytes", "to_end", "stays", "recompute_s", "recomputes", "moves", "ops",
         "linked", "input_bytes", "latency_s", "release", "prefetch", "option", "segments", "peak_bound_bytes",
+        "reserved_bytes",
     }  # fmt: skip
     seen = 0
     for path in paths_in(good):

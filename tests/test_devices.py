@@ -17,8 +17,8 @@ from ckptplan.cli import app
 from ckptplan.core.device import OP_CLASSES, SCHEMA, Device, find_device, known_devices
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.profiling.calibrate import calibrate
-from ckptplan.profiling.roofline import NOTHING, flops_rate, op_cost, op_seconds
 from ckptplan.profiling.operations import TensorSpec, op_key
+from ckptplan.profiling.roofline import NOTHING, flops_rate, op_cost, op_seconds
 
 ROOT = Path(__file__).parent.parent
 FORMATS = ROOT / "docs" / "formats.md"

@@ -270,7 +270,7 @@ def _alike(folded: _Folded) -> bool:
 
 
 def _far(reference: _Reference) -> bool:
-    return reference[0] == "unit" and abs(reference[1]) > 1
+    return bool(reference[0] == "unit" and abs(reference[1]) > 1)
 
 
 class _Writer:
