@@ -1,7 +1,7 @@
 """Small random-weight models whose training step is mostly activations: 0.2-2 s a step on two cores.
 
 Vocabularies are small and sequences long, so that what is kept for backward (150-600 MB) outweighs the parameters and a
-budget has something to decide. Dropout is on where the model has it. Batch and length can be given.
+budget has something to decide. Dropout is on where the model has it. Batch, length and depth can be given.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ LABELS = 10
 Made = tuple[nn.Module, dict[str, Tensor]]
 
 
-def gpt2(batch: int = 4, length: int = 256) -> Made:
+def gpt2(batch: int = 4, length: int = 256, layers: int = 8) -> Made:
     """8 blocks of width 256, dropout 0.1."""
     config = GPT2Config(
         vocab_size=VOCAB,
         n_positions=256,
         n_embd=256,
-        n_layer=8,
+        n_layer=layers,
         n_head=8,
         bos_token_id=0,
         eos_token_id=0,
@@ -53,21 +53,21 @@ def gpt2(batch: int = 4, length: int = 256) -> Made:
     return _text(GPT2LMHeadModel, config, batch, length)
 
 
-def bert(batch: int = 5, length: int = 256) -> Made:
+def bert(batch: int = 5, length: int = 256, layers: int = 8) -> Made:
     """8 layers of width 256, dropout 0.1."""
     config = BertConfig(
-        vocab_size=VOCAB, hidden_size=256, num_hidden_layers=8, num_attention_heads=8, intermediate_size=1024
+        vocab_size=VOCAB, hidden_size=256, num_hidden_layers=layers, num_attention_heads=8, intermediate_size=1024
     )
     return _text(BertForMaskedLM, config, batch, length)
 
 
-def llama(batch: int = 4, length: int = 256) -> Made:
+def llama(batch: int = 4, length: int = 256, layers: int = 8) -> Made:
     """8 blocks of width 256, two query heads to a key-value head; dropout in the attention."""
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=256,
         intermediate_size=688,
-        num_hidden_layers=8,
+        num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=4,
         attention_dropout=0.1,
@@ -76,13 +76,13 @@ def llama(batch: int = 4, length: int = 256) -> Made:
     return _text(LlamaForCausalLM, config, batch, length)
 
 
-def vit(batch: int = 5) -> Made:
+def vit(batch: int = 5, layers: int = 8) -> Made:
     """8 layers of width 256, 64 pixels in patches of 4, dropout 0.1."""
     config = ViTConfig(
         image_size=64,
         patch_size=4,
         hidden_size=256,
-        num_hidden_layers=8,
+        num_hidden_layers=layers,
         num_attention_heads=8,
         intermediate_size=1024,
         hidden_dropout_prob=0.1,
@@ -97,14 +97,14 @@ def resnet50(batch: int = 32) -> Made:
     return _images(ResNetForImageClassification, ResNetConfig(num_labels=LABELS), batch, size=64)
 
 
-def t5(batch: int = 4, length: int = 256) -> Made:
+def t5(batch: int = 4, length: int = 256, layers: int = 4) -> Made:
     """An encoder and a decoder of 4 blocks each, width 256, dropout 0.1."""
     config = T5Config(
         vocab_size=VOCAB,
         d_model=256,
         d_kv=32,
         d_ff=1024,
-        num_layers=4,
+        num_layers=layers,
         num_heads=8,
         decoder_start_token_id=0,
         use_cache=False,
@@ -227,7 +227,7 @@ MODELS: Mapping[str, Callable[..., Made]] = {
 }
 """Name -> function that makes the model, in training mode, and keyword inputs with labels; the same each time.
 
-All take `batch`; those of text take `length` too.
+All take `batch`, those of text `length` too, those of equal blocks `layers`.
 """
 
 
