@@ -57,7 +57,7 @@ SIZES: Mapping[str, Sequence[Mapping[str, int]]] = {
     "bert": [{"layers": 4, "batch": n, "length": 128} for n in (1, 3, 4, 6)],
     "t5": [{"layers": 2, "batch": 2, "length": n} for n in (96, 128, 192, 256)],
     "vit": [{"layers": 4, "batch": n} for n in (1, 2, 3, 4)],
-    "swin": [{"batch": n} for n in (1, 2, 3, 4)],
+    "swin": [{"layers": 2, "batch": n} for n in (1, 2, 3, 4)],
     "convnext": [{"batch": n} for n in (2, 3, 5, 8)],
     "resnet50": [{"batch": n} for n in (4, 8, 12, 20)],
     "llama": [{"layers": 4, "batch": 2, "length": n} for n in (96, 128, 192, 256)],
@@ -208,10 +208,8 @@ def estimated_phases(group: Group, optimizer: str, plan: Plan | None) -> tuple[P
 
 def laid_beside(measured: Sequence[PhaseBytes], estimated: Sequence[PhaseBytes]) -> Iterator[tuple[int, list[Phase]]]:
     """The steps' numbers and phases; the loaded model belongs to the first step."""
-    names = [p.name for p in measured]
-    if [p.name for p in estimated] != names:
-        raise ValueError(f"the estimate's phases are {[p.name for p in estimated]}, measured were {names}")
-    phases = [Phase(m.name, m, e) for m, e in zip(measured, estimated, strict=True)]
+    by_name = {p.name: p for p in estimated}
+    phases = [Phase(m.name, m, by_name[m.name]) for m in measured]
     for step in (1, 2):
         yield step, [p for p in phases if p.name.endswith(" 2") == (step == 2)]
 
@@ -231,19 +229,31 @@ def run(group: Group, threads: int) -> Outcome:
         finally:
             seconds[what] += time.perf_counter() - begin
 
+    def trouble(problem: Exception, *where: str) -> None:
+        """A case that can't be had is a result, and makes the whole fail."""
+        line = traceback.extract_tb(problem.__traceback__)[-1]
+        at = f"{Path(line.filename).name}:{line.lineno}"
+        failed.append(
+            f"{', '.join((label(group.model, group.size), *where))}: {type(problem).__name__}: {problem} ({at})"
+        )
+
     for kind in group.plans:
-        where = f"{label(group.model, group.size)}, {kind} plan"
-        try:
-            plan = timed("planning", plan_half_way, group) if kind == "with" else None
-            for optimizer in group.optimizers:
+        plan = None
+        if kind == "with":
+            try:
+                plan = timed("planning", plan_half_way, group)
+            except Exception as problem:
+                trouble(problem, "planning")
+                continue
+        for optimizer in group.optimizers:
+            try:
                 measured, left = timed("measuring", measured_phases, group, optimizer, plan)
                 unexplained = max(unexplained, left, key=abs)
                 estimated = timed("estimating", estimated_phases, group, optimizer, plan)
                 for step, phases in laid_beside(measured, estimated):
                     cases.append(Case(group.model, group.size, optimizer, kind, step, tuple(phases)))
-        except Exception as problem:  # a case that can't be had is a result, and makes the whole fail
-            line = traceback.extract_tb(problem.__traceback__)[-1]
-            failed.append(f"{where}: {type(problem).__name__}: {problem} ({Path(line.filename).name}:{line.lineno})")
+            except Exception as problem:
+                trouble(problem, optimizer, f"{kind} plan")
     return Outcome(tuple(cases), tuple(failed), unexplained, *seconds.values())
 
 
@@ -320,7 +330,7 @@ def checks(cases: Sequence[Case], failed: Sequence[str]) -> list[tuple[bool, str
     return [
         (
             n >= LEAST_CASES and not failed,
-            f"at least {LEAST_CASES} cases, none failed: {n}, {len(failed)} groups failed",
+            f"at least {LEAST_CASES} cases, nothing failed: {n} cases, {len(failed)} failures",
         ),
         (median <= MEDIAN, f"median error of the peak at most {MEDIAN:.0%}: {median:.3%}"),
         (n > 0 and not far, f"no peak off by more than {WORST:.0%}: {len(far)} of {n} are"),

@@ -112,10 +112,10 @@ def t5(batch: int = 4, length: int = 256, layers: int = 4) -> Made:
     return _text(T5ForConditionalGeneration, config, batch, length)
 
 
-def swin(batch: int = 2) -> Made:
-    """Swin with depths 2, 2, 6, 2: the maps shrink, the channels grow."""
+def swin(batch: int = 2, layers: int = 6) -> Made:
+    """Swin with depths 2, 2, `layers`, 2: the maps shrink, the channels grow."""
     config = SwinConfig(
-        image_size=224, patch_size=4, embed_dim=48, depths=[2, 2, 6, 2], num_heads=[2, 4, 8, 16], num_labels=LABELS
+        image_size=224, patch_size=4, embed_dim=48, depths=[2, 2, layers, 2], num_heads=[2, 4, 8, 16], num_labels=LABELS
     )
     return _images(SwinForImageClassification, config, batch, size=224)
 
@@ -227,7 +227,7 @@ MODELS: Mapping[str, Callable[..., Made]] = {
 }
 """Name -> function that makes the model, in training mode, and keyword inputs with labels; the same each time.
 
-All take `batch`, those of text `length` too, those of equal blocks `layers`.
+All take `batch`, those of text `length` too, and some `layers`.
 """
 
 
