@@ -9,8 +9,12 @@ from ckptplan.core.errors import (
     SwapError,
     UnsupportedModelError,
 )
+from ckptplan.core.device import Device
+from ckptplan.core.estimate import Estimate
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
+from ckptplan.memory.allocator_settings import AllocatorSettings
+from ckptplan.memory.estimate import DDP, estimate
 from ckptplan.profiling.inputs import record_forward
 from ckptplan.profiling.profiler import profile
 from ckptplan.referee import simulate, validate
@@ -20,8 +24,12 @@ from ckptplan.runtime.verify import verify
 __version__ = "0.1.0"
 
 __all__ = [
+    "DDP",
+    "AllocatorSettings",
     "CkptPlanError",
     "Decision",
+    "Device",
+    "Estimate",
     "InfeasibleBudgetError",
     "InvalidInputError",
     "Plan",
@@ -30,6 +38,7 @@ __all__ = [
     "SwapError",
     "UnsupportedModelError",
     "apply",
+    "estimate",
     "explain",
     "frontier",
     "profile",

@@ -18,12 +18,14 @@ from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidIn
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.units import GIB, budget_to_bytes, format_bytes, format_seconds
+from ckptplan.profiling.optimizers import OptimizerLike
 from ckptplan.profiling.profiler import profile, replayed_peak, training_step
+from ckptplan.profiling.target import DeviceLike, Target, find_target
 from ckptplan.referee import validate
 from ckptplan.report.explain import Explanation, Worth
 from ckptplan.report.explain import explain as explanation
 from ckptplan.runtime.measure import held_tensors, unique_bytes
-from ckptplan.runtime.step import LossFn, model_device
+from ckptplan.runtime.step import LossFn
 from ckptplan.solving.evaluate import menus as menus_of
 from ckptplan.solving.frontier import frontier_profile, smallest_within
 from ckptplan.solving.planner import solve_profile
@@ -107,8 +109,8 @@ def solve(
     *,
     inputs: Any = None,
     loss_fn: LossFn | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    device: str | torch.device | None = None,
+    optimizer: OptimizerLike | None = None,
+    device: DeviceLike = None,
     host_gb: float | None = None,
     actions: tuple[Action, ...] = ACTIONS,
     segments: bool = True,
@@ -170,7 +172,7 @@ def solve(
     if budget_bytes is None and max_overhead is None:
         if isinstance(model_or_profile, Profile):
             raise InvalidInputError("a profile says nothing of free memory; pass budget_gb= or max_overhead=")
-        budget_bytes = free_bytes(model_or_profile, model_device(model_or_profile))
+        budget_bytes = free_bytes(model_or_profile, find_target(model_or_profile, device))
     job = _job(
         model_or_profile, inputs, loss_fn, optimizer, device, step, swap_dir, menus, actions, segments, host_gb,
         time_limit_s, seed, workers, on_progress,
@@ -202,8 +204,8 @@ def frontier(
     points: int = 12,
     inputs: Any = None,
     loss_fn: LossFn | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    device: str | torch.device | None = None,
+    optimizer: OptimizerLike | None = None,
+    device: DeviceLike = None,
     host_gb: float | None = None,
     actions: tuple[Action, ...] = ACTIONS,
     segments: bool = True,
@@ -317,8 +319,8 @@ def _job(
     model_or_profile: nn.Module | Profile,
     inputs: Any,
     loss_fn: LossFn | None,
-    optimizer: torch.optim.Optimizer | None,
-    device: str | torch.device | None,
+    optimizer: OptimizerLike | None,
+    device: DeviceLike,
     step: Callable[[], torch.Tensor] | None,
     swap_dir: str | Path | None,
     menus: bool,
@@ -339,9 +341,9 @@ def _job(
             raise InvalidInputError(f"{', '.join(extra)} can't be given with a profile, which is measured already")
         return _Job(model_or_profile if menus else _plain(model_or_profile), None, *limits)
     model = model_or_profile
-    where = model_device(model)
+    target = find_target(model, device)
     # Once, so that profile and replay see the very same inputs, whether given or found.
-    training, _ = training_step(model, inputs, loss_fn=loss_fn, step=step)
+    training, _ = training_step(model, inputs, loss_fn=loss_fn, step=step, target=target)
     measured = profile(
         model,
         inputs if training.fn is not None or inputs is not None else (training.args or training.kwargs),
@@ -353,7 +355,7 @@ def _job(
         menus=menus,
         on_progress=on_progress,
     )
-    return _Job(measured, lambda plan: replayed_peak(measured, training, plan, where), *limits)
+    return _Job(measured, lambda plan: replayed_peak(measured, training, plan, target), *limits)
 
 
 def _plain(profile: Profile) -> Profile:
@@ -362,9 +364,11 @@ def _plain(profile: Profile) -> Profile:
     return replace(profile, stages=tuple(stages))
 
 
-def free_bytes(model: nn.Module, device: torch.device) -> int:
-    """What a step may use on `device` now: free memory, and what the model holds there already."""
-    held = unique_bytes(held_tensors(model))
+def free_bytes(model: nn.Module, target: Target) -> int:
+    """What a step may use now: free memory and what the model holds there already, or a whole device that isn't here."""
+    if target.spec is not None:
+        return target.spec.usable_bytes
+    device, held = target.device, unique_bytes(held_tensors(model))
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached + held

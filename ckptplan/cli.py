@@ -324,6 +324,45 @@ def compare(
     )
 
 
+@app.command("calibrate")
+def calibrate_command(
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE.json", help="Where to write the description.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="What to call the device; default: its own name.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
+    swap_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Where the CPU's swapped bytes would go; default: as in training."),
+    ] = None,
+    effort: Annotated[
+        float,
+        typer.Option(
+            min=0.01, max=60, metavar="SECONDS", help="Measured time per quantity, of which there are a dozen."
+        ),
+    ] = 0.6,
+) -> None:
+    """Measure this machine: memory, rates, the link; planning for it elsewhere takes the file as a device.
+
+    Example: [bold]ckptplan calibrate -o here.json --name workstation[/bold]
+    """
+    # Here, since it imports torch.
+    from ckptplan.profiling.calibrate import calibrate, summary
+
+    with Console(stderr=True).status("measuring") as status:
+        found = calibrate(device, name=name, swap_dir=swap_dir, effort_s=effort, on_progress=status.update)
+    table = Table("what", "measured", "share of the peak", title=escape(f"{found.name}: {found.description}"))
+    for row in summary(found):
+        table.add_row(*map(escape, row))
+    _console().print(table)
+    if output is not None:
+        try:
+            found.save(output)
+        except OSError as error:
+            raise InvalidInputError(f"the device can't be written to {output}: {error}") from error
+        typer.echo(f"written to {output}")
+
+
 def _budgets(profile: Profile, shares: Sequence[float], time_limit_s: float) -> list[int]:
     """Bytes at each percentage between the smallest peak and that of keeping everything; 0 and 100 are the ends."""
     from ckptplan.solving.planner import smallest_peak

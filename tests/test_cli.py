@@ -74,14 +74,16 @@ def plain(text: str) -> str:
 def test_help_names_every_command_and_version_prints(run: Run) -> None:
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("demo", "solve", "frontier", "explain", "show", "simulate", "compare"):
+    for command in ("demo", "solve", "frontier", "explain", "show", "simulate", "compare", "calibrate"):
         assert command in result.stdout
     version = run("--version")
     assert version.exit_code == 0
     assert re.fullmatch(r"ckptplan \d+\S*\n", version.stdout)
 
 
-@pytest.mark.parametrize("command", ["demo", "solve", "frontier", "explain", "show", "simulate", "compare"])
+@pytest.mark.parametrize(
+    "command", ["demo", "solve", "frontier", "explain", "show", "simulate", "compare", "calibrate"]
+)
 def test_each_command_has_an_example(run: Run, command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0

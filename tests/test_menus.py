@@ -17,8 +17,9 @@ from torch.nn import functional as F
 import ckptplan
 from ckptplan.core.chain import Option, Stage
 from ckptplan.core.schedule import residency
-from ckptplan.profiling import menus, profiler, timing, trace, workspace
+from ckptplan.profiling import menus, profiler, timing, workspace
 from ckptplan.profiling.menus import Choice, Op
+from ckptplan.profiling.target import Target
 from ckptplan.runtime.measure import recorded_allocations
 from ckptplan.runtime.selective import NumberedOps, can_be_saved, is_random
 
@@ -91,13 +92,13 @@ BUILT = {"mlp": mlp, "attending": attending, "normed": normed}
 def by_made_up_times() -> Iterator[None]:
     """Menus by made-up times of operations and without regard to those of stages, so that nothing hangs on chance."""
 
-    def times(keys: Iterable[Any], device: torch.device) -> dict[Any, float]:
+    def times(target: Target, keys: Iterable[Any]) -> dict[Any, float]:
         dear = (torch.ops.aten.addmm.default, torch.ops.aten.convolution.default, torch.ops.aten.bmm.default)
         return {key: 0.0 if key[0].is_view else 1.0 + 9.0 * (key[0] in dear) for key in keys if key is not None}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profiler, "_beaten", lambda *args: False)
-        patch.setattr(trace, "measure_times", times)
+        patch.setattr(Target, "times", times)
         yield
 
 

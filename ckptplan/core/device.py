@@ -1,7 +1,7 @@
 """A device as data: what planning for one that isn't in the machine must know of it.
 
-The devices that are known by name lie in `devices.json` beside this file, every number with its source. A description of
-one's own is a file of the same form (docs/formats.md), written by hand or by `ckptplan calibrate`.
+The devices that are known by name lie in `devices.json` beside this file, every number with its source. A description
+of one's own is a file of the same form (docs/formats.md), written by hand or by `ckptplan calibrate`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,14 @@ class Device:
     bytes_per_s : float
         Bandwidth of the device's memory, peak.
     flops_per_s : mapping
-        Data type ("float32", "tf32", "float16", "bfloat16", "float64") -> peak operations a second of dense matrix products.
+        Data type ("float32", "tf32", "float16", "bfloat16", "float64") -> peak operations a second of dense products
+        of matrices.
     out_bytes_per_s, in_bytes_per_s : float
         Bandwidth to and from pinned host memory.
     efficiency : mapping
-        Class of operation (`OP_CLASSES`) -> the share of the peak that it reaches, above 0, at most 1.
+        Class of operation (`OP_CLASSES`) -> the share of the peak that it reaches, above 0, at most 1: of `flops_per_s`
+        for the first three, of `bytes_per_s` for the others. "class.type", such as "matmul.float32", goes before the
+        class alone.
     launch_s : float
         Least seconds between the starts of two operations.
     compute_capability : tuple of int, optional
@@ -83,8 +86,12 @@ class Device:
         if "float32" not in self.flops_per_s:
             raise InvalidInputError(f"{owner}: flops_per_s has no 'float32'; every other type's rate may be left out")
         for kind, share in self.efficiency.items():
-            if kind not in OP_CLASSES:
-                raise InvalidInputError(f"{owner}: efficiency names {kind!r}; classes are {', '.join(OP_CLASSES)}")
+            found, _, dtype = kind.partition(".")
+            if found not in OP_CLASSES or (dtype and (found not in OP_CLASSES[:3] or dtype not in self.flops_per_s)):
+                raise InvalidInputError(
+                    f"{owner}: efficiency names {kind!r}; classes are {', '.join(OP_CLASSES)}, the first three "
+                    'also with a type of flops_per_s, such as "matmul.float32"'
+                )
             if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
                 raise InvalidInputError(f"{owner}: efficiency[{kind!r}]={share!r} must be above 0 and at most 1")
         capability = self.compute_capability
@@ -151,14 +158,23 @@ def find_device(name: str | Path | Device) -> Device:
         except (OSError, ValueError) as error:
             raise InvalidInputError(f"{name} can't be read as a device: {error}") from error
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            raise InvalidInputError(f"{name} is not a device file: its \"schema\" must be {SCHEMA!r}")
+            raise InvalidInputError(f'{name} is not a device file: its "schema" must be {SCHEMA!r}')
         return Device.from_dict(data)
-    found = known_devices().get(str(name).lower())
+    asked = str(name).lower()
+    plain = {_plain(known): device for known, device in known_devices().items()}
+    found = plain.get(_plain(asked))
     if found is None:
-        near = difflib.get_close_matches(str(name).lower(), known_devices(), n=4, cutoff=0.4)
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        # "a100" is both its sizes, not something like "a10".
+        near = [known for known in known_devices() if _plain(asked) and _plain(known).startswith(_plain(asked))]
+        near = near or difflib.get_close_matches(asked, known_devices(), n=4, cutoff=0.4)
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
         raise InvalidInputError(
-            f"device {str(name)!r} is not known{hint} Known are {', '.join(sorted(known_devices()))}, and any .json file "
-            "that describes one (`ckptplan calibrate` writes it for this machine)"
+            f"device {str(name)!r} is not known{hint} Known are {', '.join(sorted(known_devices()))}, and any .json "
+            "file that describes one (`ckptplan calibrate` writes it for this machine)"
         )
     return found
+
+
+def _plain(name: str) -> str:
+    """A name without what people write in different ways: "RTX 4090", "rtx-4090"."""
+    return "".join(c for c in name.lower() if c.isalnum())

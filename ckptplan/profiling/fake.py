@@ -15,6 +15,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ckptplan.profiling.target import ON_CPU, Target
 
 _REAL_NUMEL_LIMIT = 1 << 24
 
@@ -27,7 +30,8 @@ _NORMS = {
     torch.ops.aten.native_group_norm.default,
     torch.ops.aten.native_batch_norm.default,
 }
-"""On the CPU their statistics have the precision of the parameters; their fake twins give them that of the input."""
+"""Their statistics have the precision of the parameters on the CPU, float32 for half-precision input on CUDA; their fake
+twins on the CPU give them that of the input."""
 
 
 def _whole(tensor: torch.Tensor) -> bool:
@@ -42,14 +46,21 @@ def _readable(tensor: torch.Tensor) -> bool:
 class FakeWorld(TorchDispatchMode):
     """Enter it, on top of its own FakeTensorMode, to run operations without memory for their floating results.
 
+    Parameters
+    ----------
+    target : Target
+        Where the step is to run; by default on the CPU.
+
     Attributes
     ----------
     fake_mode : FakeTensorMode
     """
 
-    def __init__(self) -> None:
+    def __init__(self, target: Target = ON_CPU) -> None:
         super().__init__()
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._target = target
+        self._elsewhere = WeakIdKeyDictionary()
         self._outer: contextlib.ExitStack | None = None
 
     def __enter__(self) -> FakeWorld:
@@ -65,8 +76,24 @@ class FakeWorld(TorchDispatchMode):
         self._outer.close()
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The fake twin of a real tensor, the same for the same tensor."""
-        return self.fake_mode.from_tensor(tensor)
+        """The fake twin of a real tensor, the same for the same tensor.
+
+        It lies where the tensor does, but where the step is traced when that is elsewhere, or nowhere (`meta`).
+        """
+        where = tensor.device.type
+        if where == "cpu" or (self._target.spec is None and where != "meta"):
+            return self.fake_mode.from_tensor(tensor)
+        twin = self._elsewhere.get(tensor)
+        if twin is None:
+            device = self._target.device
+            with self.fake_mode, torch.no_grad():
+                twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            if isinstance(tensor, nn.Parameter):
+                twin = nn.Parameter(twin, tensor.requires_grad)
+            else:
+                twin.requires_grad_(tensor.requires_grad)
+            self._elsewhere[tensor] = twin
+        return twin
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operation: for real on whole numbers alone, else fake."""
@@ -108,13 +135,18 @@ class FakeWorld(TorchDispatchMode):
             for t, shape in zip(result, shapes, strict=True)
         )
 
-    @staticmethod
-    def _with_statistics(args: tuple[Any, ...], result: Any) -> Any:
-        """`result` with mean and deviation in the precision of the parameters: under autocast they differ."""
-        weight = next((t for t in args[1:] if isinstance(t, torch.Tensor)), None)
-        if weight is None or weight.device.type != "cpu":
+    def _with_statistics(self, args: tuple[Any, ...], result: Any) -> Any:
+        """`result` with mean and deviation in the precision that the device gives them."""
+        if args[0].device.type != "cpu":
             return result
-        return (result[0], *(t if t is None else torch.empty_like(t, dtype=weight.dtype) for t in result[1:]))
+        if self._target.is_cuda:
+            dtype = torch.float64 if args[0].dtype is torch.float64 else torch.float32
+        else:  # of the parameters: under autocast they differ from the input's
+            weight = next((t for t in args[1:] if isinstance(t, torch.Tensor)), None)
+            if weight is None:
+                return result
+            dtype = weight.dtype
+        return (result[0], *(t if t is None else torch.empty_like(t, dtype=dtype) for t in result[1:]))
 
     @staticmethod
     def _worth_running(result: Any) -> bool:
@@ -126,20 +158,27 @@ class FakeWorld(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def fake_parameters(model: nn.Module, world: FakeWorld) -> Iterator[None]:
-    """Put fake twins in place of parameters, gradients and floating buffers; the model gets its own objects back."""
+def fake_parameters(model: nn.Module, world: FakeWorld, *, accumulating: bool = False) -> Iterator[None]:
+    """Put fake twins in place of parameters, gradients and floating buffers; the model gets its own objects back.
+
+    With `accumulating`, every parameter has a gradient, whether or not the model's has.
+    """
     saved: list[tuple[dict[str, Any], str, Any]] = []
     twins: dict[int, torch.Tensor] = {}
     try:
         for module in model.modules():
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
-                    if tensor is None or (table is module._buffers and _whole(tensor)):
+                    whole = table is module._buffers and tensor is not None and _whole(tensor)
+                    if tensor is None or (whole and tensor.device.type != "meta"):
                         continue
                     if id(tensor) not in twins:
                         twin = twins[id(tensor)] = world.fake(tensor)
                         if tensor.grad is not None and tensor.is_leaf:
                             twin.grad = world.fake(tensor.grad)
+                        elif accumulating and tensor.requires_grad:
+                            with world.fake_mode:
+                                twin.grad = torch.empty_like(twin, requires_grad=False)
                     saved.append((table, name, tensor))
                     table[name] = twins[id(tensor)]  # type: ignore[assignment]
         yield

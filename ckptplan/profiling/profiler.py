@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptplan.core.chain import Option, Storage
+from ckptplan.core.chain import Link, Option, Storage
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -21,6 +19,8 @@ from ckptplan.profiling.discover import discover_stages
 from ckptplan.profiling.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.inputs import find_inputs
 from ckptplan.profiling.links import measure_link
+from ckptplan.profiling.optimizers import OptimizerLike, make_optimizer, trace_updates
+from ckptplan.profiling.target import DeviceLike, Target, find_target
 from ckptplan.profiling.timing import Times, time_stages
 from ckptplan.profiling.trace import fake_inputs, replay, trace_chain
 from ckptplan.profiling.tracker import Tracker
@@ -32,11 +32,9 @@ from ckptplan.runtime.step import (
     check_supported,
     fingerprint,
     make_step,
-    model_device,
     training_config,
 )
 
-_CUDA_BLOCK = 512
 _LINK_BLOCK = 64 << 20
 
 Report = Callable[[str], None]
@@ -47,8 +45,8 @@ def profile(
     inputs: Any = None,
     *,
     loss_fn: LossFn | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    device: str | torch.device | None = None,
+    optimizer: OptimizerLike | None = None,
+    device: DeviceLike = None,
     step: Callable[[], torch.Tensor] | None = None,
     swap_dir: str | Path | None = None,
     menus: bool = True,
@@ -67,10 +65,12 @@ def profile(
         Positional or keyword inputs of the forward; found by `find_inputs` if left out.
     loss_fn : callable, optional
         Output -> scalar tensor; default `output.loss`, else the sum of the floating outputs' means.
-    optimizer : Optimizer, optional
-        Its state (after the first update) and its update's temporaries count.
-    device : str, optional
-        Must be where the model is.
+    optimizer : Optimizer, class, callable or str, optional
+        Its state (after the first update) and its update's temporaries count. A class, a function from parameters to an
+        optimizer or a name such as "adamw" will do.
+    device : str, path or Device, optional
+        By default where the model is. A known device ("a100-40gb"), a file that describes one, or a `Device`, is planned
+        for without being here: bytes from fake tensors, times from a roofline; the model may lie on `meta`.
     step : callable, optional
         Runs every forward of one step and returns the loss; replaces `inputs` and `loss_fn`. `model` must hold every
         module that it trains.
@@ -94,17 +94,13 @@ def profile(
         If the model checkpoints already, is compiled, or can't be traced.
     """
     report = on_progress or (lambda text: None)
-    where = model_device(model)
-    if device is not None and torch.device(device).type != where.type:
-        raise InvalidInputError(
-            f"device={str(device)!r}, but the model is on {str(where)!r}; move the model there first"
-        )
+    target = find_target(model, device)
     check_supported(model)
-    training, notes = training_step(model, inputs, loss_fn=loss_fn, step=step)
+    training, notes = training_step(model, inputs, loss_fn=loss_fn, step=step, target=target)
     with restored(model) as rewind, training_config(model):
         rewind()
-        with _as_ours(training, "tracing"):
-            return _profile(training, optimizer, where, swap_dir, menus, notes, report, rewind)
+        with as_ours(training, "tracing"):
+            return _profile(training, optimizer, target, swap_dir, menus, notes, report, rewind)
 
 
 def training_step(
@@ -113,6 +109,7 @@ def training_step(
     *,
     loss_fn: LossFn | None = None,
     step: Callable[[], torch.Tensor] | None = None,
+    target: Target,
 ) -> tuple[TrainingStep, list[str]]:
     """The step from the public arguments, its inputs found where none are given, and a note on where.
 
@@ -120,72 +117,73 @@ def training_step(
     ------
     InvalidInputError
     """
-    device = model_device(model)
     if inputs is None and step is None:
-        args, kwargs, source = find_inputs(model, device)
+        args, kwargs, source = find_inputs(model, target.device)
         found = dataclasses.replace(make_step(model, (), loss_fn=loss_fn), args=args, kwargs=kwargs)
         return found, [f"inputs from {source}"]
     given = make_step(model, inputs, loss_fn=loss_fn, step=step)
-    given.on_device(device)
+    if target.spec is None:
+        given.on_device(target.device)
     return given, []
 
 
-def replayed_peak(measured: Profile, step: TrainingStep, plan: Plan, device: torch.device) -> int:
+def replayed_peak(measured: Profile, step: TrainingStep, plan: Plan, target: Target) -> int:
     """Bytes at the worst moment of `plan` applied to the model, by a replay that counts tensors and allocates none.
 
     Temporaries inside operations are not in it, so it is at most the real peak; the chain's figure has them.
     """
     with restored(step.model) as rewind, training_config(step.model):
         rewind()
-        round_to = _CUDA_BLOCK if device.type == "cuda" else 1
-        seen = replay(step, plan.stages, plan.choices, device, segments=plan.segments, round_to=round_to)
+        seen = replay(step, plan.stages, plan.choices, target, segments=plan.segments)
     return measured.resident_bytes + seen.peak_bytes
 
 
 def _profile(
     step: TrainingStep,
-    optimizer: torch.optim.Optimizer | None,
-    device: torch.device,
+    optimizer: OptimizerLike | None,
+    target: Target,
     swap_dir: str | Path | None,
     menus: bool,
     notes: list[str],
     report: Report,
     rewind: Callable[[], None],
 ) -> Profile:
-    round_to = _CUDA_BLOCK if device.type == "cuda" else 1
     report("finding stages")
-    with contextlib.ExitStack() as stack:
-        world = FakeWorld()
-        stack.enter_context(fake_parameters(step.model, world))
-        given = fake_inputs(step, world.fake)
-        names = discover_stages(given, lambda: world)
+    names = find_stages(step, target)
     rewind()
     report("tracing bytes")
-    outside = step.tensors() if step.fn is None else _outside(step, rewind)
+    outside = step.tensors() if step.fn is None else outside_tensors(step, target)
+    rewind()
     resident = unique_bytes([*held_tensors(step.model), *outside])
-    state_bytes, update_bytes = (0, 0) if optimizer is None else _optimizer_bytes(optimizer, round_to, device)
-    chain = trace_chain(
+    state_bytes, update_bytes = _update_bytes(optimizer, step.model, target)
+    chain, times = trace_chain(
         step,
         names,
-        device,
+        target,
         resident_bytes=resident + state_bytes,
         update_bytes=update_bytes,
-        round_to=round_to,
-        fingerprint=fingerprint(step),
+        fingerprint=fingerprint(step, target.name),
         menus=menus,
     )
     rewind()
+    if times is not None:
+        assert target.spec is not None
+        link = Link(target.spec.out_bytes_per_s, target.spec.in_bytes_per_s)
+        planned = (
+            f"made for {target.spec.description}, which was not here: bytes from fake tensors, times from a roofline"
+        )
+        return _with_times(dataclasses.replace(chain, link=link, notes=(planned, *notes, *chain.notes)), times)
     report("timing stages")
     kinds = {stage.name: stage.kind for stage in chain.stages if not stage.is_glue}
     again: dict[str, dict[tuple[int, ...], None]] = {}
     for stage in chain.stages:
         again.setdefault(stage.kind, {}).update((o.ops, None) for o in stage.options if o.recomputes)
-    times = time_stages(step, kinds, {kind: tuple(ways) for kind, ways in again.items()}, device, rewind)
+    times = time_stages(step, kinds, {kind: tuple(ways) for kind, ways in again.items()}, target.device, rewind)
     rewind()
     report("measuring bandwidth")
     # Two blocks are on the device at once: within what the largest stage adds in any plan.
     largest = max(stage.keep.forward_bytes for stage in chain.stages)
-    link = measure_link(device, max(min(_LINK_BLOCK, largest // 4), 1 << 16), swap_dir)
+    link = measure_link(target.device, max(min(_LINK_BLOCK, largest // 4), 1 << 16), swap_dir)
     return _with_times(dataclasses.replace(chain, link=link, notes=(*notes, *chain.notes)), times)
 
 
@@ -223,12 +221,42 @@ def _beaten(option: Option, menu: list[Option], storages: tuple[Storage, ...]) -
     )
 
 
-def _outside(step: TrainingStep, rewind: Callable[[], None]) -> list[torch.Tensor]:
+def find_stages(step: TrainingStep, target: Target) -> tuple[str, ...]:
+    """Names of the stages of `step`, in call order, found by a forward without memory.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If no submodule saves anything for backward.
+    """
+    world = FakeWorld(target)
+    with fake_parameters(step.model, world), target.choices():
+        return discover_stages(fake_inputs(step, world.fake), lambda: world)
+
+
+def _update_bytes(optimizer: OptimizerLike | None, model: nn.Module, target: Target) -> tuple[int, int]:
+    """Bytes of the optimizer's state after its first update, and what an update adds at its worst moment."""
+    if optimizer is None:
+        return 0, 0
+    made = make_optimizer(optimizer, model.parameters())
+    tracker = Tracker(target)
+    states: list[int] = []
+
+    def between() -> None:
+        tracker.peak_bytes = tracker.live_bytes
+        states.append(tracker.live_bytes)
+
+    twin = trace_updates(made, tracker, target, between)
+    update = tracker.peak_bytes - states[0]
+    del twin
+    return max(unique_bytes(optimizer_tensors(made)), states[0]), update
+
+
+def outside_tensors(step: TrainingStep, target: Target) -> list[torch.Tensor]:
     """Tensors that a step's callable reads and nothing in it makes; run without memory."""
-    world = FakeWorld()
-    with fake_parameters(step.model, world), world, Outside() as mode:
+    world = FakeWorld(target)
+    with fake_parameters(step.model, world), target.choices(), world, Outside() as mode:
         step.forward()
-    rewind()
     own = {t.untyped_storage()._cdata for t in held_tensors(step.model)}
     return [
         t
@@ -237,41 +265,8 @@ def _outside(step: TrainingStep, rewind: Callable[[], None]) -> list[torch.Tenso
     ]
 
 
-def _optimizer_bytes(optimizer: torch.optim.Optimizer, round_to: int, device: torch.device) -> tuple[int, int]:
-    """Bytes of the optimizer's state after its first update, and what an update adds at its worst moment."""
-    present = unique_bytes(optimizer_tensors(optimizer))
-    tracker = Tracker(round_to, device.type)
-    try:
-        twin = copy.copy(optimizer)
-        twin.state = defaultdict(dict)
-        twin.param_groups = []
-        for group in optimizer.param_groups:
-            fakes = []
-            for p in group["params"]:
-                fake = tracker.fake(p.detach()).requires_grad_(p.requires_grad)
-                tracker.outside(fake)
-                if p.requires_grad:
-                    fake.grad = tracker.fake(p.detach()).detach()
-                    tracker.outside(fake.grad)
-                fakes.append(fake)
-            twin.param_groups.append({**group, "params": fakes})
-        with tracker:
-            twin.step()
-            state = tracker.live_bytes
-            before = tracker.live_bytes
-            tracker.peak_bytes = tracker.live_bytes
-            twin.step()
-            update = tracker.peak_bytes - before
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"the update of {type(optimizer).__name__} can't be traced ({error}); "
-            "leave optimizer= out and lower the budget by its state"
-        ) from error
-    return max(present, state), update
-
-
 @contextlib.contextmanager
-def _as_ours(step: TrainingStep, doing: str) -> Any:
+def as_ours(step: TrainingStep, doing: str) -> Any:
     """Errors of the model's own code come out as ours, with the first of them as the cause."""
     try:
         yield

@@ -29,8 +29,9 @@ from ckptplan.core.profile import Fingerprint, Profile
 from ckptplan.core.schedule import residency
 from ckptplan.profiling.fake import fake_parameters
 from ckptplan.profiling.menus import Choice, choose, front, list_ops, numbered
+from ckptplan.profiling.target import Target
+from ckptplan.profiling.timing import Times
 from ckptplan.profiling.tracker import SegmentTrace, Sid, Tracker, owners_of_a_lone_gradient
-from ckptplan.profiling.workspace import measure_times, measure_workspaces
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.step import TrainingStep
 from ckptplan.runtime.stores import NullStore
@@ -163,11 +164,12 @@ def replay(
     step: TrainingStep,
     stages: tuple[str, ...],
     choices: tuple[Decision, ...],
-    device: torch.device,
+    target: Target,
     *,
     segments: tuple[Segment, ...] = (),
-    round_to: int = 1,
     saves: bool = True,
+    accumulating: bool = False,
+    tracker: Tracker | None = None,
 ) -> Replay:
     """Run one step without memory under `choices` and count.
 
@@ -179,12 +181,17 @@ def replay(
         Stages recomputed together, by their indices in `stages`.
     saves : bool
         False: let autograd save nothing, and run no backward.
+    accumulating : bool
+        Every parameter has a gradient already.
+    tracker : Tracker, optional
+        What counts, where more than a plain one is wanted.
     """
     out = Replay()
     owners_of_a_lone_gradient()  # measured now: inside the replay it would be in its own way
-    tracker = Tracker(round_to, device.type)
+    tracker = tracker or Tracker(target)
+    device, round_to = target.device, target.round_to
     one_forward = step.fn is None
-    with fake_parameters(step.model, tracker):
+    with fake_parameters(step.model, tracker, accumulating=accumulating):
         own = [*step.model.parameters(), *step.model.buffers()]
         for tensor in (*own, *(p.grad for p in own if p.grad is not None)):
             tracker.outside(tensor)
@@ -214,7 +221,7 @@ def replay(
         try:
             # Out of the tracker's sight, which would count what the twin of a view is made from.
             given = fake_inputs(step, tracker.fake, tracker.outside)
-            with _no_collection(), tracker:
+            with target.choices(), _no_collection(), tracker:
                 with hooks:
                     output, loss = given.forward()
                 out.output = {
@@ -279,15 +286,14 @@ def fake_inputs(
 def trace_chain(
     step: TrainingStep,
     names: tuple[str, ...],
-    device: torch.device,
+    target: Target,
     *,
     resident_bytes: int,
     update_bytes: int,
-    round_to: int,
     fingerprint: Fingerprint,
     menus: bool = False,
-) -> Profile:
-    """The chain of `step` with exact bytes and without times.
+) -> tuple[Profile, Times | None]:
+    """The chain of `step` with exact bytes and without times, and for a device that isn't here the times.
 
     Parameters
     ----------
@@ -300,7 +306,7 @@ def trace_chain(
     menus : bool
         With options inside the stages; their operations are run alone on the device.
     """
-    return _Tracing(step, names, device, resident_bytes, update_bytes, round_to, menus).profile(fingerprint)
+    return _Tracing(step, names, target, resident_bytes, update_bytes, menus).profile(fingerprint)
 
 
 class _Tracing:
@@ -310,18 +316,17 @@ class _Tracing:
         self,
         step: TrainingStep,
         names: tuple[str, ...],
-        device: torch.device,
+        target: Target,
         resident_bytes: int,
         update_bytes: int,
-        round_to: int,
         menus: bool,
     ) -> None:
-        self.step, self.names, self.device, self.round_to = step, names, device, round_to
+        self.step, self.names, self.target = step, names, target
         self.resident_bytes, self.update_bytes = resident_bytes, update_bytes
         self.notes: list[str] = []
         self.kinds: dict[int, str] = {}
         # checkpoint keeps the generator's state on the CPU, where it counts; fake replays don't see it.
-        self.state_bytes = torch.get_rng_state().numel() if device.type == "cpu" else 0
+        self.state_bytes = 0 if target.is_cuda else torch.get_rng_state().numel()
         n = len(names)
         self.program = self._run((KEEP,) * n, saves=False)
         self.kept = self._run((KEEP,) * n)
@@ -334,7 +339,7 @@ class _Tracing:
         self.storages, self.index = self._storages()
 
     def _run(self, choices: tuple[Decision, ...], *, saves: bool = True) -> Replay:
-        return replay(self.step, self.names, choices, self.device, round_to=self.round_to, saves=saves)
+        return replay(self.step, self.names, choices, self.target, saves=saves)
 
     def _nonempty(self) -> list[int]:
         """Segments that are stages or do something."""
@@ -358,7 +363,7 @@ class _Tracing:
             and sum(own[g] for g in segments) >= _MENU_SHARE * sum(own.values())
         }
         runs = {kind: [numbered(self.kept.forward[g].ops) for g in segments] for kind, segments in worth.items()}
-        seconds = measure_times((op.key for run in runs.values() for op in run[0]), self.device)
+        seconds = self.target.times(op.key for run in runs.values() for op in run[0])
         written = {s for trace in self.kept.forward.values() for op in trace.ops for s in op.written}
         held = {s for inputs in self.kept.inputs.values() for s in inputs}
         held.update(s for g, saved in self.kept.saved.items() if g % 2 == 0 for s in saved)
@@ -430,7 +435,7 @@ class _Tracing:
         self.storages.append(Storage(name, nbytes, k, k))
         return len(self.storages) - 1
 
-    def profile(self, fingerprint: Fingerprint) -> Profile:
+    def profile(self, fingerprint: Fingerprint) -> tuple[Profile, Times | None]:
         draft = self._draft(fingerprint)
         base_forward, base_backward, stages = self._bases(draft)
         draft = dataclasses.replace(
@@ -446,17 +451,45 @@ class _Tracing:
                 replays[name] = self._run(self._decisions(draft, name))
                 draft = self._with_unseen(draft, name, replays[name])
         peaks = self._peaks(replays)
+        times = None if self.target.spec is None else self._times(draft, replays)
         stages = draft.stages
         for name in peaks:
             stages = self._with_transients(draft, stages, name, peaks[name])
         end = self.resident_bytes + self.kept.end_bytes
-        return dataclasses.replace(
+        measured = dataclasses.replace(
             draft,
             stages=stages,
             resident_bytes=self.resident_bytes,
             update_peak_bytes=end + self.update_bytes,
             notes=tuple(self.notes),
         )
+        return measured, times
+
+    def _times(self, draft: Profile, replays: dict[str, Replay]) -> Times:
+        """Sums over the operations that each stage ran, and ran again, in the replays."""
+        seconds = self.target.times(
+            op.key
+            for r in replays.values()
+            for table in (r.forward, r.backward)
+            for trace in table.values()
+            for op in trace.ops
+        )
+
+        def total(table: dict[int, SegmentTrace], g: int) -> float:
+            return sum(seconds.get(op.key, 0.0) for op in table[g].ops) if g in table else 0.0
+
+        out = Times()
+        for stage, g in zip(draft.stages, self.segments, strict=True):
+            forward_s, backward_s = total(self.kept.forward, g), total(self.kept.backward, g)
+            if stage.is_glue:
+                out.glue_forward_s[g // 2], out.glue_backward_s[g // 2] = forward_s, backward_s
+                continue
+            out.forward_s[stage.kind], out.backward_s[stage.kind] = forward_s, backward_s
+            for option in stage.options:
+                if option.recomputes:
+                    again_s = total(replays[option.name].backward, g) - backward_s
+                    out.recompute_s[stage.kind, option.ops] = max(again_s, 0.0)
+        return out
 
     def _draft(self, fingerprint: Fingerprint) -> Profile:
         """The chain with every option and what it holds, as far as hooks show it."""
@@ -654,7 +687,7 @@ class _Tracing:
             for trace in table.values()
             for op in trace.ops
         ]
-        extra, failed = measure_workspaces(keys, self.device)
+        extra, failed = self.target.workspaces(keys)
         if failed:
             self.notes.append(f"temporaries not measured for: {', '.join(sorted(set(failed)))}")
         return {

@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from ckptplan.profiling.fake import FakeWorld
+from ckptplan.profiling.operations import op_key
+from ckptplan.profiling.target import ON_CPU, Target
 from ckptplan.runtime.selective import is_numbered
 from ckptplan.runtime.swap import movable
 
@@ -77,37 +79,25 @@ class SegmentTrace:
     present: set[Sid] = field(default_factory=set)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Enough of a tensor to make another like it."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
-
-
 class Tracker(FakeWorld):
     """Runs operations fake and counts the storages they make.
 
     Parameters
     ----------
-    round_to : int
-        The device allocator rounds each block up to a multiple of this.
-    device_type : str
-        Where the step runs.
+    target : Target
+        Where the step is to run; by default on the CPU.
     """
 
-    def __init__(self, round_to: int = 1, device_type: str = "cpu") -> None:
-        super().__init__()
+    def __init__(self, target: Target = ON_CPU) -> None:
+        super().__init__(target)
         self.live_bytes = 0
         self.peak_bytes = 0
         self.wrapped_bytes = 0
+        self.numbers_on_host = False
         self.forward: dict[int, SegmentTrace] = {}
         self.backward: dict[int, SegmentTrace] = {}
-        self._round_to = round_to
-        self._device_type = device_type
-        self._device = torch.device(device_type)
+        self._round_to = target.round_to
+        self._device = torch.device(target.device.type)
         self._alive: dict[int, Sid | None] = {}
         self._twins: list[torch.Tensor] = []  # the fake mode forgets twins that nobody holds
         self._made_by: dict[int, int | None] = {}
@@ -190,6 +180,9 @@ class Tracker(FakeWorld):
         key = id(storage)
         if key in self._alive:
             return None
+        if self._target.is_cuda and self._on_host(tensor):
+            self.outside(tensor)
+            return None
         nbytes = self.size_of(storage)
         sid = ("backward" if self._in_backward else "forward", self._segment, self._made)
         self._alive[key] = sid
@@ -200,6 +193,15 @@ class Tracker(FakeWorld):
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(storage, self._freed, key, nbytes)
         return sid
+
+    def _on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies on the host beside a CUDA device.
+
+        Where that device isn't here all tensors seem to: single real numbers made by an optimizer do then.
+        """
+        if self._target.spec is None:
+            return tensor.device.type != self._device.type
+        return self.numbers_on_host and tensor.dim() == 0 and not isinstance(tensor, FakeTensor)
 
     def _freed(self, key: int, nbytes: int) -> None:
         self._alive.pop(key, None)
@@ -215,14 +217,14 @@ class Tracker(FakeWorld):
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         for tensor in given:
             if not isinstance(tensor, FakeTensor) and id(tensor.untyped_storage()) not in self._alive:
-                if tensor.dim() == 0 and tensor.device.type == "cpu" == self._device_type:
+                if tensor.dim() == 0 and tensor.device.type == "cpu" and not self._target.is_cuda:
                     self._add(tensor)  # a number that PyTorch has just wrapped, and autograd may save
                 else:
                     self.outside(tensor)
                 twin = self.fake(tensor)
                 self._twins.append(twin)
                 self.outside(twin)
-        if "Tensor" in func._overloadname and self._device_type == "cpu":
+        if "Tensor" in func._overloadname and not self._target.is_cuda:
             # Numbers among the operands become tensors of 8 bytes, which autograd may save.
             self.wrapped_bytes += 8 * sum(isinstance(x, (int, float)) for x in args)
         before = self.live_bytes
@@ -230,6 +232,8 @@ class Tracker(FakeWorld):
         in_place = self._accumulates(func, args, kwargs)
         written = self._written(func, args, kwargs)
         result = self.run(func, args, kwargs)
+        if in_place:
+            self._summed_in_place(args[0], result)
         returned = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
         made: dict[Sid, tuple[int, bool]] = {}
         for tensor in returned:
@@ -245,6 +249,9 @@ class Tracker(FakeWorld):
             counts = is_numbered(func, args)
             trace.ops.append(OpTrace(before, self.live_bytes, key, made, written, fresh, counts))
         return result
+
+    def _summed_in_place(self, earlier: torch.Tensor, total: torch.Tensor) -> None:
+        """`total` would be the same storage as `earlier` on real tensors."""
 
     def _written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sid, ...]:
         """Storages that the operation's schema says it writes to."""
@@ -308,21 +315,3 @@ def owners_of_a_lone_gradient() -> tuple[int, int]:
         tracker.enter_backward()
         loss.backward()
     return min((a for a, _ in found), default=0), min((b for _, b in found), default=0)
-
-
-def op_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """An operation with all that its memory depends on, hashable, and enough to run it again."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    frozen = tuple(
-        TensorSpec(tuple(x.shape), tuple(x.stride()), x.dtype, x.device.type) if isinstance(x, torch.Tensor) else x
-        for x in leaves
-        if not isinstance(x, torch.Generator)
-    )
-    try:
-        hash(frozen)
-    except TypeError:
-        frozen = tuple(
-            x if isinstance(x, (TensorSpec, int, float, bool, str, torch.dtype, type(None))) else repr(x)
-            for x in frozen
-        )
-    return func, frozen, spec

@@ -7,6 +7,7 @@ needs no more memory than the operation needs within the step.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Hashable, Iterable
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
-from ckptplan.profiling.tracker import TensorSpec
+from ckptplan.profiling.operations import TensorSpec
 from ckptplan.runtime.measure import recorded_allocations, timed
 
 _MIN_BYTES = 1
@@ -62,6 +63,42 @@ def measure_workspaces(keys: Iterable[Hashable], device: torch.device) -> tuple[
             position += 1
         peaks[key] = peak
     return peaks, failed
+
+
+def cuda_workspaces(keys: Iterable[Hashable]) -> dict[Hashable, int]:
+    """Most bytes that operations on a CUDA device which isn't here allocate at once, their results included, by rule.
+
+    Flash attention's backward sums the query's gradient in float32 beside a row of float32 sums per query (Dao, 2023,
+    "FlashAttention-2"); the backward of an embedding sorts its indices. cuDNN's workspaces depend on the algorithm that it
+    chooses on the spot, and are not in it.
+
+    Returns
+    -------
+    dict
+        Operation key -> bytes; operations that aren't in it allocate their results alone.
+    """
+    out: dict[Hashable, int] = {}
+    for key in dict.fromkeys(keys):
+        if key is None:
+            continue
+        func, leaves, _ = key  # type: ignore[misc]
+        specs = [x for x in leaves if isinstance(x, TensorSpec)]
+        if func in _ATTENTION_BACKWARD:
+            results = sum(math.prod(spec.size) * spec.dtype.itemsize for spec in specs[1:4])
+            batch, heads, rows, head = specs[1].size
+            out[key] = results + 4 * batch * heads * rows * (head + 1)
+        elif func is torch.ops.aten.embedding_dense_backward.default:
+            # The indices sorted and their former places, and the same again for the sort.
+            rows = next(x for x in leaves if isinstance(x, int))
+            result = rows * specs[0].size[-1] * specs[0].dtype.itemsize
+            out[key] = result + 4 * 8 * math.prod(specs[1].size)
+    return out
+
+
+_ATTENTION_BACKWARD = {
+    torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
+}
 
 
 def measure_times(keys: Iterable[Hashable], device: torch.device) -> dict[Hashable, float]:

@@ -33,7 +33,8 @@ def buffer_state(model: nn.Module) -> Callable[[], None]:
     saved = []
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            saved.append((module, name, buffer, None if buffer is None else buffer.detach().to("cpu", copy=True)))
+            valued = buffer is not None and not buffer.is_meta
+            saved.append((module, name, buffer, buffer.detach().to("cpu", copy=True) if valued else None))
 
     def restore() -> None:
         with torch.no_grad():

@@ -54,6 +54,8 @@ class TrainingStep:
         Output to scalar tensor.
     fn : callable, optional
         Runs every forward of the step and returns the loss; replaces the others.
+    autocast : (str, torch.dtype), optional
+        Device type and data type of the autocast in which forward and loss run.
     """
 
     model: nn.Module
@@ -61,6 +63,7 @@ class TrainingStep:
     kwargs: dict[str, Any] = field(default_factory=dict)
     loss_fn: LossFn = default_loss
     fn: Callable[[], torch.Tensor] | None = None
+    autocast: tuple[str, torch.dtype] | None = None
 
     def forward(self) -> tuple[Any, torch.Tensor]:
         """Run forward and loss.
@@ -75,13 +78,14 @@ class TrainingStep:
         InvalidInputError
             If the inputs don't fit the forward, or the loss can't run backward.
         """
-        if self.fn is not None:
-            output, loss = None, self.fn()
-            source = "step()"
-        else:
-            output = self.model(*self.args, **self.kwargs)
-            loss = self.loss_fn(output)
-            source = "loss_fn(output)" if self.loss_fn is not default_loss else "the model's loss"
+        with self._autocast():
+            if self.fn is not None:
+                output, loss = None, self.fn()
+                source = "step()"
+            else:
+                output = self.model(*self.args, **self.kwargs)
+                loss = self.loss_fn(output)
+                source = "loss_fn(output)" if self.loss_fn is not default_loss else "the model's loss"
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             what = (
                 f"a tensor of shape {tuple(loss.shape)}"
@@ -95,6 +99,11 @@ class TrainingStep:
                 "check for no_grad, detach or frozen parameters"
             )
         return output, loss
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.autocast[0], self.autocast[1])
 
     def tensors(self) -> list[torch.Tensor]:
         """Input tensors."""
@@ -198,8 +207,8 @@ def training_config(model: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
-def fingerprint(step: TrainingStep) -> Fingerprint:
-    """What a profile of `step` is bound to."""
+def fingerprint(step: TrainingStep, device_name: str | None = None) -> Fingerprint:
+    """What a profile of `step` is bound to; `device_name` stands for a device that isn't here."""
     model = step.model
     digest = hashlib.sha256()
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -212,7 +221,7 @@ def fingerprint(step: TrainingStep) -> Fingerprint:
         if isinstance(t, torch.Tensor)
     )
     device = model_device(model)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    name = device_name or (torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
     return Fingerprint(
         model=f"{type(model).__module__}.{type(model).__qualname__}",
         parameters=f"{count} in {digest.hexdigest()[:16]}",

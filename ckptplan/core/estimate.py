@@ -1,0 +1,192 @@
+"""What a training step needs, by phase and category: the answer of `ckptplan.estimate`, as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptplan.core.units import format_bytes
+
+SCHEMA = "ckptplan.estimate/1"
+
+CATEGORIES = (
+    "weights",
+    "buffers",
+    "gradients",
+    "optimizer state",
+    "inputs",
+    "forward outputs",
+    "output gradients",
+    "saved activations",
+    "workspaces and temporaries",
+    "rounding",
+    "reservation",
+    "context",
+)
+"""After DNNMem (Gao et al., ESEC/FSE 2020): what a byte on the device is for.
+
+"forward outputs" are results that no backward needs; "rounding" is what blocks have beyond what was asked for;
+"reservation" what the caching allocator holds beyond its blocks; "context" what the driver takes.
+"""
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """Blocks of one kind that are alive at the peak.
+
+    Parameters
+    ----------
+    nbytes, count : int
+        Together, as requested; how many there are.
+    category, stage : str
+        What they are for; for saved activations, the stage that saves them.
+    name : str
+        Of the parameter, buffer or state, where they have one.
+    module, line, op : str
+        Where they come from: the module, the line of the model's code, the operation.
+    shape : tuple of int
+    dtype : str
+    """
+
+    nbytes: int
+    count: int
+    category: str
+    stage: str
+    name: str
+    module: str
+    line: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def source(self) -> str:
+        """What a person looks for first: the name, else the line and module."""
+        if self.name:
+            return self.name
+        return " ".join(part for part in (self.line, f"in {self.module}" if self.module else "") if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One phase of training.
+
+    Parameters
+    ----------
+    name : str
+        "loaded", "forward", "backward", "optimizer", the same of the second step ("forward 2", ...), or "inference".
+    start_bytes, end_bytes, peak_bytes : int
+        In blocks, rounded up as the device does.
+    reserved_bytes : int
+        Most that the allocator holds during it; on the CPU the peak.
+    categories : mapping
+        Category -> bytes at the phase's peak; they add up to `peak_bytes`.
+    """
+
+    name: str
+    start_bytes: int
+    end_bytes: int
+    peak_bytes: int
+    reserved_bytes: int
+    categories: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a training step needs.
+
+    Parameters
+    ----------
+    device : str
+    phases : tuple of Phase
+        In order, the training ones first.
+    peak_bytes : int
+        Most bytes in blocks over all training phases.
+    peak_phase, peak_stage : str
+        When that is: the phase, and the stage that runs.
+    reserved_bytes : int
+        Most that the allocator reserves over all training phases.
+    context_bytes : int
+        What the driver takes beside it.
+    capacity_bytes : int or None
+        What the device has in all; None where that isn't known.
+    categories : mapping
+        Category -> bytes when most is reserved; they add up to `total_bytes`.
+    saved_bytes : mapping
+        Stage -> bytes of what it saves for backward, each storage counted at the first stage that saves it.
+    alive : tuple of Tensors
+        At the peak, largest first.
+    notes : tuple of str
+        What a reader must know about how it was found.
+    """
+
+    device: str
+    phases: tuple[Phase, ...]
+    peak_bytes: int
+    peak_phase: str
+    peak_stage: str
+    reserved_bytes: int
+    context_bytes: int
+    capacity_bytes: int | None
+    categories: Mapping[str, int]
+    saved_bytes: Mapping[str, int]
+    alive: tuple[Tensors, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """What the device must have: reserved, and the context."""
+        return self.reserved_bytes + self.context_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the device has that much; None where its size isn't known."""
+        return None if self.capacity_bytes is None else self.total_bytes <= self.capacity_bytes
+
+    def phase(self, name: str) -> Phase:
+        """The phase of that name.
+
+        Raises
+        ------
+        KeyError
+        """
+        for phase in self.phases:
+            if phase.name == name:
+                return phase
+        raise KeyError(f"no phase {name!r}; there are {', '.join(phase.name for phase in self.phases)}")
+
+    def save(self, path: str | Path) -> None:
+        """Write the estimate as JSON (docs/formats.md)."""
+        text = json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, indent=1)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        fits = {None: "", True: ": fits", False: ": does NOT fit"}[self.fits]
+        has = "" if self.capacity_bytes is None else f" of {format_bytes(self.capacity_bytes)}{fits}"
+        during = f"{self.peak_phase}, {self.peak_stage}" if self.peak_stage else self.peak_phase
+        lines = [
+            f"needs     {format_bytes(self.total_bytes)} on {self.device}{has}",
+            f"peak      {format_bytes(self.peak_bytes)} in tensors ({during}), "
+            f"{format_bytes(self.reserved_bytes)} reserved, {format_bytes(self.context_bytes)} context",
+            "",
+            f"{'phase':<14}{'at start':>12}{'peak':>12}{'at end':>12}{'reserved':>12}",
+        ]
+        for p in self.phases:
+            numbers = (p.start_bytes, p.peak_bytes, p.end_bytes, p.reserved_bytes)
+            lines.append(f"{p.name:<14}" + "".join(f"{format_bytes(n):>12}" for n in numbers))
+        lines += ["", f"{'category':<28}{'bytes':>12}"]
+        lines += [f"{name:<28}{format_bytes(n):>12}" for name, n in self.categories.items() if n]
+        lines += ["", f"{'alive at the peak':<28}{'bytes':>12}  of"]
+        for tensors in self.alive[:_SHOWN]:
+            times = f"{tensors.count} x " if tensors.count > 1 else ""
+            shape = f"{tensors.dtype}{list(tensors.shape)}" if tensors.dtype else tensors.op
+            lines.append(f"{tensors.category:<28}{format_bytes(tensors.nbytes):>12}  {times}{shape} {tensors.source}")
+        if len(self.alive) > _SHOWN:
+            rest = sum(t.nbytes for t in self.alive[_SHOWN:])
+            lines.append(f"{f'and {len(self.alive) - _SHOWN} more kinds':<28}{format_bytes(rest):>12}")
+        return "\n".join([*lines, *(["", *(f"note: {note}" for note in self.notes)] if self.notes else [])])

@@ -1,0 +1,274 @@
+"""The settings of PyTorch's CUDA caching allocator that change how much device memory it takes.
+
+Rules and limits are those of `c10/core/AllocatorConfig.{h,cpp}` and `c10/cuda/CUDAAllocatorConfig.h` of PyTorch 2.13,
+whose own parser (it is in the CPU build as well) was given the strings of the tests. Two things are stricter here, so
+that a slip is seen: text after a number ("128MB", which PyTorch reads as 128) and numbers below zero are errors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptplan.core.errors import InvalidInputError
+
+MIB = 1 << 20
+MIN_BLOCK_BYTES = 512
+SMALL_BYTES = MIB  # the largest rounded size that goes to the small pool
+SMALL_SEGMENT_BYTES = 2 * MIB
+MIN_LARGE_BYTES = 10 * MIB  # below it a large request shares a segment of `large_segment_bytes`
+ROUND_LARGE_BYTES = 2 * MIB
+INTERVALS = 16  # sizes from 2**(20+i) to 2**(21+i) - 1 bytes; the first also takes all below, the last all above
+
+# They act on pinned host memory, on a lock, or under CUDA graph capture alone, so they change nothing in this model.
+WITHOUT_EFFECT = (
+    "graph_capture_record_stream_reuse",
+    "pinned_free_catch_all",
+    "pinned_max_cached_size_mb",
+    "pinned_max_round_threshold_mb",
+    "pinned_num_register_threads",
+    "pinned_reserve_segment_size_mb",
+    "pinned_use_background_threads",
+    "pinned_use_cuda_host_register",
+    "pinned_use_hip_host_register",
+    "release_lock_on_cudamalloc",
+    "release_lock_on_hipmalloc",
+)
+MODELLED = (
+    "expandable_segments",
+    "garbage_collection_threshold",
+    "large_segment_size_mb",
+    "max_non_split_rounding_mb",
+    "max_split_size_mb",
+    "per_process_memory_fraction",
+    "roundup_power2_divisions",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorSettings:
+    """Settings of the allocator; the defaults are PyTorch's.
+
+    Parameters
+    ----------
+    expandable_segments : bool
+        One growing segment per pool and stream instead of many of fixed size.
+    max_split_size_bytes : int, optional
+        Blocks of this size and more are never split, and requests below it never take one. None: no limit.
+    roundup_power2_divisions : int, mapping or 16 integers
+        Sizes round up to a multiple of (power of two below the size) / divisions instead of to 512. A number holds for
+        all sizes. A mapping from an interval's first size (bytes, a power of two of at least 1 MiB) to its divisions
+        is read as PyTorch reads its list: the first entry also holds for all smaller sizes, an interval without an
+        entry isn't rounded. Kept as one number per interval; 0 and 1 mean rounding to 512.
+    garbage_collection_threshold : float, optional
+        Part of the allowed memory above which old unused segments are released before a new one is asked for. As in
+        PyTorch it does nothing unless `memory_fraction` is below 1.
+    large_segment_bytes : int
+        Size of the segments that requests above 1 MiB and below 10 MiB share; also the page of expandable segments of
+        the large pool. More than 10 MiB.
+    max_non_split_rounding_bytes : int, optional
+        A request of at least `max_split_size_bytes` takes no block larger by this or more. None: `large_segment_bytes`.
+    memory_fraction : float
+        Part of the capacity that the allocator may reserve (`torch.cuda.set_per_process_memory_fraction`).
+
+    Raises
+    ------
+    InvalidInputError
+        For values that PyTorch would refuse.
+    """
+
+    expandable_segments: bool = False
+    max_split_size_bytes: int | None = None
+    roundup_power2_divisions: int | Mapping[int, int] | tuple[int, ...] = 0
+    garbage_collection_threshold: float | None = None
+    large_segment_bytes: int = 20 * MIB
+    max_non_split_rounding_bytes: int | None = None
+    memory_fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.expandable_segments, bool):
+            raise InvalidInputError(f"expandable_segments={self.expandable_segments!r} must be True or False")
+        if not _is_count(self.large_segment_bytes) or self.large_segment_bytes <= MIN_LARGE_BYTES:
+            raise InvalidInputError(
+                f"large_segment_bytes={self.large_segment_bytes!r} must be an integer above {MIN_LARGE_BYTES} (10 MiB),"
+                " since requests up to that size share such a segment; PyTorch's default is 20 MiB"
+            )
+        if self.large_segment_bytes % MIN_BLOCK_BYTES:
+            raise InvalidInputError(f"large_segment_bytes={self.large_segment_bytes} must be a multiple of 512")
+        for name in ("max_split_size_bytes", "max_non_split_rounding_bytes"):
+            value = getattr(self, name)
+            if value is not None and (not _is_count(value) or value < self.large_segment_bytes):
+                raise InvalidInputError(
+                    f"{name}={value!r} must be an integer of at least large_segment_bytes ({self.large_segment_bytes});"
+                    " raise it, or lower large_segment_bytes"
+                )
+        threshold = self.garbage_collection_threshold
+        if threshold is not None and not (_is_number(threshold) and 0 < threshold < 1):
+            raise InvalidInputError(
+                f"garbage_collection_threshold={threshold!r} must lie between 0 and 1, both excluded; None turns it off"
+            )
+        if not (_is_number(self.memory_fraction) and 0 <= self.memory_fraction <= 1):
+            raise InvalidInputError(f"memory_fraction={self.memory_fraction!r} must lie between 0 and 1")
+        object.__setattr__(self, "roundup_power2_divisions", _intervals(self.roundup_power2_divisions))
+
+    @property
+    def divisions(self) -> tuple[int, ...]:
+        """Divisions of each of the 16 size intervals, from 1 MiB upwards."""
+        assert isinstance(self.roundup_power2_divisions, tuple)
+        return self.roundup_power2_divisions
+
+    @classmethod
+    def from_string(cls, text: str) -> AllocatorSettings:
+        """Settings as written in PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF.
+
+        Known names that don't act on device memory (pinned memory, locks, graph capture) are accepted and change
+        nothing here. A name given twice counts as its last value, as in PyTorch.
+
+        Raises
+        ------
+        InvalidInputError
+            For unknown names, values that can't be read or that PyTorch would refuse, and for what isn't modelled
+            (`backend:cudaMallocAsync`, `throw_on_cudamalloc_oom:True`).
+        """
+        values: dict[str, object] = {}
+        for name, value in _items(text):
+            if name == "expandable_segments":
+                values[name] = _boolean(name, value)
+            elif name == "roundup_power2_divisions":
+                values[name] = _division_list(value)
+            elif name == "garbage_collection_threshold":
+                values[name] = _number(name, value)
+            elif name == "per_process_memory_fraction":
+                values["memory_fraction"] = _number(name, value)
+            elif name == "max_split_size_mb":
+                values["max_split_size_bytes"] = _integer(name, value) * MIB
+            elif name == "max_non_split_rounding_mb":
+                values["max_non_split_rounding_bytes"] = _integer(name, value) * MIB
+            elif name == "large_segment_size_mb":
+                values["large_segment_bytes"] = _integer(name, value) * MIB
+            elif name == "backend":
+                if value != "native":
+                    raise InvalidInputError(f"backend:{value} isn't modelled; only the native allocator is")
+            elif name == "throw_on_cudamalloc_oom":
+                if _boolean(name, value):
+                    raise InvalidInputError(f"{name}:True isn't modelled (which requests it refuses); leave it out")
+            elif name not in WITHOUT_EFFECT:
+                raise InvalidInputError(
+                    f"unknown allocator setting {name!r} in {text!r}; known: {', '.join((*MODELLED, *WITHOUT_EFFECT))}"
+                )
+        return cls(**values)  # type: ignore[arg-type]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_divisions(value: object) -> int:
+    # 1 is no rounding, as 0 is: PyTorch divides only where there is more than one division.
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0 or value & (value - 1):
+        raise InvalidInputError(f"roundup_power2_divisions: {value!r} divisions; must be a power of two, or 0 for none")
+    return value
+
+
+def _intervals(given: int | Mapping[int, int] | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(given, Mapping):
+        found = [0] * INTERVALS
+        for number, size in enumerate(sorted(given)):
+            if not _is_count(size) or size < MIB or size & (size - 1):
+                raise InvalidInputError(
+                    f"roundup_power2_divisions: an interval starts at {size!r} bytes; must be a power of two, 1 MiB or"
+                    " more"
+                )
+            index = min(size.bit_length() - MIB.bit_length(), INTERVALS - 1)
+            divisions = _check_divisions(given[size])
+            found[0 if number == 0 else index : index + 1] = [divisions] * (index + 1 if number == 0 else 1)
+        return tuple(found)
+    if isinstance(given, (tuple, list)):
+        if len(given) != INTERVALS:
+            raise InvalidInputError(f"roundup_power2_divisions: {len(given)} numbers; there are {INTERVALS} intervals")
+        return tuple(_check_divisions(value) for value in given)
+    return (_check_divisions(given),) * INTERVALS
+
+
+def _items(text: str) -> list[tuple[str, str]]:
+    """Name and value of each setting; commas inside brackets don't separate."""
+    if not isinstance(text, str):
+        raise InvalidInputError(f"allocator settings {text!r} must be text such as 'max_split_size_mb:128'")
+    joined = "".join(text.split())  # blanks mean nothing, anywhere
+    items, start, depth = [], 0, 0
+    for position, char in enumerate(joined + ","):
+        depth += (char == "[") - (char == "]")
+        if depth not in (0, 1):
+            raise InvalidInputError(f"brackets don't match in allocator settings {text!r}")
+        if char == "," and depth == 0:
+            items.append(joined[start:position])
+            start = position + 1
+    if depth:
+        raise InvalidInputError(f"a closing bracket ']' is missing in allocator settings {text!r}")
+    if items[-1] == "":  # of an empty text, or after a last comma
+        items.pop()
+    found = []
+    for item in items:
+        name, colon, value = item.partition(":")
+        if not (name and colon and value):
+            raise InvalidInputError(f"{item!r} in allocator settings {text!r} must read name:value")
+        found.append((name, value))
+    return found
+
+
+def _boolean(name: str, value: str) -> bool:
+    if value not in ("True", "False"):
+        raise InvalidInputError(f"{name}:{value} must be True or False, written so")
+    return value == "True"
+
+
+def _integer(name: str, value: str) -> int:
+    if not (value.isascii() and value.isdigit()):
+        raise InvalidInputError(f"{name}:{value} must be a whole number without sign or unit")
+    return int(value)
+
+
+def _number(name: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise InvalidInputError(f"{name}:{value} must be a number") from None
+
+
+def _division_list(value: str) -> tuple[int, ...]:
+    """`8` or `[256:1,512:2,>:8]`, whose sizes are in MiB, as one number per interval."""
+    name = "roundup_power2_divisions"
+    if not value.startswith("["):
+        divisions = _check_divisions(_integer(name, value))
+        if divisions == 0:
+            raise InvalidInputError(f"{name}:0 is refused by PyTorch; leave it out, or use 1, for no rounding")
+        return (divisions,) * INTERVALS
+    if not value.endswith("]"):
+        raise InvalidInputError(f"{name}:{value} must end with its closing bracket")
+    found = [0] * INTERVALS
+    last: int | None = None
+    first = True
+    for entry in value[1:-1].split(","):
+        size, colon, text = entry.partition(":")
+        if not (size and colon and text):
+            raise InvalidInputError(f"{name}: {entry!r} must read size:divisions, the size in MiB or '>'")
+        divisions = _check_divisions(_integer(name, text))
+        if size == ">":  # all intervals after the last named one
+            start = 1 if last is None else last + 1
+            found[start:] = [divisions] * (INTERVALS - start)
+            continue
+        size_mib = _integer(name, size)
+        if size_mib < 1 or size_mib & (size_mib - 1):
+            raise InvalidInputError(f"{name}: size {size} must be a power of two (MiB)")
+        index = min(size_mib.bit_length() - 1, INTERVALS - 1)
+        if first:
+            found[:index] = [divisions] * index
+            first = False
+        found[index] = divisions
+        last = index
+    return tuple(found)

@@ -1,0 +1,356 @@
+"""estimate(): the memory of a training step, by category and phase, before any of it is spent."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.estimate import CATEGORIES, Estimate, Phase
+from ckptplan.core.plan import Plan
+from ckptplan.memory.allocator_settings import AllocatorSettings
+from ckptplan.memory.folding import folded
+from ckptplan.memory.ledger import Account, Ledger, Player, saved_bytes
+from ckptplan.memory.record import Block, Recording, record_step, record_updates
+from ckptplan.profiling.optimizers import OptimizerLike, make_optimizer
+from ckptplan.profiling.profiler import as_ours, outside_tensors, training_step
+from ckptplan.profiling.target import DeviceLike, Target, find_target
+from ckptplan.runtime.state import restored
+from ckptplan.runtime.step import LossFn, TrainingStep, check_supported, fingerprint, training_config
+
+_CUBLAS_BYTES = 8_519_680
+_CUBLAS_BYTES_FROM_9_0 = 32 << 20
+_CUBLASLT_BYTES = 1 << 20
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear")
+
+
+@dataclass(frozen=True, slots=True)
+class DDP:
+    """Distributed data parallel, as far as it takes memory (Li et al., VLDB 2020).
+
+    Gradients are copied into buckets, or, with `gradient_as_bucket_view`, lie there from the start. What NCCL takes is
+    outside of PyTorch's allocator and not in an estimate.
+
+    Parameters
+    ----------
+    bucket_cap_mb, first_bucket_mb : float
+        Sizes, in units of 2**20 bytes, from which on a bucket is full.
+    gradient_as_bucket_view : bool
+    """
+
+    bucket_cap_mb: float = 25.0
+    first_bucket_mb: float = 1.0
+    gradient_as_bucket_view: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("bucket_cap_mb", "first_bucket_mb"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1 << 20:
+                raise InvalidInputError(f"ddp: {name}={value!r} must be a number above 0, in units of 2**20 bytes")
+
+    def buckets(self, parameters: Iterable[torch.Tensor]) -> list[int]:
+        """Bytes of each bucket: gradients in reverse order, by data type, a bucket ends once it is full."""
+        sizes: list[int] = []
+        filling: dict[torch.dtype, int] = {}
+        for p in reversed([p for p in parameters if p.requires_grad]):
+            filling[p.dtype] = filling.get(p.dtype, 0) + p.numel() * p.element_size()
+            if filling[p.dtype] >= (self.bucket_cap_mb if sizes else self.first_bucket_mb) * 2**20:
+                sizes.append(filling.pop(p.dtype))
+        return [*sizes, *filling.values()]
+
+
+def estimate(
+    model: nn.Module,
+    inputs: Any = None,
+    *,
+    loss_fn: LossFn | None = None,
+    step: Callable[[], torch.Tensor] | None = None,
+    optimizer: OptimizerLike | None = None,
+    device: DeviceLike = None,
+    amp: torch.dtype | str | None = None,
+    grad_scaler: bool | None = None,
+    ddp: DDP | bool = False,
+    accumulation_steps: int = 1,
+    set_to_none: bool = True,
+    checkpoint_on_device: bool = False,
+    plan: Plan | None = None,
+    allocator: AllocatorSettings | str | None = None,
+) -> Estimate:
+    """What training `model` needs, by category and phase, without allocating it.
+
+    The loop that is meant: forward, loss, backward (`accumulation_steps` times, the batch on the device all the while), the
+    optimizer's update, `zero_grad`. Output and loss are let go when backward has ended. Two steps are laid out, since the
+    optimizer's state comes with the first update; then one forward without autograd ("inference").
+
+    Parameters
+    ----------
+    model : nn.Module
+        May lie on `meta`, where `device` names one that isn't here.
+    inputs, loss_fn, step
+        As in `profile`.
+    optimizer : Optimizer, class, callable or str, optional
+        An optimizer, its class, a function from parameters to an optimizer, or "sgd", "momentum", "rmsprop", "adagrad",
+        "adam", "adamw", "adafactor". None: no update, gradients stay from the first backward on until `zero_grad`.
+    device : str, path or Device, optional
+        By default where the model is; else a known device ("a100-40gb"), a file that describes one, or a `Device`.
+    amp : torch.dtype, optional
+        Forward and loss run under autocast to this type ("float16", "bfloat16").
+    grad_scaler : bool, optional
+        A `GradScaler` is used; by default with float16.
+    ddp : DDP or bool
+        Gradients are reduced in buckets.
+    accumulation_steps : int
+        Micro-batches per update, each as large as `inputs`.
+    set_to_none : bool
+        What `zero_grad` does; False keeps the gradients' memory.
+    checkpoint_on_device : bool
+        The weights were loaded from a file onto the device (no `map_location`), and what was loaded is still referenced.
+    plan : Plan, optional
+        Applied in training.
+    allocator : AllocatorSettings or str, optional
+        CUDA's caching allocator as in PYTORCH_CUDA_ALLOC_CONF, such as "expandable_segments:True".
+
+    Returns
+    -------
+    Estimate
+        Printable.
+
+    Raises
+    ------
+    InvalidInputError, UnsupportedModelError, PlanMismatchError
+    """
+    target = find_target(model, device)
+    settings = _settings(allocator, target)
+    if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
+        raise InvalidInputError(f"accumulation_steps={accumulation_steps!r} must be a whole number, at least 1")
+    check_supported(model)
+    training, notes = training_step(model, inputs, loss_fn=loss_fn, step=step, target=target)
+    dtype = _dtype(amp)
+    if dtype is not None:
+        training = dataclasses.replace(training, autocast=(target.device.type, dtype))
+    run = _Run(
+        training,
+        target,
+        None if optimizer is None else make_optimizer(optimizer, model.parameters()),
+        (dtype is torch.float16) if grad_scaler is None else grad_scaler,
+        DDP() if ddp is True else (ddp or None),
+        accumulation_steps,
+        set_to_none,
+        checkpoint_on_device,
+        plan,
+        training.tensors() if step is None else outside_tensors(training, target),
+        notes,
+    )
+    with restored(model) as rewind, training_config(model), as_ours(training, "being estimated"):
+        rewind()
+        return run.estimate(rewind, settings)
+
+
+def _settings(allocator: AllocatorSettings | str | None, target: Target) -> AllocatorSettings | None:
+    if not target.is_cuda:
+        if allocator is not None:
+            raise InvalidInputError(
+                f"allocator={allocator!r} are settings of CUDA's allocator; the step runs on the CPU"
+            )
+        return None
+    return AllocatorSettings.from_string(allocator) if isinstance(allocator, str) else allocator or AllocatorSettings()
+
+
+def _dtype(amp: torch.dtype | str | None) -> torch.dtype | None:
+    found = getattr(torch, amp, None) if isinstance(amp, str) else amp
+    if amp is not None and found not in (torch.float16, torch.bfloat16):
+        raise InvalidInputError(f"amp={amp!r}: autocast goes to torch.float16 or torch.bfloat16")
+    return found
+
+
+@dataclass
+class _Run:
+    """One training run to be laid out."""
+
+    step: TrainingStep
+    target: Target
+    optimizer: torch.optim.Optimizer | None
+    scaler: bool
+    ddp: DDP | None
+    accumulation_steps: int
+    set_to_none: bool
+    checkpoint_on_device: bool
+    plan: Plan | None
+    inputs: list[torch.Tensor]
+    notes: list[str]
+    unknown: set[str] = field(default_factory=set)
+
+    def estimate(self, rewind: Callable[[], None], settings: AllocatorSettings | None) -> Estimate:
+        """Record the parts, lay them out, add them up."""
+        if self.plan is not None:
+            made_for = fingerprint(self.step, self.target.name)
+            self.plan.fingerprint.require(made_for, ignore=("device", "torch_version"))
+        fresh = self._record(rewind)
+        # From the second backward on there are gradients to add to, unless each step's are dropped.
+        lasting = self.accumulation_steps > 1 or not self.set_to_none
+        adding = self._record(rewind, accumulating=True) if lasting else fresh
+        training = self._training(fresh, adding)
+        with torch.no_grad():
+            inferring = self._record(rewind)
+        inference = Ledger()
+        self._load(inference, training=False)
+        self._forward(inference, Player(inference, inferring), "inference")
+        account = Account.of(training, settings)
+        phases = (*account.phases(), *Account.of(inference, settings).phases()[1:])
+        return self._result(account, phases, fresh)
+
+    def _record(self, rewind: Callable[[], None], *, accumulating: bool = False) -> Recording:
+        """The step once, with or without gradients there already."""
+        if self.plan is not None and torch.is_grad_enabled():
+            recording, unknown = record_step(
+                self.step,
+                self.plan.stages,
+                self.target,
+                choices=self.plan.choices,
+                segments=self.plan.segments,
+                accumulating=accumulating,
+            )
+        else:
+            recording, unknown = folded(self.step, self.target, accumulating=accumulating)
+        rewind()
+        self.unknown.update(unknown)
+        return recording
+
+    # --- laying out ---
+
+    def _training(self, fresh: Recording, adding: Recording) -> Ledger:
+        """Two steps: in the first the optimizer makes its state."""
+        ledger = Ledger()
+        self._load(ledger)
+        updates = None if self.optimizer is None else record_updates(self.optimizer, self.step.model, self.target)
+        resumed = self.optimizer is not None and bool(self.optimizer.state)
+        updating = None if updates is None else Player(ledger, updates)
+        if updating is not None and resumed:
+            updating.hold("optimizer state")
+        ran_backward = False
+        gradients: list[int] = []
+        for number in (1, 2):
+            suffix = "" if number == 1 else f" {number}"
+            for micro in range(min(self.accumulation_steps, 2)):
+                has_gradients = micro > 0 or (number > 1 and not self.set_to_none)
+                player = Player(ledger, adding if has_gradients else fresh, in_buckets=self._in_buckets)
+                name = f"{suffix}, accumulating" if micro else suffix
+                self._forward(ledger, player, f"forward{name}")
+                if updating is None and self.set_to_none and micro == 0:
+                    gradients = self._free(ledger, gradients)
+                ledger.phase(f"backward{name}")
+                if not ran_backward:
+                    self._products(ledger, adding)  # the thread that runs backward has a handle of its own
+                    ran_backward = True
+                player.run("backward", "end")
+                gradients += player.left("gradients")
+                player.drop()
+            if updating is not None:
+                ledger.phase(f"optimizer{suffix}")
+                self._unscale(ledger)
+                updating.run("update 1" if number == 1 and not resumed else "update 2")
+                if self.set_to_none:
+                    gradients = self._free(ledger, gradients)
+        return ledger
+
+    @property
+    def _in_buckets(self) -> bool:
+        return self.ddp is not None and self.ddp.gradient_as_bucket_view
+
+    @staticmethod
+    def _free(ledger: Ledger, indices: list[int]) -> list[int]:
+        for index in indices:
+            ledger.free(index)
+        return []
+
+    def _load(self, ledger: Ledger, *, training: bool = True) -> None:
+        """What is on the device before the first step."""
+        ledger.phase("loaded")
+        model = self.step.model
+        seen: set[int] = set()
+
+        def put(name: str, tensor: torch.Tensor, category: str) -> None:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in seen and not (category == "buffers" and self._on_host(tensor)):
+                seen.add(storage._cdata)
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                ledger.allocate(Block(storage.nbytes(), category, name, shape=tuple(tensor.shape), dtype=dtype))
+
+        for name, tensor in model.named_parameters():
+            put(name, tensor, "weights")
+        for name, tensor in model.named_buffers():
+            put(name, tensor, "buffers")
+        if self.checkpoint_on_device:
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                ledger.allocate(
+                    Block(tensor.numel() * tensor.element_size(), "weights", f"{name} (as loaded from the file)")
+                )
+        if training and self.ddp is not None:
+            for n, nbytes in enumerate(self.ddp.buckets(model.parameters())):
+                ledger.allocate(Block(nbytes, "gradients", f"DDP bucket {n}"))
+        if training and self.scaler:
+            for what in ("scale", "growth tracker"):
+                ledger.allocate(Block(4, "workspaces and temporaries", f"GradScaler's {what}"))
+
+    def _on_host(self, tensor: torch.Tensor) -> bool:
+        return self.target.spec is None and tensor.device.type not in (self.target.device.type, "meta")
+
+    def _forward(self, ledger: Ledger, player: Player, name: str) -> None:
+        ledger.phase(name)
+        if name in ("forward", "inference"):
+            inputs = {t.untyped_storage()._cdata: t for t in self.inputs if not self._on_host(t)}
+            for tensor in inputs.values():
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                nbytes = tensor.untyped_storage().nbytes()
+                ledger.allocate(Block(nbytes, "inputs", "input", shape=tuple(tensor.shape), dtype=dtype))
+            self._products(ledger, player.recording)
+        player.run("forward")
+        if name == "inference":
+            player.run("end")
+
+    def _products(self, ledger: Ledger, recording: Recording) -> None:
+        """The workspaces that cuBLAS gets with its first product and keeps."""
+        operations = {block.op.removeprefix("aten.") for block in recording.blocks}
+        if not self.target.is_cuda or not operations.intersection(_PRODUCTS):
+            return
+        newest = (self.target.compute_capability or (0, 0)) >= (9, 0)
+        nbytes = _CUBLAS_BYTES_FROM_9_0 if newest else _CUBLAS_BYTES
+        ledger.allocate(Block(nbytes, "workspaces and temporaries", "cuBLAS workspace"))
+        ledger.allocate(Block(_CUBLASLT_BYTES, "workspaces and temporaries", "cuBLASLt workspace"))
+
+    def _unscale(self, ledger: Ledger) -> None:
+        if self.scaler:
+            for what in ("inverse scale", "flag of infinities"):
+                ledger.free(ledger.allocate(Block(4, "workspaces and temporaries", f"GradScaler's {what}")))
+
+    # --- adding up ---
+
+    def _result(self, account: Account, phases: tuple[Phase, ...], fresh: Recording) -> Estimate:
+        at = int(np.argmax(account.allocated))
+        held = int(np.argmax(account.reserved))
+        spec, context = self.target.spec, self.target.context_bytes
+        categories = account.categories(held)
+        categories["reservation"] = int(account.reserved[held] - account.allocated[held])
+        categories["context"] = context
+        if self.unknown:
+            self.notes.append(f"temporaries not known for: {', '.join(sorted(self.unknown))}")
+        return Estimate(
+            device=self.target.description,
+            phases=phases,
+            peak_bytes=int(account.allocated[at]),
+            peak_phase=next(name for name, begin, end in account.spans() if begin <= at < end),
+            peak_stage=account.stage(at),
+            reserved_bytes=int(account.reserved[held]),
+            context_bytes=context,
+            capacity_bytes=self.target.capacity_bytes,
+            categories={name: categories[name] for name in CATEGORIES if categories.get(name)},
+            saved_bytes=saved_bytes(fresh.blocks),
+            alive=account.tensors(at),
+            notes=tuple(self.notes),
+        )

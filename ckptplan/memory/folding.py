@@ -1,0 +1,391 @@
+"""Record a model of many equal layers by running a few of them.
+
+Layers of a container that repeat (with any period: a model may alternate two kinds) are shortened to four periods, the short
+model is recorded, and the second period is written out as often as the full model has it. Before that the second and third
+period are compared event by event, in forward and backward: if they differ in anything but their names, or reach further
+than their neighbours, the full model is recorded instead. So the time of an estimate grows with the distinct layers, not with
+their number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptplan.memory.record import ALLOCATE, Block, Event, Recording, Section, record_step
+from ckptplan.profiling.profiler import find_stages
+from ckptplan.profiling.target import Target
+from ckptplan.runtime.step import TrainingStep
+
+_KEPT = 4
+"""Periods that are run: the first and the last see other neighbours, the two between are compared."""
+_LONGEST_PERIOD = 8
+_POSITIONS = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "block_index", "idx", "index"}
+"""Attributes by which layers know their place; what follows from it shows in other attributes, or in the comparison."""
+_PLAIN = (bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.Size, torch.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Layers of a container that repeat.
+
+    Parameters
+    ----------
+    path : str
+        The container's qualified name.
+    first, count : int
+        Its members first to first + count - 1, where count is a multiple of the period.
+    period : int
+    """
+
+    path: str
+    first: int
+    count: int
+    period: int
+
+    @property
+    def periods(self) -> int:
+        """How often the pattern comes."""
+        return self.count // self.period
+
+
+def folded(step: TrainingStep, target: Target, *, accumulating: bool = False) -> tuple[Recording, list[str]]:
+    """As `record_step` with everything kept, running repeated layers only as often as it takes to know them all."""
+
+    def record() -> tuple[Recording, list[str]]:
+        with torch.enable_grad():
+            stages = find_stages(step, target)
+        return record_step(step, stages, target, accumulating=accumulating)
+
+    runs = find_runs(step.model)
+    if runs and step.fn is None:
+        with shortened(step.model, runs):
+            short, unknown = record()
+        full: Recording | None = short
+        for run in runs:
+            full = full and unfolded(full, run)
+        if full is not None:
+            return full, unknown
+    return record()
+
+
+# --- finding what repeats ---
+
+
+def find_runs(model: nn.Module) -> list[Run]:
+    """What can be shortened: outermost containers first, none inside of another."""
+    owners = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    out: list[Run] = []
+    for path, container in model.named_modules():
+        if not isinstance(container, (nn.ModuleList, nn.Sequential)) or any(path.startswith(f"{r.path}.") for r in out):
+            continue
+        members = list(container._modules.values())
+        if any(m is None or owners[id(x)] > 1 for m in members for x in (() if m is None else m.modules())):
+            continue
+        listed = _per_layer_settings(model, len(members))
+        signatures = [(_signature(m), tuple(values[i] for values in listed)) for i, m in enumerate(members)]
+        run = _longest(path, signatures)
+        if run is not None:
+            out.append(run)
+    return out
+
+
+def _longest(path: str, signatures: list[Any]) -> Run | None:
+    """The run that saves most layers, if any saves one."""
+    best: tuple[int, Run] | None = None
+    for period in range(1, _LONGEST_PERIOD + 1):
+        first = 0
+        while first < len(signatures):
+            last = first + period
+            while last < len(signatures) and signatures[last] == signatures[last - period]:
+                last += 1
+            count = (last - first) // period * period
+            saved = count - _KEPT * period
+            if saved > 0 and (best is None or saved > best[0]):
+                best = saved, Run(path, first, count, period)
+            first = max(last - period + 1, first + 1)
+    return None if best is None else best[1]
+
+
+def _per_layer_settings(model: nn.Module, layers: int) -> list[tuple[str, ...]]:
+    """Lists in configurations with an entry per layer, which a forward may read by the layer's place."""
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    found = []
+    for config in configs.values():
+        for value in vars(config).values() if hasattr(config, "__dict__") else ():
+            if isinstance(value, (list, tuple)) and len(value) == layers:
+                found.append(tuple(map(repr, value)))
+    return found
+
+
+def _signature(module: nn.Module) -> Any:
+    """What two modules that do the same have in common."""
+    plain = {}
+    for name, value in vars(module).items():
+        if name in _POSITIONS or name in ("_parameters", "_buffers", "_modules"):
+            continue
+        plain[name] = _settings(value)
+    tensors = [
+        (name, None if t is None else (tuple(t.shape), t.stride(), t.dtype, t.requires_grad, t.device.type))
+        for table in (module._parameters, module._buffers)
+        for name, t in table.items()
+    ]
+    inner = [(name, None if m is None else _signature(m)) for name, m in module._modules.items()]
+    return type(module), sorted(plain.items(), key=lambda item: item[0]), tensors, inner
+
+
+def _settings(value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return value if value == value else "nan"
+    if isinstance(value, (list, tuple)):
+        return [_settings(v) for v in value]
+    if isinstance(value, dict):
+        return [(repr(k), _settings(v)) for k, v in value.items()]
+    return (type(value), id(value)) if _is_shared(value) else type(value)
+
+
+def _is_shared(value: Any) -> bool:
+    """Objects that say by their identity what they do: functions and classes; others by their type."""
+    return callable(value) and not isinstance(value, nn.Module) and hasattr(value, "__name__")
+
+
+@contextlib.contextmanager
+def shortened(model: nn.Module, runs: list[Run]) -> Iterator[None]:
+    """Inside, each run has as few periods as are run; members behind it move up."""
+    modules = dict(model.named_modules())
+    saved = [(modules[run.path], modules[run.path]._modules) for run in runs]
+    try:
+        for run, (container, members) in zip(runs, saved, strict=True):
+            kept = [
+                m
+                for i, m in enumerate(members.values())
+                if i < run.first + _KEPT * run.period or i >= run.first + run.count
+            ]
+            container._modules = {str(i): m for i, m in enumerate(kept)}
+        yield
+    finally:
+        for container, members in saved:
+            container._modules = members
+
+
+# --- writing it out ---
+
+_Reference = tuple[Any, ...]
+"""A block by where it is made: ("unit", periods away, direction, segment within the period, number) or ("outside", ...)."""
+
+
+class _Folded:
+    """A recording of a shortened model, with where each of its blocks and sections belongs."""
+
+    def __init__(self, recording: Recording, run: Run) -> None:
+        self.recording, self.run = recording, run
+        self.begins = self._begins()
+        self.births: dict[int, tuple[str, int, int]] = {}
+        made: Counter[tuple[str, int]] = Counter()
+        for section in recording.sections:
+            for code, block in section.events:
+                if code == ALLOCATE:
+                    at = (section.direction, section.segment)
+                    self.births[block] = (*at, made[at])
+                    made[at] += 1
+
+    def _begins(self) -> list[int] | None:
+        """First segment of each period, and the first after the last one; None unless they lie in order, one by one."""
+        members: list[int] = []
+        segments: list[int] = []
+        pattern = re.compile(re.escape(self.run.path) + r"\.(\d+)(?=[.#]|$)")
+        for j, name in enumerate(self.recording.stages):
+            found = pattern.match(name) if self.run.path else re.match(r"(\d+)(?=[.#]|$)", name)
+            if found and self.run.first <= int(found[1]) < self.run.first + _KEPT * self.run.period:
+                members.append((int(found[1]) - self.run.first) // self.run.period)
+                segments.append(2 * j + 1)
+        if members != sorted(members) or set(members) != set(range(_KEPT)):
+            return None
+        if segments != list(range(segments[0], segments[-1] + 1, 2)):
+            return None
+        begins = [segments[members.index(r)] for r in range(_KEPT)]
+        lengths = {b - a for a, b in zip(begins, begins[1:], strict=False)}
+        last = segments[-1] + 1  # what follows the last layer is not part of it
+        return [*begins, last] if lengths == {last + 1 - begins[-1]} else None
+
+    def period(self, segment: int) -> int | None:
+        """The period that a segment is in."""
+        assert self.begins is not None
+        for r in range(_KEPT):
+            if self.begins[r] <= segment < self.begins[r + 1]:
+                return r
+        return None
+
+    def reference(self, block: int, r: int | None) -> _Reference:
+        """A block as seen from period `r`, or from outside."""
+        direction, segment, number = self.births[block]
+        home = self.period(segment) if direction != "end" else None
+        if home is None:
+            return ("outside", direction, segment, number)
+        assert self.begins is not None
+        return ("unit", home - (r or 0), direction, segment - self.begins[home], number)
+
+    def written(self, section: Section, r: int) -> list[Any]:
+        """A section's events in terms of its period."""
+        return [
+            (code, self.reference(block, r), self.recording.blocks[block].nbytes, self.recording.blocks[block].category)
+            for code, block in section.events
+        ]
+
+
+def unfolded(recording: Recording, run: Run) -> Recording | None:
+    """The recording of the full model from that of the shortened one; None where the periods aren't alike."""
+    folded = _Folded(recording, run)
+    if folded.begins is None or not _alike(folded):
+        return None
+    return _Writer(folded).write()
+
+
+def _alike(folded: _Folded) -> bool:
+    """Whether the second and third period do the same, and only with their neighbours or with what lies outside."""
+    assert folded.begins is not None
+    sides: list[dict[Any, Any]] = [{}, {}]
+    outside: list[Counter[Any]] = [Counter(), Counter()]
+    for position, section in enumerate(folded.recording.sections):
+        r = folded.period(section.segment) if section.direction != "end" else None
+        if r in (1, 2):
+            sides[r - 1][section.direction, section.segment - folded.begins[r]] = folded.written(section, r)
+        elif r is None:
+            for code, block in section.events:
+                reference = folded.reference(block, None)
+                if reference[0] == "unit" and reference[1] in (1, 2):
+                    outside[reference[1] - 1][position, code, reference[2:]] += 1
+    near = all(
+        reference[0] == "outside" or abs(reference[1]) <= 1
+        for events in sides[0].values()
+        for _, reference, *_ in events
+    )
+    return near and sides[0] == sides[1] and outside[0] == outside[1]
+
+
+class _Writer:
+    """Writes a folded recording out."""
+
+    def __init__(self, folded: _Folded) -> None:
+        self.folded, self.run = folded, folded.run
+        self.blocks: list[Block] = []
+        self.index: dict[tuple[Any, ...], int] = {}
+        assert folded.begins is not None
+        self.begins = folded.begins
+        self.length = self.begins[1] - self.begins[0]
+        self.more = (self.run.periods - _KEPT) * self.length
+
+    def source(self, q: int) -> int:
+        """The recorded period that stands for period `q` of the full model."""
+        n = self.run.periods
+        return 0 if q == 0 else _KEPT - 1 if q == n - 1 else 1
+
+    def write(self) -> Recording:
+        sections = self.folded.recording.sections
+        outside_or_last = self._segments_by_direction(sections)
+        out: list[Section] = []
+        for group in outside_or_last:
+            r = group[0][0]
+            if r is None:
+                out += [self._section(section, None, None) for _, section in group]
+                continue
+            # A whole direction's periods, in order: write every period of the full model from its source.
+            forward = group[0][1].direction == "forward"
+            by_period: dict[int, list[Section]] = {}
+            for period, section in group:
+                assert period is not None
+                by_period.setdefault(period, []).append(section)
+            order = range(self.run.periods) if forward else range(self.run.periods - 1, -1, -1)
+            for q in order:
+                out += [self._section(section, self.source(q), q) for section in by_period.get(self.source(q), ())]
+        return Recording(self._stages(), self.blocks, out)
+
+    def _segments_by_direction(self, sections: list[Section]) -> list[list[tuple[int | None, Section]]]:
+        """Sections in groups: one outside of the periods each, or all of one direction's periods together."""
+        groups: list[list[tuple[int | None, Section]]] = []
+        for section in sections:
+            r = self.folded.period(section.segment) if section.direction != "end" else None
+            if r is not None and groups and groups[-1][0][0] is not None:
+                groups[-1].append((r, section))
+            else:
+                groups.append([(r, section)])
+        return groups
+
+    def _section(self, section: Section, r: int | None, q: int | None) -> Section:
+        assert (r is None) == (q is None)
+        if q is None or r is None:
+            late = section.direction != "end" and section.segment >= self.begins[-1]
+            segment = section.segment + (self.more if late else 0)
+        else:
+            segment = self.begins[0] + q * self.length + section.segment - self.begins[r]
+        out = Section(section.direction, segment)
+        for event in section.events:
+            out.events += self._events(event, r, q)
+        return out
+
+    def _events(self, event: Event, r: int | None, q: int | None) -> Iterator[Event]:
+        code, block = event
+        reference = self.folded.reference(block, r)
+        made = self.folded.recording.blocks[block]
+        if reference[0] == "outside":
+            yield code, self._block(reference, made, None, None)
+        elif q is not None:
+            assert r is not None
+            yield (
+                code,
+                self._block(("unit", q + reference[1], *reference[2:]), made, r + reference[1], q + reference[1]),
+            )
+        else:
+            n = self.run.periods
+            home = reference[1]
+            for p in (0,) if home == 0 else range(1, n - 2) if home == 1 else (n - _KEPT + home,):
+                yield code, self._block(("unit", p, *reference[2:]), made, home, p)
+
+    def _block(self, key: tuple[Any, ...], made: Block, r: int | None, q: int | None) -> int:
+        if key not in self.index:
+            self.index[key] = len(self.blocks)
+            rename = self._renamer(r, q)
+            self.blocks.append(
+                dataclasses.replace(made, name=rename(made.name), module=rename(made.module), stage=rename(made.stage))
+            )
+        return self.index[key]
+
+    def _renamer(self, r: int | None, q: int | None) -> Callable[[str], str]:
+        """Names of the shortened model in those of the full one, as seen in period `q`, recorded as `r`."""
+        run = self.run
+        pattern = re.compile((re.escape(run.path) + r"\." if run.path else "") + r"(\d+)(?=[.:#)]|$)")
+        head = f"{run.path}." if run.path else ""
+
+        def renamed(found: re.Match[str]) -> str:
+            i = int(found[1])
+            if i >= run.first + _KEPT * run.period:
+                i += run.count - _KEPT * run.period
+            elif i >= run.first:
+                recorded = (i - run.first) // run.period
+                if r is not None and q is not None:
+                    i += (q - r) * run.period
+                elif recorded >= 2:
+                    i += (run.periods - _KEPT) * run.period
+            return f"{head}{i}"
+
+        return lambda name: pattern.sub(renamed, name, count=1) if head in name else name
+
+    def _stages(self) -> tuple[str, ...]:
+        out: list[str] = []
+        stages = self.folded.recording.stages
+        first, last = self.begins[0] // 2, self.begins[-1] // 2
+        per = self.length // 2
+        rename = self._renamer(None, None)
+        out += [rename(name) for name in stages[:first]]
+        for q in range(self.run.periods):
+            r = self.source(q)
+            out += [self._renamer(r, q)(name) for name in stages[first + r * per : first + (r + 1) * per]]
+        return (*out, *(rename(name) for name in stages[last:]))

@@ -1,0 +1,393 @@
+"""Record every block of memory that a step makes and frees, in order, by running it on fake tensors.
+
+A *recording* is a list of blocks and, per section of the step, the events on them. Sections are the tracker's segments
+(a stage, or the glue before it) in one direction, in the order they ran.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import os
+import sys
+import threading
+import types
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from ckptplan.core.plan import KEEP, Decision
+from ckptplan.core.chain import Segment
+from ckptplan.profiling.optimizers import trace_updates
+from ckptplan.profiling.target import Target
+from ckptplan.profiling.trace import Replay, replay
+from ckptplan.profiling.tracker import Tracker
+from ckptplan.runtime.step import TrainingStep
+
+Direction = str
+"""\"forward\" or \"backward\"."""
+
+ALLOCATE, FREE, WORK = 1, -1, 0
+Event = tuple[int, int]
+"""(ALLOCATE or FREE, index of a block), or (WORK, index of an operation)."""
+
+
+@dataclass(slots=True)
+class Block:
+    """One block of device memory.
+
+    Attributes
+    ----------
+    nbytes : int
+        As requested, before any rounding.
+    category : str
+        What it is for (`ckptplan.core.estimate.CATEGORIES`).
+    name : str
+        Of the parameter, buffer or state; empty for what a step makes.
+    module, line, op : str
+        Which module's forward made it, or belongs to the backward that did; the line of code outside of PyTorch that called
+        the operation; the operation.
+    shape : tuple of int
+    dtype : str
+    stage : str
+        For saved activations, the first stage that saves it.
+    """
+
+    nbytes: int
+    category: str
+    name: str = ""
+    module: str = ""
+    line: str = ""
+    op: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    stage: str = ""
+
+
+@dataclass(slots=True)
+class Section:
+    """What happened in one segment in one direction ("forward", "backward"; "end": after the step)."""
+
+    direction: Direction
+    segment: int
+    events: list[Event] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Recording:
+    """A step's blocks and events.
+
+    Attributes
+    ----------
+    stages : tuple of str
+        Names of the module stages: segment 2j + 1 is stage j.
+    blocks : list of Block
+    sections : list of Section
+    """
+
+    stages: tuple[str, ...]
+    blocks: list[Block]
+    sections: list[Section]
+
+    def __post_init__(self) -> None:
+        assert all(s.segment <= 2 * len(self.stages) for s in self.sections)
+
+
+@dataclass(frozen=True, slots=True)
+class _Where:
+    module: str
+    line: str
+
+
+class Recorder(Tracker):
+    """A tracker that also writes down each block with where it is from.
+
+    Parameters
+    ----------
+    target : Target
+    model : nn.Module
+    """
+
+    def __init__(self, target: Target, model: nn.Module) -> None:
+        self.blocks: list[Block] = []
+        self.sections: list[Section] = []
+        self.operations: list[tuple[Hashable, int, _Where, str]] = []
+        self._model = model
+        self._names = {module: name for name, module in model.named_modules()}
+        self._modules: list[str] = [""]
+        self._thread = threading.get_ident()
+        self._block_of: dict[int, int] = {}
+        self._sums: dict[int, int] = {}
+        self._nodes_end: list[int] = []
+        self._nodes: list[_Where] = []
+        self._where = _Where("", "")
+        self._op = ""
+        self.block_of_sid: dict[Any, int] = {}
+        self.made_in_backward: set[int] = set()
+        self.made_again: set[int] = set()
+        self.gradients: dict[int, str] = {}
+        super().__init__(target)
+
+    # --- sections ---
+
+    def enter_segment(self, segment: int) -> None:
+        super().enter_segment(segment)
+        self.sections.append(Section("forward", segment))
+
+    def enter_backward(self, segment: int | None = None) -> None:
+        before = (self._in_backward, self._segment)
+        super().enter_backward(segment)
+        if (self._in_backward, self._segment) != before:
+            first = before[1] if before[0] else self._segment + 1
+            for passed in range(first - 1, self._segment - 1, -1):
+                self.sections.append(Section("backward", passed))
+
+    def finish(self) -> None:
+        super().finish()
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None:
+                block = self._block_of.get(id(parameter.grad.untyped_storage()))
+                if block is not None:
+                    self.gradients[block] = name
+        self.sections.append(Section("end", 0))
+
+    # --- blocks ---
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return func(*args, **(kwargs or {}))
+        forward = not self._in_backward or torch.is_grad_enabled()
+        if forward:
+            self._where = _Where(self._modules[-1], _line(sys._getframe(1)))
+        else:
+            self._where = self._of_node()
+        self._op = f"{func.namespace}.{func._opname}"
+        first = len(self.blocks)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if forward:
+            number = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
+            if not self._nodes_end or number > self._nodes_end[-1]:
+                self._nodes_end.append(number)
+                self._nodes.append(self._where)
+        table = self.backward if self._in_backward else self.forward
+        key = table[self._segment].ops[-1].key
+        if key is not None:
+            made = sum(block.nbytes for block in self.blocks[first:])
+            self.sections[-1].events.append((WORK, len(self.operations)))
+            self.operations.append((key, made, self._where, self._op))
+        return result
+
+    def _of_node(self) -> _Where:
+        """Where the forward operation is whose backward runs."""
+        node = torch._C._current_autograd_node()
+        if node is None or not self._nodes:
+            return self._where
+        at = bisect.bisect_right(self._nodes_end, node._sequence_nr())
+        return self._nodes[at] if at < len(self._nodes) else self._where
+
+    def _summed_in_place(self, earlier: torch.Tensor, total: torch.Tensor) -> None:
+        self._sums[id(total.untyped_storage())] = id(earlier.untyped_storage())
+
+    def _add(self, tensor: torch.Tensor) -> Any:
+        sid = super()._add(tensor)
+        if sid is None:
+            return None
+        key = id(tensor.untyped_storage())
+        earlier = self._sums.pop(key, None)
+        if earlier is not None and earlier in self._block_of:
+            # The real sum is written into the earlier block, which goes on living under the new name.
+            self._block_of[key] = self._block_of.pop(earlier)
+            return sid
+        index = len(self.blocks)
+        self._block_of[key] = index
+        self.block_of_sid[sid] = index
+        self.blocks.append(
+            Block(
+                tensor.untyped_storage().nbytes(),
+                "",
+                module=self._where.module,
+                line=self._where.line,
+                op=self._op,
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+            )
+        )
+        if self._in_backward:
+            again = torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
+            (self.made_again if again else self.made_in_backward).add(index)
+        self.sections[-1].events.append((ALLOCATE, index))
+        return sid
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        super()._freed(key, nbytes)
+        block = self._block_of.pop(key, None)
+        if block is not None and block not in self.gradients:  # those outlive what is recorded
+            self.sections[-1].events.append((FREE, block))
+
+    def block_of(self, tensor: torch.Tensor) -> int | None:
+        """The index of a tensor's block; None for what was there before."""
+        return self._block_of.get(id(tensor.untyped_storage()))
+
+    # --- modules ---
+
+    @contextlib.contextmanager
+    def watching_modules(self) -> Iterator[None]:
+        """Know which module's forward runs."""
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if threading.get_ident() == self._thread:
+                self._modules.append(self._names.get(module, self._modules[-1]))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if threading.get_ident() == self._thread and len(self._modules) > 1:
+                self._modules.pop()
+
+        handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+_TORCH = os.path.dirname(torch.__file__)
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def _line(frame: types.FrameType | None) -> str:
+    """The innermost line of code that is neither PyTorch's nor ours."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith((_TORCH, _OURS, "<")) and "/contextlib.py" not in path:
+            return f"{_short(path)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _short(path: str) -> str:
+    """A file's path from its package on."""
+    for root in sys.path:
+        if root and path.startswith(root + os.sep):
+            return path[len(root) + 1 :]
+    return os.path.basename(path)
+
+
+def record_step(
+    step: TrainingStep,
+    stages: tuple[str, ...],
+    target: Target,
+    *,
+    choices: tuple[Decision, ...] | None = None,
+    segments: tuple[Segment, ...] = (),
+    accumulating: bool = False,
+) -> tuple[Recording, list[str]]:
+    """Record one forward and backward of `step`, or, where gradients are off, one forward.
+
+    Parameters
+    ----------
+    stages : tuple of str
+        The module stages.
+    choices, segments
+        Of a plan; by default everything is kept.
+    accumulating : bool
+        Parameters have gradients already.
+
+    Returns
+    -------
+    Recording
+        Parameters, buffers and inputs are not in it, and gradients only where they are made.
+    list of str
+        Operations whose temporaries could not be found out.
+    """
+    recorder = Recorder(target, step.model)
+    with recorder.watching_modules():
+        seen = replay(
+            step,
+            stages,
+            choices or (KEEP,) * len(stages),
+            target,
+            segments=segments,
+            tracker=recorder,
+            saves=torch.is_grad_enabled(),
+            accumulating=accumulating,
+        )
+    _categorize(recorder, seen, tuple(n for n in stages if not n.startswith("(")))
+    peaks, failed = target.workspaces(key for key, *_ in recorder.operations)
+    for section in recorder.sections:
+        section.events = list(_with_workspaces(recorder, section.events, peaks))
+    return Recording(tuple(n for n in stages if not n.startswith("(")), recorder.blocks, recorder.sections), failed
+
+
+def record_updates(optimizer: torch.optim.Optimizer, model: nn.Module, target: Target) -> Recording:
+    """Record two updates of `optimizer`, the first of which makes its state: sections "update 1" and "update 2".
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the update can't run on fake tensors.
+    """
+    recorder = Recorder(target, model)
+    recorder.sections = [Section("update 1", 0)]
+    twin = trace_updates(optimizer, recorder, target, between=lambda: recorder.sections.append(Section("update 2", 0)))
+    names = {p: name for name, p in model.named_parameters()}
+    originals = [p for group in optimizer.param_groups for p in group["params"]]
+    fakes = [p for group in twin.param_groups for p in group["params"]]
+    for original, fake in zip(originals, fakes, strict=True):
+        for what, value in twin.state.get(fake, {}).items():
+            block = recorder.block_of(value) if isinstance(value, torch.Tensor) else None
+            if block is not None:
+                recorder.blocks[block].category = "optimizer state"
+                recorder.blocks[block].name = f"{names.get(original, '?')}: {what}"
+    for block in recorder.blocks:
+        block.category = block.category or "workspaces and temporaries"
+    peaks, _ = target.workspaces(key for key, *_ in recorder.operations)
+    sections = [Section(s.direction, 0, list(_with_workspaces(recorder, s.events, peaks))) for s in recorder.sections]
+    return Recording((), list(recorder.blocks), sections)
+
+
+def _with_workspaces(recorder: Recorder, events: list[Event], peaks: dict[Hashable, int]) -> Iterator[Event]:
+    """`events` with a block for what each operation allocates beside its results and frees again."""
+    for code, index in events:
+        if code != WORK:
+            yield code, index
+            continue
+        key, made, where, op = recorder.operations[index]
+        beside = peaks.get(key, 0) - made
+        if beside > 0:
+            block = Block(beside, "workspaces and temporaries", module=where.module, line=where.line, op=op)
+            recorder.blocks.append(block)
+            yield ALLOCATE, len(recorder.blocks) - 1
+            yield FREE, len(recorder.blocks) - 1
+
+
+def _categorize(recorder: Recorder, seen: Replay, stages: tuple[str, ...]) -> None:
+    """Say what each block is for."""
+    holder: dict[int, int] = {}
+    for segment, sids in sorted(seen.saved.items()):
+        for sid in sids:
+            block = recorder.block_of_sid.get(sid)
+            if block is not None:
+                holder.setdefault(block, segment)
+    for index, block in enumerate(recorder.blocks):
+        if index in recorder.gradients:
+            block.category, block.name = "gradients", recorder.gradients[index]
+        elif index in recorder.made_in_backward:
+            block.category = "output gradients"
+        elif index in recorder.made_again:
+            block.category = "saved activations"
+        elif index in holder:
+            block.category, block.stage = "saved activations", _stage_name(stages, holder[index])
+        else:
+            block.category = "forward outputs"
+
+
+def _stage_name(stages: tuple[str, ...], segment: int) -> str:
+    if segment % 2:
+        return stages[segment // 2]
+    after = segment // 2
+    return f"(before {stages[after]})" if after < len(stages) else f"(after {stages[-1]})"

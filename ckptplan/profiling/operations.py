@@ -1,0 +1,38 @@
+"""Operations as keys: what their memory and time depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Enough of a tensor to make another like it."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+
+def op_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """An operation with all that its memory depends on, hashable, and enough to run it again."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    frozen = tuple(
+        TensorSpec(tuple(x.shape), tuple(x.stride()), x.dtype, x.device.type) if isinstance(x, torch.Tensor) else x
+        for x in leaves
+        if not isinstance(x, torch.Generator)
+    )
+    try:
+        hash(frozen)
+    except TypeError:
+        frozen = tuple(
+            x if isinstance(x, (TensorSpec, int, float, bool, str, torch.dtype, type(None))) else repr(x)
+            for x in frozen
+        )
+    return func, frozen, spec

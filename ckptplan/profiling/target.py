@@ -1,0 +1,143 @@
+"""Where a step is to run: the device in this machine, or one that isn't here and is known by its description."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptplan.core.device import Device, find_device, known_devices
+from ckptplan.core.errors import InvalidInputError
+from ckptplan.profiling.as_cuda import as_cuda
+from ckptplan.profiling.roofline import op_seconds
+from ckptplan.profiling.workspace import cuda_workspaces, measure_times, measure_workspaces
+from ckptplan.runtime.step import model_device
+
+DeviceLike = str | Path | torch.device | Device | None
+"""A torch device, or a device that isn't here: its name, the file that describes it, or its description."""
+
+PLANNED = "planned for "
+"""Begins the device of a fingerprint made without the device."""
+
+CUDA_BLOCK = 512
+"""The caching allocator rounds every request up to a multiple of this many bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """How amounts are found for the device that the step is to run on.
+
+    Parameters
+    ----------
+    device : torch.device
+        Where tensors lie while the step is traced: the device itself, or the CPU for one that isn't here.
+    spec : Device, optional
+        The one that isn't here. Its bytes come from fake tensors, its times from a roofline.
+    """
+
+    device: torch.device
+    spec: Device | None = None
+
+    @property
+    def name(self) -> str | None:
+        """What plans for a device that isn't here are bound to."""
+        return None if self.spec is None else f"{PLANNED}{self.spec.name}"
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the step runs on CUDA there."""
+        return self.device.type == "cuda" if self.spec is None else self.spec.is_cuda
+
+    @property
+    def description(self) -> str:
+        """For people: the device's name."""
+        if self.spec is not None:
+            return self.spec.description
+        return torch.cuda.get_device_name(self.device) if self.is_cuda else str(self.device)
+
+    @property
+    def compute_capability(self) -> tuple[int, int] | None:
+        """CUDA's (major, minor)."""
+        if self.spec is not None:
+            return self.spec.compute_capability
+        return torch.cuda.get_device_capability(self.device) if self.is_cuda else None
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """What the device has in all; None for the machine's main memory."""
+        if self.spec is not None:
+            return self.spec.memory_bytes
+        return torch.cuda.get_device_properties(self.device).total_memory if self.is_cuda else None
+
+    @property
+    def context_bytes(self) -> int:
+        """What the driver takes beside what the allocator reserves.
+
+        Measured for the device that is here: what isn't free and isn't reserved. Other programs' memory is in it.
+        """
+        if self.spec is not None:
+            return self.spec.context_bytes
+        if not self.is_cuda:
+            return 0
+        free, total = torch.cuda.mem_get_info(self.device)
+        return max(total - free - torch.cuda.memory_reserved(self.device), 0)
+
+    @property
+    def round_to(self) -> int:
+        """Blocks are multiples of this many bytes."""
+        return CUDA_BLOCK if self.is_cuda else 1
+
+    def choices(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, operations are chosen as on that device."""
+        if self.spec is None or self.spec.compute_capability is None:
+            return contextlib.nullcontext()
+        return as_cuda(self.spec.compute_capability)
+
+    def workspaces(self, keys: Iterable[Hashable]) -> tuple[dict[Hashable, int], list[str]]:
+        """Most bytes each operation allocates at once, its results included, and operations that could not be run.
+
+        Measured on the device itself; by rule for one that isn't here.
+        """
+        if self.spec is not None and self.spec.is_cuda:
+            return cuda_workspaces(keys), []
+        return measure_workspaces(keys, self.device)
+
+    def times(self, keys: Iterable[Hashable]) -> dict[Hashable, float]:
+        """Seconds of each distinct operation alone."""
+        if self.spec is None:
+            return measure_times(keys, self.device)
+        return {key: op_seconds(key, self.spec) for key in dict.fromkeys(keys) if key is not None}
+
+
+def find_target(model: nn.Module, device: DeviceLike = None) -> Target:
+    """Where the user wants the step to run.
+
+    Raises
+    ------
+    InvalidInputError
+        If the device is unknown, isn't where the model is, or none is named for a model on `meta`.
+    """
+    where = model_device(model)
+    if isinstance(device, (str, Path, Device)):
+        try:
+            device = torch.device(device)  # type: ignore[arg-type]
+        except (RuntimeError, TypeError):
+            return Target(torch.device("cpu"), find_device(device))  # type: ignore[arg-type]
+    if where.type == "meta":
+        raise InvalidInputError(
+            "the model lies on 'meta', which is no device to run on; pass device= with the one it is meant for, such as "
+            f"'a100-40gb' (known: {', '.join(sorted(known_devices()))})"
+        )
+    if device is not None and device.type != where.type:
+        raise InvalidInputError(
+            f"device={str(device)!r}, but the model is on {str(where)!r}; move the model there first"
+        )
+    return Target(where)
+
+
+ON_CPU = Target(torch.device("cpu"))
