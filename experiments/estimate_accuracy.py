@@ -167,7 +167,9 @@ def label(model: str, size: Mapping[str, int]) -> str:
 
 
 def error(estimated: int, measured: int) -> float:
-    return estimated / measured - 1
+    if estimated == measured:
+        return 0.0  # also where nothing is there yet
+    return estimated / measured - 1 if measured else math.inf
 
 
 def build(group: Group) -> tuple[nn.Module, dict[str, Tensor]]:

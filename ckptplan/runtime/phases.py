@@ -37,7 +37,8 @@ class MeasuredSteps:
     Attributes
     ----------
     phases : tuple of PhaseBytes
-        In order. "loaded" has parameters and buffers; the inputs are there from the first "forward" on.
+        In order. "loaded" begins with nothing and ends with parameters and buffers (and what there is of gradients
+        and optimizer state); the inputs come first thing in the first "forward".
     unexplained_bytes : int
         What is live after the last step beyond parameters, buffers, gradients, optimizer state and inputs, counted
         directly: tensors that a module or a library keeps from step to step without registering them. A loss in the
@@ -108,19 +109,20 @@ def measure_phases(
                     optimizer.step()
                 step.model.zero_grad(set_to_none=set_to_none)
 
-    model_bytes = unique_bytes([*step.model.parameters(), *step.model.buffers()])
+    start = unique_bytes([*held_tensors(step.model), *optimizer_tensors(optimizer)])
     level = _held_bytes(step, optimizer)
     events, spans = recorded_allocations(run)
     begins = [spans[name][0] for name in names]
-    phases = [PhaseBytes("loaded", model_bytes, model_bytes, model_bytes)]
+    phases = [PhaseBytes("loaded", 0, start, start)]
     position = 0
     for name, end in zip(names, [*begins[1:], None], strict=True):
-        start = peak = level
+        peak = level
         while position < len(events) and (end is None or events[position][0] < end):
             level += events[position][1]
             peak = max(peak, level)
             position += 1
         phases.append(PhaseBytes(name, start, level, peak))
+        start = level
     return MeasuredSteps(tuple(phases), level - _held_bytes(step, optimizer))
 
 
