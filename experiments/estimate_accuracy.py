@@ -3,6 +3,8 @@
     python experiments/estimate_accuracy.py --out experiments/results
     python experiments/estimate_accuracy.py --out /tmp/quick --models gpt2,lstm --sizes 1 --plans without
 
+The first takes 10 minutes on two idle cores; all of it prints PASS or FAIL for each promise and exits with 1 on a FAIL.
+
 A *run* is one architecture at one batch size or length, with one optimizer, plain or under a plan. Two whole steps are
 measured from the allocator's events (`ckptplan.runtime.phases`), on an instance of the model that nothing else touches,
 and estimated on another. Each step of a run is a case: its peak, and the live bytes at both ends of each of its phases.
@@ -270,7 +272,7 @@ def outcomes(groups: Sequence[Group], jobs: int, threads: int, console: Console)
             o = found[model, index] = done.result()
             worst = max((abs(c.peak_error) for c in o.cases), default=math.nan)
             console.print(
-                f"[{len(found)}/{len(groups)}] {model} {index + 1}: worst peak error {worst:.2%}; measured in "
+                f"[{len(found)}/{len(groups)}] {model} {index + 1}: worst peak error {worst:.3%}; measured in "
                 f"{o.measuring_s:.0f} s, planned in {o.planning_s:.0f} s, estimated in {o.estimating_s:.0f} s",
                 highlight=False,
             )
@@ -286,8 +288,8 @@ def case_table(cases: Sequence[Case]) -> Table:
             c.name,
             format_bytes(c.measured_bytes),
             format_bytes(c.estimated_bytes),
-            f"{c.peak_error:+.2%}",
-            f"{boundary:+.2%}",
+            f"{c.peak_error:+.3%}",
+            f"{boundary:+.3%}",
             where if abs(boundary) > BOUNDARY else "",
             style="red" if off else None,
         )
@@ -316,7 +318,7 @@ def summary_table(found: Mapping[str, Mapping[str, float | int]]) -> Table:
     table = Table(*columns, title="Errors of the estimate")
     for name, row in found.items():
         count, *errors = row.values()
-        table.add_row(name, str(count), *(f"{e:.2%}" if k < 2 else f"{e:+.2%}" for k, e in enumerate(errors)))
+        table.add_row(name, str(count), *(f"{e:.3%}" if k < 2 else f"{e:+.3%}" for k, e in enumerate(errors)))
     return table
 
 
