@@ -1,15 +1,16 @@
 """The fastest way to train within a memory budget: keep, swap or recompute each stage, with a proven bound."""
 
-from ckptplan.api import explain, frontier, solve
+from ckptplan.api import apply, explain, frontier, solve
+from ckptplan.core.device import Device
 from ckptplan.core.errors import (
     CkptPlanError,
     InfeasibleBudgetError,
     InvalidInputError,
+    OutOfMemoryError,
     PlanMismatchError,
     SwapError,
     UnsupportedModelError,
 )
-from ckptplan.core.device import Device
 from ckptplan.core.estimate import Estimate
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
@@ -18,7 +19,6 @@ from ckptplan.memory.estimate import DDP, estimate
 from ckptplan.profiling.inputs import record_forward
 from ckptplan.profiling.profiler import profile
 from ckptplan.referee import simulate, validate
-from ckptplan.runtime.apply import apply
 from ckptplan.runtime.verify import verify
 
 __version__ = "0.1.0"
@@ -32,6 +32,7 @@ __all__ = [
     "Estimate",
     "InfeasibleBudgetError",
     "InvalidInputError",
+    "OutOfMemoryError",
     "Plan",
     "PlanMismatchError",
     "Profile",

@@ -7,16 +7,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
 from torch import nn
 
-from ckptplan.core.chain import ACTIONS, Action
+from ckptplan.core.chain import ACTIONS, Action, Phase
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.shortage import Shortage
 from ckptplan.core.units import GIB, budget_to_bytes, format_bytes, format_seconds
 from ckptplan.profiling.optimizers import OptimizerLike
 from ckptplan.profiling.profiler import profile, replayed_peak, training_step
@@ -24,6 +25,9 @@ from ckptplan.profiling.target import DeviceLike, Target, find_target
 from ckptplan.referee import validate
 from ckptplan.report.explain import Explanation, Worth
 from ckptplan.report.explain import explain as explanation
+from ckptplan.report.shortage import corrections, planned_bytes, told
+from ckptplan.runtime.apply import Handle, OnOom
+from ckptplan.runtime.apply import apply as apply_plan
 from ckptplan.runtime.measure import held_tensors, unique_bytes
 from ckptplan.runtime.step import LossFn
 from ckptplan.solving.evaluate import menus as menus_of
@@ -373,3 +377,108 @@ def free_bytes(model: nn.Module, target: Target) -> int:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached + held
     return int(psutil.virtual_memory().available) + held
+
+
+def apply(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    swap_dir: str | Path | None = None,
+    host_gb: float | None = None,
+    on_oom: Literal["raise", "report", "replan"] = "raise",
+    profile: Profile | None = None,
+    retries: int = 3,
+    actions: tuple[Action, ...] = ACTIONS,
+    segments: bool = True,
+    time_limit_s: float = 10.0,
+) -> Handle:
+    """Make every training forward of `model` follow `plan`.
+
+    The model's classes, parameter names, `state_dict` and hooks stay as they are; only `forward` of the stages is
+    replaced on the instances. Forwards without gradients, or in evaluation mode, run as if no plan were there. The
+    `use_cache` of a Hugging Face configuration is off while the plan is applied.
+
+    Parameters
+    ----------
+    swap_dir : path, optional
+        Where a CPU plan's swap file lives (unnamed, at most the plan's swapped bytes per living graph).
+    host_gb : float, optional
+        Limit on pinned host memory for a CUDA plan, in units of 2**30 bytes; new plans move no more on any device.
+    on_oom : "raise", "report" or "replan"
+        What `handle.step(fn)` does when memory runs out in `fn`. "raise": nothing, the error is the allocator's.
+        "report": undo the step and raise `OutOfMemoryError`, which says what was alive and what was planned. "replan":
+        undo it, correct the profile by what was measured, solve again, and run the step with the new plan. Steps that
+        aren't run through `handle.step` are as with "raise".
+    profile : Profile, optional
+        The one that the plan was made from; needed for "replan". In a report it tells what was planned for the very
+        moment, rather than for the step.
+    retries : int
+        So many new plans are tried for one step, 1 or more.
+    actions, segments, time_limit_s
+        For new plans, as in `solve`.
+
+    Returns
+    -------
+    Handle
+
+    Raises
+    ------
+    PlanMismatchError
+        If the plan was made for another model, device, library version or profile.
+    UnsupportedModelError
+        If a plan is applied already, or the model checkpoints by itself or is compiled.
+    InvalidInputError
+        If the swap directory can't be written or is too small, or an argument is impossible. The model is unchanged
+        after any of these.
+    """
+    if on_oom not in ("raise", "report", "replan"):
+        raise InvalidInputError(f"on_oom={on_oom!r}; it is 'raise', 'report' or 'replan'")
+    if on_oom == "replan" and profile is None:
+        raise InvalidInputError(
+            "on_oom='replan' solves again, for which it needs the profile that the plan was made from: "
+            "p = ckptplan.profile(model, ...); plan = ckptplan.solve(p, ...); pass profile=p"
+        )
+    if on_oom == "replan" and retries == 0:
+        raise InvalidInputError("retries=0 never tries another plan; raise it, or pass on_oom='report'")
+    rule = None
+    if on_oom != "raise":
+        adviser = None
+        if profile is not None:
+            plan.require_profile(profile)
+            limits = (tuple(actions), segments, _host_bytes(host_gb), time_limit_s, 0, None, lambda text: None)
+            adviser = _Adviser(_Job(profile, None, *limits))
+        rule = OnOom(adviser, retries if on_oom == "replan" else 0)
+    return apply_plan(model, plan, swap_dir=swap_dir, host_gb=host_gb, on_oom=rule)
+
+
+class _Adviser:
+    """Knows the profile of what is applied, as corrected so far (`runtime.apply.Adviser`)."""
+
+    def __init__(self, job: _Job) -> None:
+        self._job = job
+
+    def planned(self, plan: Plan, phase: Phase, stage: int | None) -> tuple[int, int]:
+        """Bytes at the start and at the worst moment of a stage."""
+        return planned_bytes(self._job.profile, plan, phase, stage)
+
+    def replan(self, plan: Plan, shortage: Shortage) -> Plan:
+        """The fastest plan of the corrected profile.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If none fits.
+        """
+        refused: list[InfeasibleBudgetError] = []
+        for correction in corrections(self._job.profile, plan, shortage):
+            job = replace(self._job, profile=correction.profile)
+            try:
+                leaner = job.solved(correction.limit_bytes)
+            except InfeasibleBudgetError as error:
+                refused.append(error)
+                if correction.leaner_than_bytes is None or error.min_peak_bytes >= correction.leaner_than_bytes:
+                    continue
+                leaner = job.solved(error.min_peak_bytes)
+            self._job = replace(job, profile=correction.means or correction.profile)
+            return told(leaner, correction, plan)
+        raise refused[0]

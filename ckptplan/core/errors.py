@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptplan.core.shortage import Shortage
+
 
 class CkptPlanError(Exception):
     """Base of every error this package raises on purpose."""
@@ -44,3 +49,21 @@ class InfeasibleBudgetError(CkptPlanError):
         self.min_peak_bytes = min_peak_bytes
         self.stage = stage
         self.phase = phase
+
+
+class OutOfMemoryError(CkptPlanError, MemoryError):
+    """A step with a plan applied ran out of memory all the same; the allocator's own error is the cause.
+
+    Attributes
+    ----------
+    shortage : Shortage
+        Where the step was, what the plan said of that moment and what was measured then; its text is the report.
+    replans : int
+        How many plans were tried for this step before.
+    """
+
+    def __init__(self, shortage: Shortage, *, replans: int = 0, note: str = "") -> None:
+        tried = f"\n  tried     {replans} plans with corrected models before" if replans else ""
+        super().__init__(f"{shortage}{tried}{note}")
+        self.shortage = shortage
+        self.replans = replans

@@ -1,10 +1,10 @@
 """A model of PyTorch's CUDA caching allocator: what a trace of requests makes it reserve.
 
-Source of the rules: `c10/cuda/CUDACachingAllocator.cpp` of PyTorch, read at a development revision after 2.9 that has the
-setting `large_segment_size_mb` (GitHub, DustyL/pytorch at 023bca6; what that fork adds for managed memory is left out),
-and the headers `c10/core/AllocatorConfig.h` and `c10/cuda/CUDAAllocatorConfig.h` of 2.13; nothing of it is copied. The
-words are PyTorch's: a *segment* is what the driver handed out, a *block* a part of it, *allocated* counts the blocks of
-live tensors, *requested* what was asked for, *reserved* the segments.
+Source of the rules: `c10/cuda/CUDACachingAllocator.cpp` of PyTorch, read at a development revision after 2.9 that has
+the setting `large_segment_size_mb` (GitHub, DustyL/pytorch at 023bca6; what that fork adds for managed memory is left
+out), and the headers `c10/core/AllocatorConfig.h` and `c10/cuda/CUDAAllocatorConfig.h` of 2.13; nothing of it is
+copied. The words are PyTorch's: a *segment* is what the driver handed out, a *block* a part of it, *allocated* counts
+the blocks of live tensors, *requested* what was asked for, *reserved* the segments.
 
 On a request, in this order:
 
@@ -261,7 +261,7 @@ class CachingAllocator:
         PyTorch's defaults if left out.
     capacity_bytes : int, optional
         What the driver can hand out to this allocator: the device's memory less the context and whatever else lives
-        there. None: it never fails. The memory fraction is taken of this number; PyTorch takes it of all the device has.
+        there. None: it never fails. The memory fraction is taken of this number, PyTorch takes it of the whole device.
 
     Notes
     -----

@@ -196,8 +196,7 @@ class _Run:
         lasting = self.accumulation_steps > 1 or not self.set_to_none
         adding = self._record(rewind, accumulating=True) if lasting else fresh
         training = self._training(fresh, adding)
-        with torch.no_grad():
-            inferring = self._record(rewind)
+        inferring = self._record(rewind, inference=True)
         inference = Ledger()
         self._load(inference, training=False)
         self._forward(inference, Player(inference, inferring), "inference")
@@ -205,9 +204,9 @@ class _Run:
         phases = (*account.phases(), *Account.of(inference, settings).phases()[1:])
         return self._result(account, phases, fresh)
 
-    def _record(self, rewind: Callable[[], None], *, accumulating: bool = False) -> Recording:
-        """The step once, with or without gradients there already."""
-        if self.plan is not None and torch.is_grad_enabled():
+    def _record(self, rewind: Callable[[], None], *, accumulating: bool = False, inference: bool = False) -> Recording:
+        """The step once, with or without gradients there already, or one forward that saves nothing."""
+        if self.plan is not None and not inference:
             recording, unknown = record_step(
                 self.step,
                 self.plan.stages,
@@ -217,7 +216,7 @@ class _Run:
                 accumulating=accumulating,
             )
         else:
-            recording, unknown = folded(self.step, self.target, accumulating=accumulating)
+            recording, unknown = folded(self.step, self.target, accumulating=accumulating, inference=inference)
         rewind()
         self.unknown.update(unknown)
         return recording

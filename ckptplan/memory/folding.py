@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -57,13 +58,14 @@ class Run:
         return self.count // self.period
 
 
-def folded(step: TrainingStep, target: Target, *, accumulating: bool = False) -> tuple[Recording, list[str]]:
+def folded(
+    step: TrainingStep, target: Target, *, accumulating: bool = False, inference: bool = False
+) -> tuple[Recording, list[str]]:
     """As `record_step` with everything kept, running repeated layers only as often as it takes to know them all."""
 
     def record() -> tuple[Recording, list[str]]:
-        with torch.enable_grad():
-            stages = find_stages(step, target)
-        return record_step(step, stages, target, accumulating=accumulating)
+        stages = find_stages(step, target)
+        return record_step(step, stages, target, accumulating=accumulating, inference=inference)
 
     runs = find_runs(step.model)
     if runs and step.fn is None:
@@ -212,9 +214,8 @@ class _Folded:
         if segments != list(range(segments[0], segments[-1] + 1, 2)):
             return None
         begins = [segments[members.index(r)] for r in range(_KEPT)]
-        lengths = {b - a for a, b in zip(begins, begins[1:], strict=False)}
-        last = segments[-1] + 1  # what follows the last layer is not part of it
-        return [*begins, last] if lengths == {last + 1 - begins[-1]} else None
+        begins.append(segments[-1] + 2)  # with the glue behind the last layer
+        return begins if len({b - a for a, b in itertools.pairwise(begins)}) == 1 else None
 
     def period(self, segment: int) -> int | None:
         """The period that a segment is in."""
@@ -256,6 +257,8 @@ def _alike(folded: _Folded) -> bool:
     outside: list[Counter[Any]] = [Counter(), Counter()]
     for position, section in enumerate(folded.recording.sections):
         r = folded.period(section.segment) if section.direction != "end" else None
+        if r is not None and any(_far(folded.reference(block, r)) for _, block in section.events):
+            return False
         if r in (1, 2):
             sides[r - 1][section.direction, section.segment - folded.begins[r]] = folded.written(section, r)
         elif r is None:
@@ -263,12 +266,11 @@ def _alike(folded: _Folded) -> bool:
                 reference = folded.reference(block, None)
                 if reference[0] == "unit" and reference[1] in (1, 2):
                     outside[reference[1] - 1][position, code, reference[2:]] += 1
-    near = all(
-        reference[0] == "outside" or abs(reference[1]) <= 1
-        for events in sides[0].values()
-        for _, reference, *_ in events
-    )
-    return near and sides[0] == sides[1] and outside[0] == outside[1]
+    return sides[0] == sides[1] and outside[0] == outside[1]
+
+
+def _far(reference: _Reference) -> bool:
+    return reference[0] == "unit" and abs(reference[1]) > 1
 
 
 class _Writer:
@@ -313,7 +315,8 @@ class _Writer:
         groups: list[list[tuple[int | None, Section]]] = []
         for section in sections:
             r = self.folded.period(section.segment) if section.direction != "end" else None
-            if r is not None and groups and groups[-1][0][0] is not None:
+            last = groups[-1][0] if groups else (None, section)
+            if r is not None and last[0] is not None and last[1].direction == section.direction:
                 groups[-1].append((r, section))
             else:
                 groups.append([(r, section)])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import dataclasses
 import os
 import sys
 import threading
@@ -21,12 +20,13 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ckptplan.core.plan import KEEP, Decision
 from ckptplan.core.chain import Segment
+from ckptplan.core.plan import KEEP, Decision
 from ckptplan.profiling.optimizers import trace_updates
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.trace import Replay, replay
 from ckptplan.profiling.tracker import Tracker
+from ckptplan.runtime.controller import is_glue
 from ckptplan.runtime.step import TrainingStep
 
 Direction = str
@@ -285,8 +285,9 @@ def record_step(
     choices: tuple[Decision, ...] | None = None,
     segments: tuple[Segment, ...] = (),
     accumulating: bool = False,
+    inference: bool = False,
 ) -> tuple[Recording, list[str]]:
-    """Record one forward and backward of `step`, or, where gradients are off, one forward.
+    """Record one forward and backward of `step`.
 
     Parameters
     ----------
@@ -296,6 +297,8 @@ def record_step(
         Of a plan; by default everything is kept.
     accumulating : bool
         Parameters have gradients already.
+    inference : bool
+        Record one forward that saves nothing instead.
 
     Returns
     -------
@@ -313,14 +316,15 @@ def record_step(
             target,
             segments=segments,
             tracker=recorder,
-            saves=torch.is_grad_enabled(),
+            saves=not inference,
             accumulating=accumulating,
         )
-    _categorize(recorder, seen, tuple(n for n in stages if not n.startswith("(")))
+    modules = tuple(name for name in stages if not is_glue(name))
+    _categorize(recorder, seen, modules, inference)
     peaks, failed = target.workspaces(key for key, *_ in recorder.operations)
     for section in recorder.sections:
         section.events = list(_with_workspaces(recorder, section.events, peaks))
-    return Recording(tuple(n for n in stages if not n.startswith("(")), recorder.blocks, recorder.sections), failed
+    return Recording(modules, recorder.blocks, recorder.sections), failed
 
 
 def record_updates(optimizer: torch.optim.Optimizer, model: nn.Module, target: Target) -> Recording:
@@ -365,10 +369,10 @@ def _with_workspaces(recorder: Recorder, events: list[Event], peaks: dict[Hashab
             yield FREE, len(recorder.blocks) - 1
 
 
-def _categorize(recorder: Recorder, seen: Replay, stages: tuple[str, ...]) -> None:
+def _categorize(recorder: Recorder, seen: Replay, stages: tuple[str, ...], inference: bool) -> None:
     """Say what each block is for."""
     holder: dict[int, int] = {}
-    for segment, sids in sorted(seen.saved.items()):
+    for segment, sids in () if inference else sorted(seen.saved.items()):
         for sid in sids:
             block = recorder.block_of_sid.get(sid)
             if block is not None:

@@ -5,13 +5,15 @@ dict, or the file that `_dump_snapshot` writes. It must reach back to the first 
 that are there already have a place in segments that no sequence of requests is known for.
 
 Two things that happened are taken over from the record, because the model can't know them: when a block that other
-streams had used became free, and, where no capacity is given, when cached segments were released. With a capacity, those
-releases that a growth follows at once are left to the model.
+streams had used became free, and when all unused segments were released. A release of some of them alone (garbage
+collection, or of oversize blocks) is left to the model, which must know the capacity then. A memory fraction isn't in a
+snapshot either.
 """
 
 from __future__ import annotations
 
 import pickle
+from bisect import bisect_right, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +26,7 @@ from ckptplan.core.errors import InvalidInputError
 from ckptplan.memory.allocator import AllocatorTimeline, CachingAllocator, _timeline
 from ckptplan.memory.allocator_settings import AllocatorSettings
 
-Action = Literal["allocate", "free", "record_stream", "synchronize", "empty_cache"]
+Action = Literal["allocate", "free", "record_stream", "synchronize", "empty_cache", "make_room"]
 
 _GROWS = ("segment_alloc", "segment_map")
 _SHRINKS = ("segment_free", "segment_unmap")
@@ -35,8 +37,9 @@ _ACTIONS = (*_GROWS, *_SHRINKS, "alloc", "free_requested", "free_completed", "oo
 class TraceEvent:
     """One call of a `CachingAllocator` method; `index` is the record's entry that it comes from.
 
-    `block` is None for "synchronize" and "empty_cache". `nbytes` counts for "allocate" only. `stream` is that of an
-    "allocate", or the one that a "record_stream" or "synchronize" names; made-up streams are below 0.
+    "make_room" is no call: some unused segments were released, which the model does by itself if it knows the capacity.
+    `block` is None for "synchronize", "empty_cache" and "make_room". `nbytes` counts for "allocate" only. `stream` is
+    that of an "allocate", or the one that a "record_stream" or "synchronize" names; made-up streams are below 0.
     """
 
     action: Action
@@ -141,20 +144,13 @@ def recorded_reserved(snapshot: Mapping[str, Any], device: int = 0) -> npt.NDArr
     return np.cumsum(np.array(sizes, dtype=np.int64), dtype=np.int64)
 
 
-def events_from_snapshot(
-    snapshot: Mapping[str, Any], device: int = 0, *, releases: Literal["recorded", "voluntary"] = "recorded"
-) -> list[TraceEvent]:
+def events_from_snapshot(snapshot: Mapping[str, Any], device: int = 0) -> list[TraceEvent]:
     """Calls of a `CachingAllocator` that the record amounts to.
 
     A block whose free is completed at once was used on its own stream alone. One that is completed later waited for
     other streams; it is noted for a made-up stream of its own, which is synchronized where the record completes it.
-    A run of released segments is an `empty_cache`.
-
-    Parameters
-    ----------
-    releases : "recorded" or "voluntary"
-        Whether runs of releases that a growth follows at once (memory ran short, or garbage was collected) are
-        events too, or left to the model, which then needs the capacity.
+    A run of released segments is an `empty_cache` if no unused segment is left after it, whether the program asked for
+    it or memory ran short: before the next request both leave the same state. Else it is a "make_room".
 
     Raises
     ------
@@ -165,21 +161,26 @@ def events_from_snapshot(
     events: list[TraceEvent] = []
     live: dict[int, int] = {}  # address -> block
     deferred: dict[int, int] = {}  # address -> made-up stream
+    segments = _Segments()
     blocks = 0
     for index, entry in enumerate(entries):
         action, address = entry["action"], entry.get("addr", 0)
+        following = entries[index + 1] if index + 1 < len(entries) else {}
         if tuple(entry.get("pool_id", (0, 0))) != (0, 0):
             raise InvalidInputError(
                 f"entry {index} belongs to private pool {tuple(entry['pool_id'])}; CUDA graphs and MemPool aren't"
                 " modelled, record without them"
             )
-        if action == "alloc":
+        if action == "segment_alloc":
+            segments.add(address)
+        elif action == "alloc":
             if address in live or address in deferred:
                 raise InvalidInputError(
                     f"entry {index} allocates address {address}, which isn't free yet; entries are missing"
                     " (skip_actions must be empty)"
                 )
             live[address] = blocks
+            segments.count(address, 1)
             events.append(TraceEvent("allocate", index, blocks, entry["size"], entry.get("stream", 0)))
             blocks += 1
         elif action == "free_requested":
@@ -189,24 +190,59 @@ def events_from_snapshot(
                     " first allocation on, with max_entries left alone"
                 )
             block = live.pop(address)
-            following = entries[index + 1] if index + 1 < len(entries) else {}
             if (following.get("action"), following.get("addr")) != ("free_completed", address):
                 deferred[address] = -1 - block
                 events.append(TraceEvent("record_stream", index, block, stream=-1 - block))
             events.append(TraceEvent("free", index, block))
         elif action == "free_completed":
+            segments.count(address, -1)
             if address in deferred:
                 events.append(TraceEvent("synchronize", index, stream=deferred.pop(address)))
-        elif action in _SHRINKS and (index == 0 or entries[index - 1]["action"] not in _SHRINKS):
-            if releases == "recorded" or not _grows_after(entries, index):
-                events.append(TraceEvent("empty_cache", index))
+        elif action in _SHRINKS:
+            if action == "segment_free":
+                segments.remove(address)
+            if following.get("action") not in _SHRINKS:  # the run ends
+                events.append(TraceEvent("make_room" if segments.any_unused() else "empty_cache", index))
     return events
+
+
+class _Segments:
+    """How many blocks each segment of the record has in use; expandable ones (`segment_map`) don't count."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._used: dict[int, int] = {}
+
+    def add(self, address: int) -> None:
+        insort(self._starts, address)
+        self._used[address] = 0
+
+    def remove(self, address: int) -> None:
+        # A segment that was never recorded shows in `recorded_reserved`.
+        if self._used.pop(address, None) is not None:
+            self._starts.remove(address)
+
+    def count(self, address: int, change: int) -> None:
+        at = bisect_right(self._starts, address)
+        if at:
+            self._used[self._starts[at - 1]] += change
+
+    def any_unused(self) -> bool:
+        return not all(self._used.values())
 
 
 def replay_events(
     events: Iterable[TraceEvent], settings: AllocatorSettings | None = None, capacity_bytes: int | None = None
 ) -> AllocatorTimeline:
-    """Figures after each event; as `ckptplan.memory.allocator.replay`, with streams and releases."""
+    """Figures after each event; as `ckptplan.memory.allocator.replay`, with streams and releases.
+
+    Raises
+    ------
+    InvalidInputError
+        For a "make_room" without a capacity.
+    SimulatedOutOfMemoryError
+        Where the model fails.
+    """
     allocator = CachingAllocator(settings, capacity_bytes)
     figures = []
     for event in events:
@@ -214,6 +250,12 @@ def replay_events(
             allocator.synchronize(event.stream)
         elif event.action == "empty_cache":
             allocator.empty_cache()
+        elif event.action == "make_room":
+            if capacity_bytes is None:
+                raise InvalidInputError(
+                    f"entry {event.index} released some of the unused segments to make room (max_split_size, garbage"
+                    " collection); to do the same the model must know the capacity, pass capacity_bytes="
+                )
         elif event.block is None:
             raise InvalidInputError(f"event {event} needs a block")
         elif event.action == "allocate":
@@ -244,8 +286,8 @@ def replay_snapshot(
     settings : AllocatorSettings, optional
         Those of the snapshot if left out.
     capacity_bytes : int, optional
-        As for `CachingAllocator`. Needed where memory ran short under settings that release only some segments
-        (`max_split_size_mb`, `garbage_collection_threshold`): the record doesn't say which rule released them.
+        As for `CachingAllocator`. Needed where only some unused segments were released, as happens with
+        `max_split_size_mb` and `garbage_collection_threshold`: the record doesn't say which rule released them.
 
     Raises
     ------
@@ -256,17 +298,7 @@ def replay_snapshot(
     """
     settings = settings_from_snapshot(snapshot) if settings is None else settings
     reserved = recorded_reserved(snapshot, device)
-    partial = settings.max_split_size_bytes is not None or settings.garbage_collection_threshold is not None
-    if capacity_bytes is None and partial:
-        entries, _ = _parts(snapshot, device)
-        for index, entry in enumerate(entries):
-            if entry["action"] in _SHRINKS and _grows_after(entries, index):
-                raise InvalidInputError(
-                    f"entry {index} releases memory to make room; with max_split_size or garbage collection the model"
-                    " must know the capacity to do the same; pass capacity_bytes="
-                )
-    events = events_from_snapshot(snapshot, device, releases="recorded" if capacity_bytes is None else "voluntary")
-    return SnapshotReplay(replay_events(events, settings, capacity_bytes), reserved)
+    return SnapshotReplay(replay_events(events_from_snapshot(snapshot, device), settings, capacity_bytes), reserved)
 
 
 def _parts(snapshot: object, device: int) -> tuple[Sequence[Mapping[str, Any]], list[Mapping[str, Any]]]:
@@ -285,10 +317,3 @@ def _parts(snapshot: object, device: int) -> tuple[Sequence[Mapping[str, Any]], 
 def _signed_size(entry: Mapping[str, Any]) -> int:
     size = int(entry["size"])
     return size if entry["action"] in _GROWS else -size if entry["action"] in _SHRINKS else 0
-
-
-def _grows_after(entries: Sequence[Mapping[str, Any]], index: int) -> bool:
-    """Whether the run of releases at `index` ends in a growth."""
-    while index < len(entries) and entries[index]["action"] in _SHRINKS:
-        index += 1
-    return index < len(entries) and entries[index]["action"] in _GROWS

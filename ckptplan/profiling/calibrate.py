@@ -26,8 +26,8 @@ from ckptplan.core.device import Device
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.units import format_bytes
 from ckptplan.profiling.links import measure_link
-from ckptplan.profiling.roofline import flops_rate, op_cost, op_seconds
 from ckptplan.profiling.operations import op_key
+from ckptplan.profiling.roofline import flops_rate, op_cost, op_seconds
 from ckptplan.runtime.measure import timed
 
 _LEAST_SIDE = 256

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import sys
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from ckptplan.core.errors import PlanMismatchError
+from ckptplan.core.chain import Phase, is_int
+from ckptplan.core.errors import CkptPlanError, InvalidInputError, OutOfMemoryError, PlanMismatchError
 from ckptplan.core.plan import Plan
+from ckptplan.core.shortage import Shortage
 from ckptplan.core.units import budget_to_bytes, format_bytes, format_seconds
+from ckptplan.runtime import oom
 from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint, model_device, training_config
 from ckptplan.runtime.stores import DISK_BLOCK_BYTES, Store, make_store
@@ -68,15 +74,222 @@ class Stats:
         )
 
 
-class Handle:
-    """An applied plan; `remove()` it, or use it as a context manager."""
+Result = TypeVar("Result")
 
-    def __init__(self, plan: Plan, controller: Controller, store: Store, config: contextlib.ExitStack) -> None:
+
+class Adviser(Protocol):
+    """What the runtime asks of those who know profiles and can solve, when memory has run out."""
+
+    def planned(self, plan: Plan, phase: Phase, stage: int | None) -> tuple[int, int] | None:
+        """Bytes at the start and at the worst moment of a stage, None for the glue behind the last; None: not known."""
+
+    def replan(self, plan: Plan, shortage: Shortage) -> Plan:
+        """A plan that is leaner where `plan` ran short."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Replan:
+    """A plan that took another's place.
+
+    Attributes
+    ----------
+    shortage : Shortage
+        Why.
+    before, after : Plan
+    """
+
+    shortage: Shortage
+    before: Plan
+    after: Plan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OnOom:
+    """What to do when a step runs out of memory.
+
+    Parameters
+    ----------
+    adviser : Adviser, optional
+        Puts predictions into reports.
+    retries : int
+        So many plans are tried for one step before the error is raised; 0: it is reported alone.
+    """
+
+    adviser: Adviser | None = None
+    retries: int = 0
+
+    def __post_init__(self) -> None:
+        if not is_int(self.retries) or self.retries < 0:
+            raise InvalidInputError(f"retries={self.retries!r}; give the number of plans to try for a step, 0 or more")
+        if self.retries and self.adviser is None:
+            raise InvalidInputError(f"retries={self.retries} without an adviser that could plan again")
+
+
+class Handle:
+    """An applied plan; `remove()` it, or use it as a context manager.
+
+    Attributes
+    ----------
+    plan : Plan
+        The one that is applied now.
+    replans : tuple of Replan
+        Plans that took another's place after a step ran out of memory, in order.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        place: Callable[[Plan, Controller | None], tuple[Controller, Store]],
+        on_oom: OnOom | None,
+    ) -> None:
         self.plan = plan
-        self._controller = controller
-        self._store = store
-        self._config = config
+        self.replans: tuple[Replan, ...] = ()
+        self._model = model
+        self._device = model_device(model)
+        self._place = place
+        self._on_oom = on_oom
+        self._undo = oom.Undo(model, rewinds=on_oom is not None and on_oom.retries > 0)
+        self._controller, self._store = place(plan, None)
+        self._config = contextlib.ExitStack()
+        self._config.enter_context(training_config(model))
         self._removed = False
+        self._applied = True
+
+    def step(self, run: Callable[[], Result]) -> Result:
+        """Run one step under the handle's rule for out-of-memory errors.
+
+        Without such a rule (`on_oom="raise"`) this is `run()`. Else, where memory runs out, the step is undone: its
+        graph is freed, gradients that it began are None again, buffers are as before. Then it is reported, or run again
+        with a leaner plan, from the same random state, so that the gradients are those of a plain step.
+
+        Parameters
+        ----------
+        run : callable
+            One step: forward, backward and, if you like, `zero_grad` and the update. What it makes should be its own
+            local variables, since those of others can't be freed. To be run again, it must not use up what it reads:
+            fetch the batch outside.
+
+        Returns
+        -------
+        What `run` returns.
+
+        Raises
+        ------
+        OutOfMemoryError
+            With the allocator's error as its cause. Any other error passes through as it is.
+        InfeasibleBudgetError
+            If no plan fits what there is, from an OutOfMemoryError. The former plan goes on.
+        """
+        if self._on_oom is None or not self._applied:
+            return run()
+        outer = sys.exc_info()[1]
+        tried = 0
+        while True:
+            with self._undo.step() as start:
+                done, failed = self._attempt(run, start, tried)
+            if failed is None:
+                return done[0]
+            assert failed.__cause__ is not None
+            oom.drop_frames(failed.__cause__, self._device, outer)
+            if tried >= self._on_oom.retries or failed.shortage.tier == "host" or failed.shortage.phase == "update":
+                raise failed
+            self._replan(failed)
+            tried += 1
+            if not failed.shortage.repeatable:
+                raise OutOfMemoryError(
+                    failed.shortage, replans=tried, note="\n  next      a leaner plan is applied from the next step on"
+                ) from failed.__cause__
+
+    def _attempt(
+        self, run: Callable[[], Result], start: oom.StepStart, tried: int
+    ) -> tuple[tuple[Result, ...], OutOfMemoryError | None]:
+        """The result, or what went wrong for want of memory; the step is undone then."""
+        before, controller = self.stats(), self._controller
+        live_before = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else None
+        controller.at_step_begin(start.backward_begins)
+        try:
+            return (run(),), None
+        except (RuntimeError, MemoryError, CkptPlanError) as error:
+            cause = oom.exhaustion(error)
+            if cause is None or isinstance(error, OutOfMemoryError):
+                raise
+            shortage = self._shortage(error, cause, start.updating, before, live_before)
+            controller.forget()
+            lost, half = start.undo()
+            failed = OutOfMemoryError(
+                dataclasses.replace(shortage, gradients_lost=lost, half_updated=half), replans=tried
+            )
+            failed.__cause__ = error
+            return (), failed
+        finally:
+            controller.on_backward = None
+
+    def _shortage(
+        self, error: BaseException, cause: BaseException, updating: bool, before: Stats, live_before: int | None
+    ) -> Shortage:
+        assert self._on_oom is not None
+        phase, index, doing = oom.located(error, self._controller.place, updating)
+        last = len(self.plan.stages) - 1
+        adviser = self._on_oom.adviser
+        planned = None if adviser is None else adviser.planned(self.plan, phase, index)
+        done = self.stats().since(before)
+        live = oom.live_bytes(cause, self._device)
+        return Shortage(
+            phase=phase,
+            stage=self.plan.stages[last if index is None else index],
+            doing=doing,
+            tier="host" if live is not None and oom.is_host_memory(cause) else "device",
+            requested_bytes=oom.requested_bytes(cause),
+            budget_bytes=self.plan.budget_bytes,
+            planned_bytes=self.plan.peak_bytes if planned is None else planned[1],
+            planned_start_bytes=None if planned is None else planned[0],
+            live_bytes=live,
+            reserved_bytes=None if live is None else torch.cuda.memory_reserved(self._device),
+            capacity_bytes=oom.capacity_bytes(self._device),
+            live_before_bytes=live_before,
+            model_bytes=oom.model_bytes(self._model),
+            process_bytes=oom.process_bytes(),
+            swapped=tuple(
+                (state.name.lower().replace("_", " "), len(sizes), sum(sizes))
+                for state, sizes in sorted(self._controller.swapped().items(), key=lambda item: item[0].value)
+            ),
+            recomputed_stages=done.recomputed_stages,
+            planned_recomputed_stages=done.planned_recomputed_stages,
+            swapped_out_bytes=done.swapped_out_bytes,
+            swapped_in_bytes=done.swapped_in_bytes,
+            planned_swapped_bytes=done.planned_swapped_bytes,
+            gradients_lost=False,
+            half_updated=False,
+        )
+
+    def _replan(self, failed: OutOfMemoryError) -> None:
+        """Put a leaner plan in the present one's place; if there is none, that one stays."""
+        assert self._on_oom is not None
+        assert self._on_oom.adviser is not None
+        before = self.plan
+        try:
+            plan = self._on_oom.adviser.replan(before, failed.shortage)
+        except CkptPlanError as error:
+            raise error from failed
+        former, store = self._controller, self._store
+        former.remove()
+        try:
+            self._controller, self._store = self._place(plan, former)
+        except BaseException:
+            former.install()
+            raise
+        store.close()
+        self.plan = plan
+        self.replans += (Replan(failed.shortage, before, plan),)
+        longer = f"{plan.step_s / before.step_s:.2f} times as long" if before.step_s else "as long as it does"
+        warnings.warn(
+            f"out of memory in {failed.shortage.phase} of {failed.shortage.stage!r}; went on with a plan of "
+            f"{format_bytes(plan.peak_bytes)} in place of {format_bytes(before.peak_bytes)} whose step takes {longer} "
+            "(handle.replans has the reports)",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
     def remove(self) -> None:
         """Restore the model exactly; calling it again does nothing.
@@ -85,7 +298,7 @@ class Handle:
         """
         if self._removed:
             return
-        self._removed = True
+        self._removed, self._applied = True, False
         self._controller.remove()
         self._config.close()
         self._store.close()
@@ -94,11 +307,13 @@ class Handle:
     def paused(self) -> Iterator[None]:
         """The plain model inside; the plan goes on afterwards."""
         self._controller.remove()
+        self._applied = False
         try:
             yield
         finally:
             if not self._removed:
                 self._controller.install()
+                self._applied = True
 
     def stats(self) -> Stats:
         """What happened since the plan was applied."""
@@ -136,7 +351,14 @@ def planned_runs(plan: Plan) -> tuple[int, ...]:
     return tuple(runs)
 
 
-def apply(model: nn.Module, plan: Plan, *, swap_dir: str | Path | None = None, host_gb: float | None = None) -> Handle:
+def apply(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    swap_dir: str | Path | None = None,
+    host_gb: float | None = None,
+    on_oom: OnOom | None = None,
+) -> Handle:
     """Make every training forward of `model` follow `plan`.
 
     The model's classes, parameter names, `state_dict` and hooks stay as they are; only `forward` of the stages is
@@ -149,6 +371,8 @@ def apply(model: nn.Module, plan: Plan, *, swap_dir: str | Path | None = None, h
         Where a CPU plan's swap file lives (unnamed, at most the plan's swapped bytes per living graph).
     host_gb : float, optional
         Limit on pinned host memory for a CUDA plan, in units of 2**30 bytes.
+    on_oom : OnOom, optional
+        What `Handle.step` does when memory runs out; None: nothing.
 
     Returns
     -------
@@ -171,24 +395,28 @@ def apply(model: nn.Module, plan: Plan, *, swap_dir: str | Path | None = None, h
     plan.fingerprint.require(fingerprint(TrainingStep(model)), ignore=("inputs",))
     check_supported(model)
     limit = None if host_gb is None else budget_to_bytes(host_gb, name="host_gb")
-    blocks = sum(len(choice.moves) for choice in plan.choices)
-    capacity = plan.host_bytes + blocks * DISK_BLOCK_BYTES if device.type == "cpu" else plan.host_bytes
-    store = make_store(device, capacity_bytes=capacity, directory=swap_dir, limit_bytes=limit)
-    try:
-        controller = Controller(
-            model,
-            plan.stages,
-            plan.choices,
-            store,
-            torch.device(device),
-            segments=plan.segments,
-            input_bytes=plan.input_bytes,
-            one_forward=plan.fingerprint.inputs != "step()",
-        )
-        controller.install()
-    except BaseException:
-        store.close()
-        raise
-    config = contextlib.ExitStack()
-    config.enter_context(training_config(model))
-    return Handle(plan, controller, store, config)
+
+    def place(plan: Plan, former: Controller | None) -> tuple[Controller, Store]:
+        """Install `plan`, which goes on counting where the one before stopped."""
+        blocks = sum(len(choice.moves) for choice in plan.choices)
+        capacity = plan.host_bytes + blocks * DISK_BLOCK_BYTES if device.type == "cpu" else plan.host_bytes
+        store = make_store(device, capacity_bytes=capacity, directory=swap_dir, limit_bytes=limit)
+        try:
+            controller = Controller(
+                model,
+                plan.stages,
+                plan.choices,
+                store,
+                torch.device(device),
+                segments=plan.segments,
+                input_bytes=plan.input_bytes,
+                one_forward=plan.fingerprint.inputs != "step()",
+                counters=None if former is None else former.counters,
+            )
+            controller.install()
+        except BaseException:
+            store.close()
+            raise
+        return controller, store
+
+    return Handle(model, plan, place, on_oom)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from ckptplan.core.chain import Segment
+from ckptplan.core.chain import Phase, Segment
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Decision
 from ckptplan.core.units import format_bytes
@@ -18,7 +20,7 @@ from ckptplan.runtime.patching import PatchedForward
 from ckptplan.runtime.recompute import Call, run_recomputed
 from ckptplan.runtime.segments import OpenSegment
 from ckptplan.runtime.stores import Store
-from ckptplan.runtime.swap import Counters, SwapSession
+from ckptplan.runtime.swap import Counters, State, SwapSession
 
 
 class Observer(Protocol):
@@ -32,6 +34,25 @@ class Observer(Protocol):
 
     def backward(self, stage: int) -> None:
         """Its backward is about to begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the program is.
+
+    Attributes
+    ----------
+    phase : str
+        "update" from the end of a backward to the next forward.
+    stage : int
+        The last stage that began in this phase.
+    inside : bool
+        In forward: whether it hasn't ended.
+    """
+
+    phase: Phase
+    stage: int
+    inside: bool = False
 
 
 def is_glue(name: str) -> bool:
@@ -66,6 +87,8 @@ class Controller:
     observer : Observer, optional
     one_forward : bool
         A step calls the model's own forward once, so such a call begins a pass. Else passes are told by their calls.
+    counters : Counters, optional
+        To go on counting in.
 
     Raises
     ------
@@ -87,6 +110,7 @@ class Controller:
         input_bytes: Sequence[int] | None = None,
         observer: Observer | None = None,
         one_forward: bool = True,
+        counters: Counters | None = None,
     ) -> None:
         self._model = model
         self._stages = tuple(stages)
@@ -99,7 +123,11 @@ class Controller:
         self._observer = observer
         self._training = model.training
         self._pass: _Pass | None = None
-        self.counters = Counters()
+        self._session: SwapSession | None = None
+        self.counters = counters or Counters()
+        self.place = Place("forward", 0)
+        self.on_backward: Callable[[], None] | None = None
+        self._task = -1
         self._indices: dict[nn.Module, list[int]] = {}
         modules = dict(model.named_modules())
         for index, name in enumerate(self._stages):
@@ -170,6 +198,21 @@ class Controller:
             patch.remove()
         self._pass = None
 
+    def at_step_begin(self, on_backward: Callable[[], None]) -> None:
+        """A step begins; `on_backward` is to be told when each of its backwards reaches the first stage."""
+        self.place = Place("forward", 0)
+        self.on_backward = on_backward
+
+    def forget(self) -> None:
+        """Whatever pass was under way has failed."""
+        self._pass = self._session = None
+        self._task = -1
+        self.place = Place("forward", 0)
+
+    def swapped(self) -> dict[State, list[int]]:
+        """Bytes of the storages that this pass moves, by state."""
+        return {} if self._session is None else self._session.states()
+
     def _active(self) -> bool:
         return torch.is_grad_enabled() and self._model.training == self._training
 
@@ -183,7 +226,7 @@ class Controller:
         }
         self.counters.forwards += 1
         session = SwapSession(self._store, self._device, lambda storage: storage._cdata in own, self.counters)
-        self._pass = _Pass(session)
+        self._session, self._pass = session, _Pass(session)
         return self._pass
 
     def _run_model(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -213,6 +256,7 @@ class Controller:
                 f"{len(self._indices[module])} times a step that the plan was made for; solve again with this step"
             )
         current.calls[module] = current.calls.get(module, 0) + 1
+        self.place = Place("forward", index, inside=True)
         try:
             self._check_inputs(index, args, kwargs)
             for stage in self._release_before.get(index, ()):
@@ -228,6 +272,7 @@ class Controller:
         except BaseException:
             current.open = self._pass = None
             raise
+        self.place = Place("forward", index)
         self._watch_backward(current, index, output)
         return output
 
@@ -295,6 +340,7 @@ class Controller:
         def begin(_: Any) -> None:
             current.backward_begun = True
             current.open = None
+            self._enter_backward(index)
             if self._observer is not None:
                 self._observer.backward(index)
             for stage in self._prefetch_at.get(index, ()):
@@ -303,3 +349,15 @@ class Controller:
         nodes = {t.grad_fn for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)} - {None}
         for node in nodes:
             node.register_prehook(begin)  # type: ignore[union-attr]
+
+    def _enter_backward(self, index: int) -> None:
+        self.place = Place("backward", index)
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            Variable._execution_engine.queue_callback(self._leave_backward)
+            if self.on_backward is not None:
+                self.on_backward()
+
+    def _leave_backward(self) -> None:
+        self.place = Place("update", self.place.stage)

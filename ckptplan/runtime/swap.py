@@ -421,5 +421,13 @@ class SwapSession:
         for record in self._alive(index):
             record.start_returning()
 
+    def states(self) -> dict[State, list[int]]:
+        """Bytes of every record that was sent away by a stage and is alive, by state."""
+        found: dict[int, Record] = {id(r): r for index in self._moved for r in self._alive(index)}
+        out: dict[State, list[int]] = {}
+        for record in found.values():
+            out.setdefault(record.state, []).append(record.nbytes)
+        return out
+
     def _alive(self, index: int) -> list[Record]:
         return [record for ref in self._moved.get(index, ()) if (record := ref()) is not None]
