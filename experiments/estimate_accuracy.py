@@ -3,7 +3,7 @@
     python experiments/estimate_accuracy.py --out experiments/results
     python experiments/estimate_accuracy.py --out /tmp/quick --models gpt2,lstm --sizes 1 --plans without
 
-The first takes 10 minutes on two idle cores; all of it prints PASS or FAIL for each promise and exits with 1 on a FAIL.
+Prints PASS or FAIL for each promise, and exits with 1 on a FAIL.
 
 A *run* is one architecture at one batch size or length, with one optimizer, plain or under a plan. Two whole steps are
 measured from the allocator's events (`ckptplan.runtime.phases`), on an instance of the model that nothing else touches,
@@ -11,6 +11,7 @@ and estimated on another. Each step of a run is a case: its peak, and the live b
 
 Plans are made for a budget half-way between the smallest peak and everything kept. At an architecture's first size
 stages have options inside them, as `ckptplan.solve` gives them; at the others whole stages alone, which is quicker.
+Under a plan the optimizers take turns from size to size.
 """
 
 from __future__ import annotations
@@ -249,7 +250,8 @@ def run(group: Group, threads: int) -> Outcome:
             except Exception as problem:
                 trouble(problem, "planning")
                 continue
-        for optimizer in group.optimizers:
+        turn = group.index % len(group.optimizers)
+        for optimizer in group.optimizers if plan is None else group.optimizers[turn : turn + 1]:
             try:
                 measured, left = timed("measuring", measured_phases, group, optimizer, plan)
                 unexplained = max(unexplained, left, key=abs)
