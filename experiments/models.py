@@ -1,7 +1,7 @@
 """Small random-weight models whose training step is mostly activations: 0.2-2 s a step on two cores.
 
 Vocabularies are small and sequences long, so that what is kept for backward (150-600 MB) outweighs the parameters and a
-budget has something to decide. Dropout is on where the model has it.
+budget has something to decide. Dropout is on where the model has it. Batch, length and depth can be given.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -19,6 +20,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     ResNetConfig,
     ResNetForImageClassification,
     SwinConfig,
@@ -32,96 +35,184 @@ from transformers import (
 VOCAB = 2000
 LABELS = 10
 
+Made = tuple[nn.Module, dict[str, Tensor]]
 
-def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
+
+def gpt2(batch: int = 4, length: int = 256, layers: int = 8) -> Made:
     """8 blocks of width 256, dropout 0.1."""
     config = GPT2Config(
         vocab_size=VOCAB,
         n_positions=256,
         n_embd=256,
-        n_layer=8,
+        n_layer=layers,
         n_head=8,
         bos_token_id=0,
         eos_token_id=0,
         use_cache=False,
     )
-    return _text(GPT2LMHeadModel, config, batch=4, length=256)
+    return _text(GPT2LMHeadModel, config, batch, length)
 
 
-def bert() -> tuple[nn.Module, dict[str, Tensor]]:
+def bert(batch: int = 5, length: int = 256, layers: int = 8) -> Made:
     """8 layers of width 256, dropout 0.1."""
     config = BertConfig(
-        vocab_size=VOCAB, hidden_size=256, num_hidden_layers=8, num_attention_heads=8, intermediate_size=1024
+        vocab_size=VOCAB, hidden_size=256, num_hidden_layers=layers, num_attention_heads=8, intermediate_size=1024
     )
-    return _text(BertForMaskedLM, config, batch=5, length=256)
+    return _text(BertForMaskedLM, config, batch, length)
 
 
-def llama() -> tuple[nn.Module, dict[str, Tensor]]:
+def llama(batch: int = 4, length: int = 256, layers: int = 8) -> Made:
     """8 blocks of width 256, two query heads to a key-value head; dropout in the attention."""
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=256,
         intermediate_size=688,
-        num_hidden_layers=8,
+        num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=4,
         attention_dropout=0.1,
         use_cache=False,
     )
-    return _text(LlamaForCausalLM, config, batch=4, length=256)
+    return _text(LlamaForCausalLM, config, batch, length)
 
 
-def vit() -> tuple[nn.Module, dict[str, Tensor]]:
+def vit(batch: int = 5, layers: int = 8) -> Made:
     """8 layers of width 256, 64 pixels in patches of 4, dropout 0.1."""
     config = ViTConfig(
         image_size=64,
         patch_size=4,
         hidden_size=256,
-        num_hidden_layers=8,
+        num_hidden_layers=layers,
         num_attention_heads=8,
         intermediate_size=1024,
         hidden_dropout_prob=0.1,
         attention_probs_dropout_prob=0.1,
         num_labels=LABELS,
     )
-    return _images(ViTForImageClassification, config, batch=5, size=64)
+    return _images(ViTForImageClassification, config, batch, size=64)
 
 
-def resnet50() -> tuple[nn.Module, dict[str, Tensor]]:
+def resnet50(batch: int = 32) -> Made:
     """ResNet-50 (depths 3, 4, 6, 3) on images of 64 pixels."""
-    return _images(ResNetForImageClassification, ResNetConfig(num_labels=LABELS), batch=32, size=64)
+    return _images(ResNetForImageClassification, ResNetConfig(num_labels=LABELS), batch, size=64)
 
 
-def t5() -> tuple[nn.Module, dict[str, Tensor]]:
+def t5(batch: int = 4, length: int = 256, layers: int = 4) -> Made:
     """An encoder and a decoder of 4 blocks each, width 256, dropout 0.1."""
     config = T5Config(
         vocab_size=VOCAB,
         d_model=256,
         d_kv=32,
         d_ff=1024,
-        num_layers=4,
+        num_layers=layers,
         num_heads=8,
         decoder_start_token_id=0,
         use_cache=False,
     )
-    return _text(T5ForConditionalGeneration, config, batch=4, length=256)
+    return _text(T5ForConditionalGeneration, config, batch, length)
 
 
-def swin() -> tuple[nn.Module, dict[str, Tensor]]:
-    """Swin with depths 2, 2, 6, 2: the maps shrink, the channels grow."""
+def swin(batch: int = 2, layers: int = 6) -> Made:
+    """Swin with depths 2, 2, `layers`, 2: the maps shrink, the channels grow."""
     config = SwinConfig(
-        image_size=224, patch_size=4, embed_dim=48, depths=[2, 2, 6, 2], num_heads=[2, 4, 8, 16], num_labels=LABELS
+        image_size=224, patch_size=4, embed_dim=48, depths=[2, 2, layers, 2], num_heads=[2, 4, 8, 16], num_labels=LABELS
     )
-    return _images(SwinForImageClassification, config, batch=2, size=224)
+    return _images(SwinForImageClassification, config, batch, size=224)
 
 
-def convnext() -> tuple[nn.Module, dict[str, Tensor]]:
+def convnext(batch: int = 8) -> Made:
     """ConvNeXt with depths 3, 3, 9, 3."""
     config = ConvNextConfig(depths=[3, 3, 9, 3], hidden_sizes=[48, 96, 192, 384], num_labels=LABELS)
-    return _images(ConvNextForImageClassification, config, batch=8, size=112)
+    return _images(ConvNextForImageClassification, config, batch, size=112)
 
 
-MODELS: Mapping[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
+def mixtral(batch: int = 4, length: int = 256) -> Made:
+    """4 blocks of width 192 with 4 experts each, two of them for every token."""
+    config = MixtralConfig(
+        vocab_size=VOCAB,
+        hidden_size=192,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        use_cache=False,
+    )
+    return _text(MixtralForCausalLM, config, batch, length)
+
+
+class LSTMForCausalLM(nn.Module):
+    """Embedding, two LSTM layers with dropout between them, a head tied to the embedding."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, width)
+        self.lstm = nn.LSTM(width, width, num_layers=2, batch_first=True, dropout=0.1)
+        self.dropout = nn.Dropout(0.1)
+        self.head = nn.Linear(width, VOCAB)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden, _ = self.lstm(self.dropout(self.embedding(input_ids)))
+        logits = self.head(self.dropout(hidden))
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def lstm(batch: int = 16, length: int = 128) -> Made:
+    """A language model of two LSTM layers of width 256, dropout 0.1."""
+    torch.manual_seed(0)
+    tokens = torch.randint(VOCAB, (batch, length))
+    return LSTMForCausalLM(256).train(), {"input_ids": tokens, "labels": tokens.clone()}
+
+
+class _Convolutions(nn.Sequential):
+    """Two convolutions, each with a group norm and an activation."""
+
+    def __init__(self, before: int, after: int) -> None:
+        layers: list[nn.Module] = []
+        for channels in (before, after):
+            layers += [nn.Conv2d(channels, after, 3, padding=1), nn.GroupNorm(8, after), nn.SiLU()]
+        super().__init__(*layers)
+
+
+class UNet(nn.Module):
+    """Segmentation of images: three levels down and up again, skip connections between the arms."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        widths = [width << level for level in range(4)]
+        self.down = nn.ModuleList(map(_Convolutions, [3, *widths[:-2]], widths[:-1]))
+        self.bottom = _Convolutions(widths[-2], widths[-1])
+        self.grow = nn.ModuleList(
+            nn.ConvTranspose2d(below, here, 2, stride=2)
+            for below, here in zip(widths[:0:-1], widths[-2::-1], strict=True)
+        )
+        self.up = nn.ModuleList(_Convolutions(2 * here, here) for here in widths[-2::-1])
+        self.head = nn.Conv2d(width, LABELS, 1)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x, skips = pixel_values, []
+        for block in self.down:
+            x = block(x)
+            skips.append(x)
+            x = F.max_pool2d(x, 2)
+        x = self.bottom(x)
+        for grow, block in zip(self.grow, self.up, strict=True):
+            x = block(torch.cat([skips.pop(), grow(x)], dim=1))
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def unet(batch: int = 4) -> Made:
+    """A U-Net of width 32 on images of 96 pixels."""
+    torch.manual_seed(0)
+    images = torch.randn(batch, 3, 96, 96)
+    return UNet(32).train(), {"pixel_values": images, "labels": torch.randint(LABELS, (batch, 96, 96))}
+
+
+MODELS: Mapping[str, Callable[..., Made]] = {
     "gpt2": gpt2,
     "bert": bert,
     "vit": vit,
@@ -130,21 +221,23 @@ MODELS: Mapping[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
     "t5": t5,
     "swin": swin,
     "convnext": convnext,
+    "mixtral": mixtral,
+    "lstm": lstm,
+    "unet": unet,
 }
-"""Name -> function that makes the model, in training mode, and keyword inputs with labels; the same each time."""
+"""Name -> function that makes the model, in training mode, and keyword inputs with labels; the same each time.
+
+All take `batch`, those of text `length` too, and some `layers`.
+"""
 
 
-def _text(
-    kind: Callable[..., nn.Module], config: object, *, batch: int, length: int
-) -> tuple[nn.Module, dict[str, Tensor]]:
+def _text(kind: Callable[..., nn.Module], config: object, batch: int, length: int) -> Made:
     torch.manual_seed(0)
     tokens = torch.randint(VOCAB, (batch, length))
     return kind(config).train(), {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def _images(
-    kind: Callable[..., nn.Module], config: object, *, batch: int, size: int
-) -> tuple[nn.Module, dict[str, Tensor]]:
+def _images(kind: Callable[..., nn.Module], config: object, batch: int, *, size: int) -> Made:
     torch.manual_seed(0)
     images = torch.randn(batch, 3, size, size)
     return kind(config).train(), {"pixel_values": images, "labels": torch.randint(LABELS, (batch,))}
