@@ -34,6 +34,28 @@ _NORMS = {
 fake twins on the CPU give them that of the input."""
 
 
+_GROUPED = torch.ops.aten._grouped_mm.default
+
+
+def _grouped_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Products of matrices in groups, as routed experts make them; the operation's own fake twin takes bfloat16 only.
+
+    Shapes: (rows, k) x (groups, k, n), (groups, m, k) x (k, columns), (m, k) x (k, n) by groups of k, or batched.
+    """
+    if a.dim() == b.dim() == 2:
+        assert offs is not None
+        shape = (offs.shape[0], a.shape[0], b.shape[1])
+    else:
+        shape = (*a.shape[:-1], b.shape[-1]) if b.dim() == 3 else (a.shape[-2], b.shape[-1])
+    return torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)
+
+
 def _whole(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
 
@@ -108,7 +130,7 @@ class FakeWorld(TorchDispatchMode):
             args, kwargs = pytree.tree_map_only(
                 torch.Tensor, lambda t: t if isinstance(t, FakeTensor) else self.fake(t), (args, kwargs)
             )
-        result = func(*args, **kwargs)
+        result = _grouped_product(*args, **kwargs) if func is _GROUPED else func(*args, **kwargs)
         if func in _MISREPORTED:
             return self._as_real(func, args, kwargs, result)
         if func in _NORMS:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ckptplan.core.device import Device, find_device, known_devices
 from ckptplan.core.errors import InvalidInputError
-from ckptplan.profiling.as_cuda import as_cuda
+from ckptplan.profiling.kernels import real_choices
 from ckptplan.profiling.roofline import op_seconds
 from ckptplan.profiling.workspace import cuda_workspaces, measure_times, measure_workspaces
 from ckptplan.runtime.step import model_device
@@ -93,10 +93,8 @@ class Target:
         return CUDA_BLOCK if self.is_cuda else 1
 
     def choices(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, operations are chosen as on that device."""
-        if self.spec is None or self.spec.compute_capability is None:
-            return contextlib.nullcontext()
-        return as_cuda(self.spec.compute_capability)
+        """Inside, operations on fake tensors are chosen as on that device for real ones."""
+        return real_choices(self.device.type, None if self.spec is None else self.spec.compute_capability)
 
     def workspaces(self, keys: Iterable[Hashable]) -> tuple[dict[Hashable, int], list[str]]:
         """Most bytes each operation allocates at once, its results included, and operations that could not be run.

@@ -1,21 +1,23 @@
-"""Run a model on fake CPU tensors with the operations that it would run on a CUDA device.
+"""On fake tensors, run the operations that real ones would run where the step is to run.
 
-PyTorch chooses some operations by the device: dropout keeps a mask of one byte an element on CUDA and one of the
-input's type on the CPU, attention has other kernels that save other things, autocast casts other operations. A build
-without CUDA can't run backward on fake CUDA tensors, so the tensors stay on the CPU and the choices are CUDA's:
-composite operations get a kernel of ours (`torch.library`) for as long as a context is open, which takes CUDA's way
-in the thread that opened it.
+PyTorch chooses some operations by the device: dropout keeps a mask of one byte an element on CUDA and one of the input's
+type on the CPU, attention has other kernels that save other things, autocast casts other operations. A build without
+CUDA can't run backward on fake CUDA tensors, so those of a device that isn't here lie on the CPU and the choices are
+CUDA's. Other choices spare tensor subclasses, such as fake ones, what is done in place on real tensors.
+
+Composite operations get a kernel of ours (`torch.library`) for as long as a context is open, which acts on fake tensors
+alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 aten = torch.ops.aten
 
@@ -23,86 +25,44 @@ _HALF = (torch.float16, torch.bfloat16)
 _FLASH_HEAD = 256
 _FLASH_CAPABILITY = (8, 0)
 
-_AUTOCAST_TO_FLOAT32 = [
-    "acos",
-    "asin",
-    "cosh",
-    "erfinv",
-    "exp",
-    "expm1",
-    "log",
-    "log10",
-    "log2",
-    "log1p",
-    "pow.Tensor_Scalar",
-    "pow.Tensor_Tensor",
-    "pow.Scalar",
-    "reciprocal",
-    "rsqrt",
-    "sinh",
-    "tan",
-    "softplus",
-    "layer_norm",
-    "native_layer_norm",
-    "group_norm",
-    "norm.Scalar",
-    "norm.ScalarOpt_dim",
-    "nuclear_norm",
-    "cosine_similarity",
-    "poisson_nll_loss",
-    "cosine_embedding_loss",
-    "nll_loss",
-    "nll_loss2d",
-    "hinge_embedding_loss",
-    "kl_div",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "mse_loss",
-    "margin_ranking_loss",
-    "multilabel_margin_loss",
-    "soft_margin_loss",
-    "triplet_margin_loss",
-    "multi_margin_loss",
-    "binary_cross_entropy_with_logits",
-    "dist",
-    "pdist",
-    "cdist",
-    "renorm",
+# fmt: off
+_AUTOCAST_TO_FLOAT32 = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "pow.Tensor_Scalar",
+    "pow.Tensor_Tensor", "pow.Scalar", "reciprocal", "rsqrt", "sinh", "tan", "softplus", "layer_norm",
+    "native_layer_norm", "group_norm", "norm.Scalar", "norm.ScalarOpt_dim", "nuclear_norm", "cosine_similarity",
+    "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss",
+    "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss",
+    "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm",
     "logsumexp",
-]
-_AUTOCAST_SET_TYPE = [
-    "softmax.int",
-    "log_softmax.int",
-    "sum",
-    "sum.dim_IntList",
-    "prod",
-    "prod.dim_int",
-    "cumsum",
-    "cumprod",
-]
+    # These take a result type, and are cast where none is asked for.
+    "softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "prod", "prod.dim_int", "cumsum", "cumprod",
+)
+# fmt: on
 """What autocast runs in float32 on CUDA (PyTorch, "Automatic Mixed Precision package", CUDA op reference)."""
-
-_active = threading.local()
 
 
 @contextlib.contextmanager
-def as_cuda(compute_capability: tuple[int, int]) -> Iterator[None]:
-    """In this thread, CPU tensors run the operations that CUDA tensors would on a device of that capability."""
+def real_choices(device_type: str, planned_capability: tuple[int, int] | None) -> Iterator[None]:
+    """Inside, fake tensors on `device_type` run what real ones would.
+
+    With a compute capability, what they would on a CUDA device of that capability, wherever they lie.
+    """
     library = torch.library.Library("aten", "IMPL")
-    for name, kernel in _KERNELS.items():
+    kernels: dict[str, Callable[..., Any]] = {"linear": _linear}
+    if planned_capability is not None:
+        kernels |= {name: functools.partial(kernel, planned_capability) for name, kernel in _ON_CUDA.items()}
+    backend = device_type.upper()
+    for name, kernel in kernels.items():
         if _exists(name):
-            for key in ("AutogradCPU", "CPU"):
-                library.impl(name, _where_active(name, kernel), key)
-    for name in (*_AUTOCAST_TO_FLOAT32, *_AUTOCAST_SET_TYPE):
+            for key in (f"Autograd{backend}", backend):
+                library.impl(name, _on_fakes(_overload(name), kernel), key)
+    for name in _AUTOCAST_TO_FLOAT32 if planned_capability is not None else ():
         # The CPU's own autocast has a kernel for some of them, which does the same.
         if _exists(name) and not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
             library.impl(name, _in_float32(_overload(name)), "AutocastCPU")
-    _active.capability = compute_capability
     try:
         yield
     finally:
-        _active.capability = None
         library._destroy()
 
 
@@ -116,14 +76,11 @@ def _exists(name: str) -> bool:
     return hasattr(aten, packet) and (overload or "default") in getattr(aten, packet).overloads()
 
 
-def _where_active(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel` in the thread that asked for it; PyTorch's own where it didn't, or where the kernel passes."""
-    overload = _overload(name)
+def _on_fakes(overload: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """`kernel` for fake tensors; PyTorch's own for real ones, and where the kernel passes."""
 
-    @functools.wraps(kernel)
     def run(*args: Any, **kwargs: Any) -> Any:
-        capability = getattr(_active, "capability", None)
-        result = NotImplemented if capability is None else kernel(capability, *args, **kwargs)
+        result = kernel(*args, **kwargs) if any(isinstance(x, FakeTensor) for x in args) else NotImplemented
         return overload.decompose(*args, **kwargs) if result is NotImplemented else result
 
     return run
@@ -140,11 +97,19 @@ def _in_float32(overload: Any) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(autocast):
-            if getattr(_active, "capability", None) is not None and kwargs.get("dtype") is None:
+            if kwargs.get("dtype") is None and any(isinstance(x, FakeTensor) for x in args):
                 args = tuple(map(up, args))
             return overload(*args, **kwargs)
 
     return run
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    """The bias is added in place where product and sum aren't one operation; to a tensor subclass it isn't."""
+    fused = x.dim() == 2 or (x.dim() == 3 and x.is_contiguous())
+    if bias is None or fused:
+        return NotImplemented
+    return torch.matmul(x, weight.t()).add_(bias)
 
 
 def _dropout(capability: tuple[int, int], x: torch.Tensor, p: float, train: bool) -> Any:
@@ -240,7 +205,7 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
-_KERNELS: dict[str, Callable[..., Any]] = {
+_ON_CUDA: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
     "softmax.int": _softmax,
     "log_softmax.int": functools.partial(_softmax, log=True),
