@@ -270,7 +270,8 @@ def _alike(folded: _Folded) -> bool:
 
 
 def _far(reference: _Reference) -> bool:
-    return bool(reference[0] == "unit" and abs(reference[1]) > 1)
+    """Whether a block belongs to a period that is no neighbour; between the first and the last it is clear which."""
+    return bool(reference[0] == "unit" and 1 < abs(reference[1]) < _KEPT - 1)
 
 
 class _Writer:
@@ -342,10 +343,10 @@ class _Writer:
             yield code, self._block(reference, made, None, None)
         elif q is not None:
             assert r is not None
-            yield (
-                code,
-                self._block(("unit", q + reference[1], *reference[2:]), made, r + reference[1], q + reference[1]),
-            )
+            home = r + reference[1]
+            far = abs(reference[1]) == _KEPT - 1
+            p = (0 if home == 0 else self.run.periods - 1) if far else q + reference[1]
+            yield code, self._block(("unit", p, *reference[2:]), made, home, p)
         else:
             n = self.run.periods
             home = reference[1]

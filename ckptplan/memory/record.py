@@ -323,11 +323,39 @@ def record_step(
             accumulating=accumulating,
         )
     modules = tuple(name for name in stages if not is_glue(name))
+    if not target.is_cuda:
+        _keep_random_states(
+            recorder, modules, [c for n, c in zip(stages, choices or (), strict=False) if not is_glue(n)]
+        )
     _categorize(recorder, seen, modules, inference)
     peaks, failed = target.workspaces(key for key, *_ in recorder.operations)
     for section in recorder.sections:
         section.events = list(_with_workspaces(recorder, section.events, peaks))
     return Recording(modules, recorder.blocks, recorder.sections), failed
+
+
+def _keep_random_states(recorder: Recorder, modules: tuple[str, ...], choices: list[Decision]) -> None:
+    """Add the random state that each recomputed stage keeps from its forward to its backward.
+
+    On the CPU it lies among the tensors, out of a dispatch mode's sight; while a stage is run again, the present state is
+    set aside as well.
+    """
+    nbytes = torch.get_rng_state().numel()
+    for j, choice in enumerate(choices):
+        if choice.action != "recompute":
+            continue
+        mine = {s.direction: s for s in recorder.sections if s.segment == 2 * j + 1}
+        if set(mine) != {"forward", "backward"}:
+            continue
+        kept, set_aside = (Block(nbytes, "saved activations", "random state", stage=modules[j]) for _ in range(2))
+        first = len(recorder.blocks)
+        recorder.blocks += [kept, set_aside]
+        mine["forward"].events.insert(0, (ALLOCATE, first))
+        backward = mine["backward"].events
+        again = [n for n, event in enumerate(backward) if event[0] == ALLOCATE and event[1] in recorder.made_again]
+        backward.insert(again[-1] + 1 if again else 0, (FREE, first + 1))
+        backward.insert(0, (ALLOCATE, first + 1))
+        backward.append((FREE, first))
 
 
 def record_updates(optimizer: torch.optim.Optimizer, model: nn.Module, target: Target) -> Recording:

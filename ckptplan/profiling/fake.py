@@ -76,11 +76,14 @@ class FakeWorld(TorchDispatchMode):
     Attributes
     ----------
     fake_mode : FakeTensorMode
+    number_read : float or None
+        What reading the value of a single fake number gives; None: an error, since the path may hang on it.
     """
 
     def __init__(self, target: Target = ON_CPU) -> None:
         super().__init__()
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.number_read: float | None = None
         self._target = target
         self._elsewhere = WeakIdKeyDictionary()
         self._outer: contextlib.ExitStack | None = None
@@ -130,6 +133,8 @@ class FakeWorld(TorchDispatchMode):
             args, kwargs = pytree.tree_map_only(
                 torch.Tensor, lambda t: t if isinstance(t, FakeTensor) else self.fake(t), (args, kwargs)
             )
+        if func is torch.ops.aten._local_scalar_dense.default and self.number_read is not None:
+            return self.number_read
         result = _grouped_product(*args, **kwargs) if func is _GROUPED else func(*args, **kwargs)
         if func in _MISREPORTED:
             return self._as_real(func, args, kwargs, result)

@@ -1,9 +1,9 @@
 """On fake tensors, run the operations that real ones would run where the step is to run.
 
-PyTorch chooses some operations by the device: dropout keeps a mask of one byte an element on CUDA and one of the input's
-type on the CPU, attention has other kernels that save other things, autocast casts other operations. A build without
-CUDA can't run backward on fake CUDA tensors, so those of a device that isn't here lie on the CPU and the choices are
-CUDA's. Other choices spare tensor subclasses, such as fake ones, what is done in place on real tensors.
+PyTorch chooses some operations by the device: dropout keeps a mask of one byte an element on CUDA and one of the
+input's type on the CPU, attention has other kernels that save other things, autocast casts other operations. A build
+without CUDA can't run backward on fake CUDA tensors, so those of a device that isn't here lie on the CPU and the
+choices are CUDA's. Other choices spare tensor subclasses, such as fake ones, what is done in place on real tensors.
 
 Composite operations get a kernel of ours (`torch.library`) for as long as a context is open, which acts on fake tensors
 alone.

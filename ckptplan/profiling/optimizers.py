@@ -109,6 +109,7 @@ def trace_updates(
         twin = fake_optimizer(optimizer, tracker, target)
         # Counts of steps stay on the host, unless the update runs as one kernel or is captured.
         tracker.numbers_on_host = not any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
+        tracker.number_read = 1.0  # an update may read a norm to scale by it; what it runs doesn't hang on that
         with tracker, torch.no_grad():
             twin.step()
             between()

@@ -1,0 +1,395 @@
+"""estimate() against the CPU allocator's own events, and against what can be counted by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small_models import build, uniform
+from torch import nn
+
+import ckptplan
+from ckptplan import DDP, InvalidInputError, estimate
+from ckptplan.core.estimate import CATEGORIES
+from ckptplan.memory import folding
+from ckptplan.memory.estimate import reserved_bytes
+from ckptplan.profiling.target import find_target
+from ckptplan.runtime.phases import measure_phases
+from ckptplan.runtime.step import make_step
+
+TRAINING = ["loaded", "forward", "backward", "optimizer", "forward 2", "backward 2", "optimizer 2"]
+NUMBERS = 8 * 64
+"""Python numbers become tensors of 8 bytes that no replay sees; so much for a small model's."""
+
+MODELS = [
+    "mlp", "conv_norm", "transformer", "tied", "unet", "nested", "shared", "recurrent", "views", "low_rank",
+    "custom_function", "complex_valued",
+]  # fmt: skip
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "momentum by lists": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "momentum fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, foreach=False),
+    "adamw by lists": lambda p: torch.optim.AdamW(p, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "adafactor": torch.optim.Adafactor,
+    "nadam by lists": lambda p: torch.optim.NAdam(p, foreach=True),
+}
+
+
+def assert_measured(found: ckptplan.Estimate, model: nn.Module, inputs: Any, optimizer: Any, **how: Any) -> None:
+    """The phases of `found` are those of two real steps."""
+    amp = how.pop("amp", None)
+    step = make_step(model, inputs)
+    if amp is not None:
+        step = dataclasses.replace(step, autocast=("cpu", amp))
+    measured = measure_phases(step, optimizer, **how)
+    assert measured.unexplained_bytes == 0
+    for real in measured.phases:
+        predicted = found.phase(real.name)
+        for what in ("start_bytes", "end_bytes", "peak_bytes"):
+            error = getattr(predicted, what) - getattr(real, what)
+            assert abs(error) <= NUMBERS, (real.name, what, error)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_phase_is_what_the_allocator_counts(name: str) -> None:
+    model, inputs = build(name)
+    found = estimate(model, inputs, optimizer=lambda p: torch.optim.AdamW(p, foreach=False))
+    assert_measured(found, model, inputs, torch.optim.AdamW(model.parameters(), foreach=False))
+
+
+@pytest.mark.parametrize("how", OPTIMIZERS)
+def test_every_optimizer_s_state_and_temporaries(how: str) -> None:
+    model, inputs = build("mlp")
+    found = estimate(model, inputs, optimizer=OPTIMIZERS[how])
+    assert_measured(found, model, inputs, OPTIMIZERS[how](model.parameters()))
+
+
+@pytest.mark.parametrize("action", ["swap", "recompute"])
+@pytest.mark.parametrize("name", ["mlp", "conv_norm", "transformer", "unet"])
+def test_plans(name: str, action: Any) -> None:
+    model, inputs = build(name)
+    plan = uniform(model, inputs, action)
+    found = estimate(model, inputs, plan=plan, optimizer="momentum")
+    with ckptplan.apply(model, plan):
+        assert_measured(found, model, inputs, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+def test_gradients_that_stay() -> None:
+    model, inputs = build("transformer")
+    found = estimate(model, inputs, optimizer="momentum", set_to_none=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    assert_measured(found, model, inputs, optimizer, set_to_none=False)
+
+
+def test_autocast_and_its_cache_of_cast_weights() -> None:
+    model, inputs = build("transformer")
+    found = estimate(model, inputs, optimizer="sgd", amp="bfloat16")
+    assert_measured(found, model, inputs, torch.optim.SGD(model.parameters(), lr=0.1), amp=torch.bfloat16)
+
+
+def test_accumulation_adds_to_gradients_that_are_there() -> None:
+    model, inputs = build("transformer")
+    once = estimate(model, inputs, optimizer="adamw")
+    twice = estimate(model, inputs, optimizer="adamw", accumulation_steps=2)
+    weights = once.phase("loaded").end_bytes
+    assert twice.phase("forward, accumulating").start_bytes == once.phase("backward").end_bytes
+    # One parameter's new gradient at a time is there beside the old one.
+    assert once.peak_bytes < twice.peak_bytes <= once.peak_bytes + weights
+    assert twice.phase("backward, accumulating").end_bytes == once.phase("backward").end_bytes
+
+
+def test_an_optimizer_with_state_has_it_from_the_start() -> None:
+    model, inputs = build("mlp")
+    optimizer = torch.optim.Adam(model.parameters())
+    fresh = estimate(model, inputs, optimizer=optimizer)
+    make_step(model, inputs).forward()[1].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    resumed = estimate(model, inputs, optimizer=optimizer)
+    assert resumed.phase("loaded").end_bytes == fresh.phase("forward 2").start_bytes - inputs_bytes(inputs)
+    assert resumed.peak_bytes == fresh.peak_bytes
+    assert resumed.phase("forward").peak_bytes == fresh.phase("forward 2").peak_bytes
+
+
+def inputs_bytes(inputs: Any) -> int:
+    return sum(t.untyped_storage().nbytes() for t in torch.utils._pytree.tree_leaves(inputs))
+
+
+def test_categories_add_up_in_every_phase() -> None:
+    model, inputs = build("unet")
+    for device in (None, "a100-40gb"):
+        found = estimate(model, inputs, optimizer="adamw", device=device)
+        for phase in found.phases:
+            assert set(phase.categories) <= set(CATEGORIES)
+            assert sum(phase.categories.values()) == phase.peak_bytes
+        assert sum(found.categories.values()) == found.total_bytes
+        rounding = found.categories.get("rounding", 0)
+        at_peak = next(p for p in found.phases if p.name == found.peak_phase)
+        assert sum(t.nbytes for t in found.alive) == found.peak_bytes - at_peak.categories.get("rounding", 0)
+        assert (rounding > 0) == (device is not None)
+        assert [p.name for p in found.phases] == [*TRAINING, "inference"]
+
+
+def test_what_is_alive_says_where_it_is_from() -> None:
+    model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64))
+    found = estimate(model, torch.randn(4096, 64), optimizer="sgd")
+    largest = found.alive[0]
+    assert largest.nbytes == 4096 * 512 * 4
+    assert largest.category == "saved activations"
+    assert largest.shape == (4096, 512)
+    assert largest.dtype == "float32"
+    assert largest.module in ("0", "1")
+    assert any(t.name == "0.weight" and t.category == "weights" for t in found.alive)
+
+
+def test_the_line_of_the_model_s_code() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).exp().sin().sum()
+
+    found = estimate(Model(), torch.randn(1000, 8))
+    line = Model.forward.__code__.co_firstlineno + 1
+    assert any(t.op == "aten.exp" and t.line.endswith(f"test_estimate.py:{line}") for t in found.alive)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_ddp_buckets(view: bool) -> None:
+    model, inputs = build("mlp")
+    plain = estimate(model, inputs, optimizer="sgd")
+    found = estimate(model, inputs, optimizer="sgd", ddp=DDP(gradient_as_bucket_view=view))
+    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert found.phase("loaded").end_bytes == plain.phase("loaded").end_bytes + gradients
+    after = plain.phase("backward").end_bytes + (0 if view else gradients)
+    assert found.phase("backward").end_bytes == after
+
+
+def test_ddp_fills_its_buckets_in_reverse() -> None:
+    sizes = [torch.empty(n, dtype=torch.float32) for n in (1000, 200_000, 300_000, 100)]
+    for p in sizes:
+        p.requires_grad_()
+    # From the last: 100 and 300,000 numbers reach the first bucket's 2**20 bytes; the rest fits the next.
+    assert DDP().buckets(sizes) == [4 * 300_100, 4 * 201_000]
+
+
+def test_a_checkpoint_loaded_onto_the_device_counts_twice() -> None:
+    model, inputs = build("conv_norm")
+    plain = estimate(model, inputs)
+    found = estimate(model, inputs, checkpoint_on_device=True)
+    held = plain.phase("loaded").end_bytes
+    assert all(a.peak_bytes == b.peak_bytes + held for a, b in zip(found.phases[:-1], plain.phases[:-1], strict=True))
+
+
+def test_a_device_that_is_not_here_and_a_model_without_memory() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True) for _ in range(6)))
+    x = torch.empty(8, 128, 256, device="meta")
+    found = estimate(model, x, optimizer="adamw", device="h100")
+    parameters = sum(p.numel() for p in model.parameters())
+    assert found.categories["optimizer state"] == 8 * parameters  # the counts of steps stay on the host
+    assert found.reserved_bytes >= found.peak_bytes
+    assert found.context_bytes > 0
+    assert found.fits
+    # cuBLAS has one workspace in the forward's thread and one in the backward's, of 32 MiB on this device.
+    workspaces = [t for t in found.alive if t.name == "cuBLAS workspace"]
+    assert sum(t.nbytes for t in workspaces) == 2 * (32 << 20)
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_cuda_chooses_other_operations() -> None:
+    class Attention(nn.Module):
+        def __init__(self, dropout: float) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(64, 192)
+            self.dropout = nn.Dropout(dropout)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            return self.dropout(nn.functional.scaled_dot_product_attention(q, k, v).float())
+
+    x = torch.empty(2, 128, 64)
+    saved = {
+        (device, p): sum(estimate(Attention(p), x, device=device).saved_bytes.values())
+        for device in (None, "t4")
+        for p in (0.0, 0.5)
+    }
+    n = 2 * 128 * 64
+    assert saved["t4", 0.5] - saved["t4", 0.0] == n  # a mask of one byte an element
+    assert saved[None, 0.5] - saved[None, 0.0] == 4 * n
+
+
+def test_repeated_layers_are_written_out_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def layers(n: int) -> nn.Module:
+        torch.manual_seed(0)
+        made = [nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(n)]
+        for k, layer in enumerate(made):
+            layer.norm1.eps = 1e-5 if k % 2 else 1e-6  # two kinds in turn
+        return nn.Sequential(nn.Linear(16, 32), *made, nn.Linear(32, 8))
+
+    model, x = layers(12), torch.randn(4, 10, 16)
+    assert folding.find_runs(model) == [folding.Run("", 1, 12, 2)]
+    folded = estimate(model, x, optimizer="adamw")
+    monkeypatch.setattr(folding, "find_runs", lambda model: [])
+    full = estimate(model, x, optimizer="adamw")
+    assert folded.phases == full.phases
+    assert folded.saved_bytes == full.saved_bytes
+    plain = [sorted(repr(dataclasses.replace(t, line="")) for t in found.alive) for found in (folded, full)]
+    assert plain[0] == plain[1]
+
+
+def test_the_number_of_operations_run_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptplan.memory.record import Recorder
+
+    count = 0
+    original = Recorder.__torch_dispatch__
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Recorder, "__torch_dispatch__", counting)
+    counts = []
+    for depth in (8, 32):
+        count = 0
+        model = nn.Sequential(*(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(depth)))
+        estimate(model, torch.randn(2, 8, 32))
+        counts.append(count)
+    assert counts[0] == counts[1]
+
+
+def test_layers_that_differ_are_not_folded() -> None:
+    class Growing(nn.Module):
+        """Keeps every layer's output alive, and reads the list that grows with the layers."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(10))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen = [x]
+            for layer in self.layers:
+                seen.append(layer(torch.cat(seen).mean(0, keepdim=True) + x).tanh())
+            return torch.stack(seen).sum()
+
+    model, x = Growing(), torch.randn(50, 16)
+    assert folding.find_runs(model)
+    found = estimate(model, x, optimizer="sgd")
+    assert_measured(found, model, x, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_nothing_is_changed() -> None:
+    model, inputs = build("conv_norm")
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    layers = dict(model.named_modules())
+    random = torch.get_rng_state()
+    estimate(model, inputs, optimizer="adamw", device="v100-16gb")
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert dict(model.named_modules()) == layers
+    assert all(p.grad is None for p in model.parameters())
+    drop = torch.nn.functional.dropout(torch.ones(100), 0.5)  # the CPU's own kernels are back
+    assert set(drop.unique().tolist()) == {0.0, 2.0}
+
+
+def test_the_reserved_peak_is_what_solve_compares_with_the_budget() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True) for _ in range(6)))
+    x = torch.zeros(8, 128, 256)
+    kept = estimate(model, x, device="rtx4090")
+    plan = ckptplan.solve(model, 0.8 * kept.reserved_bytes / 2**30, inputs=x, device="rtx4090", time_limit_s=2)
+    assert plan.reserved_bytes is not None
+    assert plan.peak_bytes <= plan.reserved_bytes <= 0.8 * kept.reserved_bytes
+    found = estimate(model, x, device="rtx4090", plan=plan)
+    target = find_target(model, "rtx4090")
+    assert found.reserved_bytes == plan.reserved_bytes == reserved_bytes(make_step(model, x), target, plan)
+    assert "reserved" in str(plan)
+    with pytest.raises(ckptplan.InfeasibleBudgetError) as caught:
+        ckptplan.solve(model, 0.05, inputs=x, device="rtx4090", time_limit_s=2)
+    assert caught.value.min_peak_bytes > caught.value.budget_bytes
+
+
+def test_a_plan_for_another_device_is_checked_on_arrival(tmp_path: Any) -> None:
+    model, inputs = build("transformer")
+    here = ckptplan.Device(
+        "other", "another computer", 1 << 34, 0, 1e10, {"float32": 1e11}, out_bytes_per_s=1e9, in_bytes_per_s=1e9
+    )
+    here.save(tmp_path / "other.json")
+    measured = ckptplan.profile(model, inputs, device=tmp_path / "other.json")
+    assert any("another computer" in note for note in measured.notes)
+    smallest = ckptplan.frontier(measured, points=2, time_limit_s=4)[0]
+    plan = ckptplan.solve(model, 1.1 * smallest.peak_bytes / 2**30, inputs=inputs, device=here, time_limit_s=2)
+    with pytest.raises(InvalidInputError, match="pass inputs="):
+        ckptplan.apply(model, plan)
+    with ckptplan.apply(model, plan, inputs=inputs) as handle:
+        report = ckptplan.verify
+        make_step(model, inputs).forward()[1].backward()
+        assert handle.plan.fingerprint.device == "cpu"
+        del report
+    doubled = torch.utils._pytree.tree_map(lambda t: torch.cat([t, t]), inputs)
+    with pytest.raises(ckptplan.PlanMismatchError):
+        ckptplan.apply(model, plan, inputs=doubled)
+    tight = dataclasses.replace(plan, budget_bytes=plan.peak_bytes // 2)
+    with pytest.raises(ckptplan.PlanMismatchError, match="solve again here"):
+        ckptplan.apply(model, tight, inputs=inputs)
+    elsewhere = ckptplan.solve(model, inputs=inputs, device="a100-40gb", time_limit_s=2)
+    with pytest.raises(ckptplan.PlanMismatchError, match="other operations run"):
+        ckptplan.apply(model, elsewhere, inputs=inputs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"device": "a100-41gb"}, "a100-40gb"),
+        ({"device": "no-such.json"}, "no-such.json"),
+        ({"device": "cuda"}, "model is on"),
+        ({"amp": "float8"}, "float16"),
+        ({"amp": torch.float64}, "float16"),
+        ({"optimizer": "adamx"}, "adamw"),
+        ({"optimizer": 3}, "int"),
+        ({"optimizer": nn.Linear}, "nn.Linear|Linear"),
+        ({"accumulation_steps": 0}, "accumulation_steps=0"),
+        ({"allocator": "expandable_segments:True"}, "CPU"),
+        ({"allocator": "expandable_segment:True", "device": "t4"}, "expandable_segment"),
+        ({"ddp": True, "device": "t4", "allocator": "max_split_size_mb:1"}, "max_split"),
+    ],
+)
+def test_bad_input(arguments: dict[str, Any], says: str) -> None:
+    model, inputs = build("mlp")
+    with pytest.raises(InvalidInputError, match=says):
+        estimate(model, inputs, **arguments)
+
+
+def test_a_model_on_meta_needs_a_device() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    with pytest.raises(InvalidInputError, match="meta"):
+        estimate(model, torch.zeros(2, 4))
+
+
+def test_json_and_table(tmp_path: Any) -> None:
+    model, inputs = build("mlp")
+    found = estimate(model, inputs, optimizer="adamw", device="t4", allocator="expandable_segments:True")
+    found.save(tmp_path / "estimate.json")
+    text = (tmp_path / "estimate.json").read_text()
+    assert f'"peak_bytes": {found.peak_bytes}' in text
+    shown = str(found)
+    assert "Tesla T4" in shown
+    for name in TRAINING:
+        assert name in shown
+    with pytest.raises(KeyError, match="no phase 'backwards'"):
+        found.phase("backwards")
