@@ -27,6 +27,10 @@ from ckptplan.runtime.step import LossFn, TrainingStep, check_supported, fingerp
 _CUBLAS_BYTES = 8_519_680
 _CUBLAS_BYTES_FROM_9_0 = 32 << 20
 _CUBLASLT_BYTES = 1 << 20
+_UNKNOWN_ON_CUDA = (
+    (("aten.convolution", "aten.convolution_backward"), "workspaces that cuDNN chooses for convolutions are not in it"),
+    (("aten.mkldnn_rnn_layer", "aten.mkldnn_rnn_layer_backward"), "recurrent layers are counted as on the CPU"),
+)
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear")
 
 
@@ -347,6 +351,9 @@ class _Run:
         categories["context"] = context
         if self.unknown:
             self.notes.append(f"temporaries not known for: {', '.join(sorted(self.unknown))}")
+        if self.target.spec is not None and self.target.is_cuda:
+            ran = {block.op for block in fresh.blocks}
+            self.notes += [note for ops, note in _UNKNOWN_ON_CUDA if ran.intersection(ops)]
         return Estimate(
             device=self.target.description,
             phases=phases,
