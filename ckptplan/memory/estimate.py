@@ -181,6 +181,19 @@ def _settings(allocator: AllocatorSettings | str | None, target: Target) -> Allo
     return AllocatorSettings.from_string(allocator) if isinstance(allocator, str) else allocator or AllocatorSettings()
 
 
+def _cublas_bytes(target: Target) -> int:
+    """A cuBLAS handle's workspace: by compute capability, or for the device that is here as CUBLAS_WORKSPACE_CONFIG says.
+
+    That lists pairs ":KiB:count".
+    """
+    asked = "" if target.spec is not None else os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+    numbers = [part for part in asked.split(":") if part]
+    if numbers and len(numbers) % 2 == 0 and all(part.isdecimal() for part in numbers):
+        return 1024 * sum(int(size) * int(count) for size, count in zip(numbers[::2], numbers[1::2], strict=True))
+    newest = (target.compute_capability or (0, 0)) >= (9, 0)
+    return _CUBLAS_BYTES_FROM_9_0 if newest else _CUBLAS_BYTES
+
+
 @dataclass
 class _Run:
     """One training run to be laid out."""
@@ -330,9 +343,7 @@ class _Run:
         operations = {block.op.removeprefix("aten.") for block in recording.blocks}
         if not self.target.is_cuda or not operations.intersection(_PRODUCTS):
             return
-        newest = (self.target.compute_capability or (0, 0)) >= (9, 0)
-        nbytes = _CUBLAS_BYTES_FROM_9_0 if newest else _CUBLAS_BYTES
-        ledger.allocate(Block(nbytes, "workspaces and temporaries", "cuBLAS workspace"))
+        ledger.allocate(Block(_cublas_bytes(self.target), "workspaces and temporaries", "cuBLAS workspace"))
         ledger.allocate(Block(_CUBLASLT_BYTES, "workspaces and temporaries", "cuBLASLt workspace"))
 
     def _unscale(self, ledger: Ledger) -> None:

@@ -337,8 +337,8 @@ def record_step(
 def _keep_random_states(recorder: Recorder, modules: tuple[str, ...], choices: list[Decision]) -> None:
     """Add the random state that each recomputed stage keeps from its forward to its backward.
 
-    On the CPU it lies among the tensors, out of a dispatch mode's sight; while a stage is run again, the present state is
-    set aside as well.
+    On the CPU it lies among the tensors, out of a dispatch mode's sight; while a stage is run again, the present state
+    is set aside as well.
     """
     nbytes = torch.get_rng_state().numel()
     for j, choice in enumerate(choices):
