@@ -182,9 +182,9 @@ def _settings(allocator: AllocatorSettings | str | None, target: Target) -> Allo
 
 
 def _cublas_bytes(target: Target) -> int:
-    """A cuBLAS handle's workspace: by compute capability, or for the device that is here as CUBLAS_WORKSPACE_CONFIG says.
+    """A cuBLAS handle's workspace: by compute capability, or as CUBLAS_WORKSPACE_CONFIG says of the device that is here.
 
-    That lists pairs ":KiB:count".
+    The variable lists pairs ":KiB:count".
     """
     asked = "" if target.spec is not None else os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
     numbers = [part for part in asked.split(":") if part]
