@@ -182,7 +182,7 @@ def _settings(allocator: AllocatorSettings | str | None, target: Target) -> Allo
 
 
 def _cublas_bytes(target: Target) -> int:
-    """A cuBLAS handle's workspace: by compute capability, or as CUBLAS_WORKSPACE_CONFIG says of the device that is here.
+    """A cuBLAS handle's workspace: by compute capability, or on the device here as CUBLAS_WORKSPACE_CONFIG says.
 
     The variable lists pairs ":KiB:count".
     """
