@@ -268,7 +268,8 @@ def _alike(folded: _Folded) -> bool:
         for events in sides[0].values()
         for _, reference, *_ in events
     )
-    return near and sides[0] == sides[1] and outside[0] == outside[1]
+    # Periods of which nothing was recorded show nothing.
+    return bool(sides[0]) and near and sides[0] == sides[1] and outside[0] == outside[1]
 
 
 class _Writer:

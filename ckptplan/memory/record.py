@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import types
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -236,16 +237,32 @@ class Recorder(Tracker):
     # --- modules ---
 
     @contextlib.contextmanager
-    def watching_modules(self) -> Iterator[None]:
-        """Know which module's forward runs."""
+    def watching_modules(self, stages: tuple[str, ...] = ()) -> Iterator[None]:
+        """Know which module's forward runs; those of `stages` begin and end segments.
+
+        Where gradients are on, the plan's own patches say when a stage runs; without them nothing else does.
+        """
+        segments = {name: 2 * j + 1 for j, name in enumerate(stages)}
+        calls: Counter[str] = Counter()
+        running: list[int | None] = []
 
         def enter(module: nn.Module, args: Any) -> None:
             if threading.get_ident() == self._thread:
-                self._modules.append(self._names.get(module, self._modules[-1]))
+                name = self._names.get(module)
+                self._modules.append(self._modules[-1] if name is None else name)
+                running.append(None)
+                if name is not None and name in segments:
+                    calls[name] += 1
+                    running[-1] = segments.get(name if calls[name] == 1 else f"{name}#{calls[name]}")
+                if running[-1] is not None:
+                    self.enter_segment(running[-1])
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if threading.get_ident() == self._thread and len(self._modules) > 1:
                 self._modules.pop()
+                segment = running.pop()
+                if segment is not None:
+                    self.enter_segment(segment + 1)
 
         handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
         try:
@@ -305,7 +322,8 @@ def record_step(
         Operations whose temporaries could not be found out.
     """
     recorder = Recorder(target, step.model)
-    with recorder.watching_modules():
+    modules = tuple(n for n in stages if not n.startswith("("))
+    with recorder.watching_modules(() if torch.is_grad_enabled() else modules):
         seen = replay(
             step,
             stages,
@@ -316,11 +334,11 @@ def record_step(
             saves=torch.is_grad_enabled(),
             accumulating=accumulating,
         )
-    _categorize(recorder, seen, tuple(n for n in stages if not n.startswith("(")))
+    _categorize(recorder, seen, modules)
     peaks, failed = target.workspaces(key for key, *_ in recorder.operations)
     for section in recorder.sections:
         section.events = list(_with_workspaces(recorder, section.events, peaks))
-    return Recording(tuple(n for n in stages if not n.startswith("(")), recorder.blocks, recorder.sections), failed
+    return Recording(modules, recorder.blocks, recorder.sections), failed
 
 
 def record_updates(optimizer: torch.optim.Optimizer, model: nn.Module, target: Target) -> Recording:
