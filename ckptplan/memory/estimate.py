@@ -14,6 +14,7 @@ from torch import nn
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.estimate import CATEGORIES, Estimate, Phase
 from ckptplan.core.plan import Plan
+from ckptplan.memory.allocator import SimulatedOutOfMemoryError
 from ckptplan.memory.allocator_settings import AllocatorSettings
 from ckptplan.memory.folding import folded
 from ckptplan.memory.ledger import Account, Ledger, Player, saved_bytes
@@ -225,7 +226,7 @@ class _Run:
         inference = Ledger()
         self._load(inference, training=False)
         self._forward(inference, Player(inference, inferring), "inference")
-        account = Account.of(training, settings)
+        account = self._account(training, settings)
         phases = (*account.phases(), *Account.of(inference, settings).phases()[1:])
         return self._result(account, phases, fresh)
 
@@ -352,6 +353,19 @@ class _Run:
                 ledger.free(ledger.allocate(Block(4, "workspaces and temporaries", f"GradScaler's {what}")))
 
     # --- adding up ---
+
+    def _account(self, training: Ledger, settings: AllocatorSettings | None) -> Account:
+        """What the allocator makes of it; where that is more than there is, after giving back what it keeps unused."""
+        account = Account.of(training, settings)
+        capacity, context = self.target.capacity_bytes, self.target.context_bytes
+        if capacity is None or account.reserved.max() + context <= capacity:
+            return account
+        try:
+            tight = Account.of(training, settings, capacity - context)
+        except SimulatedOutOfMemoryError:
+            return account
+        self.notes.append("fits only because the allocator gives cached segments back on the way, which takes time")
+        return tight
 
     def _result(self, account: Account, phases: tuple[Phase, ...], fresh: Recording) -> Estimate:
         at = int(np.argmax(account.allocated))

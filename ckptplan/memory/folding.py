@@ -266,7 +266,8 @@ def _alike(folded: _Folded) -> bool:
                 reference = folded.reference(block, None)
                 if reference[0] == "unit" and reference[1] in (1, 2):
                     outside[reference[1] - 1][position, code, reference[2:]] += 1
-    return sides[0] == sides[1] and outside[0] == outside[1]
+    # Periods of which nothing was recorded show nothing.
+    return bool(sides[0]) and sides[0] == sides[1] and outside[0] == outside[1]
 
 
 def _far(reference: _Reference) -> bool:

@@ -121,17 +121,22 @@ class Account:
     reserved: Sizes
 
     @classmethod
-    def of(cls, ledger: Ledger, settings: AllocatorSettings | None) -> Account:
-        """Add the events up; `settings` of CUDA's caching allocator, None on the CPU, which keeps nothing."""
+    def of(cls, ledger: Ledger, settings: AllocatorSettings | None, capacity_bytes: int | None = None) -> Account:
+        """Add the events up; `settings` of CUDA's caching allocator, None on the CPU, which keeps nothing.
+
+        Raises
+        ------
+        SimulatedOutOfMemoryError
+            If the allocator can't do with `capacity_bytes`, given all back that it keeps.
+        """
         sizes = np.fromiter((block.nbytes for block in ledger.blocks), np.int64, len(ledger.blocks))
         index = np.fromiter((block for _, block in ledger.events), np.int64, len(ledger.events))
         sign = np.fromiter((code for code, _ in ledger.events), np.int64, len(ledger.events))
         requested = np.cumsum(sizes[index] * sign)
         if settings is None:
             return cls(ledger, requested, requested, requested)
-        timeline = replay(
-            ((b, ledger.blocks[b].nbytes if code == ALLOCATE else -1) for code, b in ledger.events), settings
-        )
+        events = ((b, ledger.blocks[b].nbytes if code == ALLOCATE else -1) for code, b in ledger.events)
+        timeline = replay(events, settings, capacity_bytes)
         return cls(ledger, requested, timeline.allocated_bytes, timeline.reserved_bytes)
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
