@@ -131,7 +131,7 @@ def estimate(
         raise InvalidInputError(f"accumulation_steps={accumulation_steps!r} must be a whole number, at least 1")
     check_supported(model)
     training, notes = training_step(model, inputs, loss_fn=loss_fn, step=step, target=target)
-    dtype = _dtype(amp)
+    dtype = autocast_type(amp)
     if dtype is not None:
         training = dataclasses.replace(training, autocast=(target.device.type, dtype))
     run = _Run(
@@ -152,6 +152,65 @@ def estimate(
         return run.estimate(rewind, settings)
 
 
+class TrainingBytes:
+    """What training one model takes at most, for one batch after the other.
+
+    The optimizer's update is the same for all of them and recorded once.
+
+    Parameters
+    ----------
+    model, loss_fn, optimizer, amp
+        As in `estimate`.
+    target : Target
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        target: Target,
+        *,
+        loss_fn: LossFn | None = None,
+        optimizer: OptimizerLike | None = None,
+        amp: torch.dtype | str | None = None,
+    ) -> None:
+        check_supported(model)
+        self.model, self.target, self.loss_fn = model, target, loss_fn
+        self._settings = _settings(None, target)
+        self._dtype = autocast_type(amp)
+        self._optimizer = None if optimizer is None else make_optimizer(optimizer, model.parameters())
+        self._updates: Recording | None = None
+
+    def step(self, inputs: Any) -> TrainingStep:
+        """The training step on `inputs`."""
+        found, _ = training_step(self.model, inputs, loss_fn=self.loss_fn, target=self.target)
+        if self._dtype is None:
+            return found
+        return dataclasses.replace(found, autocast=(self.target.device.type, self._dtype))
+
+    def reserved(self, step: TrainingStep, plan: Plan | None = None) -> int:
+        """Most that the allocator holds in two steps, the update included; on the CPU most bytes in tensors."""
+        with restored(self.model) as rewind, training_config(self.model), as_ours(step, "being estimated"):
+            rewind()
+            if self._updates is None and self._optimizer is not None:
+                self._updates = record_updates(self._optimizer, self.model, self.target)
+            run = _Run(
+                step,
+                self.target,
+                self._optimizer,
+                scaler=self._dtype is torch.float16,
+                ddp=None,
+                accumulation_steps=1,
+                set_to_none=True,
+                checkpoint_on_device=False,
+                plan=plan,
+                inputs=step.tensors(),
+                notes=[],
+                updates=self._updates,
+            )
+            training, _ = run.recorded(rewind)
+        return int(Account.of(training, self._settings).reserved.max())
+
+
 def _settings(allocator: AllocatorSettings | str | None, target: Target) -> AllocatorSettings | None:
     if not target.is_cuda:
         if allocator is not None:
@@ -162,7 +221,14 @@ def _settings(allocator: AllocatorSettings | str | None, target: Target) -> Allo
     return AllocatorSettings.from_string(allocator) if isinstance(allocator, str) else allocator or AllocatorSettings()
 
 
-def _dtype(amp: torch.dtype | str | None) -> torch.dtype | None:
+def autocast_type(amp: torch.dtype | str | None) -> torch.dtype | None:
+    """The type that autocast goes to.
+
+    Raises
+    ------
+    InvalidInputError
+        If autocast has no such type.
+    """
     found = getattr(torch, amp, None) if isinstance(amp, str) else amp
     if amp is not None and found not in (torch.float16, torch.bfloat16):
         raise InvalidInputError(f"amp={amp!r}: autocast goes to torch.float16 or torch.bfloat16")
@@ -184,18 +250,12 @@ class _Run:
     plan: Plan | None
     inputs: list[torch.Tensor]
     notes: list[str]
+    updates: Recording | None = None
     unknown: set[str] = field(default_factory=set)
 
     def estimate(self, rewind: Callable[[], None], settings: AllocatorSettings | None) -> Estimate:
         """Record the parts, lay them out, add them up."""
-        if self.plan is not None:
-            made_for = fingerprint(self.step, self.target.name)
-            self.plan.fingerprint.require(made_for, ignore=("device", "torch_version"))
-        fresh = self._record(rewind)
-        # From the second backward on there are gradients to add to, unless each step's are dropped.
-        lasting = self.accumulation_steps > 1 or not self.set_to_none
-        adding = self._record(rewind, accumulating=True) if lasting else fresh
-        training = self._training(fresh, adding)
+        training, fresh = self.recorded(rewind)
         inferring = self._record(rewind, inference=True)
         inference = Ledger()
         self._load(inference, training=False)
@@ -203,6 +263,17 @@ class _Run:
         account = Account.of(training, settings)
         phases = (*account.phases(), *Account.of(inference, settings).phases()[1:])
         return self._result(account, phases, fresh)
+
+    def recorded(self, rewind: Callable[[], None]) -> tuple[Ledger, Recording]:
+        """Training laid out, and its first forward and backward."""
+        if self.plan is not None:
+            made_for = fingerprint(self.step, self.target.name)
+            self.plan.fingerprint.require(made_for, ignore=("device", "torch_version"))
+        fresh = self._record(rewind)
+        # From the second backward on there are gradients to add to, unless each step's are dropped.
+        lasting = self.accumulation_steps > 1 or not self.set_to_none
+        adding = self._record(rewind, accumulating=True) if lasting else fresh
+        return self._training(fresh, adding), fresh
 
     def _record(self, rewind: Callable[[], None], *, accumulating: bool = False, inference: bool = False) -> Recording:
         """The step once, with or without gradients there already, or one forward that saves nothing."""
@@ -227,7 +298,9 @@ class _Run:
         """Two steps: in the first the optimizer makes its state."""
         ledger = Ledger()
         self._load(ledger)
-        updates = None if self.optimizer is None else record_updates(self.optimizer, self.step.model, self.target)
+        updates = self.updates
+        if updates is None and self.optimizer is not None:
+            updates = record_updates(self.optimizer, self.step.model, self.target)
         resumed = self.optimizer is not None and bool(self.optimizer.state)
         updating = None if updates is None else Player(ledger, updates)
         if updating is not None and resumed:
