@@ -187,12 +187,25 @@ class TrainingBytes:
             return found
         return dataclasses.replace(found, autocast=(self.target.device.type, self._dtype))
 
+    def missing_state_bytes(self) -> int:
+        """What the optimizer's first update will make, in blocks; 0 where it has been."""
+        if self._optimizer is None or self._optimizer.state:
+            return 0
+        self._record_updates()
+        assert self._updates is not None
+        block = self.target.round_to
+        sizes = (b.nbytes for b in self._updates.blocks if b.category == "optimizer state")
+        return sum(-(-nbytes // block) * block for nbytes in sizes)
+
+    def _record_updates(self) -> None:
+        if self._updates is None and self._optimizer is not None:
+            self._updates = record_updates(self._optimizer, self.model, self.target)
+
     def reserved(self, step: TrainingStep, plan: Plan | None = None) -> int:
         """Most that the allocator holds in two steps, the update included; on the CPU most bytes in tensors."""
         with restored(self.model) as rewind, training_config(self.model), as_ours(step, "being estimated"):
             rewind()
-            if self._updates is None and self._optimizer is not None:
-                self._updates = record_updates(self._optimizer, self.model, self.target)
+            self._record_updates()
             run = _Run(
                 step,
                 self.target,

@@ -94,14 +94,30 @@ def profile(
     UnsupportedModelError
         If the model checkpoints already, is compiled, or can't be traced.
     """
-    report = on_progress or (lambda text: None)
     target = find_target(model, device)
     check_supported(model)
     training, notes = training_step(model, inputs, loss_fn=loss_fn, step=step, target=target)
-    with restored(model) as rewind, training_config(model):
+    return profile_step(
+        training, target, optimizer=optimizer, swap_dir=swap_dir, menus=menus, notes=notes, on_progress=on_progress
+    )
+
+
+def profile_step(
+    training: TrainingStep,
+    target: Target,
+    *,
+    optimizer: OptimizerLike | None = None,
+    swap_dir: str | Path | None = None,
+    menus: bool = True,
+    notes: Sequence[str] = (),
+    on_progress: Report | None = None,
+) -> Profile:
+    """`profile` of a step that is put together already; `notes` go into the profile."""
+    report = on_progress or (lambda text: None)
+    with restored(training.model) as rewind, training_config(training.model):
         rewind()
         with as_ours(training, "tracing"):
-            return _profile(training, optimizer, target, swap_dir, menus, notes, report, rewind)
+            return _profile(training, optimizer, target, swap_dir, menus, list(notes), report, rewind)
 
 
 def training_step(
