@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,7 @@ from ckptplan.core.chain import ACTIONS, Action
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
-from ckptplan.core.units import GIB, budget_to_bytes, format_bytes
+from ckptplan.core.units import budget_to_bytes, format_bytes
 from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.profiling.operations import TensorSpec
 from ckptplan.profiling.optimizers import OptimizerLike
@@ -46,8 +45,8 @@ _TIGHTENINGS = 3
 class BatchFit:
     """The largest batch that fits, and what the next larger one would need.
 
-    Invariant: `batch` was itself checked (traced, planned, its plan replayed), and `next_batch`, one more, was tried and
-    found not to fit, or `batch` is the limit. Bytes need not rise with every sample, so a still larger batch may fit.
+    Invariant: `batch` was itself checked (traced, planned, its plan replayed), and `next_batch`, one more, was tried
+    and found not to fit, or `batch` is the limit. Bytes need not rise with every sample, so a still larger batch may fit.
 
     Attributes
     ----------
@@ -120,8 +119,8 @@ def max_batch_size(
     With everything kept, a batch fits if the estimate of two training steps does. With a plan, it fits if the smallest
     peak of its chain does, stages taken as wholes (options inside a stage hardly lower that: its saved tensors are all
     there in its backward). The largest such batch is then profiled with its menus, solved and replayed. On CUDA its
-    plan's estimate must fit as well, reserved bytes included; where one doesn't, the budget is tightened, then the batch
-    lowered.
+    plan's estimate must fit as well, reserved bytes included; where one doesn't, the budget is tightened, then the
+    batch lowered.
 
     Parameters
     ----------
@@ -131,9 +130,9 @@ def max_batch_size(
         From a batch size to the inputs of the forward, as `profile` takes them. For a device that isn't here, floating
         inputs may lie on `meta`, which takes no memory for large batches.
     budget_gb : float, optional
-        As in `solve`, units of 2**30 bytes, without the CUDA context. On CUDA what the allocator *reserves* is held against
-        it, not only what is in tensors. None: what the device has free, or, for one that isn't here, has beside the
-        context.
+        As in `solve`, units of 2**30 bytes, without the CUDA context. On CUDA what the allocator *reserves* is held
+        against it, not only what is in tensors. None: what the device has free, or, for one that isn't here, has
+        beside the context.
     device, optimizer, loss_fn
         As in `profile`.
     amp : torch.dtype, optional
@@ -244,8 +243,8 @@ class Batches:
         one, two = (self._shapes(n) for n in (1, 2))
         if one == two:
             raise InvalidInputError(
-                f"make_inputs(1) and make_inputs(2) both give {', '.join(one) or 'no tensors'}, so the batch size doesn't "
-                "reach the inputs; use the argument, such as lambda n: torch.zeros(n, 3, 224, 224)"
+                f"make_inputs(1) and make_inputs(2) both give {', '.join(one) or 'no tensors'}, so the batch size "
+                "doesn't reach the inputs; use the argument, such as lambda n: torch.zeros(n, 3, 224, 224)"
             )
 
     def _shapes(self, n: int) -> list[str]:
@@ -296,7 +295,6 @@ def largest(
     budget_bytes: int,
     limit: int,
     known: dict[int, float] | None = None,
-    high: int | None = None,
     start: int | None = None,
 ) -> tuple[int, int | None]:
     """The largest batch found that needs at most the budget, and the next one, which needs more.
@@ -310,11 +308,9 @@ def largest(
     limit : int
         Largest batch tried.
     known : dict, optional
-        Filled with what was asked for. A batch in it isn't asked for again.
-    high : int, optional
-        A batch that is known not to fit.
+        Batches and what they need, where the search begins; filled with what was asked for.
     start : int, optional
-        Where to begin.
+        The first to try, where none is known to fit.
 
     Returns
     -------
@@ -328,7 +324,9 @@ def largest(
             known[n] = needs(n)
         return known[n]
 
-    low, stride, turn = 0, 1, 0
+    low = max((n for n, needed in known.items() if needed <= budget_bytes), default=0)
+    high = min((n for n, needed in known.items() if n > low and needed > budget_bytes), default=None)
+    stride, turn = 1, 0
     while low < limit and (high is None or high - low > 1):
         guess = _guess(known, budget_bytes, low, high) if low else start
         if high is None:
@@ -393,7 +391,7 @@ class _Search:
             # The chain fits and its plan doesn't: below it, only plans count.
             start = int(best * self.budget_bytes / needed)
             firm = {best: needed}
-            best, following = largest(self.planned, self.budget_bytes, self.limit, firm, best, start)
+            best, following = largest(self.planned, self.budget_bytes, self.limit, firm, start)
             known.update(firm)
         if best == 0:
             raise self.infeasible(known)
@@ -426,7 +424,8 @@ class _Search:
         where = f" (stage {stage!r}, {phase})" if stage else ""
         remedy = "raise the budget" if self.plan else "raise the budget, or allow a plan (plan=True)"
         return InfeasibleBudgetError(
-            f"budget {format_bytes(self.budget_bytes)} is below what a batch of 1 needs, {format_bytes(least)}{where}; {remedy}",
+            f"budget {format_bytes(self.budget_bytes)} is below what a batch of 1 needs, {format_bytes(least)}{where}; "
+            f"{remedy}",
             budget_bytes=self.budget_bytes,
             min_peak_bytes=int(least),
             stage=stage,
@@ -529,7 +528,7 @@ class _Search:
                 peak = held + peak_above_start(lambda: run_step(step), device) + missing
         if peak > self.budget_bytes:
             self.notes.append(
-                f"measured {format_bytes(peak)} are over the budget of {format_bytes(self.budget_bytes)}; take a smaller batch, "
-                "and please report it"
+                f"measured {format_bytes(peak)} are over the budget of {format_bytes(self.budget_bytes)}; take a smaller "
+                "batch, and please report it"
             )
         return peak, found

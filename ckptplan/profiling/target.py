@@ -18,7 +18,6 @@ from ckptplan.profiling.roofline import op_seconds
 from ckptplan.profiling.workspace import cuda_workspaces, measure_times, measure_workspaces
 from ckptplan.runtime.step import model_device
 
-
 _THRESHOLDS = ((5, 0), (8, 0), (9, 0))
 """Compute capabilities from which on other kernels (as_cuda.py) or workspaces (memory/estimate.py) are chosen."""
 

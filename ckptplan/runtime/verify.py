@@ -119,7 +119,7 @@ def verify(
     repeats : int
         Timed steps of each kind, after a warm-up.
     plain : bool
-        False: the plain step isn't run, so that a device that can't hold it isn't filled up; nothing is compared with it.
+        False: the plain step isn't run, lest a device that can't hold it be filled up; nothing is compared with it.
 
     Raises
     ------
