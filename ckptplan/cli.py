@@ -370,9 +370,9 @@ MODEL = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="[bold]package.module:name[/bold] of a model, of a function that makes one, or of one that makes model and "
-        "inputs. A function may take the batch size, as [bold]n[/bold], [bold]batch[/bold] or [bold]batch_size[/bold]; "
-        "else the inputs' first dimension is the batch.",
+        help="[bold]package.module:name[/bold] of a model, of a function that makes one, or of one that makes model "
+        "and inputs. A function may take the batch size, as [bold]n[/bold], [bold]batch[/bold] or "
+        "[bold]batch_size[/bold]; else the inputs' first dimension is the batch.",
     ),
 ]
 OptimizerName = Annotated[

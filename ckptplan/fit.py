@@ -46,7 +46,7 @@ class BatchFit:
     """The largest batch that fits, and what the next larger one would need.
 
     Invariant: `batch` was itself checked (traced, planned, its plan replayed), and `next_batch`, one more, was tried
-    and found not to fit, or `batch` is the limit. Bytes need not rise with every sample, so a still larger batch may fit.
+    and found not to fit, or `batch` is the limit. Bytes need not rise with every sample: a still larger one may fit.
 
     Attributes
     ----------
@@ -177,7 +177,7 @@ def max_batch_size(
     target = find_target(model, device)
     if budget_bytes is None:
         budget_bytes = free_bytes(model, target)
-    sizes = TrainingBytes(model, _careful(target, budget_bytes), loss_fn=loss_fn, optimizer=optimizer, amp=amp)
+    sizes = TrainingBytes(model, _careful(model, target), loss_fn=loss_fn, optimizer=optimizer, amp=amp)
     batches = Batches(make_inputs, sizes)
     if limit > 1:
         batches.check()
@@ -253,7 +253,7 @@ class Batches:
 
 
 class _TooLarge(CkptPlanError):
-    """An operation alone would need more than the budget."""
+    """An operation alone would need more than the device has free."""
 
 
 @dataclass(frozen=True)
@@ -280,10 +280,10 @@ class _CarefulTarget(Target):
         return peaks, failed
 
 
-def _careful(target: Target, budget_bytes: int) -> Target:
+def _careful(model: nn.Module, target: Target) -> Target:
     if target.spec is not None:
         return target
-    return _CarefulTarget(target.device, None, budget_bytes)
+    return _CarefulTarget(target.device, None, free_bytes(model, target))
 
 
 def _operand_bytes(key: Any) -> int:
@@ -418,7 +418,7 @@ class _Search:
         least = known.get(1, math.inf)
         if least == math.inf:
             return InvalidInputError(
-                f"a batch of 1 doesn't fit {format_bytes(self.budget_bytes)}: one operation's tensors alone are larger"
+                f"a batch of 1 doesn't fit {format_bytes(self.budget_bytes)}: one operation needs more than is free"
             )
         stage, phase = self.binding
         where = f" (stage {stage!r}, {phase})" if stage else ""
@@ -513,6 +513,10 @@ class _Search:
             self.notes.append(
                 f"the optimizer's state, {format_bytes(missing)}, isn't there yet; it is added to what was measured"
             )
+        if isinstance(self.target, _CarefulTarget) and self.budget_bytes > self.target.limit_bytes:
+            free = format_bytes(self.target.limit_bytes)
+            self.notes.append(f"not measured, since the budget is more than the device has free, {free}")
+            return None, None
         step = self.batches.step(n)
         self.report(f"measuring batch {n}")
         if plan is not None:
@@ -528,7 +532,7 @@ class _Search:
                 peak = held + peak_above_start(lambda: run_step(step), device) + missing
         if peak > self.budget_bytes:
             self.notes.append(
-                f"measured {format_bytes(peak)} are over the budget of {format_bytes(self.budget_bytes)}; take a smaller "
-                "batch, and please report it"
+                f"measured {format_bytes(peak)} are over the budget of {format_bytes(self.budget_bytes)}; take a "
+                "smaller batch, and please report it"
             )
         return peak, found

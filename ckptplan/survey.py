@@ -141,6 +141,11 @@ def _family(target: Target) -> object:
     return target.name if target.byte_class is None else target.byte_class[:-1]
 
 
+def _shape(chain: Profile) -> list[list[str]]:
+    """The names that a plan chooses from."""
+    return [[stage.name, *(option.name for option in stage.options)] for stage in chain.stages]
+
+
 class _Traces:
     """Chains of any batch on devices that run the same operations."""
 
@@ -157,6 +162,7 @@ class _Traces:
         self.optimizer, self.time_limit_s, self.tell = optimizer, time_limit_s, tell
         self.chains: dict[int, dict[str, Profile]] = {}
         self._reference: tuple[tuple[int, ...], tuple[Segment, ...]] | None = None
+        self._least: dict[int, int] = {}
         self._share = 1.0
 
     def chain(self, n: int, name: str) -> Profile:
@@ -181,7 +187,15 @@ class _Traces:
         """The smallest budget of a batch: that of the plan whose peak is smallest at the second batch traced."""
         if self._reference is None:
             self._reference = self._refer()
-        return math.ceil(Evaluator(self.chain(n, self.devices[0].name)).peak(*self._reference) * self._share)
+        name = self.devices[0].name
+        chain = self.chain(n, name)
+        if _shape(chain) == _shape(self._traced(_SPREAD * self.batch)[name]):
+            peak_bytes = Evaluator(chain).peak(*self._reference)
+        else:  # other options: small tensors aren't worth moving
+            if n not in self._least:
+                self._least[n] = smallest_peak(chain, time_limit_s=4 * self.time_limit_s).peak_bytes
+            peak_bytes = self._least[n]
+        return math.ceil(peak_bytes * self._share)
 
     def _refer(self) -> tuple[tuple[int, ...], tuple[Segment, ...]]:
         """Find that plan, and what CUDA's allocator reserves over its peak."""

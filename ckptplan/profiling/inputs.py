@@ -70,8 +70,8 @@ def resized(inputs: Any, n: int) -> Any:
     sizes = {t.shape[0] for t in tensors}
     if len(sizes) != 1 or 0 in sizes:
         raise InvalidInputError(
-            f"the inputs' first dimensions are {', '.join(map(str, sorted(sizes))) or 'missing'}, so which one is the batch "
-            "can't be told; give a function that takes the batch size and makes model and inputs: def build(batch=1)"
+            f"the inputs' first dimensions are {', '.join(map(str, sorted(sizes))) or 'missing'}, so which one is the "
+            "batch can't be told; give a function of the batch size that makes model and inputs: def build(batch=1)"
         )
 
     def resize(tensor: torch.Tensor) -> torch.Tensor:

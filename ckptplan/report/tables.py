@@ -176,8 +176,8 @@ def fit_table(rows: Sequence[FitRow], *, batch: int) -> Table:
     table = Table(
         title=f"batch {batch} needs {_range(row.kept_bytes for row in rows)} with everything kept, "
         f"{_range(row.least_bytes for row in rows)} with the leanest plan",
-        caption="bytes as CUDA's allocator reserves them, context aside; largest batches with a plan are interpolated;\n"
-        "plans take whole stages: solve may find faster ones. k kept, s swapped, r recomputed",
+        caption="bytes as CUDA's allocator reserves them, context aside; the largest with a plan is interpolated\n"
+        "plans take whole stages, solve may find faster ones; k kept, s swapped, r recomputed",
         box=None,
         padding=(0, 1),
     )
