@@ -210,12 +210,13 @@ class _Traces:
         return least.codes, least.segments
 
     def plan(self, device: Device, n: int, budget_bytes: int) -> Plan | None:
-        """The fastest plan found for a batch."""
-        return self._solved(self.chain(n, device.name), int(budget_bytes / self._share))
+        """The fastest plan found for a batch; a tight budget is given more time."""
+        chain, limit = self.chain(n, device.name), int(budget_bytes / self._share)
+        return self._solved(chain, limit) or self._solved(chain, limit, 4 * self.time_limit_s)
 
-    def _solved(self, chain: Profile, budget_bytes: int) -> Plan | None:
+    def _solved(self, chain: Profile, budget_bytes: int, time_limit_s: float | None = None) -> Plan | None:
         try:
-            plan = solve_profile(chain, budget_bytes, time_limit_s=self.time_limit_s)
+            plan = solve_profile(chain, budget_bytes, time_limit_s=time_limit_s or self.time_limit_s)
         except InfeasibleBudgetError:
             return None
         return None if validate(chain, plan, budget_bytes) else plan
@@ -236,6 +237,8 @@ class _Group:
         least = self.traces.least_bytes(self.batch)
         plan = self.traces.plan(device, self.batch, budget_bytes) if kept > budget_bytes >= least else None
         most, most_plan = self.most(device, budget_bytes, most_kept)
+        if plan is None and most == self.batch:
+            plan = most_plan  # a tight budget's plan isn't found in every run of the time limit
         return DeviceFit(device, self.batch, budget_bytes, kept, min(least, kept), plan, most_kept, most, most_plan)
 
     def kept_bytes(self, n: int) -> int:
