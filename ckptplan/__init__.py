@@ -14,6 +14,7 @@ from ckptplan.core.errors import (
 from ckptplan.core.estimate import Estimate
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
+from ckptplan.fit import BatchFit, max_batch_size
 from ckptplan.memory.allocator_settings import AllocatorSettings
 from ckptplan.memory.estimate import DDP, estimate
 from ckptplan.profiling.inputs import record_forward
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DDP",
     "AllocatorSettings",
+    "BatchFit",
     "CkptPlanError",
     "Decision",
     "Device",
@@ -42,6 +44,7 @@ __all__ = [
     "estimate",
     "explain",
     "frontier",
+    "max_batch_size",
     "profile",
     "record_forward",
     "simulate",

@@ -19,9 +19,9 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.shortage import Shortage
 from ckptplan.core.units import GIB, budget_to_bytes, format_bytes, format_seconds
-from ckptplan.memory.estimate import reserved_bytes
+from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.profiling.optimizers import OptimizerLike
-from ckptplan.profiling.profiler import outside_tensors, profile, replayed_bytes, training_step
+from ckptplan.profiling.profiler import outside_tensors, profile_step, replayed_bytes, training_step
 from ckptplan.profiling.target import PLANNED, DeviceLike, Target, find_target
 from ckptplan.referee import validate
 from ckptplan.report.explain import Explanation, Worth
@@ -30,7 +30,7 @@ from ckptplan.report.shortage import corrections, planned_bytes, told
 from ckptplan.runtime.apply import Handle, OnOom
 from ckptplan.runtime.apply import apply as apply_plan
 from ckptplan.runtime.measure import held_tensors, unique_bytes
-from ckptplan.runtime.step import LossFn, fingerprint
+from ckptplan.runtime.step import LossFn, check_supported, fingerprint
 from ckptplan.solving.evaluate import menus as menus_of
 from ckptplan.solving.frontier import frontier_profile, smallest_within
 from ckptplan.solving.planner import solve_profile
@@ -44,7 +44,7 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class Job:
     """What there is to plan, and within which limits.
 
     `replayed_bytes` says what a plan needs when the model is replayed with it: on CUDA (`on_cuda`) what the allocator
@@ -352,7 +352,7 @@ def explain(
         profile,
         menu,
         plan.budget_bytes,
-        host_bytes=_host_bytes(host_gb),
+        host_bytes=host_limit(host_gb),
         segments=segments and "recompute" in actions,
         deadline=time.monotonic() + time_limit_s,
     )
@@ -361,7 +361,8 @@ def explain(
     return explanation(profile, plan, worth=worth, actions=actions)
 
 
-def _host_bytes(host_gb: float | None) -> int | None:
+def host_limit(host_gb: float | None) -> int | None:
+    """Whole bytes on the host tier; None: no limit."""
     if host_gb is None:
         return None
     return 0 if host_gb is not False and host_gb == 0 else budget_to_bytes(host_gb, name="host_gb")
@@ -384,9 +385,9 @@ def _job(
     seed: int,
     workers: int | None,
     on_progress: Report | None,
-) -> _Job:
+) -> Job:
     report = on_progress or (lambda text: None)
-    limits = (tuple(actions), segments, _host_bytes(host_gb), time_limit_s, seed, workers, report)
+    limits = (tuple(actions), segments, host_limit(host_gb), time_limit_s, seed, workers, report)
     if isinstance(model_or_profile, Profile):
         given = {
             "inputs": inputs,
@@ -399,30 +400,23 @@ def _job(
         extra = [name for name, value in given.items() if value is not None]
         if extra:
             raise InvalidInputError(f"{', '.join(extra)} can't be given with a profile, which is measured already")
-        return _Job(model_or_profile if menus else _plain(model_or_profile), None, False, *limits)
+        return Job(model_or_profile if menus else _plain(model_or_profile), None, False, *limits)
     model = model_or_profile
     target = find_target(model, device)
+    check_supported(model)
     # Once, so that profile and replay see the very same inputs, whether given or found.
-    training, _ = training_step(model, inputs, loss_fn=loss_fn, step=step, target=target, amp=amp)
-    measured = profile(
-        model,
-        inputs if training.fn is not None or inputs is not None else (training.args or training.kwargs),
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        device=device,
-        step=step,
-        amp=amp,
-        swap_dir=swap_dir,
-        menus=menus,
-        on_progress=on_progress,
+    training, notes = training_step(model, inputs, loss_fn=loss_fn, step=step, target=target, amp=amp)
+    measured = profile_step(
+        training, target, optimizer=optimizer, swap_dir=swap_dir, menus=menus, notes=notes, on_progress=on_progress
     )
+    training_bytes = TrainingBytes(model, target, optimizer=optimizer)
 
     def replayed(plan: Plan) -> int:
         if target.is_cuda:
-            return reserved_bytes(training, target, plan, optimizer)
+            return training_bytes.reserved(training, plan)
         return measured.resident_bytes + replayed_bytes(training, plan, target)
 
-    return _Job(measured, replayed, target.is_cuda, *limits)
+    return Job(measured, replayed, target.is_cuda, *limits)
 
 
 def _plain(profile: Profile) -> Profile:
@@ -518,8 +512,8 @@ def apply(
         adviser = None
         if profile is not None:
             plan.require_profile(profile)
-            limits = (tuple(actions), segments, _host_bytes(host_gb), time_limit_s, 0, None, lambda text: None)
-            adviser = _Adviser(_Job(profile, None, False, *limits))
+            limits = (tuple(actions), segments, host_limit(host_gb), time_limit_s, 0, None, lambda text: None)
+            adviser = _Adviser(Job(profile, None, False, *limits))
         rule = OnOom(adviser, retries if on_oom == "replan" else 0)
     return apply_plan(model, plan, swap_dir=swap_dir, host_gb=host_gb, on_oom=rule)
 
@@ -559,7 +553,7 @@ def _arrived(
     plan.fingerprint.require(here, ignore=("device", "torch_version"))
     bound = replace(plan, fingerprint=here)
     if target.is_cuda:
-        needs = reserved_bytes(training, target, bound, optimizer)
+        needs = TrainingBytes(model, target, optimizer=optimizer).reserved(training, bound)
         bound = replace(bound, reserved_bytes=needs)
     else:
         outside = training.tensors() if step is None else outside_tensors(training, target)
@@ -579,7 +573,7 @@ def _arrived(
 class _Adviser:
     """Knows the profile of what is applied, as corrected so far (`runtime.apply.Adviser`)."""
 
-    def __init__(self, job: _Job) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
 
     def planned(self, plan: Plan, phase: Phase, stage: int | None) -> tuple[int, int]:

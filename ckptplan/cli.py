@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich.console import Console
@@ -28,7 +28,10 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.units import budget_to_bytes, format_bytes, format_seconds
 from ckptplan.referee import Violation, simulate, validate
 from ckptplan.referee.rules import broken_rules
-from ckptplan.report.tables import Row, frontier_table, planners_table
+from ckptplan.report.tables import FitRow, Row, fit_table, frontier_table, planners_table
+
+if TYPE_CHECKING:  # it imports torch
+    from ckptplan.survey import DeviceFit
 
 EVERY_ACTION = ",".join(ACTIONS)
 OURS = "ckptplan"
@@ -361,6 +364,174 @@ def calibrate_command(
         except OSError as error:
             raise InvalidInputError(f"the device can't be written to {output}: {error}") from error
         typer.echo(f"written to {output}")
+
+
+MODEL = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="[bold]package.module:name[/bold] of a model, of a function that makes one, or of one that makes model "
+        "and inputs. A function may take the batch size, as [bold]n[/bold], [bold]batch[/bold] or "
+        "[bold]batch_size[/bold]; else the inputs' first dimension is the batch.",
+    ),
+]
+OptimizerName = Annotated[
+    str | None, typer.Option(metavar="NAME", help="sgd, momentum, rmsprop, adagrad, adam, adamw or adafactor.")
+]
+Autocast = Annotated[str | None, typer.Option("--amp", metavar="TYPE", help="Autocast to float16 or bfloat16.")]
+
+
+@app.command("estimate")
+def estimate_command(
+    source: MODEL,
+    device: Annotated[
+        str | None, typer.Option(metavar="D", help="A known device (a100-40gb) or its file; default: the model's.")
+    ] = None,
+    optimizer: OptimizerName = None,
+    amp: Autocast = None,
+    ddp: Annotated[bool, typer.Option("--ddp", help="Gradients in buckets, as in distributed data parallel.")] = False,
+    accumulation: Annotated[int, typer.Option(min=1, metavar="N", help="Micro-batches per update.")] = 1,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", metavar="PLAN.json", help="Trained with this plan.")
+    ] = None,
+    allocator: Annotated[
+        str | None, typer.Option(metavar="SETTINGS", help="CUDA's, as in PYTORCH_CUDA_ALLOC_CONF.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE.json", help="Write the estimate there too.")
+    ] = None,
+) -> None:
+    """What training a model needs, by phase and category, without allocating it.
+
+    Example: [bold]ckptplan estimate train:build --device a100-40gb --optimizer adamw --amp bfloat16[/bold]
+    """
+    plan = None if plan_file is None else Plan.load(plan_file)
+    model, inputs = _model(source)
+    from ckptplan.memory.estimate import estimate
+
+    with Console(stderr=True).status("estimating"):
+        found = estimate(
+            model,
+            inputs,
+            device=device,
+            optimizer=optimizer,
+            amp=amp,
+            ddp=ddp,
+            accumulation_steps=accumulation,
+            plan=plan,
+            allocator=allocator,
+        )
+    typer.echo(str(found))
+    if json_file is not None:
+        try:
+            found.save(json_file)
+        except OSError as error:
+            raise InvalidInputError(f"the estimate can't be written to {json_file}: {error}") from error
+
+
+@app.command("fit")
+def fit_command(
+    source: MODEL,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(metavar="D", help="Only this device, or the file that describes it; may be repeated."),
+    ] = None,
+    budget_gb: Annotated[
+        str | None, typer.Option(metavar="X", help="In place of each device's memory, units of 2**30 bytes.")
+    ] = None,
+    optimizer: OptimizerName = None,
+    amp: Autocast = None,
+    batch: Annotated[int | None, typer.Option(min=1, metavar="B", help="Default: that of the inputs.")] = None,
+    time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for each plan.")] = 0.5,
+) -> None:
+    """Does it fit, at what batch, with what plan and slowdown: one row for each known device.
+
+    Example: [bold]ckptplan fit train:build --optimizer adamw --amp bfloat16[/bold]
+    """
+    from ckptplan.core.device import find_device, known_devices
+
+    budget = None if budget_gb is None else _bytes(budget_gb, "--budget-gb")
+    wanted = [find_device(name) for name in device] if device else list(known_devices().values())
+    wanted = list({found.name: found for found in wanted}.values())
+    model, make_inputs, given = _batches(source)
+    from ckptplan.survey import survey
+
+    with Console(stderr=True).status("estimating") as status:
+        rows = survey(
+            model,
+            make_inputs,
+            wanted,
+            batch or given,
+            budget_bytes=budget,
+            optimizer=optimizer,
+            amp=amp,
+            time_limit_s=time_limit,
+            on_progress=status.update,
+        )
+    # A table wider than this is cut in many terminals.
+    console = Console(width=100, highlight=False)
+    console.print(fit_table([_fit_row(row) for row in rows], batch=batch or given))
+
+
+def _fit_row(row: DeviceFit) -> FitRow:
+    return FitRow(
+        row.device.name,
+        row.budget_bytes,
+        row.kept_bytes,
+        row.planned_bytes,
+        None if row.plan is None else row.plan.overhead,
+        row.most_kept,
+        row.most_planned,
+        None if row.most_plan is None else row.most_plan.overhead,
+        None if row.most_plan is None else row.most_plan,
+    )
+
+
+_BATCH_NAMES = ("n", "batch", "batch_size")
+
+
+def _model(source: str) -> tuple[Any, Any]:
+    """The model named `module:name` and its inputs, None where they don't come with it."""
+    if ":" not in source or Path(source).exists():
+        raise InvalidInputError(
+            f"{source} is no model; give package.module:name of a model or of a function that makes one"
+        )
+    return _subject(source)
+
+
+def _batches(source: str) -> tuple[Any, Callable[[int], Any], int]:
+    """A model, its inputs by the size of the batch, and the size of what it came with."""
+    import inspect
+
+    from torch import nn
+    from torch.utils import _pytree as pytree
+
+    from ckptplan.profiling.inputs import find_inputs, resized
+
+    model, inputs = _model(source)
+    if inputs is None:
+        import torch
+
+        args, kwargs, _ = find_inputs(model, torch.device("cpu"))
+        inputs = args or kwargs
+    builder = _import(source, *source.split(":", 1))
+    parameter = None
+    if callable(builder) and not isinstance(builder, nn.Module):
+        names = inspect.signature(builder).parameters
+        parameter = next((name for name in _BATCH_NAMES if name in names), None)
+    sizes = [t.shape[0] for t in pytree.tree_leaves(inputs) if hasattr(t, "shape") and len(t.shape)]
+    if not sizes:
+        raise InvalidInputError(f"{source}: none of the inputs is a tensor with a first dimension to be the batch")
+
+    def make(n: int) -> Any:
+        if parameter is None:
+            return resized(inputs, n)
+        made = builder(**{parameter: n})
+        if not (isinstance(made, tuple) and len(made) == 2):
+            raise InvalidInputError(f"{source}({parameter}={n}) gives no pair of model and inputs")
+        return made[1]
+
+    return model, make, int(sizes[0])
 
 
 def _budgets(profile: Profile, shares: Sequence[float], time_limit_s: float) -> list[int]:

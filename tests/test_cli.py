@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import importlib.util
 import io
 import json
@@ -14,6 +15,8 @@ from typer.testing import CliRunner
 
 from ckptplan.baselines import rotor
 from ckptplan.cli import app
+from ckptplan.core.estimate import CATEGORIES, Estimate, Phase, Tensors
+from ckptplan.core.estimate import SCHEMA as ESTIMATE_SCHEMA
 from ckptplan.core.plan import KEEP, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.units import GIB, format_bytes
@@ -74,7 +77,18 @@ def plain(text: str) -> str:
 def test_help_names_every_command_and_version_prints(run: Run) -> None:
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("demo", "solve", "frontier", "explain", "show", "simulate", "compare", "calibrate"):
+    for command in (
+        "demo",
+        "solve",
+        "frontier",
+        "explain",
+        "show",
+        "simulate",
+        "compare",
+        "calibrate",
+        "estimate",
+        "fit",
+    ):
         assert command in result.stdout
     version = run("--version")
     assert version.exit_code == 0
@@ -82,7 +96,7 @@ def test_help_names_every_command_and_version_prints(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "solve", "frontier", "explain", "show", "simulate", "compare", "calibrate"]
+    "command", ["demo", "solve", "frontier", "explain", "show", "simulate", "compare", "calibrate", "estimate", "fit"]
 )
 def test_each_command_has_an_example(run: Run, command: str) -> None:
     result = run(command, "--help")
@@ -399,7 +413,11 @@ def test_the_documented_fields_are_those_written(chain: Profile, tmp_path: Path)
     # And the examples have nothing that isn't written.
     for name, example in (("profile", "profile"), ("plan", "plan"), ("plan", "segment plan")):
         assert _keys(json.loads(_example(example))) <= _keys(written[name])
-    for schema in (written["profile"]["schema"], written["plan"]["schema"]):
+    for kind in (Estimate, Phase, Tensors):
+        for field in dataclasses.fields(kind):
+            assert f"`{field.name}`" in text, field.name
+    assert all(category in " ".join(text.split()) for category in CATEGORIES)
+    for schema in (written["profile"]["schema"], written["plan"]["schema"], ESTIMATE_SCHEMA):
         assert f'`"{schema}"`' in text
 
 

@@ -15,7 +15,7 @@ import ckptplan
 from ckptplan import DDP, InvalidInputError, estimate
 from ckptplan.core.estimate import CATEGORIES
 from ckptplan.memory import folding
-from ckptplan.memory.estimate import reserved_bytes
+from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.profiling.target import find_target
 from ckptplan.runtime.phases import measure_phases
 from ckptplan.runtime.step import make_step
@@ -316,7 +316,9 @@ def test_the_reserved_peak_is_what_solve_compares_with_the_budget() -> None:
     assert plan.peak_bytes <= plan.reserved_bytes <= 0.8 * kept.reserved_bytes
     found = estimate(model, x, device="rtx4090", plan=plan)
     target = find_target(model, "rtx4090")
-    assert found.reserved_bytes == plan.reserved_bytes == reserved_bytes(make_step(model, x), target, plan)
+    assert (
+        found.reserved_bytes == plan.reserved_bytes == TrainingBytes(model, target).reserved(make_step(model, x), plan)
+    )
     assert "reserved" in str(plan)
     with pytest.raises(ckptplan.InfeasibleBudgetError) as caught:
         ckptplan.solve(model, 0.05, inputs=x, device="rtx4090", time_limit_s=2)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.units import format_bytes
 
 SCHEMA = "ckptplan.estimate/1"
@@ -46,7 +47,8 @@ class Tensors:
     category, stage : str
         What they are for; for saved activations, the stage that saves them.
     name : str
-        Of the parameter, buffer or state, where they have one.
+        Of the parameter, buffer or state, where they have one. In all names, a star stands for the numbers of layers
+        that repeat and are taken together.
     module, line, op : str
         Where they come from: the module, the line of the model's code, the operation.
     shape : tuple of int
@@ -164,6 +166,30 @@ class Estimate:
         """Write the estimate as JSON (docs/formats.md)."""
         text = json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, indent=1)
         Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Estimate:
+        """Read an estimate from JSON.
+
+        Raises
+        ------
+        InvalidInputError
+            If the file isn't one that `save` writes.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InvalidInputError(f"{path} can't be read as JSON: {error}") from error
+        if not isinstance(data, dict) or data.pop("schema", None) != SCHEMA:
+            raise InvalidInputError(f'{path} is not an estimate: its "schema" must be {SCHEMA!r}')
+        try:
+            data["phases"] = tuple(Phase(**phase) for phase in data["phases"])
+            data["alive"] = tuple(Tensors(**{**t, "shape": tuple(t["shape"])}) for t in data["alive"])
+            return cls(**{**data, "notes": tuple(data["notes"])})
+        except (KeyError, TypeError) as error:
+            raise InvalidInputError(
+                f"{path} is not a complete estimate: {error}; docs/formats.md has the fields"
+            ) from error
 
     def __str__(self) -> str:
         fits = {None: "", True: ": fits", False: ": does NOT fit"}[self.fits]

@@ -156,16 +156,69 @@ def estimate(
         return run.estimate(rewind, settings)
 
 
-def reserved_bytes(step: TrainingStep, target: Target, plan: Plan, optimizer: OptimizerLike | None = None) -> int:
-    """Most that CUDA's caching allocator reserves while `step` is trained with `plan`, by its model."""
-    model = step.model
-    made = None if optimizer is None else make_optimizer(optimizer, model.parameters())
-    inputs = step.tensors() if step.fn is None else outside_tensors(step, target)
-    run = _Run(step, target, made, plan=plan, inputs=inputs)
-    with restored(model) as rewind, training_config(model), as_ours(step, "being replayed"):
-        rewind()
-        fresh = run.record(rewind)
-        return int(Account.of(run.training(fresh, fresh), _settings(None, target)).reserved.max())
+class TrainingBytes:
+    """What training one model takes at most, for one batch after the other.
+
+    The optimizer's update is the same for all of them and recorded once.
+
+    Parameters
+    ----------
+    model, loss_fn, optimizer, amp
+        As in `estimate`.
+    target : Target
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        target: Target,
+        *,
+        loss_fn: LossFn | None = None,
+        optimizer: OptimizerLike | None = None,
+        amp: torch.dtype | str | None = None,
+    ) -> None:
+        check_supported(model)
+        self.model, self.target, self.loss_fn = model, target, loss_fn
+        self._settings = _settings(None, target)
+        self._amp = amp
+        self._optimizer = None if optimizer is None else make_optimizer(optimizer, model.parameters())
+        self._updates: Recording | None = None
+
+    def step(self, inputs: Any) -> TrainingStep:
+        """The training step on `inputs`."""
+        found, _ = training_step(self.model, inputs, loss_fn=self.loss_fn, target=self.target, amp=self._amp)
+        return found
+
+    def missing_state_bytes(self) -> int:
+        """What the optimizer's first update will make, in blocks; 0 where it has been."""
+        if self._optimizer is None or self._optimizer.state:
+            return 0
+        self._record_updates()
+        assert self._updates is not None
+        block = self.target.round_to
+        sizes = (b.nbytes for b in self._updates.blocks if b.category == "optimizer state")
+        return sum(-(-nbytes // block) * block for nbytes in sizes)
+
+    def _record_updates(self) -> None:
+        if self._updates is None and self._optimizer is not None:
+            self._updates = record_updates(self._optimizer, self.model, self.target)
+
+    def reserved(self, step: TrainingStep, plan: Plan | None = None) -> int:
+        """Most that the allocator holds in two steps, the update included; on the CPU most bytes in tensors."""
+        with restored(self.model) as rewind, training_config(self.model), as_ours(step, "being estimated"):
+            rewind()
+            self._record_updates()
+            run = _Run(
+                step,
+                self.target,
+                self._optimizer,
+                scaler=step.autocast is not None and step.autocast[1] is torch.float16,
+                plan=plan,
+                inputs=step.tensors() if step.fn is None else outside_tensors(step, self.target),
+                updates=self._updates,
+            )
+            training, _ = run.recorded(rewind)
+        return int(Account.of(training, self._settings).reserved.max())
 
 
 def _settings(allocator: AllocatorSettings | str | None, target: Target) -> AllocatorSettings | None:
@@ -210,19 +263,13 @@ class _Run:
     plan: Plan | None = None
     inputs: list[torch.Tensor] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    updates: Recording | None = None
     unknown: set[str] = field(default_factory=set)
 
     def estimate(self, rewind: Callable[[], None], settings: AllocatorSettings | None) -> Estimate:
         """Record the parts, lay them out, add them up."""
-        if self.plan is not None:
-            made_for = fingerprint(self.step, self.target.name)
-            self.plan.fingerprint.require(made_for, ignore=("device", "torch_version"))
-        fresh = self.record(rewind)
-        # From the second backward on there are gradients to add to, unless each step's are dropped.
-        lasting = self.accumulation_steps > 1 or not self.set_to_none
-        adding = self.record(rewind, accumulating=True) if lasting else fresh
-        training = self.training(fresh, adding)
-        inferring = self.record(rewind, inference=True)
+        training, fresh = self.recorded(rewind)
+        inferring = self._record(rewind, inference=True)
         inference = Ledger()
         self._load(inference, training=False)
         self._forward(inference, Player(inference, inferring), "inference")
@@ -230,7 +277,18 @@ class _Run:
         phases = (*account.phases(), *Account.of(inference, settings).phases()[1:])
         return self._result(account, phases, fresh)
 
-    def record(self, rewind: Callable[[], None], *, accumulating: bool = False, inference: bool = False) -> Recording:
+    def recorded(self, rewind: Callable[[], None]) -> tuple[Ledger, Recording]:
+        """Training laid out, and its first forward and backward."""
+        if self.plan is not None:
+            made_for = fingerprint(self.step, self.target.name)
+            self.plan.fingerprint.require(made_for, ignore=("device", "torch_version"))
+        fresh = self._record(rewind)
+        # From the second backward on there are gradients to add to, unless each step's are dropped.
+        lasting = self.accumulation_steps > 1 or not self.set_to_none
+        adding = self._record(rewind, accumulating=True) if lasting else fresh
+        return self._training(fresh, adding), fresh
+
+    def _record(self, rewind: Callable[[], None], *, accumulating: bool = False, inference: bool = False) -> Recording:
         """The step once, with or without gradients there already, or one forward that saves nothing."""
         if self.plan is not None and not inference:
             recording, unknown = record_step(
@@ -249,11 +307,13 @@ class _Run:
 
     # --- laying out ---
 
-    def training(self, fresh: Recording, adding: Recording) -> Ledger:
+    def _training(self, fresh: Recording, adding: Recording) -> Ledger:
         """Two steps: in the first the optimizer makes its state."""
         ledger = Ledger()
         self._load(ledger)
-        updates = None if self.optimizer is None else record_updates(self.optimizer, self.step.model, self.target)
+        updates = self.updates
+        if updates is None and self.optimizer is not None:
+            updates = record_updates(self.optimizer, self.step.model, self.target)
         resumed = self.optimizer is not None and bool(self.optimizer.state)
         updating = None if updates is None else Player(ledger, updates)
         if updating is not None and resumed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -182,29 +183,21 @@ class Account:
         return {name: total[name] for name in CATEGORIES if total[name]}
 
     def tensors(self, at: int) -> tuple[Tensors, ...]:
-        """Blocks alive after event `at`, equal ones together, largest first."""
+        """Blocks alive after event `at`, largest first; equal ones together, also those of layers that repeat."""
         kinds: dict[tuple[object, ...], list[Block]] = {}
         for index in self.alive(at):
             block = self.ledger.blocks[index]
-            key = (
-                block.category,
-                block.stage,
-                block.name,
-                block.module,
-                block.line,
-                block.op,
-                block.shape,
-                block.dtype,
-            )
+            names = (_numberless(name) for name in (block.stage, block.name, block.module))
+            key = (block.category, *names, block.line, block.op, block.shape, block.dtype)
             kinds.setdefault(key, []).append(block)
         out = [
             Tensors(
                 sum(b.nbytes for b in same),
                 len(same),
                 f.category,
-                f.stage,
-                f.name,
-                f.module,
+                _common([b.stage for b in same]),
+                _common([b.name for b in same]),
+                _common([b.module for b in same]),
                 f.line,
                 f.op,
                 f.shape,
@@ -223,6 +216,25 @@ class Account:
                 break
             found = name
         return found
+
+
+def _numberless(name: str) -> str:
+    """A name with its numbers left out, which tell apart layers that repeat."""
+    return _NUMBER.sub("*", name)
+
+
+_NUMBER = re.compile(r"(?<![A-Za-z0-9_])\d+")
+"""A number that is a name of its own: "3" in "layers.3.fc1", not what "fc1" ends in."""
+
+
+def _common(names: list[str]) -> str:
+    """One name for all: numbers in which they differ become a star."""
+    if len(set(names)) == 1:
+        return names[0]
+    found = [_NUMBER.findall(name) for name in names]
+    constant = [len(set(numbers)) == 1 for numbers in zip(*found, strict=True)]
+    position = iter(range(len(constant)))
+    return _NUMBER.sub(lambda number: number[0] if constant[next(position)] else "*", names[0])
 
 
 def saved_bytes(blocks: Iterable[Block]) -> dict[str, int]:

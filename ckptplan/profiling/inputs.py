@@ -58,6 +58,33 @@ def find_inputs(model: nn.Module, device: torch.device) -> tuple[tuple[Any, ...]
     )
 
 
+def resized(inputs: Any, n: int) -> Any:
+    """`inputs` with `n` samples: the first dimension of every tensor repeated and cut; floating ones on `meta`.
+
+    Raises
+    ------
+    InvalidInputError
+        Unless all tensors that have a first dimension have the same one.
+    """
+    tensors = [t for t in torch.utils._pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor) and t.dim()]
+    sizes = {t.shape[0] for t in tensors}
+    if len(sizes) != 1 or 0 in sizes:
+        raise InvalidInputError(
+            f"the inputs' first dimensions are {', '.join(map(str, sorted(sizes))) or 'missing'}, so which one is the "
+            "batch can't be told; give a function of the batch size that makes model and inputs: def build(batch=1)"
+        )
+
+    def resize(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim():
+            return tensor
+        shape = (n, *tensor.shape[1:])
+        if tensor.is_floating_point() or tensor.is_complex():
+            return torch.empty(shape, dtype=tensor.dtype, device="meta")
+        return tensor[torch.arange(n, device=tensor.device) % len(tensor)]
+
+    return torch.utils._pytree.tree_map_only(torch.Tensor, resize, inputs)
+
+
 def _to(tree: Any, device: torch.device) -> Any:
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), tree)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ckptplan.core.chain import Link, Option, Storage
+from ckptplan.core.device import Device
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -98,14 +99,30 @@ def profile(
     UnsupportedModelError
         If the model checkpoints already, is compiled, or can't be traced.
     """
-    report = on_progress or (lambda text: None)
     target = find_target(model, device)
     check_supported(model)
     training, notes = training_step(model, inputs, loss_fn=loss_fn, step=step, target=target, amp=amp)
-    with restored(model) as rewind, training_config(model):
+    return profile_step(
+        training, target, optimizer=optimizer, swap_dir=swap_dir, menus=menus, notes=notes, on_progress=on_progress
+    )
+
+
+def profile_step(
+    training: TrainingStep,
+    target: Target,
+    *,
+    optimizer: OptimizerLike | None = None,
+    swap_dir: str | Path | None = None,
+    menus: bool = True,
+    notes: Sequence[str] = (),
+    on_progress: Report | None = None,
+) -> Profile:
+    """`profile` of a step that is put together already; `notes` go into the profile."""
+    report = on_progress or (lambda text: None)
+    with restored(training.model) as rewind, training_config(training.model):
         rewind()
         with as_ours(training, "tracing"):
-            return _profile(training, optimizer, target, swap_dir, menus, notes, report, rewind)
+            return _profile(training, optimizer, target, swap_dir, menus, list(notes), report, rewind)
 
 
 def training_step(
@@ -161,31 +178,9 @@ def _profile(
     report: Report,
     rewind: Callable[[], None],
 ) -> Profile:
-    report("finding stages")
-    names = find_stages(step, target)
-    rewind()
-    report("tracing bytes")
-    outside = step.tensors() if step.fn is None else outside_tensors(step, target)
-    rewind()
-    resident = unique_bytes([*held_tensors(step.model), *outside])
-    state_bytes, update_bytes = _update_bytes(optimizer, step.model, target)
-    chain, times = trace_chain(
-        step,
-        names,
-        target,
-        resident_bytes=resident + state_bytes,
-        update_bytes=update_bytes,
-        fingerprint=fingerprint(step, target.name),
-        menus=menus,
-    )
-    rewind()
-    if times is not None:
-        assert target.spec is not None
-        link = Link(target.spec.out_bytes_per_s, target.spec.in_bytes_per_s)
-        planned = (
-            f"made for {target.spec.description}, which was not here: bytes from fake tensors, times from a roofline"
-        )
-        return _with_times(dataclasses.replace(chain, link=link, notes=(planned, *notes, *chain.notes)), times)
+    chain, on_devices = _traced(step, optimizer, target, menus=menus, report=report, rewind=rewind)
+    if target.spec is not None:
+        return _planned(chain, on_devices[0], target.spec, notes)
     report("timing stages")
     kinds = {stage.name: stage.kind for stage in chain.stages if not stage.is_glue}
     again: dict[str, dict[tuple[int, ...], None]] = {}
@@ -198,6 +193,88 @@ def _profile(
     largest = max(stage.keep.forward_bytes for stage in chain.stages)
     link = measure_link(target.device, max(min(_LINK_BLOCK, largest // 4), 1 << 16), swap_dir)
     return _with_times(dataclasses.replace(chain, link=link, notes=(*notes, *chain.notes)), times)
+
+
+def planned_profiles(
+    step: TrainingStep, optimizer: OptimizerLike | None, target: Target, devices: Sequence[Device]
+) -> list[Profile]:
+    """Profiles for several devices that aren't here from one trace, its stages as wholes.
+
+    Parameters
+    ----------
+    target : Target
+        One of the devices; they all have its `byte_class`.
+    """
+    with restored(step.model) as rewind, training_config(step.model):
+        rewind()
+        with as_ours(step, "tracing"):
+            chain, times = _traced(step, optimizer, target, menus=False, devices=devices, rewind=rewind)
+    named = [
+        dataclasses.replace(chain, fingerprint=fingerprint(step, dataclasses.replace(target, spec=device).name))
+        for device in devices
+    ]
+    return [_planned(c, t, device, []) for c, t, device in zip(named, times, devices, strict=True)]
+
+
+def traced_bytes(step: TrainingStep, optimizer: OptimizerLike | None, target: Target) -> Profile:
+    """The chain of `step` with exact bytes, its stages as wholes, for questions that time doesn't enter.
+
+    Nothing is timed: every stage takes a second in each direction, and the link a billion bytes a second.
+    """
+    with restored(step.model) as rewind, training_config(step.model):
+        rewind()
+        with as_ours(step, "tracing"):
+            chain, _ = _traced(step, optimizer, target, menus=False, devices=(), rewind=rewind)
+    stages = (
+        dataclasses.replace(
+            stage,
+            options=tuple(dataclasses.replace(o, recompute_s=float(o.recomputes)) for o in stage.options),
+            forward_s=1.0,
+            backward_s=1.0,
+        )
+        for stage in chain.stages
+    )
+    return dataclasses.replace(chain, stages=tuple(stages), link=Link(1e9, 1e9))
+
+
+def _traced(
+    step: TrainingStep,
+    optimizer: OptimizerLike | None,
+    target: Target,
+    *,
+    menus: bool,
+    rewind: Callable[[], None],
+    devices: Sequence[Device] | None = None,
+    report: Report = lambda text: None,
+) -> tuple[Profile, list[Times]]:
+    """The chain of `step` with exact bytes, and times on devices that aren't here."""
+    report("finding stages")
+    names = find_stages(step, target)
+    rewind()
+    report("tracing bytes")
+    outside = step.tensors() if step.fn is None else outside_tensors(step, target)
+    rewind()
+    resident = unique_bytes([*held_tensors(step.model), *outside])
+    state_bytes, update_bytes = _update_bytes(optimizer, step.model, target)
+    traced = trace_chain(
+        step,
+        names,
+        target,
+        resident_bytes=resident + state_bytes,
+        update_bytes=update_bytes,
+        fingerprint=fingerprint(step, target.name),
+        menus=menus,
+        devices=devices,
+    )
+    rewind()
+    return traced
+
+
+def _planned(chain: Profile, times: Times, device: Device, notes: list[str]) -> Profile:
+    """`chain` for a device that isn't here."""
+    link = Link(device.out_bytes_per_s, device.in_bytes_per_s)
+    planned = f"made for {device.description}, which was not here: bytes from fake tensors, times from a roofline"
+    return _with_times(dataclasses.replace(chain, link=link, notes=(planned, *notes, *chain.notes)), times)
 
 
 def _with_times(chain: Profile, times: Times) -> Profile:

@@ -18,8 +18,8 @@ from ckptplan.profiling.roofline import op_seconds
 from ckptplan.profiling.workspace import cuda_workspaces, measure_times, measure_workspaces
 from ckptplan.runtime.step import model_device
 
-DeviceLike = str | Path | torch.device | Device | None
-"""A torch device, or a device that isn't here: its name, the file that describes it, or its description."""
+_THRESHOLDS = ((5, 0), (8, 0), (9, 0))
+"""Compute capabilities from which on other kernels (as_cuda.py) or workspaces (memory/estimate.py) are chosen."""
 
 PLANNED = "planned for "
 """Begins the device of a fingerprint made without the device."""
@@ -68,6 +68,13 @@ class Target:
         return torch.cuda.get_device_capability(self.device) if self.is_cuda else None
 
     @property
+    def byte_class(self) -> tuple[bool, ...] | None:
+        """Equal for two CUDA devices that aren't here: a step takes the same bytes on both. None for any other."""
+        if self.spec is None or self.spec.compute_capability is None:
+            return None
+        return tuple(self.spec.compute_capability >= least for least in _THRESHOLDS)
+
+    @property
     def capacity_bytes(self) -> int | None:
         """What the device has in all; None for the machine's main memory."""
         if self.spec is not None:
@@ -112,6 +119,10 @@ class Target:
         return {key: op_seconds(key, self.spec) for key in dict.fromkeys(keys) if key is not None}
 
 
+DeviceLike = str | Path | torch.device | Device | Target | None
+"""A torch device, or a device that isn't here: its name, the file that describes it, or its description."""
+
+
 def find_target(model: nn.Module, device: DeviceLike = None) -> Target:
     """Where the user wants the step to run.
 
@@ -120,6 +131,8 @@ def find_target(model: nn.Module, device: DeviceLike = None) -> Target:
     InvalidInputError
         If the device is unknown, isn't where the model is, or none is named for a model on `meta`.
     """
+    if isinstance(device, Target):
+        return device
     where = model_device(model)
     if isinstance(device, (str, Path, Device)):
         try:

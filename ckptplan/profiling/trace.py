@@ -24,6 +24,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.chain import Link, Option, Segment, Stage, Storage
+from ckptplan.core.device import Device
 from ckptplan.core.plan import KEEP, Decision
 from ckptplan.core.profile import Fingerprint, Profile
 from ckptplan.core.schedule import residency
@@ -292,8 +293,9 @@ def trace_chain(
     update_bytes: int,
     fingerprint: Fingerprint,
     menus: bool = False,
-) -> tuple[Profile, Times | None]:
-    """The chain of `step` with exact bytes and without times, and for a device that isn't here the times.
+    devices: Sequence[Device] | None = None,
+) -> tuple[Profile, list[Times]]:
+    """The chain of `step` with exact bytes and without times, and for devices that aren't here the times on each.
 
     Parameters
     ----------
@@ -305,8 +307,12 @@ def trace_chain(
         What the optimizer's update adds to what is live after backward.
     menus : bool
         With options inside the stages; their operations are run alone on the device.
+    devices : sequence of Device, optional
+        Those that aren't here; by default the target's own.
     """
-    return _Tracing(step, names, target, resident_bytes, update_bytes, menus).profile(fingerprint)
+    if devices is None:
+        devices = () if target.spec is None else (target.spec,)
+    return _Tracing(step, names, target, resident_bytes, update_bytes, menus).profile(fingerprint, devices)
 
 
 class _Tracing:
@@ -435,7 +441,7 @@ class _Tracing:
         self.storages.append(Storage(name, nbytes, k, k))
         return len(self.storages) - 1
 
-    def profile(self, fingerprint: Fingerprint) -> tuple[Profile, Times | None]:
+    def profile(self, fingerprint: Fingerprint, devices: Sequence[Device]) -> tuple[Profile, list[Times]]:
         draft = self._draft(fingerprint)
         base_forward, base_backward, stages = self._bases(draft)
         draft = dataclasses.replace(
@@ -451,7 +457,7 @@ class _Tracing:
                 replays[name] = self._run(self._decisions(draft, name))
                 draft = self._with_unseen(draft, name, replays[name])
         peaks = self._peaks(replays)
-        times = None if self.target.spec is None else self._times(draft, replays)
+        times = [self._times(draft, replays, dataclasses.replace(self.target, spec=device)) for device in devices]
         stages = draft.stages
         for name in peaks:
             stages = self._with_transients(draft, stages, name, peaks[name])
@@ -465,9 +471,9 @@ class _Tracing:
         )
         return measured, times
 
-    def _times(self, draft: Profile, replays: dict[str, Replay]) -> Times:
+    def _times(self, draft: Profile, replays: dict[str, Replay], target: Target) -> Times:
         """Sums over the operations that each stage ran, and ran again, in the replays."""
-        seconds = self.target.times(
+        seconds = target.times(
             op.key
             for r in replays.values()
             for table in (r.forward, r.backward)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -137,3 +138,80 @@ def _cell(value: float | None, best: float | None) -> str:
         return "–"
     text = f"{max(value, 0.0):.1%}"
     return f"[bold]{text}[/bold]" if text == f"{max(best, 0.0):.1%}" else text
+
+
+@dataclass(frozen=True, slots=True)
+class FitRow:
+    """What one device holds.
+
+    Parameters
+    ----------
+    device : str
+    budget_bytes : int
+        What it has for tensors and the allocator.
+    kept_bytes, least_bytes : int
+        What the user's batch needs with everything kept, and with the leanest plan found.
+    overhead : float or None
+        Of the plan for the user's batch; None where none is needed or none fits.
+    most_kept, most_planned : int
+        Largest batches, kept and with a plan; 0 for none.
+    most_overhead : float or None
+        Of the plan for the largest batch.
+    most_plan : Plan or None
+    """
+
+    device: str
+    budget_bytes: int
+    kept_bytes: int
+    least_bytes: int
+    overhead: float | None
+    most_kept: int
+    most_planned: int
+    most_overhead: float | None
+    most_plan: Plan | None
+
+
+def fit_table(rows: Sequence[FitRow], *, batch: int) -> Table:
+    """One line per device."""
+    table = Table(
+        title=f"batch {batch} needs {_range(row.kept_bytes for row in rows)} with everything kept, "
+        f"{_range(row.least_bytes for row in rows)} with the leanest plan",
+        caption="bytes as CUDA's allocator reserves them, context aside; the largest with a plan is interpolated\n"
+        "plans take whole stages, solve may find faster ones; k kept, s swapped, r recomputed",
+        box=None,
+        padding=(0, 1),
+    )
+    table.add_column("device")
+    for column in ("has", f"batch {batch}", "largest kept", "largest planned", "slowdown there"):
+        table.add_column(column, justify="right")
+    table.add_column("its stages")
+    for row in rows:
+        table.add_row(
+            row.device,
+            format_bytes(row.budget_bytes),
+            _answer(row),
+            str(row.most_kept or "–"),
+            str(row.most_planned or "–"),
+            "–" if row.most_overhead is None else f"{row.most_overhead:+.1%}",
+            "" if row.most_plan is None else _counts(row.most_plan),
+        )
+    return table
+
+
+def _range(sizes: Iterable[int]) -> str:
+    found = sorted(set(map(format_bytes, sizes)), key=lambda text: (len(text), text))
+    return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
+
+
+def _answer(row: FitRow) -> str:
+    """Whether the user's batch fits."""
+    if row.kept_bytes <= row.budget_bytes:
+        return "fits"
+    if row.overhead is not None:
+        return f"plan {row.overhead:+.1%}"
+    return f"needs {format_bytes(row.least_bytes)}"
+
+
+def _counts(plan: Plan) -> str:
+    counts = Counter(choice.action for choice in plan.choices)
+    return " ".join(f"{action[0]}{counts[action]}" for action in ("keep", "swap", "recompute") if counts[action])

@@ -78,7 +78,7 @@ class TrainingStep:
         InvalidInputError
             If the inputs don't fit the forward, or the loss can't run backward.
         """
-        with self._autocast():
+        with self.autocasting():
             if self.fn is not None:
                 output, loss = None, self.fn()
                 source = "step()"
@@ -100,7 +100,8 @@ class TrainingStep:
             )
         return output, loss
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+    def autocasting(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, operations run as forward and loss do."""
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.autocast[0], self.autocast[1])
