@@ -2,7 +2,7 @@
 
     python experiments/estimate_large.py --out experiments/results
 
-Every model is built on `meta` in a process of its own, and estimated for training with AdamW in bfloat16 on a named device.
+Every model is built on `meta` in a process of its own, and estimated for training with AdamW in bfloat16 on an H100.
 Counted are the seconds of `ckptplan.estimate` alone and the largest resident memory of the whole process.
 """
 
