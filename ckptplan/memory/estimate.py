@@ -20,6 +20,7 @@ from ckptplan.memory.ledger import Account, Ledger, Player, saved_bytes
 from ckptplan.memory.record import Block, Recording, record_step, record_updates
 from ckptplan.profiling.optimizers import OptimizerLike, make_optimizer
 from ckptplan.profiling.profiler import as_ours, outside_tensors, training_step
+from ckptplan.profiling.real_run import answered
 from ckptplan.profiling.target import DeviceLike, Target, find_target
 from ckptplan.runtime.state import restored
 from ckptplan.runtime.step import LossFn, TrainingStep, check_supported, fingerprint, training_config
@@ -144,12 +145,11 @@ def estimate(
         set_to_none,
         checkpoint_on_device,
         plan,
-        training.tensors() if step is None else outside_tensors(training, target),
         notes,
     )
     with restored(model) as rewind, training_config(model), as_ours(training, "being estimated"):
         rewind()
-        return run.estimate(rewind, settings)
+        return answered(lambda: run.estimate(rewind, settings), training, target, rewind)
 
 
 def _settings(allocator: AllocatorSettings | str | None, target: Target) -> AllocatorSettings | None:
@@ -182,8 +182,8 @@ class _Run:
     set_to_none: bool
     checkpoint_on_device: bool
     plan: Plan | None
-    inputs: list[torch.Tensor]
     notes: list[str]
+    inputs: list[torch.Tensor] = field(default_factory=list)
     unknown: set[str] = field(default_factory=set)
 
     def estimate(self, rewind: Callable[[], None], settings: AllocatorSettings | None) -> Estimate:
@@ -191,6 +191,8 @@ class _Run:
         if self.plan is not None:
             made_for = fingerprint(self.step, self.target.name)
             self.plan.fingerprint.require(made_for, ignore=("device", "torch_version"))
+        self.inputs = self.step.tensors() if self.step.fn is None else outside_tensors(self.step, self.target)
+        rewind()
         fresh = self._record(rewind)
         # From the second backward on there are gradients to add to, unless each step's are dropped.
         lasting = self.accumulation_steps > 1 or not self.set_to_none
@@ -352,5 +354,5 @@ class _Run:
             categories={name: categories[name] for name in CATEGORIES if categories.get(name)},
             saved_bytes=saved_bytes(fresh.blocks),
             alive=account.tensors(at),
-            notes=tuple(self.notes),
+            notes=tuple([*([self.target.answers.note] if self.target.answers and self.target.answers.note else []), *self.notes]),
         )

@@ -15,14 +15,14 @@ from ckptplan.core.chain import Link, Option, Storage
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
-from ckptplan.profiling.discover import discover_stages
 from ckptplan.profiling.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.inputs import find_inputs
 from ckptplan.profiling.links import measure_link
 from ckptplan.profiling.optimizers import OptimizerLike, make_optimizer, trace_updates
 from ckptplan.profiling.target import DeviceLike, Target, find_target
 from ckptplan.profiling.timing import Times, time_stages
-from ckptplan.profiling.trace import fake_inputs, replay, trace_chain
+from ckptplan.profiling.real_run import answered
+from ckptplan.profiling.trace import find_stages, replay, trace_chain
 from ckptplan.profiling.tracker import Tracker
 from ckptplan.runtime.measure import Outside, held_tensors, optimizer_tensors, unique_bytes
 from ckptplan.runtime.state import restored
@@ -100,7 +100,13 @@ def profile(
     with restored(model) as rewind, training_config(model):
         rewind()
         with as_ours(training, "tracing"):
-            return _profile(training, optimizer, target, swap_dir, menus, notes, report, rewind)
+            return answered(
+                lambda: _profile(training, optimizer, target, swap_dir, menus, notes, report, rewind),
+                training,
+                target,
+                rewind,
+                report,
+            )
 
 
 def training_step(
@@ -134,7 +140,9 @@ def replayed_peak(measured: Profile, step: TrainingStep, plan: Plan, target: Tar
     """
     with restored(step.model) as rewind, training_config(step.model):
         rewind()
-        seen = replay(step, plan.stages, plan.choices, target, segments=plan.segments)
+        seen = answered(
+            lambda: replay(step, plan.stages, plan.choices, target, segments=plan.segments), step, target, rewind
+        )
     return measured.resident_bytes + seen.peak_bytes
 
 
@@ -166,6 +174,8 @@ def _profile(
         menus=menus,
     )
     rewind()
+    if target.answers is not None and target.answers.note:
+        notes = [target.answers.note, *notes]
     if times is not None:
         assert target.spec is not None
         link = Link(target.spec.out_bytes_per_s, target.spec.in_bytes_per_s)
@@ -221,25 +231,12 @@ def _beaten(option: Option, menu: list[Option], storages: tuple[Storage, ...]) -
     )
 
 
-def find_stages(step: TrainingStep, target: Target) -> tuple[str, ...]:
-    """Names of the stages of `step`, in call order, found by a forward without memory.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If no submodule saves anything for backward.
-    """
-    world = FakeWorld(target)
-    with fake_parameters(step.model, world), target.choices():
-        return discover_stages(fake_inputs(step, world.fake), lambda: world)
-
-
 def _update_bytes(optimizer: OptimizerLike | None, model: nn.Module, target: Target) -> tuple[int, int]:
     """Bytes of the optimizer's state after its first update, and what an update adds at its worst moment."""
     if optimizer is None:
         return 0, 0
     made = make_optimizer(optimizer, model.parameters())
-    tracker = Tracker(target)
+    tracker = Tracker(target.without_answers)
     states: list[int] = []
 
     def between() -> None:
@@ -272,11 +269,6 @@ def as_ours(step: TrainingStep, doing: str) -> Any:
         yield
     except CkptPlanError:
         raise
-    except torch._subclasses.fake_tensor.DataDependentOutputException as error:
-        raise UnsupportedModelError(
-            f"the model reads the value of {error.func} to decide what to run, which can't be traced without memory; "
-            "keep such decisions outside of the step"
-        ) from error
     except Exception as error:
         what = "step()" if step.fn is not None else f"{type(step.model).__name__}'s forward with these inputs"
         raise InvalidInputError(f"{what} failed while {doing}: {type(error).__name__}: {error}") from error
