@@ -7,9 +7,10 @@ sizes that it had, and none of them needs memory for values.
 
 NOTE [Answers]
 
-1. Answers lie in one queue per operation and phase: forward, backward, and inference (the forward without gradients).
-   Every call of such an operation takes the next one of its queue, whether its operands have values in the replay or not,
-   since the real run can't tell those apart.
+1. Answers lie in one queue per phase (forward, backward, and inference: the forward without gradients), operation and
+   place in the program that calls it. A call takes the next one of its queue, whether its operands have values in the
+   replay or not, since the real run can't tell those apart. By place, because what PyTorch makes of one call may read
+   values of real tensors alone (`one_hot` looks for numbers out of range).
 2. A stage that runs again takes the answers that it took in forward, from the first on.
 3. Random operations whose results the replay has for real (a drawn number, a permutation) are asked too: a replay draws
    less than the real step, whose dropout moves the generator, and would draw other numbers.
@@ -20,7 +21,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import sys
 import threading
+import types
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -59,6 +63,52 @@ class NeedsValues(RuntimeError):
     def __init__(self, func: Any, phase: Phase, *, refused: bool = False) -> None:
         super().__init__(f"{func} needs the values of its operands")
         self.func, self.phase, self.refused = func, phase, refused
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A kind of call that is asked: one queue of answers.
+
+    Parameters
+    ----------
+    phase : str
+    func : operation
+    code, instruction : code object, int
+        Where the innermost Python code outside of PyTorch's dispatch and of ours calls it.
+    line : str
+        The same for people.
+    """
+
+    phase: Phase
+    func: Any
+    code: types.CodeType | None
+    instruction: int
+    line: str
+
+    @classmethod
+    def now(cls, phase: Phase, func: Any) -> Question:
+        """The question that `func`, called now, is."""
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+            frame = frame.f_back
+        if frame is None:
+            return cls(phase, func, None, 0, "")
+        line = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        return cls(phase, func, frame.f_code, frame.f_lasti, line)
+
+    def __str__(self) -> str:
+        return f"{str(self.func).removesuffix('.default')} ({self.line})"
+
+
+_TORCH = os.path.dirname(torch.__file__)
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_BETWEEN = (
+    *(os.path.join(_OURS, *path) for path in (("profiling", ""), ("memory", ""))),
+    *(os.path.join(_OURS, "runtime", name) for name in ("selective.py", "measure.py")),
+    *(os.path.join(_TORCH, *path) for path in (("_subclasses",), ("_dynamo",), ("_compile.py",), ("_ops.py",))),
+    contextlib.__file__,
+)
+"""Code that lies between a call in the program and what watches it, on real tensors or on fake ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,16 +194,16 @@ class Answers:
         Operations that failed on fake operands, beyond those whose tags say that they would.
     phases : set of str
         In which any did; the forward always belongs to them.
-    used : set
-        Operations that got an answer in a replay, for want of values of their own.
+    used : dict
+        The questions that a replay had, for want of values of its own, in order; as keys.
     queues : dict
-        (phase, operation) -> its answers, in order of the calls.
+        Question -> its answers, in order of the calls.
     """
 
     asked: set[Any] = field(default_factory=set)
     phases: set[Phase] = field(default_factory=set)
-    used: set[Any] = field(default_factory=set)
-    queues: dict[tuple[Phase, Any], list[Answer]] = field(default_factory=dict)
+    used: dict[Question, None] = field(default_factory=dict)
+    queues: dict[Question, list[Answer]] = field(default_factory=dict)
 
     def wants(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Whether calls of an operation with such operands are asked, as far as can be told before its result."""
@@ -171,22 +221,22 @@ class Answers:
         made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
         return is_random(func) and bool(made) and all(readable(t) and t.numel() <= VALUES_LIMIT for t in made)
 
-    def take(self, phase: Phase, func: Any, number: int, args: Any) -> Answer:
-        """The answer to a phase's call of that number.
+    def take(self, question: Question, number: int, operands: Any) -> Answer:
+        """The answer to a question's call of that number.
 
         Raises
         ------
         UnsupportedModelError
             If the real run had no such call.
         """
-        queue = self.queues.get((phase, func), [])
-        sizes = sizes_of(args)
+        queue = self.queues.get(question, [])
+        sizes = sizes_of(operands)
         if number >= len(queue) or queue[number].sizes != sizes:
-            seen = f"{len(queue)} calls of it" if number >= len(queue) else f"operands of {list(queue[number].sizes)}"
+            seen = f"{len(queue)} calls" if number >= len(queue) else f"operands of {list(queue[number].sizes)}"
             raise UnsupportedModelError(
-                f"the model reads values, so its step ran for real to learn its path; but call {number + 1} of {func} in "
-                f"{phase}, on operands of {list(sizes)}, met a real run with {seen}: the step doesn't do the same each "
-                "time it runs; take what changes it (counters, time, a random generator of its own) out of it"
+                f"the model reads values, so its step ran for real to learn them; but its call {number + 1} of {question} "
+                f"in {question.phase}, on operands of {list(sizes)}, met a real run with {seen} there: the step doesn't do "
+                "the same each time it runs; take what changes it (counters, time, a random generator of its own) out of it"
             )
         return queue[number]
 
@@ -195,9 +245,11 @@ class Answers:
         """For people: what needed values, and how it got them. Empty where nothing did."""
         if not self.used:
             return ""
-        names = sorted(str(func).removesuffix(".default") for func in self.used)
+        first: dict[Any, Question] = {}
+        for question in self.used:
+            first.setdefault(question.func, question)
         return (
-            f"values are read by {', '.join(names)}: the step was run for real, one stage at a time, to learn them, and "
+            f"values are needed by {', '.join(map(str, first.values()))}: the step was run for real, one stage at a time, to learn them, and "
             "then traced without memory. What is said of memory holds for steps that take the same path with the same "
             "sizes; stages with such operations have no options inside"
         )

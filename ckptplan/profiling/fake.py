@@ -34,6 +34,7 @@ from ckptplan.profiling.answers import (
     Answer,
     NeedsValues,
     Phase,
+    Question,
     ReadingWatched,
     around_forwards,
     readable,
@@ -83,9 +84,9 @@ class FakeWorld(TorchDispatchMode):
         answers = target.answers
         self._answers = answers if answers is not None and answers.phases else None
         self.answer: Answer | None = None
-        self._asked: Counter[tuple[Phase, Any]] = Counter()
-        self._again: Counter[tuple[Phase, Any]] | None = None
-        self._begins: dict[int, Counter[tuple[Phase, Any]]] = {}
+        self._asked: Counter[Question] = Counter()
+        self._again: Counter[Question] | None = None
+        self._begins: dict[int, Counter[Question]] = {}
         self._next_stage: int | None = None
         self._training = True
 
@@ -130,14 +131,15 @@ class FakeWorld(TorchDispatchMode):
         if answers is None or (phase := self._phase()) not in answers.phases:
             return self._run(func, args, kwargs)
         if answers.wants(func, args):
-            self.answer = self._take(phase, func, (args, kwargs))
+            question = Question.now(phase, func)
+            self.answer = self._take(question, (args, kwargs))
+            if any(isinstance(t, FakeTensor) for t in pytree.tree_leaves((args, kwargs))):
+                answers.used.setdefault(question)
             if self.answer.is_number:
-                if any(isinstance(t, FakeTensor) for t in pytree.tree_leaves((args, kwargs))):
-                    answers.used.add(func)
                 return self.answer.result
         result = self._run(func, args, kwargs)
         if self.answer is None and answers.wants_drawn(func, result):
-            return self._drawn(self._take(phase, func, (args, kwargs)), result)
+            return self._drawn(self._take(Question.now(phase, func), (args, kwargs)), result)
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -159,8 +161,6 @@ class FakeWorld(TorchDispatchMode):
         except Exception as error:
             if self.answer is None:
                 raise NeedsValues(func, self._phase(), refused=not isinstance(error, _NO_KERNEL)) from error
-            assert self._answers is not None
-            self._answers.used.add(func)
             return self.answer.made([t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
         if func in _MISREPORTED:
             return self._as_real(func, args, kwargs, result)
@@ -178,11 +178,11 @@ class FakeWorld(TorchDispatchMode):
             return "backward"
         return "forward" if self._training else "inference"
 
-    def _take(self, phase: Phase, func: Any, operands: Any) -> Answer:
+    def _take(self, question: Question, operands: Any) -> Answer:
         assert self._answers is not None
         counts = self._asked if self._again is None else self._again
-        answer = self._answers.take(phase, func, counts[phase, func], operands)
-        counts[phase, func] += 1
+        answer = self._answers.take(question, counts[question], operands)
+        counts[question] += 1
         return answer
 
     @staticmethod
@@ -204,9 +204,10 @@ class FakeWorld(TorchDispatchMode):
             if isinstance(tensor, FakeTensor):
                 raise NeedsValues(READ_ARRAY, phase)
             return None
+        question = Question.now(phase, READ_ARRAY)
         if isinstance(tensor, FakeTensor):
-            self._answers.used.add(READ_ARRAY)
-        array = self._take(phase, READ_ARRAY, tensor).values
+            self._answers.used.setdefault(question)
+        array = self._take(question, tensor).values
         assert isinstance(array, np.ndarray)
         return array.copy()
 

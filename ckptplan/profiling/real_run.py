@@ -26,6 +26,7 @@ from ckptplan.profiling.answers import (
     Layout,
     NeedsValues,
     Phase,
+    Question,
     ReadingWatched,
     Same,
     around_forwards,
@@ -128,7 +129,7 @@ class _Witness(TorchDispatchMode):
     def __init__(self, phase: Phase, answers: Answers, device: torch.device) -> None:
         super().__init__()
         self._phase, self._answers, self._device = phase, answers, device
-        self._found: list[tuple[Any, Answer]] = []
+        self._found: list[tuple[Question, Answer]] = []
         self._in_forward = 0
         self._made: set[int] = set()
         self._written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -150,10 +151,10 @@ class _Witness(TorchDispatchMode):
             with torch.no_grad():
                 for tensor, before in self._written.values():
                     tensor.data.copy_(before)
-        for number, (func, answer) in enumerate(self._found):
+        for number, (question, answer) in enumerate(self._found):
             peak = spans.get(_label(number), answer.peak_bytes)
             noted = Answer(answer.sizes, answer.result, answer.values, peak)
-            self._answers.queues.setdefault((self._phase, func), []).append(noted)
+            self._answers.queues.setdefault(question, []).append(noted)
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[None]:
@@ -171,14 +172,17 @@ class _Witness(TorchDispatchMode):
             return True
         return self._in_forward == 0 and torch._C._current_autograd_node() is not None
 
+    def _question(self, func: Any) -> Question:
+        return Question.now(self._phase, func)
+
     def _read(self, tensor: torch.Tensor) -> np.ndarray[Any, Any] | None:
         if self._listens and READ_ARRAY in self._answers.asked:
             if tensor.numel() > VALUES_LIMIT:
                 raise UnsupportedModelError(
                     f"the model reads a tensor of {tensor.numel()} elements as an array; at most {VALUES_LIMIT} are kept"
                 )
-            array = tensor.detach().clone().__array__()
-            self._found.append((READ_ARRAY, Answer(sizes_of(tensor), None, array)))
+            array = torch._C.TensorBase.numpy(tensor.detach()).copy()
+            self._found.append((self._question(READ_ARRAY), Answer(sizes_of(tensor), None, array)))
         return None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -197,10 +201,10 @@ class _Witness(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self._made.add(tensor.untyped_storage()._cdata)
         if wanted:
-            self._found.append((func, Answer(sizes, _told(result, (args, kwargs)), None, peak)))
+            self._found.append((self._question(func), Answer(sizes, _told(result, (args, kwargs)), None, peak)))
         elif self._listens and self._answers.wants_drawn(func, result):
             values = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), result)
-            self._found.append((func, Answer(sizes_of((args, kwargs)), _told(result, (args, kwargs)), values)))
+            self._found.append((self._question(func), Answer(sizes_of((args, kwargs)), _told(result, (args, kwargs)), values)))
         return result
 
     def _on_cuda(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
