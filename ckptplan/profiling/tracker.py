@@ -242,6 +242,7 @@ class Tracker(FakeWorld):
         if in_place:
             self._summed_in_place(args[0], result)
         returned = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        peak_bytes = self.peak_bytes
         made: dict[Sid, tuple[int, bool]] = {}
         for tensor in returned:
             sid = self._add(tensor)
@@ -250,6 +251,7 @@ class Tracker(FakeWorld):
                 made[sid] = (self.size_of(tensor.untyped_storage()), can)
         trace = (self.backward if self._in_backward else self.forward)[self._segment]
         if in_place:
+            self.peak_bytes = peak_bytes  # the two terms and their sum are never there together
             trace.ops.append(OpTrace(before, before, None))
         else:
             fresh = bool(made) and not written and all(self.sid(t) in made for t in returned)
