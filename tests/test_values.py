@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from ckptplan.profiling.profiler import training_step
 from ckptplan.profiling.target import find_target
 from ckptplan.runtime.measure import held_tensors, peak_above_start, run_step, unique_bytes
 from ckptplan.runtime.state import restored
-from ckptplan.runtime.step import TrainingStep, make_step
+from ckptplan.runtime.step import TrainingStep, make_step, training_config
 from ckptplan.solving import smallest_peak
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -203,7 +204,7 @@ def test_estimates_hold_too(name: str) -> None:
     make, asks = MODELS[name]
     model, inputs = make()
     step = make_step(model, inputs)
-    with restored(model) as rewind:
+    with restored(model) as rewind, training_config(model):
         rewind()
         run_step(step)
         rewind()
@@ -213,11 +214,10 @@ def test_estimates_hold_too(name: str) -> None:
     peak = max(found.phase("forward").peak_bytes, found.phase("backward").peak_bytes)
     assert 0.98 * measured <= peak <= 1.02 * measured
     assert any(asks in note for note in found.notes)
-    with restored(model) as rewind, torch.no_grad():
+    with restored(model) as rewind, training_config(model), torch.no_grad():
         rewind()
         measured = unique_bytes([*model.parameters(), *model.buffers(), *step.tensors()])
         measured += peak_above_start(step.forward, CPU)
-    # Saved numbers of 8 bytes aside, which an inference keeps for a moment only.
     assert found.phase("inference").peak_bytes == pytest.approx(measured, rel=0.02)
 
 
@@ -269,8 +269,6 @@ class Alive(TorchDispatchMode):
         self.peak_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        import weakref
-
         result = func(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(result):
             storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
@@ -289,14 +287,8 @@ def test_the_real_run_takes_less_than_the_smallest_plan(name: str, monkeypatch: 
     peaks: list[int] = []
 
     def watch(self: Any, run: Callable[[], Any]) -> None:
-        alive = Alive()
-
-        def counted() -> None:
-            # Below the witness, and so unseen by it.
-            with alive:
-                run()
-
-        plain(self, counted)
+        with Alive() as alive:
+            plain(self, run)
         peaks.append(alive.peak_bytes)
 
     monkeypatch.setattr(real_run._Witness, "watch", watch)

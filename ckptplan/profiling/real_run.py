@@ -132,6 +132,7 @@ class _Witness(TorchDispatchMode):
         self._found: list[tuple[Question, Answer]] = []
         self._in_forward = 0
         self._made: set[int] = set()
+        self._outside: set[int] = set()
         self._written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def watch(self, run: Callable[[], Any]) -> None:
@@ -187,6 +188,7 @@ class _Witness(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self._outside.update(_storages((args, kwargs)) - self._made)
         self._keep_written(func, args, kwargs)
         wanted = self._listens and self._answers.wants(func, args)
         sizes = sizes_of((args, kwargs)) if wanted else ()
@@ -197,9 +199,7 @@ class _Witness(TorchDispatchMode):
                 result, peak = func(*args, **kwargs), 0
         else:
             result, peak = func(*args, **kwargs), 0
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._made.add(tensor.untyped_storage()._cdata)
+        self._made.update(_storages(result) - self._outside)
         if wanted:
             self._found.append((self._question(func), Answer(sizes, _told(result, (args, kwargs)), None, peak)))
         elif self._listens and self._answers.wants_drawn(func, result):
@@ -219,9 +219,13 @@ class _Witness(TorchDispatchMode):
             for tensor in pytree.tree_leaves(given):
                 if isinstance(tensor, torch.Tensor):
                     key = tensor.untyped_storage()._cdata
-                    if key not in self._made and key not in self._written:
+                    if key in self._outside and key not in self._written:
                         whole = whole_storage(tensor)
                         self._written[key] = whole, whole.clone()
+
+
+def _storages(tree: Any) -> set[int]:
+    return {t.untyped_storage()._cdata for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)}
 
 
 def _label(number: int) -> str:

@@ -216,6 +216,9 @@ def replay(
             if sid is not None:
                 out.sizes[sid] = tracker.size_of(tensor.untyped_storage())
                 out.saved.setdefault(watcher.segment, {}).setdefault(sid, can)
+            if saves and _is_result(tensor):
+                # Held as it is, a result would hold the node that holds it, and both for ever where no backward runs.
+                return tensor.detach()
             return tensor if saves else None
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
@@ -243,6 +246,10 @@ def replay(
                     if isinstance(t, torch.Tensor) and (sid := tracker.sid(t))
                 )
                 if saves:
+                    # A graph that the program has dropped holds nothing any more; its storages keep their places in the
+                    # order of saving, which counts at run time too.
+                    gone = {sid for sids in out.saved.values() for sid in sids if sid[0] == "forward"} - tracker.alive()
+                    out.sizes.update((sid, 0) for sid in gone)
                     tracker.enter_backward()
                     loss.backward()
                 tracker.finish()
@@ -256,6 +263,12 @@ def replay(
     out.peak_bytes = tracker.peak_bytes
     out.forward, out.backward, out.wrapped_bytes = tracker.forward, tracker.backward, tracker.wrapped_bytes
     return out
+
+
+def _is_result(tensor: torch.Tensor) -> bool:
+    """Whether the newest autograd node made `tensor`: if it saves it, it saves its own result."""
+    node = tensor.grad_fn
+    return node is not None and node._sequence_nr() == torch._C._autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
 
 
 class _Runs(Counter[int]):
