@@ -71,7 +71,9 @@ class Scaled(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.drop(torch.tanh(self.inner(x)))
         rows = int(hidden.abs().sum().item()) % 100 + 50
-        return x + self.outer(hidden / hidden.abs().max().item()) * F.pad(torch.tanh(hidden[:rows, :1]), (0, 0, 0, len(x) - rows))
+        return x + self.outer(hidden / hidden.abs().max().item()) * F.pad(
+            torch.tanh(hidden[:rows, :1]), (0, 0, 0, len(x) - rows)
+        )
 
 
 class Routed(nn.Module):
@@ -269,10 +271,12 @@ class Alive(TorchDispatchMode):
         self.peak_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = torch.utils._pytree.tree_leaves
+        given = {id(t.untyped_storage()) for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
+        for tensor in leaves(result):
             storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-            if storage is not None and id(storage) not in self.sizes:
+            if storage is not None and id(storage) not in self.sizes and id(storage) not in given:
                 self.sizes[id(storage)] = storage.nbytes()
                 weakref.finalize(storage, self.sizes.pop, id(storage), None)
         self.peak_bytes = max(self.peak_bytes, sum(self.sizes.values()))
@@ -310,7 +314,9 @@ def test_stages_that_ask_have_no_options_inside() -> None:
     class Halves(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList([Scaled(), nn.Sequential(nn.Linear(WIDTH, 512), nn.GELU(), nn.Linear(512, WIDTH))])
+            self.blocks = nn.ModuleList(
+                [Scaled(), nn.Sequential(nn.Linear(WIDTH, 512), nn.GELU(), nn.Linear(512, WIDTH))]
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for block in self.blocks:

@@ -336,7 +336,7 @@ class _Run:
     def _result(self, account: Account, phases: tuple[Phase, ...], fresh: Recording) -> Estimate:
         at = int(np.argmax(account.allocated))
         held = int(np.argmax(account.reserved))
-        spec, context = self.target.spec, self.target.context_bytes
+        answers, context = self.target.answers, self.target.context_bytes
         categories = account.categories(held)
         categories["reservation"] = int(account.reserved[held] - account.allocated[held])
         categories["context"] = context
@@ -354,5 +354,5 @@ class _Run:
             categories={name: categories[name] for name in CATEGORIES if categories.get(name)},
             saved_bytes=saved_bytes(fresh.blocks),
             alive=account.tensors(at),
-            notes=tuple([*([self.target.answers.note] if self.target.answers and self.target.answers.note else []), *self.notes]),
+            notes=tuple(self.notes if answers is None or not answers.note else [answers.note, *self.notes]),
         )

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from ckptplan.memory.record import ALLOCATE, Block, Event, Recording, Section, record_step
-from ckptplan.profiling.profiler import find_stages
 from ckptplan.profiling.target import Target
+from ckptplan.profiling.trace import find_stages
 from ckptplan.runtime.step import TrainingStep
 
 _KEPT = 4

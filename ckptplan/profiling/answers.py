@@ -1,9 +1,9 @@
 """What operations answered when a step ran for real, for those whose results can't be told from fake operands.
 
-A step is traced on fake tensors, which have no values. An operation that reads values (`item`, `nonzero`, indexing with a
-mask), or has no fake kernel, fails there. Then the step runs once for real (`real_run.py`) and each such operation's answer
-is written down; the fake replays get the answers, call by call. So they take the path that the real step took, with the
-sizes that it had, and none of them needs memory for values.
+A step is traced on fake tensors, which have no values. An operation that reads values (`item`, `nonzero`, indexing
+with a mask), or has no fake kernel, fails there. Then the step runs once for real (`real_run.py`) and each such
+operation's answer is written down; the fake replays get the answers, call by call. So they take the path that the real
+step took, with the sizes that it had, and none of them needs memory for values.
 
 NOTE [Answers]
 
@@ -127,7 +127,7 @@ class Layout:
         """The layout of `tensor`."""
         elements = tensor.untyped_storage().nbytes() // tensor.element_size()
         device = tensor.device.type
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), elements, tensor.dtype, device)
+        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), elements, tensor.dtype, device)
 
     def make(self) -> torch.Tensor:
         """A tensor like it, of whatever values."""
@@ -234,9 +234,10 @@ class Answers:
         if number >= len(queue) or queue[number].sizes != sizes:
             seen = f"{len(queue)} calls" if number >= len(queue) else f"operands of {list(queue[number].sizes)}"
             raise UnsupportedModelError(
-                f"the model reads values, so its step ran for real to learn them; but its call {number + 1} of {question} "
-                f"in {question.phase}, on operands of {list(sizes)}, met a real run with {seen} there: the step doesn't do "
-                "the same each time it runs; take what changes it (counters, time, a random generator of its own) out of it"
+                f"the model reads values, so its step ran for real to learn them; but its call {number + 1} of "
+                f"{question} in {question.phase}, on operands of {list(sizes)}, met a real run with {seen} there: the step "
+                "doesn't do the same each time it runs; take what changes it (counters, time, a random generator of its "
+                "own) out of it"
             )
         return queue[number]
 
@@ -249,9 +250,10 @@ class Answers:
         for question in self.used:
             first.setdefault(question.func, question)
         return (
-            f"values are needed by {', '.join(map(str, first.values()))}: the step was run for real, one stage at a time, to learn them, and "
-            "then traced without memory. What is said of memory holds for steps that take the same path with the same "
-            "sizes; stages with such operations have no options inside"
+            f"values are needed by {', '.join(map(str, first.values()))}: "
+            "the step was run for real, one stage at a time, to learn them, and then traced without memory. "
+            "What is said of memory holds for steps that take the same path with the same sizes; "
+            "stages with such operations have no options inside"
         )
 
 
@@ -350,7 +352,8 @@ class Seen:
 
 def with_seen(key: Hashable, answer: Answer) -> Hashable:
     """An operation's key that tells calls with other results apart."""
-    func, leaves, spec = key  # type: ignore[misc]
+    made: Any = key
+    func, leaves, spec = made
     return func, (*leaves, Seen(answer.layouts(), answer.peak_bytes)), spec
 
 

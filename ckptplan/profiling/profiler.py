@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 from ckptplan.core.chain import Link, Option, Storage
-from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
+from ckptplan.core.errors import CkptPlanError, InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.profiling.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.inputs import find_inputs
 from ckptplan.profiling.links import measure_link
 from ckptplan.profiling.optimizers import OptimizerLike, make_optimizer, trace_updates
+from ckptplan.profiling.real_run import answered
 from ckptplan.profiling.target import DeviceLike, Target, find_target
 from ckptplan.profiling.timing import Times, time_stages
-from ckptplan.profiling.real_run import answered
 from ckptplan.profiling.trace import find_stages, replay, trace_chain
 from ckptplan.profiling.tracker import Tracker
 from ckptplan.runtime.measure import Outside, held_tensors, optimizer_tensors, unique_bytes

@@ -79,8 +79,8 @@ def _learn(need: NeedsValues, step: TrainingStep, target: Target, rewind: Callab
         raise need.__cause__
     if on_meta:
         raise UnsupportedModelError(
-            f"{need}, and the model or its inputs lie on 'meta', without any; make them on the CPU, so that the step can "
-            "run for real, one stage at a time, or have the model decide without values (a mixture of experts in "
+            f"{need}, and the model or its inputs lie on 'meta', without any; make them on the CPU, so that the step "
+            "can run for real, one stage at a time, or have the model decide without values (a mixture of experts in "
             "transformers: experts_implementation='batched_mm')"
         ) from need
     if need.func in answers.asked and need.phase in answers.phases:
@@ -180,7 +180,8 @@ class _Witness(TorchDispatchMode):
         if self._listens and READ_ARRAY in self._answers.asked:
             if tensor.numel() > VALUES_LIMIT:
                 raise UnsupportedModelError(
-                    f"the model reads a tensor of {tensor.numel()} elements as an array; at most {VALUES_LIMIT} are kept"
+                    f"the model reads a tensor of {tensor.numel()} elements as an array; at most {VALUES_LIMIT} are "
+                    "kept; read it in parts, or keep the decision outside of the step"
                 )
             array = torch._C.TensorBase.numpy(tensor.detach()).copy()
             self._found.append((self._question(READ_ARRAY), Answer(sizes_of(tensor), None, array)))
@@ -204,7 +205,9 @@ class _Witness(TorchDispatchMode):
             self._found.append((self._question(func), Answer(sizes, _told(result, (args, kwargs)), None, peak)))
         elif self._listens and self._answers.wants_drawn(func, result):
             values = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), result)
-            self._found.append((self._question(func), Answer(sizes_of((args, kwargs)), _told(result, (args, kwargs)), values)))
+            self._found.append(
+                (self._question(func), Answer(sizes_of((args, kwargs)), _told(result, (args, kwargs)), values))
+            )
         return result
 
     def _on_cuda(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int]:

@@ -226,7 +226,9 @@ def replay(
         modules = dict(step.model.named_modules())
         watching = contextlib.ExitStack()
         watching.enter_context(
-            tracker.watching([modules[name] for name in dict.fromkeys(n.partition("#")[0] for n in stages if not is_glue(n))])
+            tracker.watching(
+                [modules[name] for name in dict.fromkeys(n.partition("#")[0] for n in stages if not is_glue(n))]
+            )
         )
         controller.install()
         try:
