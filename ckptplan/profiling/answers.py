@@ -235,9 +235,9 @@ class Answers:
             seen = f"{len(queue)} calls" if number >= len(queue) else f"operands of {list(queue[number].sizes)}"
             raise UnsupportedModelError(
                 f"the model reads values, so its step ran for real to learn them; but its call {number + 1} of "
-                f"{question} in {question.phase}, on operands of {list(sizes)}, met a real run with {seen} there: the step "
-                "doesn't do the same each time it runs; take what changes it (counters, time, a random generator of its "
-                "own) out of it"
+                f"{question} in {question.phase}, on operands of {list(sizes)}, met a real run with {seen} there: "
+                "the step doesn't do the same each time it runs; take what changes it (counters, time, a random generator "
+                "of its own) out of it"
             )
         return queue[number]
 
