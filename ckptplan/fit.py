@@ -281,7 +281,7 @@ class _CarefulTarget(Target):
 def _careful(model: nn.Module, target: Target) -> Target:
     if target.spec is not None:
         return target
-    return _CarefulTarget(target.device, None, free_bytes(model, target))
+    return _CarefulTarget(target.device, answers=target.answers, limit_bytes=free_bytes(model, target))
 
 
 def _operand_bytes(key: Any) -> int:

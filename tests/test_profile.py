@@ -550,11 +550,6 @@ class Detached(Net):
         return super().forward(x).detach()
 
 
-class Reading(Net):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * (2.0 if float(x.sum()) > 0 else 1.0)
-
-
 class Checkpointing(Net):
     gradient_checkpointing = True
 
@@ -589,7 +584,6 @@ INVALID, UNSUPPORTED, solve = ckptplan.InvalidInputError, ckptplan.UnsupportedMo
         (lambda: solve(Net(), 1, inputs=X, time_limit_s=0), INVALID, r"time_limit_s"),
         (lambda: solve(Net(), 1, inputs=X, swap_dir="/nowhere/at/all"), INVALID, r"can't be written"),
         (lambda: solve("model", 1), INVALID, r"model is a str"),
-        (lambda: solve(Reading(), 1, inputs=X), UNSUPPORTED, r"reads the value"),
         (lambda: solve(Checkpointing(), 1, inputs=X), UNSUPPORTED, r"already checkpoints"),
         (lambda: solve(Net(), 1e-5, inputs=X), ckptplan.InfeasibleBudgetError, r"smallest feasible peak"),
     ],

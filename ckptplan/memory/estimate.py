@@ -21,6 +21,7 @@ from ckptplan.memory.ledger import Account, Ledger, Player, saved_bytes
 from ckptplan.memory.record import Block, Recording, record_step, record_updates
 from ckptplan.profiling.optimizers import OptimizerLike, make_optimizer
 from ckptplan.profiling.profiler import as_ours, outside_tensors, training_step
+from ckptplan.profiling.real_run import answered
 from ckptplan.profiling.target import DeviceLike, Target, find_target
 from ckptplan.runtime.state import restored
 from ckptplan.runtime.step import LossFn, TrainingStep, check_supported, fingerprint, training_config
@@ -142,18 +143,17 @@ def estimate(
         training,
         target,
         None if optimizer is None else make_optimizer(optimizer, model.parameters()),
-        "float16" in str(amp) and "bfloat16" not in str(amp) if grad_scaler is None else grad_scaler,
-        DDP() if ddp is True else (ddp or None),
-        accumulation_steps,
-        set_to_none,
-        checkpoint_on_device,
-        plan,
-        training.tensors() if step is None else outside_tensors(training, target),
-        notes,
+        scaler=_in_float16(training) if grad_scaler is None else grad_scaler,
+        ddp=DDP() if ddp is True else (ddp or None),
+        accumulation_steps=accumulation_steps,
+        set_to_none=set_to_none,
+        checkpoint_on_device=checkpoint_on_device,
+        plan=plan,
+        notes=notes,
     )
     with restored(model) as rewind, training_config(model), as_ours(training, "being estimated"):
         rewind()
-        return run.estimate(rewind, settings)
+        return answered(lambda: run.estimate(rewind, settings), training, target, rewind)
 
 
 class TrainingBytes:
@@ -212,13 +212,16 @@ class TrainingBytes:
                 step,
                 self.target,
                 self._optimizer,
-                scaler=step.autocast is not None and step.autocast[1] is torch.float16,
+                scaler=_in_float16(step),
                 plan=plan,
-                inputs=step.tensors() if step.fn is None else outside_tensors(step, self.target),
                 updates=self._updates,
             )
-            training, _ = run.recorded(rewind)
+            training, _ = answered(lambda: run.recorded(rewind), step, self.target, rewind)
         return int(Account.of(training, self._settings).reserved.max())
+
+
+def _in_float16(step: TrainingStep) -> bool:
+    return step.autocast is not None and step.autocast[1] is torch.float16
 
 
 def _settings(allocator: AllocatorSettings | str | None, target: Target) -> AllocatorSettings | None:
@@ -279,6 +282,8 @@ class _Run:
 
     def recorded(self, rewind: Callable[[], None]) -> tuple[Ledger, Recording]:
         """Training laid out, and its first forward and backward."""
+        self.inputs = self.step.tensors() if self.step.fn is None else outside_tensors(self.step, self.target)
+        rewind()
         if self.plan is not None:
             made_for = fingerprint(self.step, self.target.name)
             self.plan.fingerprint.require(made_for, ignore=("device", "torch_version"))
@@ -430,7 +435,7 @@ class _Run:
     def _result(self, account: Account, phases: tuple[Phase, ...], fresh: Recording) -> Estimate:
         at = int(np.argmax(account.allocated))
         held = int(np.argmax(account.reserved))
-        context = self.target.context_bytes
+        answers, context = self.target.answers, self.target.context_bytes
         categories = account.categories(held)
         categories["reservation"] = int(account.reserved[held] - account.allocated[held])
         categories["context"] = context
@@ -451,5 +456,5 @@ class _Run:
             categories={name: categories[name] for name in CATEGORIES if categories.get(name)},
             saved_bytes=saved_bytes(fresh.blocks),
             alive=account.tensors(at),
-            notes=tuple(self.notes),
+            notes=tuple(self.notes if answers is None or not answers.note else [answers.note, *self.notes]),
         )

@@ -366,7 +366,7 @@ def record_updates(optimizer: torch.optim.Optimizer, model: nn.Module, target: T
     UnsupportedModelError
         If the update can't run on fake tensors.
     """
-    recorder = Recorder(target, model)
+    recorder = Recorder(target.without_answers, model)
     recorder.sections = [Section("update 1", 0)]
     twin = trace_updates(optimizer, recorder, target, between=lambda: recorder.sections.append(Section("update 2", 0)))
     names = {p: name for name, p in model.named_parameters()}

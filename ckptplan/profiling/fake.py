@@ -1,26 +1,45 @@
 """A world in which a model runs without memory: fake parameters, fake floating tensors, real small integers.
 
 Integers and booleans stay real because models read them: whether a mask is all ones, whether positions restart. They
-are small next to activations, and with them real the fake run takes the same path as the real one.
+are small next to activations, and with them real the fake run takes the same path as the real one. What depends on the
+values of fake tensors is asked of a real run (NOTE [Answers] in answers.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ckptplan.core.errors import CkptPlanError
+from ckptplan.profiling.answers import (
+    READ_ARRAY,
+    VALUES_LIMIT,
+    Answer,
+    NeedsValues,
+    Phase,
+    Question,
+    ReadingWatched,
+    around_forwards,
+    readable,
+)
 from ckptplan.profiling.target import ON_CPU, Target
-
-_REAL_NUMEL_LIMIT = 1 << 24
-
 
 _MISREPORTED = {torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten._cudnn_rnn.default}
 """Operations whose fake twin gives a workspace of another size than the real one saves for backward."""
@@ -56,13 +75,11 @@ def _grouped_product(
     return torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)
 
 
+_NO_KERNEL = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
 def _whole(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
-
-
-def _readable(tensor: torch.Tensor) -> bool:
-    """Whether programs read such tensors' values: whole numbers, and single numbers such as a count of steps."""
-    return _whole(tensor) or tensor.dim() == 0
 
 
 class FakeWorld(TorchDispatchMode):
@@ -78,6 +95,8 @@ class FakeWorld(TorchDispatchMode):
     fake_mode : FakeTensorMode
     number_read : float or None
         What reading the value of a single fake number gives; None: an error, since the path may hang on it.
+    answer : Answer or None
+        What the last operation was answered by the real run.
     """
 
     def __init__(self, target: Target = ON_CPU) -> None:
@@ -87,9 +106,19 @@ class FakeWorld(TorchDispatchMode):
         self._target = target
         self._elsewhere = WeakIdKeyDictionary()
         self._outer: contextlib.ExitStack | None = None
+        answers = target.answers
+        self._answers = answers if answers is not None and answers.phases else None
+        self.answer: Answer | None = None
+        self._asked: Counter[Question] = Counter()
+        self._again: Counter[Question] | None = None
+        self._begins: dict[int, Counter[Question]] = {}
+        self._next_stage: int | None = None
+        self._training = True
 
     def __enter__(self) -> FakeWorld:
+        self._training = torch.is_grad_enabled()
         with contextlib.ExitStack() as stack:
+            stack.enter_context(ReadingWatched(self._array, by_item=self._answers is not None))
             stack.enter_context(self.fake_mode)
             super().__enter__()
             self._outer = stack.pop_all()
@@ -121,13 +150,30 @@ class FakeWorld(TorchDispatchMode):
         return twin
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One operation: for real on whole numbers alone, else fake."""
+        """One operation: for real on whole numbers alone, else fake, or by what it answered in the real run."""
+        self.answer = None
+        answers = self._answers
+        if answers is None or (phase := self._phase()) not in answers.phases:
+            return self._run(func, args, kwargs)
+        if answers.wants(func, args):
+            question = Question.now(phase, func)
+            self.answer = self._take(question, (args, kwargs))
+            if any(isinstance(t, FakeTensor) for t in pytree.tree_leaves((args, kwargs))):
+                answers.used.setdefault(question)
+            if self.answer.is_number:
+                return self.answer.result
+        result = self._run(func, args, kwargs)
+        if self.answer is None and answers.wants_drawn(func, result):
+            return self._drawn(self._take(Question.now(phase, func), (args, kwargs)), result)
+        return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         real = [t for t in tensors if not isinstance(t, FakeTensor)]
-        if tensors and len(real) == len(tensors) and all(_readable(t) for t in real):
+        if tensors and len(real) == len(tensors) and all(readable(t) for t in real):
             with unset_fake_temporarily():
                 result = func(*args, **kwargs)
-            if all(_readable(t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)):
+            if all(readable(t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)):
                 return result
         if real:
             args, kwargs = pytree.tree_map_only(
@@ -135,7 +181,14 @@ class FakeWorld(TorchDispatchMode):
             )
         if func is torch.ops.aten._local_scalar_dense.default and self.number_read is not None:
             return self.number_read
-        result = _grouped_product(*args, **kwargs) if func is _GROUPED else func(*args, **kwargs)
+        try:
+            result = _grouped_product(*args, **kwargs) if func is _GROUPED else func(*args, **kwargs)
+        except (CkptPlanError, NeedsValues):
+            raise
+        except Exception as error:
+            if self.answer is None:
+                raise NeedsValues(func, self._phase(), refused=not isinstance(error, _NO_KERNEL)) from error
+            return self.answer.made([t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
         if func in _MISREPORTED:
             return self._as_real(func, args, kwargs, result)
         if func in _NORMS:
@@ -144,6 +197,70 @@ class FakeWorld(TorchDispatchMode):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         return result
+
+    # --- answers of the real run ---
+
+    def _phase(self) -> Phase:
+        if self._again is None and torch._C._current_autograd_node() is not None:
+            return "backward"
+        return "forward" if self._training else "inference"
+
+    def _take(self, question: Question, operands: Any) -> Answer:
+        assert self._answers is not None
+        counts = self._asked if self._again is None else self._again
+        answer = self._answers.take(question, counts[question], operands)
+        counts[question] += 1
+        return answer
+
+    @staticmethod
+    def _drawn(answer: Answer, result: Any) -> Any:
+        """`result` with the values drawn in the real run, where it has values."""
+
+        def put(tensor: Any, value: Any) -> None:
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
+                tensor.copy_(value)
+
+        with unset_fake_temporarily(), torch.no_grad():
+            pytree.tree_map(put, result, answer.values)
+        return result
+
+    def _array(self, tensor: torch.Tensor) -> np.ndarray[Any, Any] | None:
+        """What a tensor read as an array gives; None where it has its own values and nothing is known of others."""
+        phase = self._phase()
+        if self._answers is None or READ_ARRAY not in self._answers.asked or phase not in self._answers.phases:
+            if isinstance(tensor, FakeTensor):
+                raise NeedsValues(READ_ARRAY, phase)
+            return None
+        question = Question.now(phase, READ_ARRAY)
+        if isinstance(tensor, FakeTensor):
+            self._answers.used.setdefault(question)
+        array = self._take(question, tensor).values
+        assert isinstance(array, np.ndarray)
+        return array.copy()
+
+    def stage_next(self, stage: int) -> None:
+        """That stage's forward runs next, for the first time or again."""
+        self._next_stage = stage
+
+    @contextlib.contextmanager
+    def _stage(self) -> Iterator[None]:
+        """Around a stage's own forward: run again, it gets the answers that it got the first time."""
+        stage, self._next_stage = self._next_stage, None
+        if stage is None:
+            yield
+        elif stage not in self._begins:
+            self._begins[stage] = Counter(self._asked)
+            yield
+        else:
+            outer, self._again = self._again, Counter(self._begins[stage])
+            try:
+                yield
+            finally:
+                self._again = outer
+
+    def watching(self, modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[None]:
+        """Know when the forwards of these modules, the stages, run; nothing to do where no answers are given."""
+        return contextlib.nullcontext() if self._answers is None else around_forwards(modules, self._stage)
 
     @staticmethod
     def _as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
@@ -178,7 +295,7 @@ class FakeWorld(TorchDispatchMode):
     @staticmethod
     def _worth_running(result: Any) -> bool:
         made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-        return bool(made) and all(_readable(t) and t.numel() <= _REAL_NUMEL_LIMIT for t in made)
+        return bool(made) and all(readable(t) and t.numel() <= VALUES_LIMIT for t in made)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})

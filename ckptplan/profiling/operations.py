@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -36,3 +37,13 @@ def op_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable
             for x in frozen
         )
     return func, frozen, spec
+
+
+@functools.cache
+def writes(func: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that an operation writes to."""
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )

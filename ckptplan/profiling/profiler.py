@@ -13,17 +13,17 @@ from torch import nn
 
 from ckptplan.core.chain import Link, Option, Storage
 from ckptplan.core.device import Device
-from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
+from ckptplan.core.errors import CkptPlanError, InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
-from ckptplan.profiling.discover import discover_stages
 from ckptplan.profiling.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.inputs import find_inputs
 from ckptplan.profiling.links import measure_link
 from ckptplan.profiling.optimizers import OptimizerLike, make_optimizer, trace_updates
+from ckptplan.profiling.real_run import answered
 from ckptplan.profiling.target import DeviceLike, Target, find_target
 from ckptplan.profiling.timing import Times, time_stages
-from ckptplan.profiling.trace import fake_inputs, replay, trace_chain
+from ckptplan.profiling.trace import find_stages, replay, trace_chain
 from ckptplan.profiling.tracker import Tracker
 from ckptplan.runtime.measure import Outside, held_tensors, optimizer_tensors, unique_bytes
 from ckptplan.runtime.state import restored
@@ -164,7 +164,9 @@ def replayed_bytes(step: TrainingStep, plan: Plan, target: Target) -> int:
     """
     with restored(step.model) as rewind, training_config(step.model):
         rewind()
-        seen = replay(step, plan.stages, plan.choices, target, segments=plan.segments)
+        seen = answered(
+            lambda: replay(step, plan.stages, plan.choices, target, segments=plan.segments), step, target, rewind
+        )
     return seen.peak_bytes
 
 
@@ -179,6 +181,8 @@ def _profile(
     rewind: Callable[[], None],
 ) -> Profile:
     chain, on_devices = _traced(step, optimizer, target, menus=menus, report=report, rewind=rewind)
+    if target.answers is not None and target.answers.note:
+        notes = [target.answers.note, *notes]
     if target.spec is not None:
         return _planned(chain, on_devices[0], target.spec, notes)
     report("timing stages")
@@ -248,26 +252,30 @@ def _traced(
     report: Report = lambda text: None,
 ) -> tuple[Profile, list[Times]]:
     """The chain of `step` with exact bytes, and times on devices that aren't here."""
-    report("finding stages")
-    names = find_stages(step, target)
-    rewind()
-    report("tracing bytes")
-    outside = step.tensors() if step.fn is None else outside_tensors(step, target)
-    rewind()
-    resident = unique_bytes([*held_tensors(step.model), *outside])
-    state_bytes, update_bytes = _update_bytes(optimizer, step.model, target)
-    traced = trace_chain(
-        step,
-        names,
-        target,
-        resident_bytes=resident + state_bytes,
-        update_bytes=update_bytes,
-        fingerprint=fingerprint(step, target.name),
-        menus=menus,
-        devices=devices,
-    )
-    rewind()
-    return traced
+
+    def trace() -> tuple[Profile, list[Times]]:
+        report("finding stages")
+        names = find_stages(step, target)
+        rewind()
+        report("tracing bytes")
+        outside = step.tensors() if step.fn is None else outside_tensors(step, target)
+        rewind()
+        resident = unique_bytes([*held_tensors(step.model), *outside])
+        state_bytes, update_bytes = _update_bytes(optimizer, step.model, target)
+        traced = trace_chain(
+            step,
+            names,
+            target,
+            resident_bytes=resident + state_bytes,
+            update_bytes=update_bytes,
+            fingerprint=fingerprint(step, target.name),
+            menus=menus,
+            devices=devices,
+        )
+        rewind()
+        return traced
+
+    return answered(trace, step, target, rewind, report)
 
 
 def _planned(chain: Profile, times: Times, device: Device, notes: list[str]) -> Profile:
@@ -311,25 +319,12 @@ def _beaten(option: Option, menu: list[Option], storages: tuple[Storage, ...]) -
     )
 
 
-def find_stages(step: TrainingStep, target: Target) -> tuple[str, ...]:
-    """Names of the stages of `step`, in call order, found by a forward without memory.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If no submodule saves anything for backward.
-    """
-    world = FakeWorld(target)
-    with fake_parameters(step.model, world), target.choices():
-        return discover_stages(fake_inputs(step, world.fake), lambda: world)
-
-
 def _update_bytes(optimizer: OptimizerLike | None, model: nn.Module, target: Target) -> tuple[int, int]:
     """Bytes of the optimizer's state after its first update, and what an update adds at its worst moment."""
     if optimizer is None:
         return 0, 0
     made = make_optimizer(optimizer, model.parameters())
-    tracker = Tracker(target)
+    tracker = Tracker(target.without_answers)
     states: list[int] = []
 
     def between() -> None:
@@ -362,11 +357,6 @@ def as_ours(step: TrainingStep, doing: str) -> Any:
         yield
     except CkptPlanError:
         raise
-    except torch._subclasses.fake_tensor.DataDependentOutputException as error:
-        raise UnsupportedModelError(
-            f"the model reads the value of {error.func} to decide what to run, which can't be traced without memory; "
-            "keep such decisions outside of the step"
-        ) from error
     except Exception as error:
         what = "step()" if step.fn is not None else f"{type(step.model).__name__}'s forward with these inputs"
         raise InvalidInputError(f"{what} failed while {doing}: {type(error).__name__}: {error}") from error

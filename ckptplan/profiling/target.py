@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from ckptplan.core.device import Device, find_device, known_devices
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.profiling.answers import Answers, seen_in, without_seen
 from ckptplan.profiling.kernels import real_choices
 from ckptplan.profiling.roofline import op_seconds
 from ckptplan.profiling.workspace import cuda_workspaces, measure_times, measure_workspaces
@@ -38,10 +40,18 @@ class Target:
         Where tensors lie while the step is traced: the device itself, or the CPU for one that isn't here.
     spec : Device, optional
         The one that isn't here. Its bytes come from fake tensors, its times from a roofline.
+    answers : Answers, optional
+        Where the one step that is looked at keeps what its operations answered for real; without, nothing is asked.
     """
 
     device: torch.device
     spec: Device | None = None
+    answers: Answers | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def without_answers(self) -> Target:
+        """The same, for something else than the step."""
+        return dataclasses.replace(self, answers=None)
 
     @property
     def name(self) -> str | None:
@@ -108,15 +118,20 @@ class Target:
 
         Measured on the device itself; by rule for one that isn't here.
         """
+        keys = list(keys)
         if self.spec is not None and self.spec.is_cuda:
-            return cuda_workspaces(keys), []
-        return measure_workspaces(keys, self.device)
+            found = cuda_workspaces(without_seen(key) for key in keys)
+            return {key: found[plain] for key in keys if (plain := without_seen(key)) in found}, []
+        # What depended on values is known from the real run, and can't be found with values made up.
+        seen = {key: told.peak_bytes for key in keys if (told := seen_in(key)) is not None}
+        peaks, failed = measure_workspaces((key for key in keys if key not in seen), self.device)
+        return {**peaks, **seen}, failed
 
     def times(self, keys: Iterable[Hashable]) -> dict[Hashable, float]:
         """Seconds of each distinct operation alone."""
         if self.spec is None:
             return measure_times(keys, self.device)
-        return {key: op_seconds(key, self.spec) for key in dict.fromkeys(keys) if key is not None}
+        return {key: op_seconds(without_seen(key), self.spec) for key in dict.fromkeys(keys) if key is not None}
 
 
 DeviceLike = str | Path | torch.device | Device | Target | None
@@ -138,7 +153,7 @@ def find_target(model: nn.Module, device: DeviceLike = None) -> Target:
         try:
             device = torch.device(device)  # type: ignore[arg-type]
         except (RuntimeError, TypeError):
-            return Target(torch.device("cpu"), find_device(device))  # type: ignore[arg-type]
+            return Target(torch.device("cpu"), find_device(device), Answers())  # type: ignore[arg-type]
     if where.type == "meta":
         raise InvalidInputError(
             "the model lies on 'meta', which is no device to run on; pass device= with the one it is meant for, "
@@ -148,7 +163,7 @@ def find_target(model: nn.Module, device: DeviceLike = None) -> Target:
         raise InvalidInputError(
             f"device={str(device)!r}, but the model is on {str(where)!r}; move the model there first"
         )
-    return Target(where)
+    return Target(where, answers=Answers())
 
 
 ON_CPU = Target(torch.device("cpu"))

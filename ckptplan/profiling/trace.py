@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import gc
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,12 +29,13 @@ from ckptplan.core.device import Device
 from ckptplan.core.plan import KEEP, Decision
 from ckptplan.core.profile import Fingerprint, Profile
 from ckptplan.core.schedule import residency
-from ckptplan.profiling.fake import fake_parameters
+from ckptplan.profiling.discover import discover_stages
+from ckptplan.profiling.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.menus import Choice, choose, front, list_ops, numbered
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.timing import Times
 from ckptplan.profiling.tracker import SegmentTrace, Sid, Tracker, owners_of_a_lone_gradient
-from ckptplan.runtime.controller import Controller
+from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.step import TrainingStep
 from ckptplan.runtime.stores import NullStore
 from ckptplan.runtime.swap import MIN_SWAP_BYTES, movable
@@ -215,9 +217,20 @@ def replay(
             if sid is not None:
                 out.sizes[sid] = tracker.size_of(tensor.untyped_storage())
                 out.saved.setdefault(watcher.segment, {}).setdefault(sid, can)
+            if saves and _is_result(tensor):
+                # Held as it is, a result would hold the node that holds it, and both for ever where no backward runs.
+                return tensor.detach()
             return tensor if saves else None
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        controller.counters.runs = _Runs(tracker.stage_next)
+        modules = dict(step.model.named_modules())
+        watching = contextlib.ExitStack()
+        watching.enter_context(
+            tracker.watching(
+                [modules[name] for name in dict.fromkeys(n.partition("#")[0] for n in stages if not is_glue(n))]
+            )
+        )
         controller.install()
         try:
             # Out of the tracker's sight, which would count what the twin of a view is made from.
@@ -236,6 +249,10 @@ def replay(
                     if isinstance(t, torch.Tensor) and (sid := tracker.sid(t))
                 )
                 if saves:
+                    # A graph that the program has dropped holds nothing any more; its storages keep their places in the
+                    # order of saving, which counts at run time too.
+                    gone = {sid for sids in out.saved.values() for sid in sids if sid[0] == "forward"} - tracker.alive()
+                    out.sizes.update((sid, 0) for sid in gone)
                     tracker.enter_backward()
                     loss.backward()
                 tracker.finish()
@@ -243,11 +260,30 @@ def replay(
                 del output, loss
         finally:
             controller.remove()
+            watching.close()
     for j, sizes in controller.counters.copied_bytes.items():
         out.copied_bytes[2 * j + 1] = sum(-(-nbytes // round_to) * round_to for nbytes in sizes)
     out.peak_bytes = tracker.peak_bytes
     out.forward, out.backward, out.wrapped_bytes = tracker.forward, tracker.backward, tracker.wrapped_bytes
     return out
+
+
+def _is_result(tensor: torch.Tensor) -> bool:
+    """Whether the newest autograd node made `tensor`: if it saves it, it saves its own result."""
+    node = tensor.grad_fn
+    return node is not None and node._sequence_nr() == torch._C._autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+
+
+class _Runs(Counter[int]):
+    """Counts runs of stages, and tells of each that begins."""
+
+    def __init__(self, told: Callable[[int], None]) -> None:
+        super().__init__()
+        self._told = told
+
+    def __setitem__(self, stage: int, count: int) -> None:
+        super().__setitem__(stage, count)
+        self._told(stage)
 
 
 @contextlib.contextmanager
@@ -282,6 +318,19 @@ def fake_inputs(
         args=pytree.tree_map_only(torch.Tensor, twin, step.args),
         kwargs=pytree.tree_map_only(torch.Tensor, twin, step.kwargs),
     )
+
+
+def find_stages(step: TrainingStep, target: Target) -> tuple[str, ...]:
+    """Names of the stages of `step`, in call order, found by a forward without memory.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If no submodule saves anything for backward.
+    """
+    world = FakeWorld(target)
+    with fake_parameters(step.model, world), target.choices():
+        return discover_stages(fake_inputs(step, world.fake), lambda: world)
 
 
 def trace_chain(
@@ -366,6 +415,8 @@ class _Tracing:
             kind: segments
             for kind, segments in kinds.items()
             if max(own[g] for g in segments) >= _MENU_BYTES
+            # What depends on values may run other operations in another step, or in another number.
+            and not any(op.asks for g in segments for op in self.kept.forward[g].ops)
             and sum(own[g] for g in segments) >= _MENU_SHARE * sum(own.values())
         }
         runs = {kind: [numbered(self.kept.forward[g].ops) for g in segments] for kind, segments in worth.items()}

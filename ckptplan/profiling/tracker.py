@@ -18,8 +18,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from ckptplan.profiling.answers import with_seen
 from ckptplan.profiling.fake import FakeWorld
-from ckptplan.profiling.operations import op_key
+from ckptplan.profiling.operations import op_key, writes
 from ckptplan.profiling.target import ON_CPU, Target
 from ckptplan.runtime.selective import is_numbered
 from ckptplan.runtime.swap import movable
@@ -48,6 +49,8 @@ class OpTrace:
         Every tensor it returns begins a storage.
     numbered : bool
         It has a number at run time (NOTE [Numbering] in runtime/selective.py).
+    asks : bool
+        Its result was asked of a real run (NOTE [Answers] in answers.py).
     """
 
     before: int
@@ -57,6 +60,7 @@ class OpTrace:
     written: tuple[Sid, ...] = ()
     fresh: bool = False
     numbered: bool = False
+    asks: bool = False
 
 
 @dataclass(slots=True)
@@ -232,9 +236,13 @@ class Tracker(FakeWorld):
         in_place = self._accumulates(func, args, kwargs)
         written = self._written(func, args, kwargs)
         result = self.run(func, args, kwargs)
+        asks = self.answer is not None
+        if self.answer is not None and not self.answer.is_number:
+            key = with_seen(key, self.answer)
         if in_place:
             self._summed_in_place(args[0], result)
         returned = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        peak_bytes = self.peak_bytes
         made: dict[Sid, tuple[int, bool]] = {}
         for tensor in returned:
             sid = self._add(tensor)
@@ -243,11 +251,12 @@ class Tracker(FakeWorld):
                 made[sid] = (self.size_of(tensor.untyped_storage()), can)
         trace = (self.backward if self._in_backward else self.forward)[self._segment]
         if in_place:
+            self.peak_bytes = peak_bytes  # the two terms and their sum are never there together
             trace.ops.append(OpTrace(before, before, None))
         else:
             fresh = bool(made) and not written and all(self.sid(t) in made for t in returned)
             counts = is_numbered(func, args)
-            trace.ops.append(OpTrace(before, self.live_bytes, key, made, written, fresh, counts))
+            trace.ops.append(OpTrace(before, self.live_bytes, key, made, written, fresh, counts, asks))
         return result
 
     def _summed_in_place(self, earlier: torch.Tensor, total: torch.Tensor) -> None:
@@ -256,7 +265,7 @@ class Tracker(FakeWorld):
     def _written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sid, ...]:
         """Storages that the operation's schema says it writes to."""
         out: list[Sid] = []
-        for position, name in _writes(func):
+        for position, name in writes(func):
             given = args[position] if position < len(args) else kwargs.get(name)
             for tensor in pytree.tree_leaves(given):
                 if isinstance(tensor, torch.Tensor) and (sid := self.sid(tensor)) is not None:
@@ -285,16 +294,6 @@ class Tracker(FakeWorld):
             return False
         alone = owners_of_a_lone_gradient()
         return tensors <= alone[0] and storages <= alone[1] and earlier.is_contiguous()
-
-
-@functools.cache
-def _writes(func: Any) -> tuple[tuple[int, str], ...]:
-    """Position and name of the arguments that an operation writes to."""
-    return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
 
 
 def _owners(tensor: torch.Tensor) -> tuple[int, int]:

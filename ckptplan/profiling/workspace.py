@@ -163,6 +163,7 @@ def _operands(key: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str
     func, leaves, spec = key
     made = [_make(x, device) if isinstance(x, TensorSpec) else x for x in leaves]
     args, kwargs = pytree.tree_unflatten(made, spec)
+    _with_masks(func, args)
     names = [argument.name for argument in func._schema.arguments]
     if "dropout_p" in names and "backward" in func.name():
         # With dropout, attention's backward reads its seed on the host, where made-up seeds don't lie.
@@ -172,6 +173,23 @@ def _operands(key: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str
         else:
             kwargs = {**kwargs, "dropout_p": 0.0}
     return args, kwargs
+
+
+def _with_masks(func: Any, args: tuple[Any, ...]) -> None:
+    """Let masks among the operands select as many elements as there are values for them, rather than all."""
+    name = func.name().partition("::")[2].partition(".")[0].rstrip("_").lstrip("_")
+    if name == "masked_scatter":
+        _select(args[1], args[2].numel())
+    if name in ("index_put", "unsafe_index_put", "index_put_impl"):
+        masks = [t for t in args[1] if t is not None and t.dtype in (torch.bool, torch.uint8)]
+        values = args[2]
+        if len(masks) == 1 and masks[0].is_contiguous() and values.dim() and values.shape[0] > 1:
+            _select(masks[0], values.shape[0])
+
+
+def _select(mask: torch.Tensor, count: int) -> None:
+    if count < mask.numel() and mask.is_contiguous():
+        mask.view(-1)[count:] = False
 
 
 def _run(key: Any, device: torch.device, failed: list[str], *, label: str) -> bool:
