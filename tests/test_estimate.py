@@ -251,7 +251,7 @@ def test_repeated_layers_are_written_out_exactly(monkeypatch: pytest.MonkeyPatch
     assert plain[0] == plain[1]
 
 
-def test_the_number_of_operations_run_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_operations_recorded_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     from ckptplan.memory.record import Recorder
 
     count = 0
@@ -290,6 +290,146 @@ def test_layers_that_differ_are_not_folded() -> None:
     assert folding.find_runs(model)
     found = estimate(model, x, optimizer="sgd")
     assert_measured(found, model, x, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+class Layers(nn.Module):
+    """Equal layers, and a forward that may treat them as it likes."""
+
+    def __init__(self, forward: Callable[[Any, torch.Tensor], Any], depth: int = 10) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(depth))
+        self.run = forward
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.run(self, x)
+
+
+def every_fifth(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for i, layer in enumerate(model.layers):
+        x = layer(x).sin() if i % 5 == 4 else layer(x)
+    return x
+
+
+def by_the_number_of_layers(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = layer(x).sin() if len(model.layers) > 6 else layer(x)
+    return x
+
+
+def room_for_every_layer(model: Any, x: torch.Tensor) -> torch.Tensor:
+    room = x.new_zeros(len(model.layers), 1000)
+    for layer in model.layers:
+        x = layer(x)
+    return room.sum() + x.sum()
+
+
+def one_is_held(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for i, layer in enumerate(model.layers):
+        x = layer(x)
+        if i == 4:
+            held = x.detach() * 2
+    return x + held
+
+
+def some_are_left_out(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for i, layer in enumerate(model.layers):
+        x = x if i in (5, 7) else layer(x)
+    return x
+
+
+def later_ones_share(model: Any, x: torch.Tensor) -> torch.Tensor:
+    shared = x
+    for i, layer in enumerate(model.layers):
+        shared = x if i < 6 else shared
+        x = layer(x) + shared
+    return x
+
+
+def by_number(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for i in range(10):
+        x = model.layers[i](x)
+    return x
+
+
+def grows_in_the_middle(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers[:5]:
+        x = layer(x)
+    x = torch.cat([x, x])
+    for layer in model.layers[5:]:
+        x = layer(x)
+    return x
+
+
+def counts_calls(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.calls = 0
+    for layer in model.layers:
+        x = layer(x)
+        model.calls += 1
+        x = x.sin() if model.calls > 6 else x
+    return x
+
+
+FORWARDS = [
+    every_fifth, by_the_number_of_layers, room_for_every_layer, one_is_held, some_are_left_out, later_ones_share,
+    by_number, grows_in_the_middle, counts_calls,
+]  # fmt: skip
+
+
+def assert_as_without_folding(model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert folding.find_runs(model)
+    folded = estimate(model, x, optimizer="adamw")
+    monkeypatch.setattr(folding, "find_runs", lambda model: [])
+    full = estimate(model, x, optimizer="adamw")
+    assert folded.phases == full.phases
+    assert folded.saved_bytes == full.saved_bytes
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_a_forward_may_treat_a_layer_specially(
+    forward: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_as_without_folding(Layers(forward), torch.randn(50, 16), monkeypatch)
+
+
+def test_layers_that_a_plain_list_holds_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def through_the_list(model: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in model.same:
+            x = layer(x)
+        return x
+
+    model = Layers(through_the_list)
+    model.same = list(model.layers)
+    assert_as_without_folding(model, torch.randn(50, 16), monkeypatch)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_weights_shared_between_far_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(10)))
+    model[7].weight = model[2].weight
+    assert_as_without_folding(model, torch.randn(50, 16), monkeypatch)
+
+
+def test_layers_that_know_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(nn.Module):
+        def __init__(self, layer_idx: int) -> None:
+            super().__init__()
+            self.layer_idx = layer_idx
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.linear(x)
+            return x.sin() if self.layer_idx >= 5 else x
+
+    assert_as_without_folding(nn.Sequential(*map(Late, range(10))), torch.randn(50, 16), monkeypatch)
+
+
+def test_a_random_path_is_taken_as_the_generator_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def some_layers(model: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in model.layers:
+            x = layer(x).sin() if torch.rand(()).item() < 0.5 else layer(x)
+        return x
+
+    assert_as_without_folding(Layers(some_layers), torch.randn(50, 16), monkeypatch)
 
 
 def test_nothing_is_changed() -> None:

@@ -15,7 +15,7 @@ from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.estimate import CATEGORIES, Estimate, Phase
 from ckptplan.core.plan import Plan
 from ckptplan.memory.allocator_settings import AllocatorSettings
-from ckptplan.memory.folding import folded
+from ckptplan.memory.folding import Folding
 from ckptplan.memory.ledger import Account, Ledger, Player, saved_bytes
 from ckptplan.memory.record import Block, Recording, record_step, record_updates
 from ckptplan.profiling.optimizers import OptimizerLike, make_optimizer
@@ -197,6 +197,7 @@ class _Run:
     inputs: list[torch.Tensor] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unknown: set[str] = field(default_factory=set)
+    folding: Folding | None = None
 
     def estimate(self, rewind: Callable[[], None], settings: AllocatorSettings | None) -> Estimate:
         """Record the parts, lay them out, add them up."""
@@ -228,7 +229,8 @@ class _Run:
                 accumulating=accumulating,
             )
         else:
-            recording, unknown = folded(self.step, self.target, accumulating=accumulating, inference=inference)
+            self.folding = self.folding or Folding(self.step, self.target, rewind)
+            recording, unknown = self.folding.record(accumulating=accumulating, inference=inference)
         rewind()
         self.unknown.update(unknown)
         return recording
