@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from small_models import build, uniform
 from torch import nn
 
@@ -430,6 +432,103 @@ def test_a_random_path_is_taken_as_the_generator_says(monkeypatch: pytest.Monkey
         return x
 
     assert_as_without_folding(Layers(some_layers), torch.randn(50, 16), monkeypatch)
+
+
+class Scaled(torch.autograd.Function):
+    """Keeps a tensor of its own, which its backward adds to a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.own = x.sin()
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w = ctx.saved_tensors
+        return grad @ w.t() + ctx.own, x.t() @ grad
+
+
+def test_an_addition_in_a_backward_of_python_is_no_sum_of_the_engine() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(64, 64)
+            self.weight = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Scaled.apply(self.first(x), self.weight)
+
+    model, x = Model(), torch.randn(200, 64)
+    found = estimate(model, x, optimizer="sgd")
+    assert_measured(found, model, x, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_parameters_without_a_gradient_get_no_state() -> None:
+    def detached(model: Any, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(model.layers):
+            x = layer(x).detach() if i == 1 else layer(x)
+        return x
+
+    model, x = Layers(detached, depth=4), torch.randn(50, 16)
+    model.unused = nn.Linear(64, 64)
+    found = estimate(model, x, optimizer="momentum")
+    assert_measured(found, model, x, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_autograd_may_be_off_outside(without: Any) -> None:
+    model, x = build("mlp")
+    expected = estimate(model, x, optimizer="adamw")
+    with without():
+        assert estimate(model, x, optimizer="adamw").phases == expected.phases
+
+
+def test_two_threads_at_once() -> None:
+    model, x = build("mlp")
+    expected = {device: estimate(model, x, optimizer="adamw", device=device).phases for device in (None, "t4")}
+    found = {}
+
+    def work(device: Any) -> None:
+        found[device] = estimate(*build("mlp"), optimizer="adamw", device=device).phases
+
+    threads = [threading.Thread(target=work, args=(device,)) for device in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == expected
+
+
+def test_parameters_that_the_model_does_not_list_keep_their_gradients() -> None:
+    def through_hidden(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return model.hidden[0](model.layers[0](x))
+
+    model = Layers(through_hidden, depth=1)
+    hidden = nn.Linear(16, 16)
+    model.hidden = [hidden]
+    hidden.bias.grad = before = torch.ones(16)
+    estimate(model, torch.randn(50, 16))
+    ckptplan.profile(model, torch.randn(50, 16))
+    assert hidden.weight.grad is None
+    assert hidden.bias.grad is before
+
+
+def test_a_model_that_checkpoints_by_itself_can_be_estimated() -> None:
+    def checkpointing(model: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in model.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
+        return x
+
+    model, x = Layers(checkpointing, depth=4), torch.randn(50, 16)
+    found = estimate(model, x, optimizer="sgd")
+    assert_measured(found, model, x, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(100, 16, sparse=True), nn.Linear(16, 16))
+    with pytest.raises(ckptplan.UnsupportedModelError, match="sparse=False"):
+        estimate(model, torch.randint(100, (4, 8)))
 
 
 def test_nothing_is_changed() -> None:

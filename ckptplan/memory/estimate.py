@@ -241,7 +241,9 @@ class _Run:
         """Two steps: in the first the optimizer makes its state."""
         ledger = Ledger()
         self._load(ledger)
-        updates = None if self.optimizer is None else record_updates(self.optimizer, self.step.model, self.target)
+        updates = (
+            None if self.optimizer is None else record_updates(self.optimizer, self.step.model, self.target, fresh)
+        )
         resumed = self.optimizer is not None and bool(self.optimizer.state)
         updating = None if updates is None else Player(ledger, updates)
         if updating is not None and resumed:

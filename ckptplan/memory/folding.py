@@ -34,6 +34,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import KEEP
 from ckptplan.memory.record import ALLOCATE, Block, Event, Recording, Section, record_step
 from ckptplan.profiling.profiler import find_stages
@@ -101,7 +102,10 @@ class Folding:
 
     def _record(self, accumulating: bool, inference: bool) -> tuple[Recording, list[str]]:
         self._rewind()
-        stages = find_stages(self._step, self._target)
+        try:
+            stages = find_stages(self._step, self._target)
+        except UnsupportedModelError:  # no module saves anything, as where the model checkpoints by itself
+            stages = ("",)  # the model itself
         self._rewind()
         return record_step(self._step, stages, self._target, accumulating=accumulating, inference=inference)
 
@@ -243,7 +247,7 @@ def shortened(model: nn.Module, runs: list[Run]) -> Iterator[None]:
 # --- one forward of the full model ---
 
 
-class _Witness(Tracker):
+class _Witness(Tracker):  # type: ignore[no-untyped-call]
     """Notes what a forward does, segment by segment: operations, and what is let go of between them."""
 
     def __init__(self, target: Target, model: nn.Module) -> None:

@@ -290,6 +290,17 @@ def as_ours(step: TrainingStep, doing: str) -> Any:
             f"the model reads the value of {error.func} to decide what to run, which can't be traced without memory; "
             "keep such decisions outside of the step"
         ) from error
+    except NotImplementedError as error:
+        if "SparseTensorImpl" not in str(error):
+            raise _failed(step, doing, error) from error
+        raise UnsupportedModelError(
+            "a sparse tensor comes up in the step, such as the gradient of an embedding with sparse=True, and its "
+            "memory can't be traced; use sparse=False"
+        ) from error
     except Exception as error:
-        what = "step()" if step.fn is not None else f"{type(step.model).__name__}'s forward with these inputs"
-        raise InvalidInputError(f"{what} failed while {doing}: {type(error).__name__}: {error}") from error
+        raise _failed(step, doing, error) from error
+
+
+def _failed(step: TrainingStep, doing: str, error: Exception) -> InvalidInputError:
+    what = "step()" if step.fn is not None else f"{type(step.model).__name__}'s forward with these inputs"
+    return InvalidInputError(f"{what} failed while {doing}: {type(error).__name__}: {error}")

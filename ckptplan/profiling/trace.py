@@ -242,6 +242,8 @@ def replay(
                 del output, loss
         finally:
             controller.remove()
+            for parameter, gradient in tracker.foreign.values():
+                parameter.grad = gradient
     for j, sizes in controller.counters.copied_bytes.items():
         out.copied_bytes[2 * j + 1] = sum(-(-nbytes // round_to) * round_to for nbytes in sizes)
     out.peak_bytes = tracker.peak_bytes
