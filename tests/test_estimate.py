@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -560,6 +561,27 @@ def test_the_reserved_peak_is_what_solve_compares_with_the_budget() -> None:
     with pytest.raises(ckptplan.InfeasibleBudgetError) as caught:
         ckptplan.solve(model, 0.05, inputs=x, device="rtx4090", time_limit_s=2)
     assert caught.value.min_peak_bytes > caught.value.budget_bytes
+
+
+def test_budgets_of_a_device_that_is_not_here_are_in_reserved_bytes() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True) for _ in range(6)))
+    x = torch.empty(8, 128, 256, device="meta")
+    how: dict[str, Any] = {"inputs": x, "optimizer": "adamw", "device": "h100", "time_limit_s": 1, "menus": False}
+    # Both workspaces of cuBLAS, 32 MiB each on this device, are part of what is reserved and not of the chain.
+    kept = estimate(model, x, optimizer="adamw", device="h100").reserved_bytes
+    plan = ckptplan.solve(model, 0.92 * kept / 2**30, **how)
+    assert plan.reserved_bytes is not None
+    assert plan.reserved_bytes <= 0.92 * kept
+    with pytest.raises(ckptplan.InfeasibleBudgetError) as caught:
+        ckptplan.solve(model, 0.1 * kept / 2**30, **how)
+    works = ckptplan.solve(model, caught.value.min_peak_bytes / 2**30, **how)
+    assert works.reserved_bytes is not None
+    assert works.reserved_bytes <= caught.value.min_peak_bytes
+    plans = ckptplan.frontier(model, points=4, **{**how, "time_limit_s": 4})
+    assert len(plans) > 1
+    assert all(p.reserved_bytes is not None and p.reserved_bytes <= p.budget_bytes for p in plans)
+    assert all(a.step_s > b.step_s for a, b in itertools.pairwise(plans))
 
 
 def test_a_plan_for_another_device_is_checked_on_arrival(tmp_path: Any) -> None:
