@@ -68,16 +68,16 @@ class Job:
         Raises
         ------
         InfeasibleBudgetError
-            If none can.
+            If none can, or none is found that does.
         CkptPlanError
-            If none does, or the referee rejects a plan: a defect in either case.
+            If the referee rejects a plan: a defect.
         """
-        limit, over = budget_bytes, 0
+        limit = budget_bytes
         for _ in range(_TIGHTENINGS):
             try:
                 plan = self._within(limit)
             except InfeasibleBudgetError as error:
-                if limit == budget_bytes:
+                if limit == budget_bytes and not self.on_cuda:
                     raise
                 return self._leanest(budget_bytes, error)
             over = self.needs(plan) - budget_bytes
@@ -85,11 +85,13 @@ class Job:
                 return plan
             # The allocator's fragments, or what the chain model left out: ask for that much less. The plan then names
             # the smaller budget, which is the one its status and bound speak of.
-            limit -= over
-        raise CkptPlanError(
-            f"no plan kept within {format_bytes(budget_bytes)} when replayed ({format_bytes(over)} too much after "
-            f"{_TIGHTENINGS} attempts); raise the budget by that much"
-        )
+            # What the plan left of the limit was no use to it, and giving that up changes nothing.
+            limit = max(min(limit, plan.peak_bytes) - over, 1)
+        try:
+            plan = self._within(1)
+        except InfeasibleBudgetError as error:
+            return self._leanest(budget_bytes, error)
+        return plan
 
     def _within(self, limit: int) -> Plan:
         plan = self.sound(
@@ -307,13 +309,25 @@ def frontier(
     checked = []
     for plan in plans:
         plan = job.reserving(job.sound(plan))
-        if job.needs(plan) > plan.budget_bytes:
+        if plan.reserved_bytes is not None:
+            # The chain knows budgets in tensors alone: each plan names the one that it keeps on the device.
+            plan = replace(plan, budget_bytes=max(plan.budget_bytes, plan.reserved_bytes))
+        elif job.needs(plan) > plan.budget_bytes:
             try:
                 plan = job.solved(plan.budget_bytes)
             except InfeasibleBudgetError:
                 continue  # the smallest peak of the chain is below what its replay needs
         checked.append(plan)
-    return tuple(checked)
+    return _undominated(checked)
+
+
+def _undominated(plans: list[Plan]) -> tuple[Plan, ...]:
+    """By rising need of memory, those that are faster than all that need less."""
+    out: list[Plan] = []
+    for plan in sorted(plans, key=lambda p: (p.reserved_bytes or p.peak_bytes, p.step_s)):
+        if not out or plan.step_s < out[-1].step_s:
+            out.append(plan)
+    return tuple(out)
 
 
 def explain(

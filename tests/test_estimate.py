@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from small_models import build, uniform
 from torch import nn
 
@@ -251,7 +254,7 @@ def test_repeated_layers_are_written_out_exactly(monkeypatch: pytest.MonkeyPatch
     assert plain[0] == plain[1]
 
 
-def test_the_number_of_operations_run_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_operations_recorded_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     from ckptplan.memory.record import Recorder
 
     count = 0
@@ -292,6 +295,243 @@ def test_layers_that_differ_are_not_folded() -> None:
     assert_measured(found, model, x, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+class Layers(nn.Module):
+    """Equal layers, and a forward that may treat them as it likes."""
+
+    def __init__(self, forward: Callable[[Any, torch.Tensor], Any], depth: int = 10) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(depth))
+        self.run = forward
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.run(self, x)
+
+
+def every_fifth(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for i, layer in enumerate(model.layers):
+        x = layer(x).sin() if i % 5 == 4 else layer(x)
+    return x
+
+
+def by_the_number_of_layers(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = layer(x).sin() if len(model.layers) > 6 else layer(x)
+    return x
+
+
+def room_for_every_layer(model: Any, x: torch.Tensor) -> torch.Tensor:
+    room = x.new_zeros(len(model.layers), 1000)
+    for layer in model.layers:
+        x = layer(x)
+    return room.sum() + x.sum()
+
+
+def one_is_held(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for i, layer in enumerate(model.layers):
+        x = layer(x)
+        if i == 4:
+            held = x.detach() * 2
+    return x + held
+
+
+def some_are_left_out(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for i, layer in enumerate(model.layers):
+        x = x if i in (5, 7) else layer(x)
+    return x
+
+
+def later_ones_share(model: Any, x: torch.Tensor) -> torch.Tensor:
+    shared = x
+    for i, layer in enumerate(model.layers):
+        shared = x if i < 6 else shared
+        x = layer(x) + shared
+    return x
+
+
+def by_number(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for i in range(10):
+        x = model.layers[i](x)
+    return x
+
+
+def grows_in_the_middle(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers[:5]:
+        x = layer(x)
+    x = torch.cat([x, x])
+    for layer in model.layers[5:]:
+        x = layer(x)
+    return x
+
+
+def counts_calls(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.calls = 0
+    for layer in model.layers:
+        x = layer(x)
+        model.calls += 1
+        x = x.sin() if model.calls > 6 else x
+    return x
+
+
+FORWARDS = [
+    every_fifth, by_the_number_of_layers, room_for_every_layer, one_is_held, some_are_left_out, later_ones_share,
+    by_number, grows_in_the_middle, counts_calls,
+]  # fmt: skip
+
+
+def assert_as_without_folding(model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert folding.find_runs(model)
+    folded = estimate(model, x, optimizer="adamw")
+    monkeypatch.setattr(folding, "find_runs", lambda model: [])
+    full = estimate(model, x, optimizer="adamw")
+    assert folded.phases == full.phases
+    assert folded.saved_bytes == full.saved_bytes
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_a_forward_may_treat_a_layer_specially(
+    forward: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_as_without_folding(Layers(forward), torch.randn(50, 16), monkeypatch)
+
+
+def test_layers_that_a_plain_list_holds_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def through_the_list(model: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in model.same:
+            x = layer(x)
+        return x
+
+    model = Layers(through_the_list)
+    model.same = list(model.layers)
+    assert_as_without_folding(model, torch.randn(50, 16), monkeypatch)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_weights_shared_between_far_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(10)))
+    model[7].weight = model[2].weight
+    assert_as_without_folding(model, torch.randn(50, 16), monkeypatch)
+
+
+def test_layers_that_know_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(nn.Module):
+        def __init__(self, layer_idx: int) -> None:
+            super().__init__()
+            self.layer_idx = layer_idx
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.linear(x)
+            return x.sin() if self.layer_idx >= 5 else x
+
+    assert_as_without_folding(nn.Sequential(*map(Late, range(10))), torch.randn(50, 16), monkeypatch)
+
+
+def test_a_random_path_is_taken_as_the_generator_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def some_layers(model: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in model.layers:
+            x = layer(x).sin() if torch.rand(()).item() < 0.5 else layer(x)
+        return x
+
+    assert_as_without_folding(Layers(some_layers), torch.randn(50, 16), monkeypatch)
+
+
+class Scaled(torch.autograd.Function):
+    """Keeps a tensor of its own, which its backward adds to a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.own = x.sin()
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w = ctx.saved_tensors
+        return grad @ w.t() + ctx.own, x.t() @ grad
+
+
+def test_an_addition_in_a_backward_of_python_is_no_sum_of_the_engine() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(64, 64)
+            self.weight = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Scaled.apply(self.first(x), self.weight)
+
+    model, x = Model(), torch.randn(200, 64)
+    found = estimate(model, x, optimizer="sgd")
+    assert_measured(found, model, x, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_parameters_without_a_gradient_get_no_state() -> None:
+    def detached(model: Any, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(model.layers):
+            x = layer(x).detach() if i == 1 else layer(x)
+        return x
+
+    model, x = Layers(detached, depth=4), torch.randn(50, 16)
+    model.unused = nn.Linear(64, 64)
+    found = estimate(model, x, optimizer="momentum")
+    assert_measured(found, model, x, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_autograd_may_be_off_outside(without: Any) -> None:
+    model, x = build("mlp")
+    expected = estimate(model, x, optimizer="adamw")
+    with without():
+        assert estimate(model, x, optimizer="adamw").phases == expected.phases
+
+
+def test_two_threads_at_once() -> None:
+    model, x = build("mlp")
+    expected = {device: estimate(model, x, optimizer="adamw", device=device).phases for device in (None, "t4")}
+    found = {}
+
+    def work(device: Any) -> None:
+        found[device] = estimate(*build("mlp"), optimizer="adamw", device=device).phases
+
+    threads = [threading.Thread(target=work, args=(device,)) for device in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == expected
+
+
+def test_parameters_that_the_model_does_not_list_keep_their_gradients() -> None:
+    def through_hidden(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return model.hidden[0](model.layers[0](x))
+
+    model = Layers(through_hidden, depth=1)
+    hidden = nn.Linear(16, 16)
+    model.hidden = [hidden]
+    hidden.bias.grad = before = torch.ones(16)
+    estimate(model, torch.randn(50, 16))
+    ckptplan.profile(model, torch.randn(50, 16))
+    assert hidden.weight.grad is None
+    assert hidden.bias.grad is before
+
+
+def test_a_model_that_checkpoints_by_itself_can_be_estimated() -> None:
+    def checkpointing(model: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in model.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
+        return x
+
+    model, x = Layers(checkpointing, depth=4), torch.randn(50, 16)
+    found = estimate(model, x, optimizer="sgd")
+    assert_measured(found, model, x, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(100, 16, sparse=True), nn.Linear(16, 16))
+    with pytest.raises(ckptplan.UnsupportedModelError, match="sparse=False"):
+        estimate(model, torch.randint(100, (4, 8)))
+
+
 def test_nothing_is_changed() -> None:
     model, inputs = build("conv_norm")
     before = {name: t.clone() for name, t in model.state_dict().items()}
@@ -323,6 +563,27 @@ def test_the_reserved_peak_is_what_solve_compares_with_the_budget() -> None:
     with pytest.raises(ckptplan.InfeasibleBudgetError) as caught:
         ckptplan.solve(model, 0.05, inputs=x, device="rtx4090", time_limit_s=2)
     assert caught.value.min_peak_bytes > caught.value.budget_bytes
+
+
+def test_budgets_of_a_device_that_is_not_here_are_in_reserved_bytes() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True) for _ in range(6)))
+    x = torch.empty(8, 128, 256, device="meta")
+    how: dict[str, Any] = {"inputs": x, "optimizer": "adamw", "device": "h100", "time_limit_s": 1, "menus": False}
+    # Both workspaces of cuBLAS, 32 MiB each on this device, are part of what is reserved and not of the chain.
+    kept = estimate(model, x, optimizer="adamw", device="h100").reserved_bytes
+    plan = ckptplan.solve(model, 0.92 * kept / 2**30, **how)
+    assert plan.reserved_bytes is not None
+    assert plan.reserved_bytes <= 0.92 * kept
+    with pytest.raises(ckptplan.InfeasibleBudgetError) as caught:
+        ckptplan.solve(model, 0.1 * kept / 2**30, **how)
+    works = ckptplan.solve(model, caught.value.min_peak_bytes / 2**30, **how)
+    assert works.reserved_bytes is not None
+    assert works.reserved_bytes <= caught.value.min_peak_bytes
+    plans = ckptplan.frontier(model, points=4, **{**how, "time_limit_s": 4})
+    assert len(plans) > 1
+    assert all(p.reserved_bytes is not None and p.reserved_bytes <= p.budget_bytes for p in plans)
+    assert all(a.step_s > b.step_s for a, b in itertools.pairwise(plans))
 
 
 def test_a_plan_for_another_device_is_checked_on_arrival(tmp_path: Any) -> None:

@@ -16,7 +16,7 @@ from ckptplan.core.estimate import CATEGORIES, Estimate, Phase
 from ckptplan.core.plan import Plan
 from ckptplan.memory.allocator import SimulatedOutOfMemoryError
 from ckptplan.memory.allocator_settings import AllocatorSettings
-from ckptplan.memory.folding import folded
+from ckptplan.memory.folding import Folding
 from ckptplan.memory.ledger import Account, Ledger, Player, saved_bytes
 from ckptplan.memory.record import Block, Recording, record_step, record_updates
 from ckptplan.profiling.optimizers import OptimizerLike, make_optimizer
@@ -193,21 +193,16 @@ class TrainingBytes:
         """What the optimizer's first update will make, in blocks; 0 where it has been."""
         if self._optimizer is None or self._optimizer.state:
             return 0
-        self._record_updates()
-        assert self._updates is not None
+        if self._updates is None:
+            self._updates = record_updates(self._optimizer, self.model, self.target)
         block = self.target.round_to
         sizes = (b.nbytes for b in self._updates.blocks if b.category == "optimizer state")
         return sum(-(-nbytes // block) * block for nbytes in sizes)
-
-    def _record_updates(self) -> None:
-        if self._updates is None and self._optimizer is not None:
-            self._updates = record_updates(self._optimizer, self.model, self.target)
 
     def reserved(self, step: TrainingStep, plan: Plan | None = None) -> int:
         """Most that the allocator holds in two steps, the update included; on the CPU most bytes in tensors."""
         with restored(self.model) as rewind, training_config(self.model), as_ours(step, "being estimated"):
             rewind()
-            self._record_updates()
             run = _Run(
                 step,
                 self.target,
@@ -217,6 +212,7 @@ class TrainingBytes:
                 updates=self._updates,
             )
             training, _ = answered(lambda: run.recorded(rewind), step, self.target, rewind)
+            self._updates = run.updates
         return int(Account.of(training, self._settings).reserved.max())
 
 
@@ -268,6 +264,7 @@ class _Run:
     notes: list[str] = field(default_factory=list)
     updates: Recording | None = None
     unknown: set[str] = field(default_factory=set)
+    folding: Folding | None = None
 
     def estimate(self, rewind: Callable[[], None], settings: AllocatorSettings | None) -> Estimate:
         """Record the parts, lay them out, add them up."""
@@ -305,7 +302,8 @@ class _Run:
                 accumulating=accumulating,
             )
         else:
-            recording, unknown = folded(self.step, self.target, accumulating=accumulating, inference=inference)
+            self.folding = self.folding or Folding(self.step, self.target, rewind)
+            recording, unknown = self.folding.record(accumulating=accumulating, inference=inference)
         rewind()
         self.unknown.update(unknown)
         return recording
@@ -316,9 +314,9 @@ class _Run:
         """Two steps: in the first the optimizer makes its state."""
         ledger = Ledger()
         self._load(ledger)
+        if self.updates is None and self.optimizer is not None:
+            self.updates = record_updates(self.optimizer, self.step.model, self.target, fresh)
         updates = self.updates
-        if updates is None and self.optimizer is not None:
-            updates = record_updates(self.optimizer, self.step.model, self.target)
         resumed = self.optimizer is not None and bool(self.optimizer.state)
         updating = None if updates is None else Player(ledger, updates)
         if updating is not None and resumed:

@@ -1,10 +1,21 @@
 """Record a model of many equal layers by running a few of them.
 
 Layers of a container that repeat (with any period: a model may alternate two kinds) are shortened to four periods,
-the short model is recorded, and the second period is written out as often as the full model has it. Before that the
-second and third period are compared event by event, in forward and backward: if they differ in anything but their
-names, or reach further than their neighbours, the full model is recorded instead. So the time of an estimate grows
-with the distinct layers, not with their number.
+the short model is recorded, and the second period is written out as often as the full model has it. That is done only
+where both of two comparisons find nothing:
+
+- In the recording, the second and third period do the same, event by event, in forward and backward, and reach no
+  further than their neighbours.
+- In one forward of the full model, which saves nothing, every period runs the operations of the one that stands for it,
+  on tensors of the same place, shape, type and need of gradients, saves the same for backward, and lets go of the same;
+  what runs around the layers is what ran around them in the short model. So a forward may treat a layer specially by
+  its place, by the number of layers or by anything else: it is seen, and the full model is recorded.
+
+What a backward does follows from that, unless its code asks for its place: hooks on tensors and backward formulas
+written in Python that allocate more in some layers than in others would go unseen.
+
+Recording a step costs several times as much as that forward, so an estimate's time grows mostly with the distinct
+layers, and little with their number.
 """
 
 from __future__ import annotations
@@ -12,18 +23,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
+from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.core.plan import KEEP
 from ckptplan.memory.record import ALLOCATE, Block, Event, Recording, Section, record_step
 from ckptplan.profiling.target import Target
-from ckptplan.profiling.trace import find_stages
+from ckptplan.profiling.trace import find_stages, replay
+from ckptplan.profiling.tracker import Sid, Tracker
 from ckptplan.runtime.step import TrainingStep
 
 _KEPT = 4
@@ -58,26 +74,76 @@ class Run:
         return self.count // self.period
 
 
-def folded(
-    step: TrainingStep, target: Target, *, accumulating: bool = False, inference: bool = False
-) -> tuple[Recording, list[str]]:
-    """As `record_step` with everything kept, running repeated layers only as often as it takes to know them all."""
+class Folding:
+    """Records steps with everything kept, running repeated layers only as often as it takes to know them all.
 
-    def record() -> tuple[Recording, list[str]]:
-        stages = find_stages(step, target)
-        return record_step(step, stages, target, accumulating=accumulating, inference=inference)
+    Parameters
+    ----------
+    step : TrainingStep
+    target : Target
+    rewind : callable
+        Puts the model and the random generators back; called before every run, so that all start alike.
+    """
 
-    # Layers that look alike take other paths on other values, so what was answered for all can't be had from a few.
-    runs = [] if target.answers is not None and target.answers.phases else find_runs(step.model)
-    if runs and step.fn is None:
-        with shortened(step.model, runs):
-            short, unknown = record()
-        full: Recording | None = short
-        for run in runs:
-            full = full and unfolded(full, run)
-        if full is not None:
-            return full, unknown
-    return record()
+    def __init__(self, step: TrainingStep, target: Target, rewind: Callable[[], None]) -> None:
+        self._step, self._target, self._rewind = step, target, rewind
+        self._runs = find_runs(step.model) if step.fn is None else []
+        self._checked = False
+
+    def record(self, *, accumulating: bool = False, inference: bool = False) -> tuple[Recording, list[str]]:
+        """As `record_step` with everything kept."""
+        # Layers that look alike take other paths on other values: what was answered for all can't be had from a few.
+        answers = self._target.answers
+        if self._runs and not (answers is not None and answers.phases):
+            found = self._folded(accumulating, inference)
+            if found is not None:
+                return found
+            self._runs = []
+        return self._record(accumulating, inference)
+
+    def _record(self, accumulating: bool, inference: bool) -> tuple[Recording, list[str]]:
+        self._rewind()
+        try:
+            stages = find_stages(self._step, self._target)
+        except UnsupportedModelError:  # no module saves anything, as where the model checkpoints by itself
+            stages = ("",)  # the model itself
+        self._rewind()
+        return record_step(self._step, stages, self._target, accumulating=accumulating, inference=inference)
+
+    def _folded(self, accumulating: bool, inference: bool) -> tuple[Recording, list[str]] | None:
+        try:
+            with _quiet(), shortened(self._step.model, self._runs):
+                short, unknown = self._record(accumulating, inference)
+        except Exception:  # a forward may well need all of its layers; where it fails with them, that is told
+            return None
+        full = short
+        places = [_Place(segment) for segment in range(2 * len(short.stages) + 1)]
+        for run in self._runs:
+            written = unfolded(full, run)
+            if written is None:
+                return None
+            full, origins = written
+            places = [
+                place._replace(segment=places[place.segment].segment) if place.run else places[place.segment]
+                for place in origins
+            ]
+        if not self._checked and not self._does_the_same(short.stages, full.stages, places):
+            return None
+        self._checked = True
+        return full, unknown
+
+    def _does_the_same(self, short: tuple[str, ...], full: tuple[str, ...], places: list[_Place]) -> bool:
+        """Whether the full model's forward is what the short one's is written out to."""
+        model = self._step.model
+        try:
+            with shortened(model, self._runs):
+                self._rewind()
+                expected = _Witness.of(self._step, short, self._target)
+            self._rewind()
+            seen = _Witness.of(self._step, full, self._target)
+        except Exception:  # as above
+            return False
+        return _Comparison(self._runs, places, expected, seen).holds()
 
 
 # --- finding what repeats ---
@@ -179,6 +245,194 @@ def shortened(model: nn.Module, runs: list[Run]) -> Iterator[None]:
             container._modules = members
 
 
+# --- one forward of the full model ---
+
+
+class _Witness(Tracker):  # type: ignore[no-untyped-call]
+    """Notes what a forward does, segment by segment: operations, and what is let go of between them."""
+
+    def __init__(self, target: Target, model: nn.Module) -> None:
+        self.items: dict[int, list[_Item]] = {}
+        self.saved: dict[int, list[Sid]] = {}
+        self._model: nn.Module | None = model
+        self._named: dict[int, str] = {}
+        self._held: list[torch.Tensor] = []
+        super().__init__(target)
+
+    @classmethod
+    def of(cls, step: TrainingStep, stages: tuple[str, ...], target: Target) -> _Witness:
+        """What the forward of `step` does."""
+        witness = cls(target, step.model)
+        seen = replay(step, stages, (KEEP,) * len(stages), target, tracker=witness, saves=False)
+        for segment, sids in seen.saved.items():
+            witness.saved[segment] = [sid for sid in sids if sid[0] == "forward"]
+        return witness
+
+    def _name_tensors(self, model: nn.Module) -> None:
+        tensors: list[tuple[str, torch.Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+        for name, tensor in tensors:
+            self._named.setdefault(id(tensor.untyped_storage()), name)
+            self._held.append(tensor)
+
+    def _of(self, tensor: torch.Tensor) -> _Operand:
+        sid = self.sid(tensor)
+        where = self._named.get(id(tensor.untyped_storage()), "") if sid is None else sid
+        return where, tensor.requires_grad
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return func(*args, **(kwargs or {}))
+        if self._model is not None:  # by now the twins are in place
+            self._name_tensors(self._model)
+            self._model = None
+        given = [self._of(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        made = [
+            (tuple(t.shape), t.stride(), t.dtype, self.sid(t))
+            for t in pytree.tree_leaves(result)
+            if isinstance(t, torch.Tensor)
+        ]
+        key = self.forward[self._segment].ops[-1].key
+        self.items.setdefault(self._segment, []).append(_Operation(key, given, made))
+        return result
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        sid = self._alive.get(key)
+        super()._freed(key, nbytes)
+        if sid is not None:
+            self.items.setdefault(self._segment, []).append(sid)
+
+
+class _Operation(NamedTuple):
+    key: Any
+    given: list[_Operand]
+    made: list[tuple[Any, ...]]
+
+
+_Operand = tuple[Sid | str, bool]
+"""A tensor by its storage, or by its name in the model, and whether it needs gradients."""
+_Item = _Operation | Sid
+"""An operation, or a storage that goes."""
+
+
+class _Comparison:
+    """A full model's forward against a short one's, both in terms of the short one."""
+
+    def __init__(self, runs: list[Run], places: list[_Place], expected: _Witness, seen: _Witness) -> None:
+        self._runs, self._places = runs, places
+        self._expected, self._seen = expected, seen
+        self._named = [
+            (run, re.compile((re.escape(run.path) + r"\." if run.path else "") + r"(\d+)(?=\.|$)")) for run in runs
+        ]
+
+    def holds(self) -> bool:
+        """Whether they do the same."""
+        segments = {*self._seen.items, *self._seen.saved}
+        if any(segment >= len(self._places) for segment in segments):
+            return False
+        return all(self._same(segment, place) for segment, place in enumerate(self._places))
+
+    def _same(self, segment: int, place: _Place) -> bool:
+        expected, late = self._written(place.segment, None)
+        seen, later = self._written(segment, place)
+        if expected != seen or set(late) != set(later):
+            return False
+        # What lies around the layers lets go of something of each: of both between in the short model.
+        if any(n != _KEPT - 2 for n in late.values()) or any(n != run.periods - 2 for (run, *_), n in later.items()):
+            return False
+        saved = [self._sid(sid, place) for sid in self._seen.saved.get(segment, ())]
+        return saved == self._expected.saved.get(place.segment, [])
+
+    def _written(self, segment: int, place: _Place | None) -> tuple[list[Any], Counter[Any]]:
+        """A segment's operations and what goes between them, and what goes of the periods between first and last."""
+        witness = self._expected if place is None else self._seen
+        out: list[Any] = []
+        going: list[Any] = []
+        late: Counter[Any] = Counter()
+        for item in witness.items.get(segment, ()):
+            if not isinstance(item, _Operation):
+                key = self._between(item, place)
+                if key is not None and self._is_outside(segment, place):
+                    late[key] += 1
+                else:
+                    going.append(self._sid(item, place))
+                continue
+            out.append(sorted(going))
+            going = []
+            given = [(self._operand(where, place), grad) for where, grad in item.given]
+            made = [(*made[:-1], self._sid(made[-1], place)) for made in item.made]
+            out.append((_without_numbers(item.key), given, made))
+        return [*out, sorted(going)], late
+
+    def _is_outside(self, segment: int, place: _Place | None) -> bool:
+        if place is not None:
+            return place.run is None
+        return all(p.run is None for p in self._places if p.segment == segment)
+
+    def _between(self, sid: Sid, place: _Place | None) -> Any:
+        """A storage made in a period between the first and the last, without that period's number; else None."""
+        if place is not None:
+            home = self._places[sid[1]]
+            if home.run is None or not 0 < home.period < home.run.periods - 1:
+                return None
+            return home.run, home.segment, sid[2]
+        for home in self._places:
+            if home.run is not None and home.period == 1:
+                length = sum(p.run == home.run and p.period == 1 for p in self._places)
+                if sid[1] in (home.segment, home.segment + length):
+                    return home.run, home.segment, sid[2]
+        return None
+
+    def _sid(self, sid: Sid | None, place: _Place | None) -> Any:
+        """A storage of the full model by that of the short one, as seen from `place`; one that matches none if none."""
+        if sid is None or place is None:
+            return sid
+        home = self._places[sid[1]]
+        if home.run is None:
+            return (sid[0], home.segment, sid[2])
+        last = home.run.periods - 1
+        away = home.period - place.period
+        if home.run == place.run and abs(away) <= 1:
+            return (sid[0], self._neighbour(home, place, away), sid[2])
+        if home.period not in (0, last) or (home.run == place.run and abs(away) != last):
+            return ("far", sid[1], sid[2])
+        return (sid[0], home.segment, sid[2])
+
+    def _neighbour(self, home: _Place, place: _Place, away: int) -> int:
+        """The segment that stands for `home` beside what stands for `place`."""
+        assert home.run is not None
+        last = home.run.periods - 1
+        kept = {0: 0, last: _KEPT - 1}
+        wanted = kept.get(place.period, 1) + away
+        length = sum(p.run == home.run and p.period == 0 for p in self._places)
+        return home.segment + (wanted - kept.get(home.period, 1)) * length
+
+    def _operand(self, where: Sid | str, place: _Place | None) -> Any:
+        if not isinstance(where, str) or place is None:
+            return self._sid(where, place) if not isinstance(where, str) else where
+        for run, pattern in self._named:
+            found = pattern.match(where)
+            if found:
+                i, fewer = int(found[1]), run.count - _KEPT * run.period
+                q = (i - run.first) // run.period
+                if i >= run.first + run.count or q == run.periods - 1:
+                    i -= fewer
+                elif i >= run.first and place.run == run and place.period == q:
+                    i -= (q - min(q, 1)) * run.period
+                elif i >= run.first and q > 0:
+                    return f"far {where}"
+                return where[: found.start(1)] + str(i) + where[found.end(1) :]
+        return where
+
+
+def _without_numbers(key: Any) -> Any:
+    """An operation's key without numbers that may differ and change no bytes, such as a slope or a rate."""
+    if key is None:
+        return None
+    func, leaves, spec = key
+    return func, tuple(float if isinstance(x, float) and x not in (0.0, 1.0, 2.0) else x for x in leaves), spec
+
+
 # --- writing it out ---
 
 _Reference = tuple[Any, ...]
@@ -243,12 +497,35 @@ class _Folded:
         ]
 
 
-def unfolded(recording: Recording, run: Run) -> Recording | None:
-    """The recording of the full model from that of the shortened one; None where the periods aren't alike."""
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """PyTorch logs what fails on fake tensors, which may fail here for want of layers."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+class _Place(NamedTuple):
+    """A segment by the one that stands for it, and the period of a run that it is in."""
+
+    segment: int
+    run: Run | None = None
+    period: int = 0
+
+
+def unfolded(recording: Recording, run: Run) -> tuple[Recording, list[_Place]] | None:
+    """The recording of the full model from that of the shortened one; None where the periods aren't alike.
+
+    Beside it, for each segment of the full one, its place.
+    """
     folded = _Folded(recording, run)
     if folded.begins is None or not _alike(folded):
         return None
-    return _Writer(folded).write()
+    writer = _Writer(folded)
+    return writer.write(), writer.places()
 
 
 def _alike(folded: _Folded) -> bool:
@@ -312,6 +589,18 @@ class _Writer:
             for q in order:
                 out += [self._section(section, self.source(q), q) for section in by_period.get(self.source(q), ())]
         return Recording(self._stages(), self.blocks, out)
+
+    def places(self) -> list[_Place]:
+        """Where each segment of the full model comes from."""
+        first, behind = self.begins[0], self.begins[0] + self.run.periods * self.length
+        out = []
+        for segment in range(2 * len(self.folded.recording.stages) + 1 + self.more):
+            if segment < first or segment >= behind:
+                out.append(_Place(segment - (self.more if segment >= behind else 0)))
+                continue
+            q, offset = divmod(segment - first, self.length)
+            out.append(_Place(self.begins[self.source(q)] + offset, self.run, q))
+        return out
 
     def _segments_by_direction(self, sections: list[Section]) -> list[list[tuple[int | None, Section]]]:
         """Sections in groups: one outside of the periods each, or all of one direction's periods together."""

@@ -157,6 +157,9 @@ class Recorder(Tracker):
                 block = self.block_of(parameter.grad)
                 if block is not None:
                     self.gradients[block] = name
+        for other, _ in self.foreign.values():
+            if other.grad is not None and (block := self.block_of(other.grad)) is not None:
+                self.gradients.setdefault(block, "(of a parameter that the model doesn't list)")
         self.sections.append(Section("end", 0))
 
     # --- blocks ---
@@ -358,8 +361,12 @@ def _keep_random_states(recorder: Recorder, modules: tuple[str, ...], choices: l
         backward.append((FREE, first))
 
 
-def record_updates(optimizer: torch.optim.Optimizer, model: nn.Module, target: Target) -> Recording:
+def record_updates(
+    optimizer: torch.optim.Optimizer, model: nn.Module, target: Target, step: Recording | None = None
+) -> Recording:
     """Record two updates of `optimizer`, the first of which makes its state: sections "update 1" and "update 2".
+
+    Of the model's parameters, those are updated that `step` leaves a gradient for; without it all that may need one.
 
     Raises
     ------
@@ -368,8 +375,15 @@ def record_updates(optimizer: torch.optim.Optimizer, model: nn.Module, target: T
     """
     recorder = Recorder(target.without_answers, model)
     recorder.sections = [Section("update 1", 0)]
-    twin = trace_updates(optimizer, recorder, target, between=lambda: recorder.sections.append(Section("update 2", 0)))
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
+    given = None if step is None else {b.name for b in step.blocks if b.category == "gradients"}
+    twin = trace_updates(
+        optimizer,
+        recorder,
+        target,
+        between=lambda: recorder.sections.append(Section("update 2", 0)),
+        has_gradient=lambda p: p.requires_grad and (given is None or p not in names or names[p] in given),
+    )
     originals = [p for group in optimizer.param_groups for p in group["params"]]
     fakes = [p for group in twin.param_groups for p in group["params"]]
     for original, fake in zip(originals, fakes, strict=True):
@@ -426,4 +440,6 @@ def _stage_name(stages: tuple[str, ...], segment: int) -> str:
     if segment % 2:
         return stages[segment // 2]
     after = segment // 2
+    if not stages:
+        return ""
     return f"(before {stages[after]})" if after < len(stages) else f"(after {stages[-1]})"

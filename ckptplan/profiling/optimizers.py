@@ -61,7 +61,9 @@ def make_optimizer(optimizer: OptimizerLike, parameters: Iterable[torch.Tensor])
     return made
 
 
-def fake_optimizer(optimizer: torch.optim.Optimizer, tracker: Tracker, target: Target) -> torch.optim.Optimizer:
+def fake_optimizer(
+    optimizer: torch.optim.Optimizer, tracker: Tracker, target: Target, has_gradient: Callable[[torch.Tensor], bool]
+) -> torch.optim.Optimizer:
     """A twin of `optimizer` without state, on fake twins of its parameters and of their gradients.
 
     For a CUDA device that isn't here, it loops as it would there: by lists of tensors, unless it is told otherwise.
@@ -74,7 +76,7 @@ def fake_optimizer(optimizer: torch.optim.Optimizer, tracker: Tracker, target: T
         for p in group["params"]:
             fake = tracker.fake(p.detach()).requires_grad_(p.requires_grad)
             tracker.outside(fake)
-            if p.requires_grad:
+            if has_gradient(p):
                 fake.grad = tracker.fake(p.detach()).detach()
                 tracker.outside(fake.grad)
             fakes.append(fake)
@@ -91,9 +93,15 @@ def fake_optimizer(optimizer: torch.optim.Optimizer, tracker: Tracker, target: T
 
 
 def trace_updates(
-    optimizer: torch.optim.Optimizer, tracker: Tracker, target: Target, between: Callable[[], None] = lambda: None
+    optimizer: torch.optim.Optimizer,
+    tracker: Tracker,
+    target: Target,
+    between: Callable[[], None] = lambda: None,
+    has_gradient: Callable[[torch.Tensor], bool] = lambda p: p.requires_grad,
 ) -> torch.optim.Optimizer:
     """Run two updates of `optimizer` under `tracker`; the first makes the state, and `between` is called after it.
+
+    Parameters that backward gives no gradient (`has_gradient`) are passed over and get no state.
 
     Returns
     -------
@@ -106,7 +114,7 @@ def trace_updates(
         If the update can't run on fake tensors.
     """
     try:
-        twin = fake_optimizer(optimizer, tracker, target)
+        twin = fake_optimizer(optimizer, tracker, target, has_gradient)
         # Counts of steps stay on the host, unless the update runs as one kernel or is captured.
         tracker.numbers_on_host = not any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
         tracker.number_read = 1.0  # an update may read a norm to scale by it; what it runs doesn't hang on that

@@ -13,7 +13,7 @@ from torch import nn
 
 from ckptplan.core.chain import Link, Option, Storage
 from ckptplan.core.device import Device
-from ckptplan.core.errors import CkptPlanError, InvalidInputError
+from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.profiling.fake import FakeWorld, fake_parameters
@@ -357,6 +357,17 @@ def as_ours(step: TrainingStep, doing: str) -> Any:
         yield
     except CkptPlanError:
         raise
+    except NotImplementedError as error:
+        if "SparseTensorImpl" not in str(error):
+            raise _failed(step, doing, error) from error
+        raise UnsupportedModelError(
+            "a sparse tensor comes up in the step, such as the gradient of an embedding with sparse=True, and its "
+            "memory can't be traced; use sparse=False"
+        ) from error
     except Exception as error:
-        what = "step()" if step.fn is not None else f"{type(step.model).__name__}'s forward with these inputs"
-        raise InvalidInputError(f"{what} failed while {doing}: {type(error).__name__}: {error}") from error
+        raise _failed(step, doing, error) from error
+
+
+def _failed(step: TrainingStep, doing: str, error: Exception) -> InvalidInputError:
+    what = "step()" if step.fn is not None else f"{type(step.model).__name__}'s forward with these inputs"
+    return InvalidInputError(f"{what} failed while {doing}: {type(error).__name__}: {error}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import sys
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -90,6 +91,11 @@ class Tracker(FakeWorld):
     ----------
     target : Target
         Where the step is to run; by default on the CPU.
+
+    Attributes
+    ----------
+    foreign : dict
+        Real parameters that the model doesn't list and uses all the same, with their gradients from before.
     """
 
     def __init__(self, target: Target = ON_CPU) -> None:
@@ -103,6 +109,7 @@ class Tracker(FakeWorld):
         self._round_to = target.round_to
         self._device = torch.device(target.device.type)
         self._alive: dict[int, Sid | None] = {}
+        self.foreign: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._twins: list[torch.Tensor] = []  # the fake mode forgets twins that nobody holds
         self._made_by: dict[int, int | None] = {}
         self._starts: list[int] = []
@@ -225,6 +232,8 @@ class Tracker(FakeWorld):
                     self._add(tensor)  # a number that PyTorch has just wrapped, and autograd may save
                 else:
                     self.outside(tensor)
+                if tensor.requires_grad and tensor.is_leaf:
+                    self.foreign[id(tensor)] = tensor, tensor.grad
                 twin = self.fake(tensor)
                 self._twins.append(twin)
                 self.outside(twin)
@@ -282,7 +291,12 @@ class Tracker(FakeWorld):
         if not self._in_backward or func is not torch.ops.aten.add.Tensor or kwargs or torch.is_grad_enabled():
             return False
         pair = [x for x in args if isinstance(x, FakeTensor)]
-        if len(pair) != 2 or pair[0].shape != pair[1].shape or pair[0].dtype != pair[1].dtype:
+        if (
+            not _called_by_the_engine()
+            or len(pair) != 2
+            or pair[0].shape != pair[1].shape
+            or pair[0].dtype != pair[1].dtype
+        ):
             return False
         made_by = {self._made_by.get(id(t.untyped_storage())) for t in pair}
         if len(made_by) < 2:
@@ -294,6 +308,17 @@ class Tracker(FakeWorld):
             return False
         alone = owners_of_a_lone_gradient()
         return tensors <= alone[0] and storages <= alone[1] and earlier.is_contiguous()
+
+
+def _called_by_the_engine() -> bool:
+    """Whether the autograd engine itself runs an operation, and no backward that is written in Python."""
+    frame = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_name == "__torch_dispatch__" or frame.f_code.co_filename == __file__):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is None or frame.f_code is _ENGINE
+
+
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
 
 def _owners(tensor: torch.Tensor) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -46,15 +47,26 @@ def buffer_state(model: nn.Module) -> Callable[[], None]:
     return restore
 
 
+_ONE_AT_A_TIME = threading.RLock()
+"""Hooks on all modules, kernels, PyTorch's profiler and the random generators are the process's, not a thread's."""
+
+
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Give the model back, whatever happens inside: gradients, buffers, training flags, random states.
+
+    Inside, autograd is on, and no other thread is: a second one waits until the first has left.
 
     Yields
     ------
     callable
         Rewinds buffers and random states to the start and drops gradients: every run inside can start alike.
     """
+    with _ONE_AT_A_TIME, torch.inference_mode(False), torch.enable_grad():
+        yield from _restored(model)
+
+
+def _restored(model: nn.Module) -> Iterator[Callable[[], None]]:
     gradients = [(p, p.grad) for p in model.parameters()]
     flags = [(module, module.training) for module in model.modules()]
     buffers, generators = buffer_state(model), random_state()
