@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -607,3 +610,14 @@ def test_a_copy_of_the_model_gets_the_same_profile_bytes() -> None:
     a, b = ckptplan.profile(model, X), ckptplan.profile(copy.deepcopy(model), X)
     assert a.storages == b.storages
     assert [s.keep for s in a.stages] == [s.keep for s in b.stages]
+
+
+@pytest.mark.parametrize("compiler", [False, True])
+def test_gradients_summed_by_the_engine_are_known_whether_or_not_the_compiler_is_loaded(compiler: bool) -> None:
+    program = f"""
+        if {compiler}:
+            import torch._dynamo
+        from ckptplan.profiling.tracker import owners_of_a_lone_gradient
+        assert min(owners_of_a_lone_gradient()) > 0
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)

@@ -313,12 +313,16 @@ class Tracker(FakeWorld):
 def _called_by_the_engine() -> bool:
     """Whether the autograd engine itself runs an operation, and no backward that is written in Python."""
     frame = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_name == "__torch_dispatch__" or frame.f_code.co_filename == __file__):
+    while frame is not None and (
+        frame.f_code.co_name == "__torch_dispatch__" or frame.f_code.co_filename.endswith(_BETWEEN)
+    ):
         frame = frame.f_back  # type: ignore[assignment]
     return frame is None or frame.f_code is _ENGINE
 
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_BETWEEN = (__file__, "torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/utils/_stats.py")
+"""Files of what stands between the engine and a dispatch mode, once `torch._dynamo` is imported."""
 
 
 def _owners(tensor: torch.Tensor) -> tuple[int, int]:
