@@ -979,3 +979,25 @@ def test_a_gradient_taken_in_the_middle_of_a_step() -> None:
                 step().backward()
                 assert_same(gradients(model), want)
             assert handle.stats().forwards == 6
+
+
+class SelfAttention(nn.Module):
+    """Asks whether its arguments are one tensor, as `nn.MultiheadAttention` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(16, 2, batch_first=True, dropout=0.1) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x, x, x)[0]
+        return x
+
+
+@pytest.mark.parametrize("action", ["recompute", "swap"])
+def test_arguments_that_are_the_same_tensor_stay_the_same(action: Any) -> None:
+    torch.manual_seed(0)
+    model, x = SelfAttention(), torch.randn(4, 32, 16)
+    report = ckptplan.verify(model, uniform(model, x, action), x, repeats=1)
+    assert report.gradients_equal
+    assert report.stats.runs == report.stats.planned_runs

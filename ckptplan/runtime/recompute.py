@@ -29,26 +29,32 @@ class Call:
         self._module, self._original = module, original
         self._counters, self._index = counters, index
         self._rest: list[Any] = []
-        self._where: list[int] = []
+        self._where: list[tuple[int, ...]] = []
         self._spec: pytree.TreeSpec | None = None
         self._state: _State | None = None
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Keep the arguments but for the tensors anywhere in them, which are returned in order."""
+        """Keep the arguments but for the tensors anywhere in them, each of which is returned once, in order.
+
+        Once, since a stage may ask whether two of its arguments are the same, as attention does.
+        """
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
-        self._where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        tensors = [leaves[i] for i in self._where]
-        for i in self._where:
-            leaves[i] = None
-        self._rest = leaves
+        places: dict[int, list[int]] = {}
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                places.setdefault(id(leaf), []).append(i)
+        self._where = [tuple(same) for same in places.values()]
+        tensors = [leaves[same[0]] for same in self._where]
+        self._rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return tensors
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """Run the stage on `tensors`, in the order of `split`: the first time as it is, then as it was."""
         assert self._spec is not None
         leaves = list(self._rest)
-        for i, tensor in zip(self._where, tensors, strict=True):
-            leaves[i] = tensor
+        for same, tensor in zip(self._where, tensors, strict=True):
+            for i in same:
+                leaves[i] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         del leaves, tensors
         self._counters.runs[self._index] += 1
