@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import BUILDERS, Transformer, build, plan_of
+from small_models import BUILDERS, Transformer, build, plan_of, uniform
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
