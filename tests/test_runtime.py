@@ -998,6 +998,6 @@ class SelfAttention(nn.Module):
 def test_arguments_that_are_the_same_tensor_stay_the_same(action: Any) -> None:
     torch.manual_seed(0)
     model, x = SelfAttention(), torch.randn(4, 32, 16)
-    report = ckptplan.verify(model, uniform(model, x, action), x, repeats=1)
+    report = verify(model, uniform(model, x, action), x, repeats=1)
     assert report.gradients_equal
     assert report.stats.runs == report.stats.planned_runs

@@ -42,13 +42,16 @@ _AUTOCAST_TO_FLOAT32 = (
 
 
 @contextlib.contextmanager
-def real_choices(device_type: str, planned_capability: tuple[int, int] | None) -> Iterator[None]:
+def real_choices(
+    device_type: str, planned_capability: tuple[int, int] | None, *, numbered: bool = True
+) -> Iterator[None]:
     """Inside, fake tensors on `device_type` run what real ones would.
 
-    With a compute capability, what they would on a CUDA device of that capability, wherever they lie.
+    With a compute capability, what they would on a CUDA device of that capability, wherever they lie. Where operations
+    are `numbered` by a dispatch mode, PyTorch spares real tensors what it does in place, too.
     """
     library = torch.library.Library("aten", "IMPL")
-    kernels: dict[str, Callable[..., Any]] = {"linear": _linear}
+    kernels: dict[str, Callable[..., Any]] = {} if numbered else {"linear": _linear}
     if planned_capability is not None:
         kernels |= {name: functools.partial(kernel, planned_capability) for name, kernel in _ON_CUDA.items()}
     backend = device_type.upper()

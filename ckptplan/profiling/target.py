@@ -109,9 +109,16 @@ class Target:
         """Blocks are multiples of this many bytes."""
         return CUDA_BLOCK if self.is_cuda else 1
 
-    def choices(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, operations on fake tensors are chosen as on that device for real ones."""
-        return real_choices(self.device.type, None if self.spec is None else self.spec.compute_capability)
+    def choices(self, *, numbered: bool = True) -> contextlib.AbstractContextManager[Any]:
+        """Inside, operations on fake tensors are chosen as on that device for real ones.
+
+        Parameters
+        ----------
+        numbered : bool
+            As for real ones whose operations are numbered (NOTE [Numbering] in runtime/selective.py).
+        """
+        capability = None if self.spec is None else self.spec.compute_capability
+        return real_choices(self.device.type, capability, numbered=numbered)
 
     def workspaces(self, keys: Iterable[Hashable]) -> tuple[dict[Hashable, int], list[str]]:
         """Most bytes each operation allocates at once, its results included, and operations that could not be run.

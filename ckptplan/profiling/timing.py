@@ -179,8 +179,12 @@ class _Timing:
     ) -> None:
         leaves: list[torch.Tensor] = []
 
+        made: dict[int, torch.Tensor] = {}  # arguments that are one tensor stay one
+
         def fresh(tensor: torch.Tensor) -> torch.Tensor:
-            return self._joined(tensor, leaves) if tensor.requires_grad else tensor.detach()
+            if id(tensor) not in made:
+                made[id(tensor)] = self._joined(tensor, leaves) if tensor.requires_grad else tensor.detach()
+            return made[id(tensor)]
 
         ways: tuple[Way, ...] = (None, *self.again.get(kind, ()))
         parameters = [p for p in module.parameters() if p.requires_grad]
@@ -188,6 +192,7 @@ class _Timing:
         while count < self.repeats or (self.repeats > 1 and spent < _STAGE_S * len(ways) / 2 and count < 20):
             for way in ways:
                 leaves.clear()
+                made.clear()
                 new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, fresh, (args, kwargs))
                 begin = self.now()
                 if way is None:
@@ -200,6 +205,7 @@ class _Timing:
                 ]
                 gradients = [torch.ones_like(t) for t in outputs]
                 del output, new_args, new_kwargs
+                made.clear()
                 ready = self.now()
                 if outputs:
                     torch.autograd.grad(outputs, [*leaves, *parameters], gradients, allow_unused=True)

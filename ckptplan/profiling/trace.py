@@ -191,6 +191,7 @@ def replay(
     """
     out = Replay()
     owners_of_a_lone_gradient()  # measured now: inside the replay it would be in its own way
+    plain = tracker is None  # for a chain, whose menus name operations by their numbers
     tracker = tracker or Tracker(target)
     device, round_to = target.device, target.round_to
     one_forward = step.fn is None
@@ -235,7 +236,8 @@ def replay(
         try:
             # Out of the tracker's sight, which would count what the twin of a view is made from.
             given = fake_inputs(step, tracker.fake, tracker.outside)
-            with target.choices(), _no_collection(), tracker:
+            numbered = plain or any(choice.ops for choice in choices)
+            with target.choices(numbered=numbered), _no_collection(), tracker:
                 with hooks:
                     output, loss = given.forward()
                 out.output = {
