@@ -209,9 +209,10 @@ class Estimate:
         lines += [f"{name:<28}{format_bytes(n):>12}" for name, n in self.categories.items() if n]
         lines += ["", f"{'alive at the peak':<28}{'bytes':>12}  of"]
         for tensors in self.alive[:_SHOWN]:
-            times = f"{tensors.count} x " if tensors.count > 1 else ""
+            times = f"{tensors.count} x" if tensors.count > 1 else ""
             shape = f"{tensors.dtype}{list(tensors.shape)}" if tensors.dtype else tensors.op
-            lines.append(f"{tensors.category:<28}{format_bytes(tensors.nbytes):>12}  {times}{shape} {tensors.source}")
+            what = " ".join(part for part in (times, shape, tensors.source) if part)
+            lines.append(f"{tensors.category:<28}{format_bytes(tensors.nbytes):>12}  {what}")
         if len(self.alive) > _SHOWN:
             rest = sum(t.nbytes for t in self.alive[_SHOWN:])
             lines.append(f"{f'and {len(self.alive) - _SHOWN} more kinds':<28}{format_bytes(rest):>12}")

@@ -262,13 +262,16 @@ class Recorder(Tracker):
 
 
 _TORCH = os.path.dirname(torch.__file__)
+_STEP = TrainingStep.forward.__code__.co_filename
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def _line(frame: types.FrameType | None) -> str:
-    """The innermost line of code that is neither PyTorch's nor ours."""
+    """The innermost line of the model's code that is neither PyTorch's nor ours; empty where there is none."""
     while frame is not None:
         path = frame.f_code.co_filename
+        if path == _STEP:
+            return ""  # it began there: whatever lies further out is not the model's
         if not path.startswith((_TORCH, _OURS, "<")) and "/contextlib.py" not in path:
             return f"{_short(path)}:{frame.f_lineno}"
         frame = frame.f_back
