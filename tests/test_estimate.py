@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import threading
 from collections.abc import Callable
@@ -656,3 +657,19 @@ def test_json_and_table(tmp_path: Any) -> None:
         assert name in shown
     with pytest.raises(KeyError, match="no phase 'backwards'"):
         found.phase("backwards")
+
+
+def test_nothing_is_left_behind() -> None:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    def left() -> int:
+        gc.collect()
+        return sum(type(o) is FakeTensor for o in gc.get_objects())
+
+    model, inputs = build("transformer")
+    estimate(model, inputs, optimizer="adamw")
+    before = left()
+    for _ in range(2):
+        estimate(model, inputs, optimizer="adamw")
+        ckptplan.profile(model, inputs)
+    assert left() <= before

@@ -115,11 +115,10 @@ def _record(step: TrainingStep, world: Callable[[], contextlib.AbstractContextMa
                 out[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
         return out
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor: torch.Tensor) -> None:  # no backward follows, and a graph that saves itself would never go
         found = sizes([tensor])
         for call in stack:
             call.saved.update(found)
-        return tensor
 
     def runner(name: str, module: nn.Module) -> Callable[..., Any]:
         parent = modules.get(name.rpartition(".")[0])
@@ -141,8 +140,11 @@ def _record(step: TrainingStep, world: Callable[[], contextlib.AbstractContextMa
         return run
 
     patches = [PatchedForward(module, runner(name, module)) for name, module in modules.items() if name]
-    with _installed(patches), world(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        step.forward()
+    try:
+        with _installed(patches), world(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            step.forward()
+    finally:
+        keep_alive.clear()  # the graph holds `pack`, and so these, which hold the graph: out of the collector's sight
     return root
 
 
