@@ -416,6 +416,7 @@ def main() -> None:
             "rows": out,
             "rejected": REJECTED,
         }
+        args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "published.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
