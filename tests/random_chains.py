@@ -110,7 +110,6 @@ def rich_chain(rng: random.Random, n: int, *, most_options: int = 7) -> Profile:
                 forward_s=rng.randint(0, 20) / 4,
                 backward_s=rng.randint(0, 40) / 4,
                 linked=tuple(linked[i]) if any(option.name == "recompute" for option in menu) else (),
-                input_bytes=rng.randint(0, 9),
             )
         )
     base = rng.randint(0, 40)

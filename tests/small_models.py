@@ -360,7 +360,7 @@ def _plan(
         space="one choice",
         planner="tests",
         fingerprint=measured.fingerprint,
-        input_bytes=tuple(stage.input_bytes for stage in measured.stages),
+        inputs=tuple(stage.inputs for stage in measured.stages),
         segments=segments,
     )
 

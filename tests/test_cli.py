@@ -164,7 +164,7 @@ def test_unknown_actions_are_named(run: Run, profile_file: Path) -> None:
         ("[]", "schema None"),
         ('{"schema": "ckptplan.profile/99"}', "'ckptplan.profile/99'"),
         ('{"schema": "ckptplan.profile/1"}', "'ckptplan.profile/1'"),
-        ('{"schema": "ckptplan.profile/2"}', "docs/formats.md"),
+        ('{"schema": "ckptplan.profile/3"}', "docs/formats.md"),
         ("\xff", "can't be read as JSON"),
     ],
 )

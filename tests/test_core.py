@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_chains import random_chain, random_options, random_segments
 
-from ckptplan.core.chain import Link, Option, Segment, Stage, Storage
+from ckptplan.core.chain import InputTensor, Link, Option, Segment, Stage, Storage
 from ckptplan.core.errors import CkptPlanError, InvalidInputError
 from ckptplan.core.plan import KEEP, Decision, Plan
 from ckptplan.core.profile import Fingerprint, Profile
@@ -45,8 +45,13 @@ def chain() -> Profile:
                 replace(again, name="recompute+swap", moves=(0,)),
                 replace(again, name="selective-1", saved=(i, 4 + i), ops=(3,), recompute_s=0.5),
             )
-        stages.append(Stage(name, name, menu, 1.0, 2.0, linked=(3,) if i == 3 else ()))
-    return Profile(tuple(stages), tuple(storages), (100,) * 4, (100,) * 4, 90, Link(8.0, 4.0))
+        inputs = (
+            None
+            if name[0] == "("
+            else (InputTensor("[0][0]", "float32", (1,)), InputTensor("[1]['scale']", "int64", ()))
+        )
+        stages.append(Stage(name, name, menu, 1.0, 2.0, linked=(3,) if i == 3 else (), inputs=inputs))
+    return Profile(tuple(stages), tuple(storages), (100,) * 4, (100,) * 4, 90, Link(8.0, 4.0), disk=Link(2.0, 1.0))
 
 
 def plan_of(profile: Profile, choices: tuple[Decision, ...], segments: tuple[Segment, ...] = ()) -> Plan:
@@ -54,7 +59,7 @@ def plan_of(profile: Profile, choices: tuple[Decision, ...], segments: tuple[Seg
     return Plan(
         tuple(stage.name for stage in profile.stages), choices, "feasible", timeline.peak_bytes, timeline.peak_bytes,
         timeline.host_bytes, timeline.makespan_s, profile.baseline_step_s, 0.0, "one by hand", "hand",
-        profile.fingerprint, tuple(stage.input_bytes for stage in profile.stages), segments,
+        profile.fingerprint, tuple(stage.inputs for stage in profile.stages), segments,
     )  # fmt: skip
 
 
@@ -70,7 +75,7 @@ def test_no_bytes(value: Any) -> None:
         lambda: Storage("s", value, 0, 0),
         lambda: replace(KEEPING, forward_bytes=value),
         lambda: replace(KEEPING, backward_bytes=value),
-        lambda: replace(chain().stages[0], input_bytes=value),
+        lambda: replace(a_plan(), disk_bytes=value),
         lambda: replace(chain(), update_peak_bytes=value),
         lambda: replace(chain(), resident_bytes=value),
         lambda: replace(chain(), base_forward_bytes=(1, 1, 1, value)),
@@ -78,7 +83,6 @@ def test_no_bytes(value: Any) -> None:
         lambda: replace(a_plan(), budget_bytes=value),
         lambda: replace(a_plan(), peak_bytes=value),
         lambda: replace(a_plan(), host_bytes=value),
-        lambda: replace(a_plan(), input_bytes=(1, 1, value, 1)),
         lambda: Profile.from_chain([1.0], [1.0], [value], [20], input_bytes=0),
         lambda: Profile.from_chain([1.0], [1.0], [0], [value], input_bytes=0),
         lambda: Profile.from_chain([1.0], [1.0], [1], [1], input_bytes=value),
@@ -383,7 +387,10 @@ def test_values_of_another_type_are_refused(what: str, tmp_path: Path) -> None:
         value = good
         for key in path:
             value = value[key]
+        nullable = path[-1] == "disk" or (len(path) > 1 and "inputs" in (path[-1], path[-2]))
         for other in of_same_type[type(value)]:
+            if nullable and other in (None, []):
+                continue
             bad.write_text(json.dumps(changed(good, path, lambda at, key, other=other: at.__setitem__(key, other))))
             with pytest.raises(InvalidInputError):
                 print(path, other, load(bad))
@@ -399,8 +406,8 @@ def test_unknown_and_missing_fields_are_named(what: str, tmp_path: Path) -> None
     bad = tmp_path / "bad.json"
     optional = {
         "fingerprint", "notes", "resident_bytes", "to_end", "stays", "recompute_s", "recomputes", "moves", "ops",
-        "linked", "input_bytes", "latency_s", "release", "prefetch", "option", "segments", "peak_bound_bytes",
-        "reserved_bytes",
+        "linked", "inputs", "latency_s", "release", "prefetch", "option", "segments", "peak_bound_bytes",
+        "reserved_bytes", "disk", "disk_bytes", "tier",
     }  # fmt: skip
     seen = 0
     for path in paths_in(good):
@@ -441,20 +448,20 @@ def test_files_that_are_neither(what: str, text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", LOADERS)
-@pytest.mark.parametrize("version", ["1", "3", "two", ""])
+@pytest.mark.parametrize("version", ["1", "2", "4", "two", ""])
 def test_other_schema_versions_are_named(what: str, version: str, tmp_path: Path) -> None:
     save, load = LOADERS[what]
     path = tmp_path / "file.json"
     save(path)
     data = json.loads(path.read_text())
     path.write_text(json.dumps({**data, "schema": f"ckptplan.{what}/{version}"}))
-    with pytest.raises(InvalidInputError, match=f"{what}/{version}.*reads 'ckptplan.{what}/2'"):
+    with pytest.raises(InvalidInputError, match=f"{what}/{version}.*reads 'ckptplan.{what}/3'"):
         load(path)
 
 
 def test_a_profile_is_no_plan(tmp_path: Path) -> None:
     chain().save(tmp_path / "profile.json")
-    with pytest.raises(InvalidInputError, match=r"has schema 'ckptplan\.profile/2'"):
+    with pytest.raises(InvalidInputError, match=r"has schema 'ckptplan\.profile/3'"):
         Plan.load(tmp_path / "profile.json")
     with pytest.raises(InvalidInputError, match="can't be read"):
         Plan.load(tmp_path / "nowhere.json")

@@ -131,7 +131,7 @@ def plan_of(profile: ckptplan.Profile, options: Sequence[Option]) -> ckptplan.Pl
         space="one choice",
         planner="tests",
         fingerprint=profile.fingerprint,
-        input_bytes=tuple(stage.input_bytes for stage in profile.stages),
+        inputs=tuple(stage.inputs for stage in profile.stages),
     )
 
 

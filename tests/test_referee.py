@@ -362,7 +362,7 @@ def plan_of(profile: Profile, choices: tuple[Decision, ...], segments: tuple[Seg
         space="one by hand",
         planner="hand",
         fingerprint=profile.fingerprint,
-        input_bytes=(0,) * len(choices),
+        inputs=(None,) * len(choices),
         segments=segments,
     )
     assert validate(profile, plan, plan.budget_bytes) == ()

@@ -509,6 +509,15 @@ def test_smaller_inputs_run_and_larger_ones_are_refused(name: str, what: str) ->
         assert_same(clean_step(model, inputs), plain_step(name))
 
 
+def test_longer_sequences_are_refused_though_they_have_as_many_bytes() -> None:
+    model, tokens = build("transformer")
+    with apply(model, planned("transformer", "keep")):
+        with pytest.raises(PlanMismatchError, match=r"float32\[1, 128, 32\]; the plan holds for up to .*\[4, 32, 32\]"):
+            call(model, tokens.reshape(1, -1))
+        with pytest.raises(PlanMismatchError, match=r"float64"):
+            call(model.double(), tokens)
+
+
 def test_too_many_calls_are_refused() -> None:
     model, inputs = build("shared")
     with apply(model, planned("shared", "recompute")):

@@ -320,7 +320,7 @@ def finish(profile: Profile, found: Replay, budget_bytes: int, planner: str) -> 
         space=SPACE,
         planner=planner,
         fingerprint=profile.fingerprint,
-        input_bytes=tuple(stage.input_bytes for stage in profile.stages),
+        inputs=tuple(stage.inputs for stage in profile.stages),
         segments=found.choice.segments,
     )
 

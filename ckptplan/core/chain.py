@@ -38,6 +38,9 @@ from ckptplan.core.errors import InvalidInputError
 
 Action = Literal["keep", "swap", "recompute"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
+Tier = Literal["host", "disk"]
+"""Where swapped bytes go: the host tier, or the disk behind it."""
+TIERS: tuple[Tier, ...] = get_args(Tier)
 Phase = Literal["forward", "backward", "update"]
 
 
@@ -226,6 +229,34 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
+class InputTensor:
+    """A tensor among what a stage is called with; a plan holds for such tensors, and for those that are nowhere larger.
+
+    Parameters
+    ----------
+    path : str
+        Where it is among the arguments, as `torch.utils._pytree.keystr` writes it of `(args, kwargs)`.
+    dtype : str
+        Without "torch.".
+    shape : tuple of int
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_type("input", str, path=self.path, dtype=self.dtype)
+        if not isinstance(self.shape, tuple) or not all(is_int(n) and 0 <= n < MOST_BYTES for n in self.shape):
+            raise InvalidInputError(
+                f"input {self.path!r}: shape={_short(self.shape)} must be a tuple of sizes, 0 or more"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
     """One call of one module (or the operations between two such calls), which receives one decision.
 
@@ -241,8 +272,8 @@ class Stage:
         Compute time of forward and of backward, recompute left out.
     linked : tuple of int
         Those of the storages which "recompute" holds that are, unmodified, outputs of earlier stages.
-    input_bytes : int
-        Bytes of the tensors passed in, the largest the plan is made for.
+    inputs : tuple of InputTensor or None
+        The tensors it is called with, the largest that a plan is made for; None: not known.
     """
 
     name: str
@@ -251,7 +282,7 @@ class Stage:
     forward_s: float
     backward_s: float
     linked: tuple[int, ...] = ()
-    input_bytes: int = 0
+    inputs: tuple[InputTensor, ...] | None = None
 
     def __post_init__(self) -> None:
         check_type("stage", str, name=self.name)
@@ -259,7 +290,8 @@ class Stage:
         check_type(owner, str, kind=self.kind)
         check_each(owner, Option, options=self.options)
         check_seconds(owner, forward_s=self.forward_s, backward_s=self.backward_s)
-        check_bytes(owner, input_bytes=self.input_bytes)
+        if self.inputs is not None:
+            check_each(owner, InputTensor, inputs=self.inputs)
         check_indices(owner, linked=self.linked)
         names = [option.name for option in self.options]
         if not names or names[0] != "keep" or len(set(names)) != len(names):

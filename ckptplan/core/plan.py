@@ -11,8 +11,11 @@ from typing import Any, Literal
 
 from ckptplan.core.chain import (
     ACTIONS,
+    TIERS,
     Action,
+    InputTensor,
     Segment,
+    Tier,
     check_bytes,
     check_each,
     check_indices,
@@ -21,10 +24,10 @@ from ckptplan.core.chain import (
     is_int,
 )
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
-from ckptplan.core.profile import Fingerprint, Profile, as_tuple, read_json
+from ckptplan.core.profile import Fingerprint, Profile, as_tuple, input_tensors, read_json
 from ckptplan.core.units import format_bytes, format_seconds
 
-SCHEMA = "ckptplan.plan/2"
+SCHEMA = "ckptplan.plan/3"
 Status = Literal["optimal", "feasible"]
 
 
@@ -44,6 +47,8 @@ class Decision:
         The entry of the stage's menu; left out, the one named like the action.
     ops : tuple of int
         Operations whose outputs a recomputed stage saves all the same.
+    tier : "host" or "disk"
+        Where the moved storages go.
     """
 
     action: Action
@@ -52,8 +57,13 @@ class Decision:
     prefetch: int | None = None
     option: str = ""
     ops: tuple[int, ...] = ()
+    tier: Tier = "host"
 
     def __post_init__(self) -> None:
+        if self.tier not in TIERS:
+            raise InvalidInputError(f"unknown tier {self.tier!r}; swapped bytes go to {' or '.join(TIERS)}")
+        if self.tier != "host" and not self.moves:
+            raise InvalidInputError(f"tier={self.tier!r} for a stage that moves nothing")
         if self.action not in ACTIONS:
             raise InvalidInputError(f"unknown action {self.action!r}; the actions are {', '.join(ACTIONS)}")
         check_type("decision", str, option=self.option)
@@ -90,21 +100,23 @@ class Plan:
     status : "optimal" or "feasible"
         "optimal": the gap is closed to within 1e-6 over `space`.
     budget_bytes, peak_bytes, host_bytes : int
-        The limit, the predicted peak on the device, and the most bytes on the host tier.
+        The limit, the predicted peak on the device, and the bytes that go to the host tier.
     step_s, baseline_step_s, lower_bound_s : float
         Predicted makespan, the same with everything kept, and the proven bound over `space`.
     space : str
         The plan space the bound speaks of.
     planner : str
     fingerprint : Fingerprint
-    input_bytes : tuple of int
-        Per stage, the bytes of the largest inputs the plan is made for.
+    inputs : tuple of (tuple of InputTensor, or None)
+        Per stage, the largest tensors it may be called with; None: not known.
     segments : tuple of Segment
         Stages recomputed together, in order and disjoint.
     peak_bound_bytes : int or None
         Of a plan asked for by its slowdown: no plan of `space` within that slowdown has a smaller peak than this.
     reserved_bytes : int or None
         On CUDA, most that the caching allocator reserves in a training with the plan, by its model; None elsewhere.
+    disk_bytes : int
+        The bytes that go to the disk tier.
     """
 
     stages: tuple[str, ...]
@@ -119,10 +131,11 @@ class Plan:
     space: str
     planner: str
     fingerprint: Fingerprint
-    input_bytes: tuple[int, ...]
+    inputs: tuple[tuple[InputTensor, ...] | None, ...]
     segments: tuple[Segment, ...] = ()
     peak_bound_bytes: int | None = None
     reserved_bytes: int | None = None
+    disk_bytes: int = 0
 
     @property
     def decisions(self) -> Mapping[str, Decision]:
@@ -173,7 +186,8 @@ class Plan:
             )
             data["segments"] = tuple(_segment(item) for item in as_tuple(data.get("segments", [])))
             data["fingerprint"] = Fingerprint(**data["fingerprint"])
-            data["stages"], data["input_bytes"] = as_tuple(data["stages"]), as_tuple(data["input_bytes"])
+            data["stages"] = as_tuple(data["stages"])
+            data["inputs"] = tuple(input_tensors(items) for items in as_tuple(data["inputs"]))
             return cls(**data)
         except (AttributeError, KeyError, TypeError, RecursionError) as error:
             raise InvalidInputError(
@@ -186,21 +200,29 @@ class Plan:
                 check_bytes("plan", **{name: getattr(self, name)})
         check_each("plan", str, stages=self.stages)
         check_each("plan", Decision, choices=self.choices)
-        check_each("plan", int, input_bytes=self.input_bytes)
+        check_type("plan", tuple, inputs=self.inputs)
+        for inputs in self.inputs:
+            if inputs is not None:
+                check_each("plan", InputTensor, inputs=inputs)
         check_each("plan", Segment, segments=self.segments)
         check_type("plan", str, space=self.space, planner=self.planner)
         check_type("plan", Fingerprint, fingerprint=self.fingerprint)
-        if not len(self.stages) == len(self.choices) == len(self.input_bytes):
+        if not len(self.stages) == len(self.choices) == len(self.inputs):
             raise InvalidInputError(
-                f"{len(self.choices)} decisions and {len(self.input_bytes)} input sizes for {len(self.stages)} stages"
+                f"{len(self.choices)} decisions and {len(self.inputs)} lists of inputs for {len(self.stages)} stages"
             )
         if len(set(self.stages)) != len(self.stages):
             twice = next(name for name in self.stages if self.stages.count(name) > 1)
             raise InvalidInputError(f"stage name {twice!r} is used twice")
         if self.status not in ("optimal", "feasible"):
             raise InvalidInputError(f"unknown status {self.status!r}; it is 'optimal' or 'feasible'")
-        counts = {"budget_bytes": self.budget_bytes, "peak_bytes": self.peak_bytes, "host_bytes": self.host_bytes}
-        check_bytes("plan", **counts, **{f"input_bytes[{k}]": nbytes for k, nbytes in enumerate(self.input_bytes)})
+        check_bytes(
+            "plan",
+            budget_bytes=self.budget_bytes,
+            peak_bytes=self.peak_bytes,
+            host_bytes=self.host_bytes,
+            disk_bytes=self.disk_bytes,
+        )
         check_seconds(
             "plan", step_s=self.step_s, baseline_step_s=self.baseline_step_s, lower_bound_s=self.lower_bound_s
         )

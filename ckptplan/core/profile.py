@@ -9,10 +9,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckptplan.core.chain import MOST_BYTES, Link, Option, Stage, Storage, check_bytes, check_each, check_type
+from ckptplan.core.chain import (
+    MOST_BYTES,
+    InputTensor,
+    Link,
+    Option,
+    Stage,
+    Storage,
+    check_bytes,
+    check_each,
+    check_type,
+)
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 
-SCHEMA = "ckptplan.profile/2"
+SCHEMA = "ckptplan.profile/3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +84,8 @@ class Profile:
     fingerprint : Fingerprint
     notes : tuple of str
         What a reader must know about how it was made.
+    disk : Link or None
+        The way to the disk tier behind the host; None: there is none.
     """
 
     stages: tuple[Stage, ...]
@@ -85,11 +97,14 @@ class Profile:
     resident_bytes: int = 0
     fingerprint: Fingerprint = NO_MODEL
     notes: tuple[str, ...] = ()
+    disk: Link | None = None
 
     def __post_init__(self) -> None:
         check_each("profile", Stage, stages=self.stages)
         check_each("profile", Storage, storages=self.storages)
         check_type("profile", Link, link=self.link)
+        if self.disk is not None:
+            check_type("profile", Link, disk=self.disk)
         check_type("profile", Fingerprint, fingerprint=self.fingerprint)
         check_each("profile", str, notes=self.notes)
         check_each("profile", int, base_forward_bytes=self.base_forward_bytes)
@@ -168,6 +183,8 @@ class Profile:
             for name in ("base_forward_bytes", "base_backward_bytes"):
                 data[name] = as_tuple(data[name])
             data["link"] = Link(**data["link"])
+            if data.get("disk") is not None:
+                data["disk"] = Link(**data["disk"])
             if "fingerprint" in data:
                 data["fingerprint"] = Fingerprint(**data["fingerprint"])
             data["notes"] = as_tuple(data.get("notes", []))
@@ -275,7 +292,15 @@ def _stage(item: dict[str, Any]) -> Stage:
         Option(**{**option, **{name: as_tuple(option[name]) for name in indices if name in option}})
         for option in as_tuple(item["options"])
     )
-    return Stage(**{**item, "options": options, "linked": as_tuple(item.get("linked", []))})
+    inputs = input_tensors(item.get("inputs"))
+    return Stage(**{**item, "options": options, "linked": as_tuple(item.get("linked", [])), "inputs": inputs})
+
+
+def input_tensors(items: object) -> tuple[InputTensor, ...] | None:
+    """What is in a JSON list of input tensors; None for null."""
+    if items is None:
+        return None
+    return tuple(InputTensor(**{**item, "shape": as_tuple(item["shape"])}) for item in as_tuple(items))
 
 
 def as_tuple(items: object) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ckptplan.core.chain import Link, Option, Segment, Stage, Storage
+from ckptplan.core.chain import InputTensor, Link, Option, Segment, Stage, Storage
 from ckptplan.core.device import Device
 from ckptplan.core.plan import KEEP, Decision
 from ckptplan.core.profile import Fingerprint, Profile
@@ -36,6 +36,7 @@ from ckptplan.profiling.target import Target
 from ckptplan.profiling.timing import Times
 from ckptplan.profiling.tracker import SegmentTrace, Sid, Tracker, owners_of_a_lone_gradient
 from ckptplan.runtime.controller import Controller, is_glue
+from ckptplan.runtime.shapes import input_tensors
 from ckptplan.runtime.step import TrainingStep
 from ckptplan.runtime.stores import NullStore
 from ckptplan.runtime.swap import MIN_SWAP_BYTES, movable
@@ -60,8 +61,8 @@ class Replay:
         Segment -> storages passed in, in order, with whether they could be moved.
     linked : dict
         Segment -> those of its inputs that are, unmodified, an output of the stage that made them.
-    input_bytes : dict
-        Segment -> bytes of the tensors passed in.
+    arguments : dict
+        Segment -> the tensors passed in.
     modifies : set
         Segments that write to what is passed in: such a stage can't run a second time.
     sizes : dict
@@ -85,7 +86,7 @@ class Replay:
     saved: dict[int, dict[Sid, bool]] = field(default_factory=dict)
     inputs: dict[int, dict[Sid, bool]] = field(default_factory=dict)
     linked: dict[int, set[Sid]] = field(default_factory=dict)
-    input_bytes: dict[int, int] = field(default_factory=dict)
+    arguments: dict[int, tuple[InputTensor, ...]] = field(default_factory=dict)
     modifies: set[int] = field(default_factory=set)
     sizes: dict[Sid, int] = field(default_factory=dict)
     output: set[Sid] = field(default_factory=set)
@@ -142,7 +143,7 @@ class _Watcher:
             self._replay.sizes[sid] = self._tracker.size_of(tensor.untyped_storage())
             if self._returned.get(sid) == tensor._version:
                 linked.add(sid)
-        self._replay.input_bytes[self._position] = sum(t.numel() * t.element_size() for t in tensors)
+        self._replay.arguments[self._position] = input_tensors(args, kwargs)
 
     def exit(self, stage: int, output: Any) -> None:
         if any(t._version != version for t, version in self._given):
@@ -583,7 +584,7 @@ class _Tracing:
                     forward_s=0.0,
                     backward_s=0.0,
                     linked=tuple(sorted(again_held.intersection(linked))),
-                    input_bytes=self.kept.input_bytes.get(g, 0),
+                    inputs=self.kept.arguments.get(g),
                 )
             )
         n = len(stages)

@@ -409,7 +409,7 @@ def apply(
                 store,
                 torch.device(device),
                 segments=plan.segments,
-                input_bytes=plan.input_bytes,
+                inputs=plan.inputs,
                 one_forward=plan.fingerprint.inputs != "step()",
                 counters=None if former is None else former.counters,
             )

@@ -12,13 +12,13 @@ from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from ckptplan.core.chain import Phase, Segment
+from ckptplan.core.chain import InputTensor, Phase, Segment
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Decision
-from ckptplan.core.units import format_bytes
 from ckptplan.runtime.patching import PatchedForward
 from ckptplan.runtime.recompute import Call, run_recomputed
 from ckptplan.runtime.segments import OpenSegment
+from ckptplan.runtime.shapes import Limits
 from ckptplan.runtime.stores import Store
 from ckptplan.runtime.swap import Counters, State, SwapSession
 
@@ -82,8 +82,8 @@ class Controller:
     store : Store
     segments : sequence of Segment
         Stages recomputed together, by index.
-    input_bytes : sequence of int, optional
-        Per stage, the largest input the choices hold for.
+    inputs : sequence, optional
+        Per stage, the largest tensors that the choices hold for, None: any.
     observer : Observer, optional
     one_forward : bool
         A step calls the model's own forward once, so such a call begins a pass. Else passes are told by their calls.
@@ -107,7 +107,7 @@ class Controller:
         device: torch.device,
         *,
         segments: Sequence[Segment] = (),
-        input_bytes: Sequence[int] | None = None,
+        inputs: Sequence[Sequence[InputTensor] | None] | None = None,
         observer: Observer | None = None,
         one_forward: bool = True,
         counters: Counters | None = None,
@@ -119,7 +119,7 @@ class Controller:
         self._moves = any(choice.moves for choice in self._choices)
         self._store = store
         self._device = device
-        self._input_bytes = input_bytes
+        self._limits = [Limits(*pair) for pair in zip(self._stages, inputs or [None] * len(self._stages), strict=True)]
         self._observer = observer
         self._training = model.training
         self._pass: _Pass | None = None
@@ -258,7 +258,7 @@ class Controller:
         current.calls[module] = current.calls.get(module, 0) + 1
         self.place = Place("forward", index, inside=True)
         try:
-            self._check_inputs(index, args, kwargs)
+            self._limits[index].check(args, kwargs)
             for stage in self._release_before.get(index, ()):
                 current.session.release(stage)
             if self._observer is not None:
@@ -324,17 +324,6 @@ class Controller:
         return 0 in self._indices[module] or self._indices[module][0] == min(
             i for x in self._indices.values() for i in x
         )
-
-    def _check_inputs(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._input_bytes is None:
-            return
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        given = sum(t.numel() * t.element_size() for t in tensors)
-        if given > self._input_bytes[index]:
-            raise PlanMismatchError(
-                f"stage {self._stages[index]!r} got inputs of {format_bytes(given)}; the plan holds up to "
-                f"{format_bytes(self._input_bytes[index])}; solve again with the largest shapes"
-            )
 
     def _watch_backward(self, current: _Pass, index: int, output: Any) -> None:
         def begin(_: Any) -> None:

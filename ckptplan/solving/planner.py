@@ -138,7 +138,7 @@ def solve_profile(
         space=plan_space(actions, segments=segments),
         planner="ckptplan",
         fingerprint=profile.fingerprint,
-        input_bytes=tuple(stage.input_bytes for stage in profile.stages),
+        inputs=tuple(stage.inputs for stage in profile.stages),
         segments=best.segments,
     )
 
