@@ -321,7 +321,7 @@ def plan_of(measured: Profile, actions: Sequence[Action], budget_bytes: int | No
         found = schedule(measured, able, budget_bytes)
         assert isinstance(found, tuple), found
         choices = found
-    return _plan(measured, choices, budget_bytes)
+    return plan_with(measured, choices, budget_bytes)
 
 
 def scheduled(
@@ -339,12 +339,16 @@ def scheduled(
     budget_bytes = least + int(share * sum(r.moved_bytes))
     choices = schedule(measured, options, budget_bytes, segments)
     assert isinstance(choices, tuple), choices
-    return _plan(measured, choices, budget_bytes, segments)
+    return plan_with(measured, choices, budget_bytes, segments)
 
 
-def _plan(
-    measured: Profile, choices: tuple[Decision, ...], budget_bytes: int | None, segments: tuple[Segment, ...] = ()
+def plan_with(
+    measured: Profile,
+    choices: tuple[Decision, ...],
+    budget_bytes: int | None = None,
+    segments: tuple[Segment, ...] = (),
 ) -> Plan:
+    """A plan of these decisions, whatever they are worth."""
     timeline = simulate(measured, choices, segments)
     budget_bytes = budget_bytes or timeline.peak_bytes
     return Plan(

@@ -1,0 +1,445 @@
+"""A campaign of injected faults: after each, is everything as before, the error clear, and the next step right?
+
+    python experiments/faults.py --faults 1500 --out experiments/results
+
+Small models with plans of all kinds are trained under faults of these kinds: an exception in forward, in a recompute, in
+backward; a copy out or back that fails; a full disk; a worker thread that is killed; a swap file that is cut off, or
+whose bytes are changed; an interrupt (SIGINT's) at any moment; an operation that is out of memory, with and without
+`handle.step`. A plan stays applied through hundreds of them. After each fault:
+
+- the step raised an error of the kind that belongs to it, or, where the fault hit nothing, its gradients are right;
+- parameters, buffers, training flags, hooks and random states are what the same fault leaves of a plain step;
+- no swap space is in use, and threads and open files are as many as before;
+- the next clean step has the loss and gradients of the plain model, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import ctypes
+import errno
+import gc
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import small_models
+from bitwise import plans
+
+import ckptplan
+from ckptplan.core.errors import CkptPlanError, OutOfMemoryError, SwapError
+from ckptplan.runtime import stores
+from ckptplan.runtime.step import default_loss
+
+MODELS = ("transformer", "routed", "shared", "views", "conv_norm", "nested", "low_rank")
+
+
+class Boom(Exception):
+    """The exception of a user's own code."""
+
+
+@dataclass
+class Fault:
+    """One fault, and what it did.
+
+    Attributes
+    ----------
+    kind : str
+    expected : tuple of type
+        Errors that it may end a step with.
+    fired : bool
+        Whether it has hit anything.
+    """
+
+    kind: str
+    expected: tuple[type[BaseException], ...]
+    fired: bool = False
+
+
+@dataclass
+class Subject:
+    """A model with a plan applied, and what a clean step gives without one."""
+
+    name: str
+    what: str
+    model: nn.Module
+    inputs: Any
+    handle: Any
+    wanted: list[Any]
+    step_s: float = 0.05
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def store(self) -> stores.DiskStore:
+        """Where its bytes go."""
+        store = self.handle._store
+        return store
+
+
+def loss_of(model: nn.Module, inputs: Any) -> torch.Tensor:
+    return default_loss(model(**inputs) if isinstance(inputs, dict) else model(inputs))
+
+
+def clean_step(model: nn.Module, inputs: Any) -> list[Any]:
+    """Loss and gradients from one seed."""
+    model.zero_grad()
+    torch.manual_seed(3)
+    loss = loss_of(model, inputs)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+def same(found: list[Any], wanted: list[Any]) -> bool:
+    """Bit for bit."""
+    return all(
+        (a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in zip(found, wanted, strict=True)
+    )
+
+
+# ---------------------------------------------------------------- faults
+
+
+@contextlib.contextmanager
+def raising_module(subject: Subject, rng: random.Random, fault: Fault) -> Iterator[None]:
+    """A leaf module raises when it is called for the first or, in a recompute, a later time."""
+    leaves = [m for m in subject.model.modules() if not list(m.children())]
+    module, call = rng.choice(leaves), 1 if fault.kind == "forward" else rng.randint(2, 3)
+    calls = 0
+
+    def hook(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            fault.fired = True
+            raise Boom(f"call {call}")
+
+    handle = module.register_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def raising_gradient(subject: Subject, rng: random.Random, fault: Fault) -> Iterator[None]:
+    """The hook of a parameter's gradient raises."""
+    parameter = rng.choice([p for p in subject.model.parameters() if p.requires_grad])
+
+    def hook(_: torch.Tensor) -> None:
+        fault.fired = True
+        raise Boom("gradient")
+
+    handle = parameter.register_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def failing_copy(subject: Subject, rng: random.Random, fault: Fault) -> Iterator[None]:
+    """One write or read of the file fails."""
+    name = "_read" if fault.kind == "copy back" else "_write"
+    original, number = getattr(stores, name), rng.randint(1, 6)
+    code = errno.ENOSPC if fault.kind == "full disk" else errno.EIO
+    calls = 0
+
+    def copy(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            fault.fired = True
+            raise OSError(code, os.strerror(code))
+        return original(*arguments)
+
+    setattr(stores, name, copy)
+    try:
+        yield
+    finally:
+        setattr(stores, name, original)
+
+
+@contextlib.contextmanager
+def killed_worker(subject: Subject, rng: random.Random, fault: Fault) -> Iterator[None]:
+    """A worker thread ends, at the next line that it runs."""
+    workers = [t for t in threading.enumerate() if t.name.startswith("ckptplan-swap")]
+    if workers:
+        fault.fired = True
+        thread = ctypes.c_ulong(rng.choice(workers).ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(SystemExit))
+    yield
+
+
+@contextlib.contextmanager
+def between(subject: Subject, action: Callable[[], None]) -> Iterator[None]:
+    """`action` runs when forward has ended and backward has not begun."""
+    handle = subject.model.register_forward_hook(lambda *_: action())
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def damaged_file(subject: Subject, rng: random.Random, fault: Fault) -> Iterator[None]:
+    """The file is cut off, or every byte of it changed."""
+
+    def damage() -> None:
+        wait_for_copies(subject)
+        fd = subject.store._file.fileno()
+        size = os.fstat(fd).st_size
+        if not size:
+            return
+        fault.fired = True
+        if fault.kind == "lost file":
+            os.ftruncate(fd, 0)
+            return
+        block = bytearray(os.pread(fd, size, 0))
+        os.pwrite(fd, bytes(b ^ 0x55 for b in block), 0)
+
+    with between(subject, damage):
+        yield
+    with contextlib.suppress(OSError):
+        os.posix_fallocate(subject.store._file.fileno(), 0, max(subject.store._reserved, 1))
+
+
+def wait_for_copies(subject: Subject) -> None:
+    """Let the worker threads finish what they were given."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and any(not w.jobs.empty() for w in (subject.store._out, subject.store._in)):
+        time.sleep(1e-3)
+    time.sleep(2e-3)
+
+
+@contextlib.contextmanager
+def interrupt(subject: Subject, rng: random.Random, fault: Fault) -> Iterator[None]:
+    """SIGALRM raises KeyboardInterrupt, as SIGINT does, at some moment of the step."""
+
+    def handler(*_: Any) -> None:
+        fault.fired = True
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, max(rng.random() * subject.step_s, 1e-5))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class OutOfMemory(TorchDispatchMode):
+    """One operation finds no memory."""
+
+    def __init__(self, number: int, fault: Fault) -> None:
+        super().__init__()
+        self.number, self.fault, self.seen = number, fault, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        if self.seen == self.number:
+            self.fault.fired = True
+            raise torch.OutOfMemoryError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def out_of_memory(subject: Subject, rng: random.Random, fault: Fault) -> Iterator[None]:
+    """Any operation of the step, forward or backward."""
+    with OutOfMemory(rng.randint(1, 400), fault):
+        yield
+
+
+Injector = Callable[[Subject, random.Random, Fault], contextlib.AbstractContextManager[None]]
+KINDS: dict[str, tuple[Injector, tuple[type[BaseException], ...]]] = {
+    "forward": (raising_module, (Boom,)),
+    "recompute": (raising_module, (Boom,)),
+    "backward": (raising_gradient, (Boom,)),
+    "copy out": (failing_copy, (SwapError,)),
+    "copy back": (failing_copy, (SwapError,)),
+    "full disk": (failing_copy, (SwapError,)),
+    "killed worker": (killed_worker, (SwapError,)),
+    "lost file": (damaged_file, (SwapError,)),
+    "corrupted file": (damaged_file, (SwapError,)),
+    "interrupt": (interrupt, (KeyboardInterrupt,)),
+    "out of memory": (out_of_memory, (torch.OutOfMemoryError,)),
+    "out of memory, handled": (out_of_memory, (OutOfMemoryError,)),
+}
+
+
+# ---------------------------------------------------------------- what must be as before
+
+
+def surroundings(subject: Subject) -> dict[str, Any]:
+    """What no fault may change, beside the numbers that forward itself writes."""
+    gc.collect()
+    model = subject.model
+    return {
+        "parameters": [(id(p), p._version, p.requires_grad) for p in model.parameters()],
+        "buffers": [id(b) for name, b in model.named_buffers() if "seen" not in name],
+        "flags": [m.training for m in model.modules()],
+        "hooks": [
+            (len(m._forward_pre_hooks), len(m._forward_hooks), len(m._backward_hooks), "forward" in m.__dict__)
+            for m in model.modules()
+        ],
+        "hook stack": torch._C._autograd._top_saved_tensors_default_hooks(False),
+        "grad": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": sorted(t.name for t in threading.enumerate()),
+        "tickets": len(subject.store._tickets),
+    }
+
+
+def free_extents(subject: Subject) -> bool:
+    """Whether the whole of the swap space is free."""
+    extents = subject.store._extents
+    extents.give(extents.take(1), 1)
+    extents.take(0)
+    return sum(size for _, size in extents._free) == extents.end
+
+
+def run_one(subject: Subject, kind: str, seed: int) -> dict[str, Any]:
+    """One fault, one clean step, and all that was wrong."""
+    rng = random.Random(seed)
+    inject, expected = KINDS[kind]
+    fault = Fault(kind, expected)
+    before = surroundings(subject)
+    wrong: list[str] = []
+    error: BaseException | None = None
+    states: dict[str, torch.Tensor] = {}
+
+    def faulty() -> list[Any]:
+        subject.model.zero_grad()
+        torch.manual_seed(3)
+        loss = loss_of(subject.model, subject.inputs)
+        states["forward ended"] = torch.get_rng_state()
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in subject.model.parameters())]
+
+    try:
+        with inject(subject, rng, fault):
+            result = subject.handle.step(faulty) if kind == "out of memory, handled" else faulty()
+        if not same(result, subject.wanted):
+            wrong.append("SILENT: no error, and wrong gradients")
+        del result
+    except BaseException as raised:
+        error = raised
+    if error is not None:
+        if not isinstance(error, expected):
+            wrong.append(f"raised {type(error).__name__}: {str(error)[:200]}")
+            wrong += traceback.format_exception(error)[-3:]
+        if isinstance(error, CkptPlanError) and len(str(error)) < 40:
+            wrong.append(f"unclear error: {error}")
+        if "forward ended" in states and kind != "out of memory, handled":
+            moved = not torch.equal(torch.get_rng_state(), states["forward ended"])
+            wrong += ["random state moved in backward"] * moved
+    raised_as = type(error).__name__ if error is not None else ""
+    error = None
+    after = surroundings(subject)
+    if kind == "killed worker":
+        # A new thread takes a dead one's place, at the next copy.
+        for s in (before, after):
+            del s["threads"]
+    wrong += [f"{name}: {before[name]} before, {after[name]} after" for name in after if after[name] != before[name]]
+    if not free_extents(subject):
+        wrong.append("swap space is still in use")
+    try:
+        if not same(clean_step(subject.model, subject.inputs), subject.wanted):
+            wrong.append("the next step is wrong")
+    except Exception as raised:
+        wrong.append(f"the next step raised {type(raised).__name__}: {str(raised)[:200]}")
+    return {
+        "model": subject.name, "plan": subject.what, "kind": kind, "seed": seed, "fired": fault.fired,
+        "raised": raised_as, "wrong": wrong,
+    }  # fmt: skip
+
+
+def subjects(seed: int) -> Iterator[Subject]:
+    """Every model with every kind of plan."""
+    for name in MODELS:
+        profile = ckptplan.profile(*small_models.build(name))
+        plain, inputs = small_models.build(name)
+        wanted = clean_step(plain, inputs)
+        for what, plan in plans(profile, f"{name} {seed}").items():
+            model, inputs = small_models.build(name)
+            handle = ckptplan.apply(model, plan, on_oom="report")
+            subject = Subject(name, what, model, inputs, handle, wanted)
+            assert same(clean_step(model, inputs), wanted), (name, what)
+            begin = time.perf_counter()
+            clean_step(model, inputs)
+            subject.step_s = time.perf_counter() - begin
+            yield subject
+
+
+def main() -> None:
+    """Run the campaign."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=1500, help="how many have to hit")
+    parser.add_argument("--kinds", help="only these, with commas between them")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="directory for faults.json")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    kinds = list(KINDS) if given.kinds is None else given.kinds.split(",")
+    threads_before, files_before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    everyone = list(subjects(given.seed))
+    rows: list[dict[str, Any]] = []
+    hit = number = 0
+    while hit < given.faults:
+        subject = everyone[number % len(everyone)]
+        kind = kinds[(number // len(everyone)) % len(kinds)]
+        row = run_one(subject, kind, given.seed * 1_000_003 + number)
+        number += 1
+        hit += row["fired"]
+        rows.append(row)
+        if row["wrong"]:
+            print(f"{row['model']} {row['plan']} {kind} seed {row['seed']}: {'; '.join(row['wrong'])}", flush=True)
+    for subject in everyone:
+        forwards = [m for m in subject.model.modules() if "forward" in m.__dict__]
+        assert forwards, "the plan is still applied"
+        subject.handle.remove()
+        assert not [m for m in subject.model.modules() if "forward" in m.__dict__]
+        assert same(clean_step(subject.model, subject.inputs), subject.wanted)
+    everyone.clear()
+    gc.collect()
+    left = threading.active_count() - threads_before, len(os.listdir("/proc/self/fd")) - files_before
+    table = collections.Counter((row["kind"], row["raised"]) for row in rows if row["fired"])
+    for kind in kinds:
+        outcomes = ", ".join(f"{n} {what or 'no error'}" for (k, what), n in sorted(table.items()) if k == kind)
+        print(f"{kind:<24} {outcomes}")
+    bad = [row for row in rows if row["wrong"]]
+    silent = sum(any(w.startswith("SILENT") for w in row["wrong"]) for row in rows)
+    print(
+        f"{number} steps, {hit} faults that hit: {silent} silent errors, {len(bad)} with anything wrong; "
+        f"{left[0]} threads and {left[1]} files left behind"
+    )
+    if given.out is not None:
+        summary = {
+            "steps": number, "faults": hit, "silent": silent, "wrong": bad, "threads_left": left[0],
+            "files_left": left[1], "outcomes": [[kind, what, n] for (kind, what), n in sorted(table.items())],
+        }  # fmt: skip
+        (given.out / "faults.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    if bad or any(left):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Does every guarantee have a test that fails without its safeguard?
+
+    python experiments/mutations.py --out experiments/results          # all of them, some minutes
+    python experiments/mutations.py --items 8,12                        # some
+    python experiments/mutations.py --docs docs/guarantees.md           # write the table
+
+`safeguards.py` lists, for each requirement, the safeguard, its tests, and a change of the source that takes it out. In
+a copy of the package each change is made in turn and the tests are run: at least one must fail. On the unchanged copy all
+must pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from safeguards import REQUIREMENTS, SAFEGUARDS, Safeguard
+
+ROOT = Path(__file__).parent.parent
+TIMEOUT_S = 180.0
+"""A test that hangs without its safeguard has failed, too."""
+
+
+def copied(into: Path) -> Path:
+    """A copy of what the tests need."""
+    for name in ("ckptplan", "tests", "experiments"):
+        shutil.copytree(ROOT / name, into / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, into / name)
+    shutil.copytree(ROOT / "docs", into / "docs")
+    return into
+
+
+def run_tests(tests: list[str], at: Path) -> tuple[str, str]:
+    """What became of `tests` in the copy at `at`: "passed", "failed" or "error", and pytest's last line."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "60", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(at), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=at, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "failed", f"no end within {TIMEOUT_S:.0f} s"
+    last = (done.stdout.strip().splitlines() or [done.stderr.strip()[-200:]])[-1]
+    # 1: tests failed; a negative code: the process was ended by a signal, which such a change may well bring about.
+    # Anything else says that the tests didn't run: no such test, or a change that isn't Python.
+    if done.returncode == 0 and "passed" not in last:
+        return "error", last
+    return {0: "passed", 1: "failed"}.get(done.returncode, "failed" if done.returncode < 0 else "error"), last
+
+
+def mutated(safeguard: Safeguard, at: Path) -> tuple[str, str]:
+    """The tests' outcome without `safeguard`."""
+    path = at / safeguard.file
+    text = path.read_text(encoding="utf-8")
+    found = text.count(safeguard.old)
+    if found != 1:
+        return "error", f"{safeguard.file} has the safeguard's text {found} times"
+    try:
+        path.write_text(text.replace(safeguard.old, safeguard.new), encoding="utf-8")
+        return run_tests(list(safeguard.tests), at)
+    finally:
+        path.write_text(text, encoding="utf-8")
+
+
+def table() -> str:
+    """docs/guarantees.md."""
+    lines = [
+        "# Guarantees",
+        "",
+        "What the runtime must get right, what makes it so, and the tests that fail without it. `experiments/safeguards.py` is the",
+        "source of this page: it also has, for every row, the change that takes the safeguard out, and",
+        "`python experiments/mutations.py` makes each change in a copy of the package and runs the tests named here.",
+        "",
+    ]
+    for number, requirement in REQUIREMENTS.items():
+        lines += [f"## {number}. {requirement}", "", "| safeguard | where | tests |", "|---|---|---|"]
+        for s in SAFEGUARDS:
+            if s.item == number:
+                tests = "<br>".join(f"`{test.removeprefix('tests/')}`" for test in s.tests + s.gpu_tests)
+                lines.append(f"| {s.what} | `{s.file.removeprefix('ckptplan/')}` | {tests} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the changes that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--items", help="numbers of requirements, with commas between them")
+    parser.add_argument("--out", type=Path, help="directory for mutations.json")
+    parser.add_argument("--docs", type=Path, help="write the table there, and run nothing")
+    given = parser.parse_args()
+    if given.docs is not None:
+        given.docs.write_text(table(), encoding="utf-8")
+        return
+    wanted = None if given.items is None else {int(item) for item in given.items.split(",")}
+    chosen = [s for s in SAFEGUARDS if wanted is None or s.item in wanted]
+    if not chosen:
+        raise SystemExit(f"--items {given.items}: no such requirement; there are 1 to {max(REQUIREMENTS)}")
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        at = copied(Path(scratch))
+        outcome, last = run_tests(sorted({test for s in chosen for test in s.tests}), at)
+        print(f"unchanged: {outcome} ({last})")
+        if outcome != "passed":
+            raise SystemExit("the tests must pass before a safeguard is taken out")
+        for s in chosen:
+            begin = time.perf_counter()
+            outcome, last = mutated(s, at)
+            rows.append({"item": s.item, "safeguard": s.what, "tests": s.tests, "outcome": outcome, "last": last})
+            print(f"{s.item:>3}  {outcome:<7} {time.perf_counter() - begin:5.1f} s  {s.what}", flush=True)
+            if outcome != "failed":
+                print(f"     {last}")
+    noticed = sum(row["outcome"] == "failed" for row in rows)
+    print(f"{noticed} of {len(rows)} safeguards are missed by a test when they are taken out")
+    if given.out is not None:
+        (given.out / "mutations.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if noticed < len(rows):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
