@@ -24,7 +24,7 @@ from ckptplan.core.chain import Segment
 from ckptplan.core.plan import KEEP, Decision
 from ckptplan.profiling.optimizers import trace_updates
 from ckptplan.profiling.target import Target
-from ckptplan.profiling.trace import Replay, replay
+from ckptplan.profiling.trace import Replay, replay, segment_name
 from ckptplan.profiling.tracker import Tracker
 from ckptplan.runtime.controller import is_glue
 from ckptplan.runtime.step import TrainingStep
@@ -434,15 +434,6 @@ def _categorize(recorder: Recorder, seen: Replay, stages: tuple[str, ...], infer
         elif index in recorder.made_again:
             block.category = "saved activations"
         elif index in holder:
-            block.category, block.stage = "saved activations", _stage_name(stages, holder[index])
+            block.category, block.stage = "saved activations", segment_name(stages, holder[index])
         else:
             block.category = "forward outputs"
-
-
-def _stage_name(stages: tuple[str, ...], segment: int) -> str:
-    if segment % 2:
-        return stages[segment // 2]
-    after = segment // 2
-    if not stages:
-        return ""
-    return f"(before {stages[after]})" if after < len(stages) else f"(after {stages[-1]})"
