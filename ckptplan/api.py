@@ -30,7 +30,7 @@ from ckptplan.report.shortage import corrections, planned_bytes, told
 from ckptplan.runtime.apply import Handle, OnOom
 from ckptplan.runtime.apply import apply as apply_plan
 from ckptplan.runtime.measure import held_tensors, unique_bytes
-from ckptplan.runtime.step import LossFn, check_supported, fingerprint
+from ckptplan.runtime.step import LossFn, TrainingStep, check_supported, fingerprint
 from ckptplan.solving.evaluate import menus as menus_of
 from ckptplan.solving.frontier import frontier_profile, smallest_within
 from ckptplan.solving.planner import solve_profile
@@ -61,6 +61,17 @@ class Job:
     seed: int
     workers: int | None
     report: Report
+
+    def replaying(self, step: TrainingStep, sizes: TrainingBytes) -> Job:
+        """The same job with each plan replayed on `step`, which the profile is of."""
+        target = sizes.target
+
+        def replayed(plan: Plan) -> int:
+            if target.is_cuda:
+                return sizes.reserved(step, plan)
+            return self.profile.resident_bytes + replayed_bytes(step, plan, target)
+
+        return replace(self, replayed_bytes=replayed, on_cuda=target.is_cuda)
 
     def solved(self, budget_bytes: int) -> Plan:
         """The plan for a budget; for a model, one whose replay keeps it.
@@ -423,14 +434,7 @@ def _job(
     measured = profile_step(
         training, target, optimizer=optimizer, swap_dir=swap_dir, menus=menus, notes=notes, on_progress=on_progress
     )
-    training_bytes = TrainingBytes(model, target, optimizer=optimizer)
-
-    def replayed(plan: Plan) -> int:
-        if target.is_cuda:
-            return training_bytes.reserved(training, plan)
-        return measured.resident_bytes + replayed_bytes(training, plan, target)
-
-    return Job(measured, replayed, target.is_cuda, *limits)
+    return Job(measured, None, False, *limits).replaying(training, TrainingBytes(model, target, optimizer=optimizer))
 
 
 def _plain(profile: Profile) -> Profile:
