@@ -152,14 +152,11 @@ class Recorder(Tracker):
     def finish(self) -> None:
         """The step has ended; its gradients live on."""
         super().finish()
-        for name, parameter in self._model.named_parameters():
-            if parameter.grad is not None:
-                block = self.block_of(parameter.grad)
-                if block is not None:
-                    self.gradients[block] = name
-        for other, _ in self.foreign.values():
-            if other.grad is not None and (block := self.block_of(other.grad)) is not None:
-                self.gradients.setdefault(block, "(of a parameter that the model doesn't list)")
+        unlisted = (("(of a parameter that the model doesn't list)", other) for other, _ in self.foreign.values())
+        for name, parameter in (*unlisted, *self._model.named_parameters()):  # a listed one's name wins
+            block = None if parameter.grad is None else self.block_of(parameter.grad)
+            if block is not None:
+                self.gradients[block] = name
         self.sections.append(Section("end", 0))
 
     # --- blocks ---
