@@ -81,10 +81,12 @@ class Job:
         InfeasibleBudgetError
             If none can, or none is found that does.
         CkptPlanError
-            If the referee rejects a plan: a defect.
+            If the referee rejects a plan, or the replay of one that needs nothing exceeds the budget: defects.
         """
         limit = budget_bytes
-        for _ in range(_TIGHTENINGS):
+        for attempt in range(_TIGHTENINGS + 1):
+            if attempt == _TIGHTENINGS:
+                limit = 1  # below every plan: what is left to try is the leanest
             try:
                 plan = self._within(limit)
             except InfeasibleBudgetError as error:
@@ -98,11 +100,10 @@ class Job:
             # the smaller budget, which is the one its status and bound speak of.
             # What the plan left of the limit was no use to it, and giving that up changes nothing.
             limit = max(min(limit, plan.peak_bytes) - over, 1)
-        try:
-            plan = self._within(1)
-        except InfeasibleBudgetError as error:
-            return self._leanest(budget_bytes, error)
-        return plan
+        raise CkptPlanError(
+            f"a plan with a peak of {format_bytes(plan.peak_bytes)} needs {format_bytes(budget_bytes + over)} when the "
+            f"model is replayed with it, more than the budget of {format_bytes(budget_bytes)}; please report it"
+        )
 
     def _within(self, limit: int) -> Plan:
         plan = self.sound(
