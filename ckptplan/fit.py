@@ -488,7 +488,7 @@ class _Search:
             plan = job.replaying(step, self.batches.sizes).solved(self.budget_bytes)
         except InfeasibleBudgetError as error:
             return max(error.min_peak_bytes, self.budget_bytes + 1)
-        except CkptPlanError:  # none was found whose replay keeps the budget
+        except _TooLarge:  # in a replay
             return math.inf
         if self.max_overhead is not None and plan.overhead > self.max_overhead * (1 + 1e-9):
             return math.inf

@@ -24,6 +24,7 @@ from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.profiling.inputs import resized
 from ckptplan.profiling.profiler import planned_profiles
 from ckptplan.profiling.target import Target, find_target
+from ckptplan.referee.rules import Violation
 from ckptplan.survey import between_batches, survey
 
 MIB = 1 << 20
@@ -183,6 +184,13 @@ def test_one_sample_that_does_not_fit_names_the_smallest_budget(model: nn.Module
 def test_bad_input_is_refused(model: nn.Module, arguments: dict[str, object], text: str) -> None:
     with pytest.raises(InvalidInputError, match=text):
         ckptplan.max_batch_size(model, **{"make_inputs": tokens, "budget_gb": 1, **arguments})  # type: ignore[arg-type]
+
+
+def test_a_plan_that_the_referee_rejects_is_told(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Violation("budget", "blocks.0", "made up")
+    monkeypatch.setattr(api, "validate", lambda *args, **kwargs: [broken])
+    with pytest.raises(ckptplan.CkptPlanError, match="referee rejects"):
+        ckptplan.max_batch_size(model, tokens, 3 * MIB / GIB, time_limit_s=0.2, limit=1)
 
 
 def test_no_plan_is_returned_whose_replay_exceeds_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
