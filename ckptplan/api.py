@@ -30,7 +30,7 @@ from ckptplan.report.shortage import corrections, planned_bytes, told
 from ckptplan.runtime.apply import Handle, OnOom
 from ckptplan.runtime.apply import apply as apply_plan
 from ckptplan.runtime.measure import held_tensors, unique_bytes
-from ckptplan.runtime.step import LossFn, check_supported, fingerprint
+from ckptplan.runtime.step import LossFn, TrainingStep, check_supported, fingerprint
 from ckptplan.solving.evaluate import menus as menus_of
 from ckptplan.solving.frontier import frontier_profile, smallest_within
 from ckptplan.solving.planner import solve_profile
@@ -62,6 +62,17 @@ class Job:
     workers: int | None
     report: Report
 
+    def replaying(self, step: TrainingStep, sizes: TrainingBytes) -> Job:
+        """The same job with each plan replayed on `step`, which the profile is of."""
+        target = sizes.target
+
+        def replayed(plan: Plan) -> int:
+            if target.is_cuda:
+                return sizes.reserved(step, plan)
+            return self.profile.resident_bytes + replayed_bytes(step, plan, target)
+
+        return replace(self, replayed_bytes=replayed, on_cuda=target.is_cuda)
+
     def solved(self, budget_bytes: int) -> Plan:
         """The plan for a budget; for a model, one whose replay keeps it.
 
@@ -70,10 +81,12 @@ class Job:
         InfeasibleBudgetError
             If none can, or none is found that does.
         CkptPlanError
-            If the referee rejects a plan: a defect.
+            If the referee rejects a plan, or the replay of one that needs nothing exceeds the budget: defects.
         """
         limit = budget_bytes
-        for _ in range(_TIGHTENINGS):
+        for attempt in range(_TIGHTENINGS + 1):
+            if attempt == _TIGHTENINGS:
+                limit = 1  # below every plan: what is left to try is the leanest
             try:
                 plan = self._within(limit)
             except InfeasibleBudgetError as error:
@@ -87,11 +100,10 @@ class Job:
             # the smaller budget, which is the one its status and bound speak of.
             # What the plan left of the limit was no use to it, and giving that up changes nothing.
             limit = max(min(limit, plan.peak_bytes) - over, 1)
-        try:
-            plan = self._within(1)
-        except InfeasibleBudgetError as error:
-            return self._leanest(budget_bytes, error)
-        return plan
+        raise CkptPlanError(
+            f"a plan with a peak of {format_bytes(plan.peak_bytes)} needs {format_bytes(budget_bytes + over)} when the "
+            f"model is replayed with it, more than the budget of {format_bytes(budget_bytes)}; please report it"
+        )
 
     def _within(self, limit: int) -> Plan:
         plan = self.sound(
@@ -423,14 +435,7 @@ def _job(
     measured = profile_step(
         training, target, optimizer=optimizer, swap_dir=swap_dir, menus=menus, notes=notes, on_progress=on_progress
     )
-    training_bytes = TrainingBytes(model, target, optimizer=optimizer)
-
-    def replayed(plan: Plan) -> int:
-        if target.is_cuda:
-            return training_bytes.reserved(training, plan)
-        return measured.resident_bytes + replayed_bytes(training, plan, target)
-
-    return Job(measured, replayed, target.is_cuda, *limits)
+    return Job(measured, None, False, *limits).replaying(training, TrainingBytes(model, target, optimizer=optimizer))
 
 
 def _plain(profile: Profile) -> Profile:

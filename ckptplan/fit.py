@@ -20,7 +20,7 @@ from ckptplan.core.units import budget_to_bytes, format_bytes
 from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.profiling.operations import TensorSpec
 from ckptplan.profiling.optimizers import OptimizerLike
-from ckptplan.profiling.profiler import profile_step, replayed_bytes, traced_bytes
+from ckptplan.profiling.profiler import profile_step, traced_bytes
 from ckptplan.profiling.target import DeviceLike, Target, find_target
 from ckptplan.runtime.measure import held_tensors, optimizer_tensors, peak_above_start, run_step, unique_bytes
 from ckptplan.runtime.state import restored
@@ -472,16 +472,10 @@ class _Search:
             measured = profile_step(step, self.target, optimizer=self.optimizer, on_progress=self.report)
         except _TooLarge:
             return math.inf
-
-        def replayed(plan: Plan) -> int:
-            if self.target.is_cuda:
-                return self.batches.sizes.reserved(step, plan)
-            return measured.resident_bytes + replayed_bytes(step, plan, self.target)
-
         job = Job(
             measured,
-            replayed,
-            self.target.is_cuda,
+            None,
+            False,
             self.actions,
             self.segments,
             self.host_bytes,
@@ -491,10 +485,10 @@ class _Search:
             self.report,
         )
         try:
-            plan = job.solved(self.budget_bytes)
+            plan = job.replaying(step, self.batches.sizes).solved(self.budget_bytes)
         except InfeasibleBudgetError as error:
             return max(error.min_peak_bytes, self.budget_bytes + 1)
-        except CkptPlanError:  # none was found whose replay keeps the budget
+        except _TooLarge:  # in a replay
             return math.inf
         if self.max_overhead is not None and plan.overhead > self.max_overhead * (1 + 1e-9):
             return math.inf

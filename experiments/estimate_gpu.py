@@ -53,7 +53,8 @@ def case(name: str, planned: bool, args: argparse.Namespace) -> dict[str, Any]:
     model, inputs = build(name, args.small, device)
     plan = None
     if planned:
-        torch.cuda.memory._record_memory_history(enabled=None) if device.type == "cuda" else None
+        if device.type == "cuda":
+            torch.cuda.memory._record_memory_history(enabled=None)
         profile = ckptplan.profile(model, inputs)
         ends = ckptplan.frontier(profile, points=2, time_limit_s=args.time_limit)
         middle = (ends[0].peak_bytes + ends[-1].peak_bytes) // 2

@@ -16,25 +16,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptplan.core.device import find_device
 from ckptplan.profiling.calibrate import calibrate
-from ckptplan.profiling.operations import op_key
+from ckptplan.profiling.operations import SeenOperations
 from ckptplan.profiling.roofline import op_cost, op_seconds
 from ckptplan.runtime.measure import timed
-
-
-class Recorder(TorchDispatchMode):
-    """Collects the keys of the operations that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.keys: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.keys.append(op_key(func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
 
 
 class GPTBlock(nn.Module):
@@ -131,7 +118,7 @@ def measured(model: nn.Module, given: torch.Tensor, target: torch.Tensor, device
 
 
 def recorded(run: Callable[[], Any]) -> tuple[list[Any], Any]:
-    with Recorder() as found:
+    with SeenOperations() as found:
         result = run()
     return found.keys, result
 

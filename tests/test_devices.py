@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
@@ -17,7 +16,7 @@ from ckptplan.cli import app
 from ckptplan.core.device import OP_CLASSES, SCHEMA, Device, find_device, known_devices
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.profiling.calibrate import calibrate
-from ckptplan.profiling.operations import TensorSpec, op_key
+from ckptplan.profiling.operations import SeenOperations, TensorSpec, op_key
 from ckptplan.profiling.roofline import NOTHING, flops_rate, op_cost, op_seconds
 
 ROOT = Path(__file__).parent.parent
@@ -43,16 +42,9 @@ def key(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def keys_of(run: Any) -> list[Any]:
-    found = []
-
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            found.append(op_key(func, args, kwargs or {}))
-            return func(*args, **(kwargs or {}))
-
-    with Recorder():
+    with SeenOperations() as seen:
         run()
-    return found
+    return seen.keys
 
 
 # --- the data file ---

@@ -34,14 +34,6 @@ CUDA_TEXT = (
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
 def no_leak() -> Iterator[None]:
     def left() -> list[str]:
         links = [os.readlink(p) for fd in os.listdir("/proc/self/fd") if os.path.islink(p := f"/proc/self/fd/{fd}")]
@@ -55,7 +47,6 @@ def no_leak() -> Iterator[None]:
 
 @functools.cache
 def measured(name: str) -> Profile:
-    torch.set_num_threads(1)
     return ckptplan.profile(*build(name))
 
 

@@ -39,14 +39,6 @@ MIXED = ("recompute", "swap", "mixed 0", "mixed 1")
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
 def no_leak() -> Iterator[None]:
     """No thread and no file outlives a test, whatever it did."""
 
@@ -64,7 +56,6 @@ def no_leak() -> Iterator[None]:
 
 @functools.cache
 def measured(name: str) -> Profile:
-    torch.set_num_threads(1)
     return profile(*build(name))
 
 

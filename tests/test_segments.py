@@ -39,14 +39,6 @@ AGAIN = Decision("recompute")
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @contextlib.contextmanager
 def applied(
     model: nn.Module,

@@ -89,6 +89,7 @@ class Folding:
         self._step, self._target, self._rewind = step, target, rewind
         self._runs = find_runs(step.model) if step.fn is None else []
         self._checked = False
+        self._stages: dict[bool, tuple[str, ...]] = {}
 
     def record(self, *, accumulating: bool = False, inference: bool = False) -> tuple[Recording, list[str]]:
         """As `record_step` with everything kept."""
@@ -99,21 +100,27 @@ class Folding:
             if found is not None:
                 return found
             self._runs = []
-        return self._record(accumulating, inference)
+        return self._record(accumulating, inference, short=False)
 
-    def _record(self, accumulating: bool, inference: bool) -> tuple[Recording, list[str]]:
+    def _record(self, accumulating: bool, inference: bool, *, short: bool) -> tuple[Recording, list[str]]:
+        if short not in self._stages:
+            self._stages[short] = self._found()
+        self._rewind()
+        stages = self._stages[short]
+        return record_step(self._step, stages, self._target, accumulating=accumulating, inference=inference)
+
+    def _found(self) -> tuple[str, ...]:
+        """Stages of the model, shortened or full, as it is now: the same in every recording."""
         self._rewind()
         try:
-            stages = find_stages(self._step, self._target)
+            return find_stages(self._step, self._target)
         except UnsupportedModelError:  # no module saves anything, as where the model checkpoints by itself
-            stages = ("",)  # the model itself
-        self._rewind()
-        return record_step(self._step, stages, self._target, accumulating=accumulating, inference=inference)
+            return ("",)  # the model itself
 
     def _folded(self, accumulating: bool, inference: bool) -> tuple[Recording, list[str]] | None:
         try:
             with _quiet(), shortened(self._step.model, self._runs):
-                short, unknown = self._record(accumulating, inference)
+                short, unknown = self._record(accumulating, inference, short=True)
         except Exception:  # a forward may well need all of its layers; where it fails with them, that is told
             return None
         full = short

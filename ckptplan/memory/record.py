@@ -24,7 +24,7 @@ from ckptplan.core.chain import Segment
 from ckptplan.core.plan import KEEP, Decision
 from ckptplan.profiling.optimizers import trace_updates
 from ckptplan.profiling.target import Target
-from ckptplan.profiling.trace import Replay, replay
+from ckptplan.profiling.trace import Replay, replay, segment_name
 from ckptplan.profiling.tracker import Tracker
 from ckptplan.runtime.controller import is_glue
 from ckptplan.runtime.step import TrainingStep
@@ -152,14 +152,11 @@ class Recorder(Tracker):
     def finish(self) -> None:
         """The step has ended; its gradients live on."""
         super().finish()
-        for name, parameter in self._model.named_parameters():
-            if parameter.grad is not None:
-                block = self.block_of(parameter.grad)
-                if block is not None:
-                    self.gradients[block] = name
-        for other, _ in self.foreign.values():
-            if other.grad is not None and (block := self.block_of(other.grad)) is not None:
-                self.gradients.setdefault(block, "(of a parameter that the model doesn't list)")
+        unlisted = (("(of a parameter that the model doesn't list)", other) for other, _ in self.foreign.values())
+        for name, parameter in (*unlisted, *self._model.named_parameters()):  # a listed one's name wins
+            block = None if parameter.grad is None else self.block_of(parameter.grad)
+            if block is not None:
+                self.gradients[block] = name
         self.sections.append(Section("end", 0))
 
     # --- blocks ---
@@ -434,15 +431,6 @@ def _categorize(recorder: Recorder, seen: Replay, stages: tuple[str, ...], infer
         elif index in recorder.made_again:
             block.category = "saved activations"
         elif index in holder:
-            block.category, block.stage = "saved activations", _stage_name(stages, holder[index])
+            block.category, block.stage = "saved activations", segment_name(stages, holder[index])
         else:
             block.category = "forward outputs"
-
-
-def _stage_name(stages: tuple[str, ...], segment: int) -> str:
-    if segment % 2:
-        return stages[segment // 2]
-    after = segment // 2
-    if not stages:
-        return ""
-    return f"(before {stages[after]})" if after < len(stages) else f"(after {stages[-1]})"

@@ -20,13 +20,12 @@ from typing import Any
 import psutil
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptplan.core.device import Device
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.units import format_bytes
 from ckptplan.profiling.links import measure_link
-from ckptplan.profiling.operations import op_key
+from ckptplan.profiling.operations import SeenOperations
 from ckptplan.profiling.roofline import flops_rate, op_cost, op_seconds
 from ckptplan.runtime.measure import timed
 
@@ -293,18 +292,6 @@ def _trials(where: torch.device) -> dict[str, list[Trial]]:
     }
 
 
-class _Keys(TorchDispatchMode):
-    """Collects the keys of the operations that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.keys: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.keys.append(op_key(func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
 def _share(kind: str, trials: list[Trial], peaks: Device, where: torch.device, effort_s: float) -> float:
     """Time at the peaks over time taken, of the operations of one class in its trials."""
     at_peak = taken = 0.0
@@ -316,7 +303,7 @@ def _share(kind: str, trials: list[Trial], peaks: Device, where: torch.device, e
             scale *= 2
             run = trial(scale)
             run()
-        with _Keys() as seen:
+        with SeenOperations() as seen:
             run()
         bound_s = sum(op_seconds(key, peaks) for key in seen.keys)
         wanted_s = sum(op_seconds(key, peaks) for key in seen.keys if op_cost(key).kind == kind)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,18 @@ def op_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable
             for x in frozen
         )
     return func, frozen, spec
+
+
+class SeenOperations(TorchDispatchMode):
+    """Collects the keys of the operations that run, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.keys.append(op_key(func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 @functools.cache

@@ -36,7 +36,7 @@ from ckptplan.profiling.operations import writes
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.trace import find_stages, replay
 from ckptplan.runtime.controller import Controller
-from ckptplan.runtime.measure import recorded_allocations
+from ckptplan.runtime.measure import peaks_within, recorded_allocations
 from ckptplan.runtime.step import TrainingStep
 from ckptplan.runtime.stores import NullStore
 from ckptplan.runtime.swap import whole_storage
@@ -144,10 +144,10 @@ class _Witness(TorchDispatchMode):
             with self, ReadingWatched(self._read, by_item=True):
                 run()
 
-        spans: dict[str, int] = {}
+        peaks: dict[str, int] = {}
         try:
             if self._device.type == "cpu":
-                spans = _peaks(*recorded_allocations(watched))
+                peaks = peaks_within(*recorded_allocations(watched))
             else:
                 watched()
         finally:
@@ -155,7 +155,7 @@ class _Witness(TorchDispatchMode):
                 for tensor, before in self._written.values():
                     tensor.data.copy_(before)
         for number, (question, answer) in enumerate(self._found):
-            peak = spans.get(_label(number), answer.peak_bytes)
+            peak = peaks.get(_label(number), answer.peak_bytes)
             noted = Answer(answer.sizes, answer.result, answer.values, peak)
             self._answers.queues.setdefault(question, []).append(noted)
 
@@ -235,24 +235,6 @@ def _storages(tree: Any) -> set[int]:
 
 def _label(number: int) -> str:
     return f"ckptplan asks {number}"
-
-
-def _peaks(events: list[tuple[int, int]], spans: dict[str, tuple[int, int]]) -> dict[str, int]:
-    """Most bytes allocated at once within each span, the spans lying one after the other."""
-    peaks: dict[str, int] = {}
-    position = 0
-    for label, (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
-        if not label.startswith("ckptplan asks"):
-            continue
-        while position < len(events) and events[position][0] < begin:
-            position += 1
-        level = peak = 0
-        while position < len(events) and events[position][0] <= end:
-            level += events[position][1]
-            peak = max(peak, level)
-            position += 1
-        peaks[label] = peak
-    return peaks
 
 
 def _told(result: Any, operands: Any) -> Any:

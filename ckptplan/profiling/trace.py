@@ -325,6 +325,16 @@ def fake_inputs(
     )
 
 
+def segment_name(stages: Sequence[str], segment: int) -> str:
+    """What a segment of a trace is called: a stage's name, or between which stages glue lies; empty without stages."""
+    if segment % 2:
+        return stages[segment // 2]
+    if not stages:
+        return ""
+    after = segment // 2
+    return f"(before {stages[after]})" if after < len(stages) else f"(after {stages[-1]})"
+
+
 def find_stages(step: TrainingStep, target: Target) -> tuple[str, ...]:
     """Names of the stages of `step`, in call order, found by a forward without memory.
 
@@ -479,19 +489,11 @@ class _Tracing:
             born = at(sid[1])
             until = max(last_seen.get(sid, born), born)
             index[sid] = len(storages)
-            name = f"{self._name(sid[1])}/{sid[2]}"
+            name = f"{segment_name(self.names, sid[1])}/{sid[2]}"
             storages.append(
                 Storage(name, nbytes, born, until, to_end=sid in self.kept.output, stays=nbytes < MIN_SWAP_BYTES)
             )
         return storages, index
-
-    def _name(self, segment: int) -> str:
-        if segment % 2:
-            return self.names[segment // 2]
-        before, after = segment // 2 - 1, segment // 2
-        if after == len(self.names):
-            return f"(after {self.names[before]})"
-        return f"(before {self.names[after]})"
 
     def _extra(self, nbytes: int, name: str, k: int) -> int:
         self.storages.append(Storage(name, nbytes, k, k))
@@ -578,7 +580,7 @@ class _Tracing:
             linked = (self.index[s] for s in self.kept.linked.get(g, ()) if s in self.index)
             stages.append(
                 Stage(
-                    name=self._name(g),
+                    name=segment_name(self.names, g),
                     kind=self._kind(g),
                     options=tuple(menu),
                     forward_s=0.0,

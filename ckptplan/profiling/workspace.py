@@ -17,7 +17,7 @@ from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
 from ckptplan.profiling.operations import TensorSpec
-from ckptplan.runtime.measure import recorded_allocations, timed
+from ckptplan.runtime.measure import peaks_within, recorded_allocations, timed
 
 _MIN_BYTES = 1
 _TIME_RUNS = 3
@@ -48,21 +48,7 @@ def measure_workspaces(keys: Iterable[Hashable], device: torch.device) -> tuple[
                 done.add(index)
 
     events, spans = recorded_allocations(run_all)
-    peaks: dict[Hashable, int] = {}
-    position = 0
-    for index, key in enumerate(wanted):
-        if index not in done:
-            continue
-        begin, end = spans[f"ckptplan {index}"]
-        while position < len(events) and events[position][0] < begin:
-            position += 1
-        level = peak = 0
-        while position < len(events) and events[position][0] <= end:
-            level += events[position][1]
-            peak = max(peak, level)
-            position += 1
-        peaks[key] = peak
-    return peaks, failed
+    return peaks_within(events, {wanted[index]: spans[f"ckptplan {index}"] for index in sorted(done)}), failed
 
 
 def cuda_workspaces(keys: Iterable[Any]) -> dict[Hashable, int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import gc
+import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptplan.runtime.step import TrainingStep
+
+T = TypeVar("T")
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -73,6 +77,24 @@ def recorded_allocations(run: Callable[[], Any]) -> tuple[list[tuple[int, int]],
             spans[e.name()] = (e.start_ns(), e.start_ns() + e.duration_ns())
     events.sort(key=lambda event: event[0])  # stable: simultaneous events stay in order of occurrence
     return events, spans
+
+
+def peaks_within(events: list[tuple[int, int]], spans: Mapping[T, tuple[int, int]]) -> dict[T, int]:
+    """Most bytes allocated at once above the level at its begin, per span.
+
+    Parameters
+    ----------
+    events : list of (int, int)
+        Time in ns and bytes, by rising time: as from `recorded_allocations`.
+    spans : mapping
+        Begin and end in ns, both included.
+    """
+    times = [at for at, _ in events]
+    peaks = {}
+    for name, (begin, end) in spans.items():
+        inside = events[bisect.bisect_left(times, begin) : bisect.bisect_right(times, end)]
+        peaks[name] = max(itertools.accumulate((nbytes for _, nbytes in inside), initial=0))
+    return peaks
 
 
 def peak_above_start(run: Callable[[], Any], device: torch.device) -> int:
