@@ -635,6 +635,33 @@ def test_steps_leave_nothing_behind() -> None:
     assert watch() is None
 
 
+@pytest.mark.parametrize("ends", ["next forward", "remove"])
+def test_what_a_failed_backward_leaves_in_the_engine_goes(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    records: list[weakref.ref[swap.Record]] = []
+    original = swap.Record.__init__
+
+    def noted(self: swap.Record, *args: Any) -> None:
+        original(self, *args)
+        records.append(weakref.ref(self))
+
+    monkeypatch.setattr(swap.Record, "__init__", noted)
+    model, inputs = build("transformer")
+    with apply(model, planned("transformer", "swap")) as handle:
+        hook = model.head.weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            clean_step(model, inputs)
+        hook.remove()
+        gc.collect()
+        assert any(record() is not None for record in records), "PyTorch's queue held nothing: is all this needed?"
+        before = len(records)
+        if ends == "remove":
+            handle.remove()
+        else:
+            call(model, inputs)
+        gc.collect()
+        assert not any(record() is not None for record in records[:before])
+
+
 def test_a_model_dropped_with_its_plan_applied() -> None:
     model, inputs = build("mlp")
     apply(model, planned("mlp", "swap"))

@@ -21,6 +21,7 @@ from ckptplan.core.shortage import Shortage
 from ckptplan.core.units import budget_to_bytes, format_bytes, format_seconds
 from ckptplan.runtime import oom
 from ckptplan.runtime.controller import Controller, is_glue
+from ckptplan.runtime.engine import OldGraph
 from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint, model_device, training_config
 from ckptplan.runtime.stores import DISK_BLOCK_BYTES, Store, make_store
 
@@ -396,6 +397,8 @@ def apply(
     check_supported(model)
     limit = None if host_gb is None else budget_to_bytes(host_gb, name="host_gb")
 
+    old_graph = OldGraph(device)
+
     def place(plan: Plan, former: Controller | None) -> tuple[Controller, Store]:
         """Install `plan`, which goes on counting where the one before stopped."""
         blocks = sum(len(choice.moves) for choice in plan.choices)
@@ -412,6 +415,7 @@ def apply(
                 inputs=plan.inputs,
                 one_forward=plan.fingerprint.inputs != "step()",
                 counters=None if former is None else former.counters,
+                old_graph=old_graph,
             )
             controller.install()
         except BaseException:

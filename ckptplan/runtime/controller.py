@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from ckptplan.core.chain import InputTensor, Phase, Segment
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Decision
+from ckptplan.runtime.engine import OldGraph
 from ckptplan.runtime.patching import PatchedForward
 from ckptplan.runtime.recompute import Call, run_recomputed
 from ckptplan.runtime.segments import OpenSegment
@@ -89,6 +90,8 @@ class Controller:
         A step calls the model's own forward once, so such a call begins a pass. Else passes are told by their calls.
     counters : Counters, optional
         To go on counting in.
+    old_graph : OldGraph, optional
+        To free what a failed backward leaves.
 
     Raises
     ------
@@ -111,6 +114,7 @@ class Controller:
         observer: Observer | None = None,
         one_forward: bool = True,
         counters: Counters | None = None,
+        old_graph: OldGraph | None = None,
     ) -> None:
         self._model = model
         self._stages = tuple(stages)
@@ -127,6 +131,7 @@ class Controller:
         self.counters = counters or Counters()
         self.place = Place("forward", 0)
         self.on_backward: Callable[[], None] | None = None
+        self._old_graph = old_graph
         self._task = -1
         self._indices: dict[nn.Module, list[int]] = {}
         modules = dict(model.named_modules())
@@ -197,6 +202,7 @@ class Controller:
         for patch in reversed(self._patches):
             patch.remove()
         self._pass = None
+        self._drop_leftovers()
 
     def at_step_begin(self, on_backward: Callable[[], None]) -> None:
         """A step begins; `on_backward` is to be told when each of its backwards reaches the first stage."""
@@ -207,7 +213,12 @@ class Controller:
         """Whatever pass was under way has failed."""
         self._pass = self._session = None
         self._task = -1
+        self._drop_leftovers()
         self.place = Place("forward", 0)
+
+    def _drop_leftovers(self) -> None:
+        if self._old_graph is not None and torch._C._current_graph_task_id() == -1:
+            self._old_graph.drop_leftovers()
 
     def swapped(self) -> dict[State, list[int]]:
         """Bytes of the storages that this pass moves, by state."""
@@ -217,6 +228,7 @@ class Controller:
         return torch.is_grad_enabled() and self._model.training == self._training
 
     def _begin(self) -> _Pass:
+        self._drop_leftovers()
         # By storage, and anew each pass: parameters may have been moved or replaced since.
         # Weak references, so that the address of a buffer that the forward replaces stays nobody else's meanwhile.
         own = {
