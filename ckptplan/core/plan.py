@@ -255,7 +255,7 @@ class Plan:
             f"plan by {self.planner}: {self.status}, gap {self.gap:.2%} over {self.space}",
             f"peak    {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}; "
             f"swapped {format_bytes(self.host_bytes)}"
-            + (f" to the host, {format_bytes(self.disk_bytes)} to the disk" if self.disk_bytes else "")
+            + (f" to the host and {format_bytes(self.disk_bytes)} to the disk" if self.disk_bytes else "")
             + ("" if self.reserved_bytes is None else f"; reserved {format_bytes(self.reserved_bytes)}"),
             f"step    {format_seconds(self.step_s)}, {self.overhead:+.1%} over keeping everything "
             f"({format_seconds(self.baseline_step_s)})",
