@@ -460,10 +460,13 @@ def test_a_swap_that_gains_nothing_is_dropped() -> None:
 
     swaps = left_over([row.index("swap") for row in names], kept)
     assert (swaps.host_bytes, {choice.action for choice in swaps.choices}) == (0, {"keep"})
-    # In a segment a stage can't keep, and moves nothing.
-    together = [row.index("recompute+swap") if "recompute+swap" in row else row.index("recompute") for row in names]
-    again = left_over(together, kept, (Segment(1, 7),))
-    assert again.host_bytes == 0
+    # In a segment a stage can't keep; it recomputes without moving its input.
+    segment = (Segment(1, 2),)
+    together = [
+        row.index("recompute" if i == 0 else "recompute+swap" if i < 3 else "keep") for i, row in enumerate(names)
+    ]
+    again = left_over(together, kept, segment)
+    assert (again.host_bytes, again.choices[1].option, again.segments) == (0, "recompute", segment)
 
 
 def test_the_last_stage_never_swaps() -> None:
