@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 
 import brute_force
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from ckptplan.core.chain import ACTIONS, Action, Link, Segment
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
-from ckptplan.core.schedule import Overflow, schedule
+from ckptplan.core.schedule import Overflow, residency, schedule
 from ckptplan.core.units import GIB
 from ckptplan.referee import simulate, validate
 from ckptplan.report.tables import swapped
@@ -120,6 +121,7 @@ def test_the_way_for_long_chains_is_sound_on_short_ones(monkeypatch: pytest.Monk
         budget = found.peak_bytes + rng.randint(0, 20)
         plan = solve_profile(profile, budget, time_limit_s=0.6, **limits)
         sound(profile, plan, budget, host, disk)
+        check_host_is_full(profile, plan, host)
         best = brute_force.fastest(profile, budget, within=combinations, **limits)
         assert best is not None
         assert plan.step_s >= best * (1 - 1e-9), seed
@@ -293,6 +295,12 @@ def test_tiered_evaluator_equals_referee() -> None:
                 )
                 assert found.host_bytes <= host
                 assert found.disk_bytes <= disk
+                for i, choice in enumerate(found.choices):
+                    if choice.tier == "disk":  # there is no room for it on the host
+                        assert (
+                            found.host_bytes + evaluator.needs(np.array([found.codes], np.int8), segments).moved[0, i]
+                            > host
+                        )
                 assert found.step_s <= one * (1 + 1e-12)
                 on_disk += found.disk_bytes > 0
     assert on_disk > 30
@@ -315,8 +323,8 @@ def test_exchanges_come_close_to_the_best_division(monkeypatch: pytest.MonkeyPat
         assert found is not None
         assert found.step_s >= best.step_s * (1 - 1e-9)
         worst = max(worst, found.step_s / best.step_s)
-    # Measured: the figure in the comment of the assertion is asserted with room for other chains.
-    assert worst < 1.05
+    # Measured 1.0003 at the worst of these chains.
+    assert worst < 1.01
 
 
 @given(seed=st.integers(0, 10_000), n=st.integers(1, 6), data=st.data())
@@ -475,6 +483,10 @@ def test_the_last_stage_never_swaps() -> None:
         profile = random_chain(seed, 2 + seed % 6)
         codes = [next((c for c, o in enumerate(s.options) if o.moves), 0) for s in profile.stages]
         options = Evaluator(profile).options(codes)
+        assert residency(profile, options).moves[-1] == ()
+        roomy = schedule(profile, options, 1 << 40)
+        assert not isinstance(roomy, Overflow)
+        assert not any(choice.moves for choice in roomy)
         for budget in (Evaluator(profile).peak(codes), everything_kept_bytes(profile)):
             choices = schedule(profile, options, budget)
             if not isinstance(choices, Overflow):
