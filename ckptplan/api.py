@@ -35,8 +35,11 @@ from ckptplan.solving.evaluate import menus as menus_of
 from ckptplan.solving.frontier import frontier_profile, smallest_within
 from ckptplan.solving.planner import solve_profile
 from ckptplan.solving.prices import lower_bound
+from ckptplan.solving.tiers import all_bytes, check_disk
 
 _TIGHTENINGS = 6
+STAGING_BYTES = 64 << 20
+"""Pinned host memory through which bytes go to the disk tier and come back."""
 PLAIN = ("keep", "swap", "recompute", "recompute+swap")
 """The options that every stage has where it can; the others of its menu are its operations' business."""
 
@@ -61,6 +64,7 @@ class Job:
     seed: int
     workers: int | None
     report: Report
+    disk_bytes: int | None = None
 
     def replaying(self, step: TrainingStep, sizes: TrainingBytes) -> Job:
         """The same job with each plan replayed on `step`, which the profile is of."""
@@ -113,6 +117,7 @@ class Job:
                 actions=self.actions,
                 segments=self.segments,
                 host_bytes=self.host_bytes,
+                disk_bytes=self.disk_bytes,
                 time_limit_s=self.time_limit_s,
                 seed=self.seed,
                 workers=self.workers,
@@ -152,7 +157,7 @@ class Job:
 
     def sound(self, plan: Plan) -> Plan:
         """`plan`, which the referee accepts."""
-        broken = validate(self.profile, plan, plan.budget_bytes, host_bytes=self.host_bytes)
+        broken = validate(self.profile, plan, plan.budget_bytes, host_bytes=self.host_bytes, disk_bytes=self.disk_bytes)
         if broken:
             raise CkptPlanError(
                 "the solver gave a plan that the referee rejects, please report it: "
@@ -176,6 +181,7 @@ def solve(
     optimizer: OptimizerLike | None = None,
     device: DeviceLike = None,
     host_gb: float | None = None,
+    disk_gb: float | None = None,
     actions: tuple[Action, ...] = ACTIONS,
     segments: bool = True,
     menus: bool = True,
@@ -201,7 +207,11 @@ def solve(
         Everything the step may hold on the device at any moment, in units of 2**30 bytes; rounded down to bytes. None:
         what the device has free, and what the model holds there already.
     host_gb : float, optional
-        Limit on swapped bytes, in units of 2**30 bytes; 0 lets nothing move.
+        Limit on swapped bytes, in units of 2**30 bytes; 0 lets nothing move, but to the disk where that is allowed.
+    disk_gb : float, optional
+        Most bytes on the disk tier, same unit: what the host can't hold goes there. Needs a `host_gb`, and a profile
+        with such a tier (on CUDA, `swap_dir` has it measured). The disk's staging buffers, which are pinned host
+        memory, count against `host_gb`. None: no disk.
     actions : tuple of str
         Which of "keep", "swap" and "recompute" may be used; "keep" must be.
     segments : bool
@@ -240,7 +250,7 @@ def solve(
         budget_bytes = free_bytes(model_or_profile, find_target(model_or_profile, device))
     job = _job(
         model_or_profile, inputs, loss_fn, optimizer, device, step, amp, swap_dir, menus, actions, segments, host_gb,
-        time_limit_s, seed, workers, on_progress,
+        disk_gb, time_limit_s, seed, workers, on_progress,
     )  # fmt: skip
     if budget_bytes is not None:
         return job.solved(budget_bytes)
@@ -252,6 +262,7 @@ def solve(
             actions=job.actions,
             segments=segments,
             host_bytes=job.host_bytes,
+            disk_bytes=job.disk_bytes,
             time_limit_s=time_limit_s,
             seed=seed,
             workers=workers,
@@ -272,6 +283,7 @@ def frontier(
     optimizer: OptimizerLike | None = None,
     device: DeviceLike = None,
     host_gb: float | None = None,
+    disk_gb: float | None = None,
     actions: tuple[Action, ...] = ACTIONS,
     segments: bool = True,
     menus: bool = True,
@@ -305,7 +317,7 @@ def frontier(
     """
     job = _job(
         model_or_profile, inputs, loss_fn, optimizer, device, step, amp, swap_dir, menus, actions, segments, host_gb,
-        time_limit_s / max(points, 1), seed, workers, on_progress,
+        disk_gb, time_limit_s / max(points, 1), seed, workers, on_progress,
     )  # fmt: skip
     plans = frontier_profile(
         job.profile,
@@ -313,6 +325,7 @@ def frontier(
         actions=job.actions,
         segments=segments,
         host_bytes=job.host_bytes,
+        disk_bytes=job.disk_bytes,
         time_limit_s=time_limit_s,
         seed=seed,
         workers=workers,
@@ -378,7 +391,8 @@ def explain(
         profile,
         menu,
         plan.budget_bytes,
-        host_bytes=host_limit(host_gb),
+        # As one tier at the link's rate, to which the plan's disk bytes are added: the prices are estimates.
+        host_bytes=all_bytes(host_limit(host_gb), plan.disk_bytes),
         segments=segments and "recompute" in actions,
         deadline=time.monotonic() + time_limit_s,
     )
@@ -387,11 +401,43 @@ def explain(
     return explanation(profile, plan, worth=worth, actions=actions)
 
 
-def host_limit(host_gb: float | None) -> int | None:
-    """Whole bytes on the host tier; None: no limit."""
+def host_limit(host_gb: float | None, *, name: str = "host_gb") -> int | None:
+    """Whole bytes on the host tier, or another; None: no limit."""
     if host_gb is None:
         return None
-    return 0 if host_gb is not False and host_gb == 0 else budget_to_bytes(host_gb, name="host_gb")
+    return 0 if host_gb is not False and host_gb == 0 else budget_to_bytes(host_gb, name=name)
+
+
+def disk_limit(disk_gb: float | None, host_gb: float | None) -> int | None:
+    """Whole bytes on the disk tier; None: there is none.
+
+    Raises
+    ------
+    InvalidInputError
+        If the host has no limit: then nothing would ever go to the disk.
+    """
+    if disk_gb and host_gb is None:
+        raise InvalidInputError(
+            f"disk_gb={disk_gb} without host_gb: only what the host can't hold goes to the disk, so say what it can "
+            "hold; host_gb=0 sends all to the disk"
+        )
+    return host_limit(disk_gb, name="disk_gb")
+
+
+def beside_staging(host_bytes: int, staging_bytes: int) -> int:
+    """What is left of the host's limit for plans, when the disk's staging buffers have theirs.
+
+    Raises
+    ------
+    InvalidInputError
+        If there is less than these need.
+    """
+    if host_bytes < staging_bytes:
+        raise InvalidInputError(
+            f"host_gb={host_bytes / GIB:g} holds {format_bytes(host_bytes)}; the pinned buffers through which bytes go "
+            f"to the disk need {format_bytes(staging_bytes)}; raise host_gb, or leave disk_gb out"
+        )
+    return host_bytes - staging_bytes
 
 
 def _job(
@@ -407,13 +453,15 @@ def _job(
     actions: tuple[Action, ...],
     segments: bool,
     host_gb: float | None,
+    disk_gb: float | None,
     time_limit_s: float,
     seed: int,
     workers: int | None,
     on_progress: Report | None,
 ) -> Job:
     report = on_progress or (lambda text: None)
-    limits = (tuple(actions), segments, host_limit(host_gb), time_limit_s, seed, workers, report)
+    host_bytes, disk_bytes = host_limit(host_gb), disk_limit(disk_gb, host_gb)
+    limits = (time_limit_s, seed, workers, report, disk_bytes)
     if isinstance(model_or_profile, Profile):
         given = {
             "inputs": inputs,
@@ -426,16 +474,26 @@ def _job(
         extra = [name for name, value in given.items() if value is not None]
         if extra:
             raise InvalidInputError(f"{', '.join(extra)} can't be given with a profile, which is measured already")
-        return Job(model_or_profile if menus else _plain(model_or_profile), None, False, *limits)
+        check_disk(model_or_profile, host_bytes, disk_bytes)
+        # A hand-written profile is of no device, and on the CPU the host tier is a disk that needs no such buffers.
+        staged = model_or_profile.fingerprint.device not in ("", "cpu")
+        if host_bytes is not None and disk_bytes and staged:
+            host_bytes = beside_staging(host_bytes, STAGING_BYTES)
+        subject = model_or_profile if menus else _plain(model_or_profile)
+        return Job(subject, None, False, tuple(actions), segments, host_bytes, *limits)
     model = model_or_profile
     target = find_target(model, device)
     check_supported(model)
+    if host_bytes is not None and disk_bytes and target.is_cuda:
+        host_bytes = beside_staging(host_bytes, STAGING_BYTES)
     # Once, so that profile and replay see the very same inputs, whether given or found.
     training, notes = training_step(model, inputs, loss_fn=loss_fn, step=step, target=target, amp=amp)
     measured = profile_step(
         training, target, optimizer=optimizer, swap_dir=swap_dir, menus=menus, notes=notes, on_progress=on_progress
     )
-    return Job(measured, None, False, *limits).replaying(training, TrainingBytes(model, target, optimizer=optimizer))
+    check_disk(measured, host_bytes, disk_bytes)
+    job = Job(measured, None, False, tuple(actions), segments, host_bytes, *limits)
+    return job.replaying(training, TrainingBytes(model, target, optimizer=optimizer))
 
 
 def _plain(profile: Profile) -> Profile:
@@ -532,7 +590,7 @@ def apply(
         if profile is not None:
             plan.require_profile(profile)
             limits = (tuple(actions), segments, host_limit(host_gb), time_limit_s, 0, None, lambda text: None)
-            adviser = _Adviser(Job(profile, None, False, *limits))
+            adviser = _Adviser(Job(profile, None, False, *limits, disk_bytes=plan.disk_bytes or None))
         rule = OnOom(adviser, retries if on_oom == "replan" else 0)
     return apply_plan(model, plan, swap_dir=swap_dir, host_gb=host_gb, on_oom=rule)
 

@@ -28,7 +28,7 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.units import budget_to_bytes, format_bytes, format_seconds
 from ckptplan.referee import Violation, simulate, validate
 from ckptplan.referee.rules import broken_rules
-from ckptplan.report.tables import FitRow, Row, fit_table, frontier_table, planners_table
+from ckptplan.report.tables import FitRow, Row, fit_table, frontier_table, planners_table, swapped
 
 if TYPE_CHECKING:  # it imports torch
     from ckptplan.survey import DeviceFit
@@ -94,6 +94,10 @@ Budget = Annotated[str | None, typer.Option("--budget-gb", metavar="X", help="De
 HostLimit = Annotated[
     str | None, typer.Option(metavar="X", help="Most bytes on the host tier, same unit; default: no limit.")
 ]
+DiskLimit = Annotated[
+    str | None,
+    typer.Option(metavar="X", help="Most bytes on the disk tier, same unit: what the host can't hold; default: none."),
+]
 Actions = Annotated[str, typer.Option(help="What stages may do, separated by commas.")]
 Together = Annotated[bool, typer.Option("--segments/--no-segments", help="Whether stages may be recomputed together.")]
 TimeLimit = Annotated[float, typer.Option(min=0.1, help="Seconds the solver may take.")]
@@ -128,6 +132,7 @@ def solve(
         typer.Option(metavar="X", help="Instead: the smallest peak within this slowdown, 0.1 for 10 per cent."),
     ] = None,
     host_gb: HostLimit = None,
+    disk_gb: DiskLimit = None,
     actions: Actions = EVERY_ACTION,
     segments: Together = True,
     time_limit: TimeLimit = 10.0,
@@ -142,7 +147,12 @@ def solve(
     """
     if (budget_gb is None) == (max_overhead is None):
         raise InvalidInputError("give either --budget-gb, in units of 2**30 bytes, or --max-overhead, 0.1 for 10 %")
-    limits = {"host_gb": _number(host_gb, "--host-gb", least=0), "actions": _actions(actions), "segments": segments}
+    limits = {
+        "host_gb": _number(host_gb, "--host-gb", least=0),
+        "disk_gb": _number(disk_gb, "--disk-gb", least=0),
+        "actions": _actions(actions),
+        "segments": segments,
+    }
     budget = _number(budget_gb, "--budget-gb")
     subject, inputs = _subject(source)
     from ckptplan.api import solve as solve_subject
@@ -167,6 +177,7 @@ def frontier(
     source: Source,
     points: Annotated[int, typer.Option(min=2, help="Most plans, both ends included.")] = 12,
     host_gb: HostLimit = None,
+    disk_gb: DiskLimit = None,
     actions: Actions = EVERY_ACTION,
     segments: Together = True,
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for all plans together.")] = 60.0,
@@ -181,7 +192,12 @@ def frontier(
 
     Example: [bold]ckptplan frontier profile.json --points 8 --plot frontier.png[/bold]
     """
-    limits = {"host_gb": _number(host_gb, "--host-gb", least=0), "actions": _actions(actions), "segments": segments}
+    limits = {
+        "host_gb": _number(host_gb, "--host-gb", least=0),
+        "disk_gb": _number(disk_gb, "--disk-gb", least=0),
+        "actions": _actions(actions),
+        "segments": segments,
+    }
     subject, inputs = _subject(source)
     from ckptplan.api import frontier as frontier_of
 
@@ -261,7 +277,7 @@ def simulate_command(
     profile, plan = Profile.load(profile_file), Plan.load(plan_file)
     plan.require_profile(profile)
     budget_bytes = plan.budget_bytes if budget_gb is None else _bytes(budget_gb, "--budget-gb")
-    violations = validate(profile, plan, budget_bytes)
+    violations = validate(profile, plan, budget_bytes, disk_bytes=plan.disk_bytes)
     if not broken_rules(profile, plan.choices, plan.segments):  # else a replay would mean nothing
         _show_timeline(profile, plan, budget_bytes)
     _show_violations(violations)
@@ -825,7 +841,7 @@ def _show_timeline(profile: Profile, plan: Plan, budget_bytes: int) -> None:
         ("step", f"{format_seconds(timeline.makespan_s)}, keep-all {format_seconds(profile.baseline_step_s)}"),
         ("recompute", format_seconds(busy["recompute"])),
         ("waiting for transfers", format_seconds(timeline.stall_s)),
-        ("swapped", f"{format_bytes(timeline.host_bytes)}: {format_seconds(busy['out'])} out, "
+        ("swapped", f"{swapped(timeline)}: {format_seconds(busy['out'])} out, "
                     f"{format_seconds(busy['in'])} in"),
     ):  # fmt: skip
         table.add_row(label, escape(text))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -135,15 +136,31 @@ def decision(
     return Decision(option.action, moves, release, prefetch, option.name, option.ops)
 
 
+def divisions(
+    choices: Sequence[Decision], sizes: Sequence[int], host_bytes: int | None, disk_bytes: int
+) -> Iterator[tuple[Decision, ...]]:
+    """Every choice of tiers that keeps both limits; `sizes` are what stages move."""
+    movers = [i for i, choice in enumerate(choices) if choice.moves]
+    for on_disk in itertools.product((False, True) if disk_bytes else (False,), repeat=len(movers)):
+        disk = [i for i, away in zip(movers, on_disk, strict=True) if away]
+        disk_size = sum(sizes[i] for i in disk)
+        if disk_size > disk_bytes or (
+            host_bytes is not None and sum(sizes[i] for i in movers) - disk_size > host_bytes
+        ):
+            continue
+        yield tuple(replace(choice, tier="disk") if i in disk else choice for i, choice in enumerate(choices))
+
+
 def smallest_peak(
     profile: Profile,
     *,
     actions: Sequence[str] = ACTIONS,
     host_bytes: int | None = None,
+    disk_bytes: int = 0,
     segments: bool = True,
     within: Iterable[Combination] | None = None,
 ) -> int:
-    """Smallest peak of any plan that sends at most `host_bytes` to the host tier.
+    """Smallest peak of any plan that sends at most so many bytes to each tier.
 
     Parameters
     ----------
@@ -159,13 +176,15 @@ def smallest_peak(
         if bound >= best:
             break
         movers = [i for i, positions in enumerate(r.moves) if positions]
-        # The first of them that the host tier has room for: queues are first in, first out.
-        while host_bytes is not None and sum(r.moved_bytes[i] for i in movers) > host_bytes:
+        # The first of them that the tiers have room for: queues are first in, first out.
+        while True:
+            choices = [
+                decision(option, r.moves[i] if i in movers else (), i, r.needed[i])
+                for i, option in enumerate(found.options)
+            ]
+            if any(True for _ in divisions(choices, r.moved_bytes, host_bytes, disk_bytes)):
+                break
             movers.pop()
-        choices = [
-            decision(option, r.moves[i] if i in movers else (), i, r.needed[i])
-            for i, option in enumerate(found.options)
-        ]
         timeline = simulate(profile, choices, found.segments)
         assert timeline.peak_bytes >= bound, (timeline.peak_bytes, bound, found)
         best = min(best, timeline.peak_bytes)
@@ -178,6 +197,7 @@ def fastest(
     *,
     actions: Sequence[str] = ACTIONS,
     host_bytes: int | None = None,
+    disk_bytes: int = 0,
     segments: bool = True,
     within: Iterable[Combination] | None = None,
 ) -> float | None:
@@ -197,10 +217,13 @@ def fastest(
         choices = schedule(profile, found.options, budget_bytes, found.segments)
         if isinstance(choices, Overflow):
             continue
-        timeline = simulate(profile, choices, found.segments)
-        assert timeline.peak_bytes <= budget_bytes, (timeline.peak_bytes, budget_bytes, found)
-        if host_bytes is None or timeline.host_bytes <= host_bytes:
-            best = min(best, timeline.makespan_s)
+        sizes = residency(profile, found.options, found.segments).moved_bytes
+        for divided in divisions(choices, sizes, host_bytes, disk_bytes):
+            timeline = simulate(profile, divided, found.segments)
+            assert timeline.peak_bytes <= budget_bytes, (timeline.peak_bytes, budget_bytes, found)
+            assert timeline.disk_bytes <= disk_bytes
+            if host_bytes is None or timeline.host_bytes <= host_bytes:
+                best = min(best, timeline.makespan_s)
     return None if best == math.inf else best
 
 

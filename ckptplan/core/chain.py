@@ -15,6 +15,7 @@ NOTE [Residency]
    resident in forward steps `k <= release` and in backward steps `k <= prefetch`, with `o <= release` and
    `last <= prefetch`, where `last` is the last stage of the outermost segment around `o`, or `o` outside of any. Both
    points are met where a module begins or ends, so neither lies in glue after the last module, and prefetch in none.
+   All that a stage moves goes to one tier, host or disk; which one changes times alone, never the device's bytes.
 5. Bytes of a step = base(step) + resident storages at its start + what the stage's option adds on top at the worst
    moment, what it makes included.
 6. A segment `a..b` runs forward with its stages' recompute options. Just before backward `b`, its *sweep* runs the
@@ -175,7 +176,7 @@ class Option:
     recomputes : bool
         Backward runs its forward again, all of it or what `ops` leaves.
     moves : tuple of int
-        Positions in `saved` of what goes to the host tier where rule 4 of NOTE [Residency] lets it.
+        Positions in `saved` of what leaves the device where rule 4 of NOTE [Residency] lets it.
     ops : tuple of int
         Operations whose outputs a recomputing stage saves all the same, by their number in its forward.
     """
@@ -390,7 +391,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The way to the host tier and back: two first-in-first-out queues."""
+    """The way to a tier and back, at what speed a transfer passes the two first-in-first-out queues."""
 
     out_bytes_per_s: float
     in_bytes_per_s: float
@@ -406,9 +407,17 @@ class Link:
         check_seconds("link", latency_s=self.latency_s)
 
     def out_s(self, nbytes: int) -> float:
-        """Time one transfer of `nbytes` takes to the host tier, alone."""
+        """Time one transfer of `nbytes` takes to the tier, alone."""
         return self.latency_s + nbytes / self.out_bytes_per_s
 
     def in_s(self, nbytes: int) -> float:
-        """Time one transfer of `nbytes` takes from the host tier, alone."""
+        """Time one transfer of `nbytes` takes from the tier, alone."""
         return self.latency_s + nbytes / self.in_bytes_per_s
+
+    def behind(self, nearer: Link) -> Link:
+        """The same link, in nothing faster than `nearer`, through which its transfers pass; for what was measured."""
+        return Link(
+            min(self.out_bytes_per_s, nearer.out_bytes_per_s),
+            min(self.in_bytes_per_s, nearer.in_bytes_per_s),
+            max(self.latency_s, nearer.latency_s),
+        )

@@ -39,7 +39,7 @@ class Decision:
     ----------
     action : "keep", "swap" or "recompute"
     moves : tuple of int
-        Positions in the option's `saved` that go to the host tier.
+        Positions in the option's `saved` that leave the device.
     release, prefetch : int or None
         Release point: the forward step by whose end the moved storages have left the device. Prefetch point: the
         backward step at whose start their return is issued. Stage indices, set exactly when `moves` is not empty.
@@ -245,7 +245,8 @@ class Plan:
             names = self.stages[start] if start == i else f"{self.stages[start]} .. {self.stages[i]} ({i - start + 1})"
             release = "" if choice.release is None else self.stages[choice.release]
             prefetch = "" if choice.prefetch is None else self.stages[choice.prefetch]
-            rows.append((names, choice.option + _together(around.get(i)), release, prefetch))
+            disk = " to disk" if choice.tier == "disk" else ""
+            rows.append((names, choice.option + disk + _together(around.get(i)), release, prefetch))
             start = i + 1
         widths = [max(len(row[c]) for row in rows) for c in range(4)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -254,6 +255,7 @@ class Plan:
             f"plan by {self.planner}: {self.status}, gap {self.gap:.2%} over {self.space}",
             f"peak    {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}; "
             f"swapped {format_bytes(self.host_bytes)}"
+            + (f" to the host and {format_bytes(self.disk_bytes)} to the disk" if self.disk_bytes else "")
             + ("" if self.reserved_bytes is None else f"; reserved {format_bytes(self.reserved_bytes)}"),
             f"step    {format_seconds(self.step_s)}, {self.overhead:+.1%} over keeping everything "
             f"({format_seconds(self.baseline_step_s)})",

@@ -85,7 +85,7 @@ class Profile:
     notes : tuple of str
         What a reader must know about how it was made.
     disk : Link or None
-        The way to the disk tier behind the host; None: there is none.
+        The way to the disk tier behind the host, in nothing faster than `link`; None: there is none.
     """
 
     stages: tuple[Stage, ...]
@@ -105,6 +105,11 @@ class Profile:
         check_type("profile", Link, link=self.link)
         if self.disk is not None:
             check_type("profile", Link, disk=self.disk)
+            if self.disk != self.disk.behind(self.link):
+                raise InvalidInputError(
+                    f"profile: {self.disk} is the way to the disk and faster than {self.link}, through which its "
+                    "transfers pass; give the slower of both (disk.behind(link))"
+                )
         check_type("profile", Fingerprint, fingerprint=self.fingerprint)
         check_each("profile", str, notes=self.notes)
         check_each("profile", int, base_forward_bytes=self.base_forward_bytes)
@@ -207,6 +212,8 @@ class Profile:
         backward_temp_bytes: Sequence[int] | None = None,
         out_bytes_per_s: float = 1e10,
         in_bytes_per_s: float = 1e10,
+        disk_out_bytes_per_s: float | None = None,
+        disk_in_bytes_per_s: float | None = None,
     ) -> Profile:
         """The textbook chain of Beaumont et al. (2019): stage i maps output i-1 to output i.
 
@@ -224,12 +231,22 @@ class Profile:
             Bytes of the chain's input.
         out_bytes_per_s, in_bytes_per_s : float
             Link bandwidth.
+        disk_out_bytes_per_s, disk_in_bytes_per_s : float, optional
+            Bandwidth to and from a disk tier behind the host, both or neither.
 
         Raises
         ------
         InvalidInputError
             On lengths that differ, saved sets smaller than the output, or values that aren't finite and 0 or more.
         """
+        if (disk_out_bytes_per_s is None) != (disk_in_bytes_per_s is None):
+            raise InvalidInputError(
+                f"chain: disk_out_bytes_per_s={disk_out_bytes_per_s}, disk_in_bytes_per_s={disk_in_bytes_per_s}; a "
+                "disk tier needs both"
+            )
+        disk = None
+        if disk_out_bytes_per_s is not None and disk_in_bytes_per_s is not None:
+            disk = Link(disk_out_bytes_per_s, disk_in_bytes_per_s)
         n = len(forward_s)
         forward_temp = list(forward_temp_bytes) if forward_temp_bytes is not None else [0] * n
         backward_temp = list(backward_temp_bytes) if backward_temp_bytes is not None else [0] * n
@@ -283,6 +300,7 @@ class Profile:
             update_peak_bytes=input_bytes,
             link=Link(out_bytes_per_s, in_bytes_per_s),
             resident_bytes=input_bytes,
+            disk=disk,
         )
 
 

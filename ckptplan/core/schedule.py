@@ -10,11 +10,11 @@ lets a later step start sooner. Backward is the same in reversed time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ckptplan.core.chain import Option, Phase, Segment, Stage, enforceable_points
+from ckptplan.core.chain import Option, Phase, Segment, Stage, Tier, enforceable_points
 from ckptplan.core.plan import Decision
 from ckptplan.core.profile import Profile
 
@@ -269,12 +269,23 @@ def sweeps_of(
 
 
 def schedule(
-    profile: Profile, options: Sequence[Option], budget_bytes: int, segments: Sequence[Segment] = ()
+    profile: Profile,
+    options: Sequence[Option],
+    budget_bytes: int,
+    segments: Sequence[Segment] = (),
+    *,
+    on_disk: Collection[int] = (),
 ) -> tuple[Decision, ...] | Overflow:
     """Decisions for `options` with the laziest release and the earliest prefetch points that fit the budget.
 
     What never needs to be away doesn't move: queues are first in, first out, so nothing else waits longer for it. A
-    swap that moves nothing becomes a keep where that costs no byte and pins nothing that another stage moves.
+    swap that moves nothing becomes a keep where that costs no byte and pins nothing that another stage moves. How long
+    a copy takes has no part in this, so the points are the best for every choice of tiers.
+
+    Parameters
+    ----------
+    on_disk : collection of int
+        The stages whose moves go to the disk tier; all others' go to the host.
 
     Returns
     -------
@@ -299,7 +310,8 @@ def schedule(
     for i, (stage, option) in enumerate(zip(profile.stages, options, strict=True)):
         if away[i]:
             points = (last_release[release[i]], last_prefetch[prefetch[i]])
-            choices.append(Decision(option.action, r.moves[i], *points, option.name, option.ops))
+            tier: Tier = "disk" if i in on_disk else "host"
+            choices.append(Decision(option.action, r.moves[i], *points, option.name, option.ops, tier))
             continue
         if option.moves:
             option = _in_place(stage, option, moved)

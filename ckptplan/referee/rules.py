@@ -11,7 +11,8 @@ from ckptplan.core.plan import Decision
 from ckptplan.core.profile import Profile
 
 Kind = Literal[
-    "stages", "option", "segment", "moves", "points", "held", "budget", "host budget", "prediction", "bound"
+    "stages", "option", "segment", "moves", "points", "tier", "held", "budget", "host budget", "disk budget",
+    "prediction", "bound"
 ]  # fmt: skip
 
 
@@ -51,6 +52,7 @@ def broken_rules(profile: Profile, choices: Sequence[Decision], segments: Sequen
     return (
         *_moves(profile, choices, held),
         *_points(profile, choices, around),
+        *_tiers(profile, choices),
         *_holders(profile, choices, held),
     )
 
@@ -130,6 +132,14 @@ def _points(profile: Profile, choices: Sequence[Decision], around: dict[int, Seg
             yield Violation("points", stage.name, f"prefetch point {choice.prefetch} is not in [{back_by}, {n})")
         elif choice.prefetch not in meets:
             yield Violation("points", stage.name, "prefetch point outside of any module's backward")
+
+
+def _tiers(profile: Profile, choices: Sequence[Decision]) -> Iterator[Violation]:
+    if profile.disk is not None:
+        return
+    for stage, choice in zip(profile.stages, choices, strict=True):
+        if choice.tier == "disk":
+            yield Violation("tier", stage.name, "moves to the disk, and the profile knows no disk tier")
 
 
 def _holders(profile: Profile, choices: Sequence[Decision], held: Sequence[tuple[int, ...]]) -> Iterator[Violation]:

@@ -9,7 +9,8 @@ the plan. The rules it follows are NOTE [Residency] in core/chain.py and these, 
 3. At the start of backward step k the returns of all stages with `prefetch == k` join the inward queue, the highest
    stage first. Compute waits at the start of a stage's backward until its return is done; at the start of the backward
    of an outermost segment's last stage, until the returns of all its stages are.
-4. Queues are first in, first out, one transfer at a time, each direction alone; backlog carries over.
+4. Queues are first in, first out, one transfer at a time, each direction alone; backlog carries over. Both tiers share
+   them: a transfer to the host takes the time that `link` says, one to the disk that of `disk`.
 5. A segment's sweep runs after these waits and before its last stage's own recompute; each of its runs takes the
    stage's `forward_s`. The sweep of an inner segment runs at the start of its own last stage's backward. In its
    backward step, a stage that a sweep kept takes `backward_s` alone, the last stage of a segment its `recompute_s` too.
@@ -68,6 +69,7 @@ class Timeline:
     peak_phase: Phase
     makespan_s: float
     host_bytes: int
+    disk_bytes: int
     steps: tuple[StepBytes, ...]
     events: tuple[Event, ...]
     runs: tuple[int, ...]
@@ -121,7 +123,8 @@ def replay(profile: Profile, choices: Sequence[Decision], segments: Sequence[Seg
         worst.stage,
         worst.phase,
         step.clock.now,
-        sum(step.moved_bytes),
+        sum(n for n, choice in zip(step.moved_bytes, choices, strict=True) if choice.tier == "host"),
+        sum(n for n, choice in zip(step.moved_bytes, choices, strict=True) if choice.tier == "disk"),
         tuple(step.steps),
         tuple(step.clock.events),
         tuple(step.runs),
@@ -177,8 +180,7 @@ class _Device:
 class _Clock:
     """Compute's time, and when each transfer queue is free again."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self) -> None:
         self.now = 0.0
         self.events: list[Event] = []
         self._out_free = self._in_free = 0.0
@@ -192,15 +194,15 @@ class _Clock:
             self.events.append(Event("compute", "wait", stage, self.now, until))
             self.now = until
 
-    def send(self, stage: str, nbytes: int) -> float:
+    def send(self, stage: str, nbytes: int, way: Link) -> float:
         begin = max(self.now, self._out_free)
-        self._out_free = begin + self._link.out_s(nbytes)
+        self._out_free = begin + way.out_s(nbytes)
         self.events.append(Event("out", "out", stage, begin, self._out_free))
         return self._out_free
 
-    def fetch(self, stage: str, nbytes: int) -> float:
+    def fetch(self, stage: str, nbytes: int, way: Link) -> float:
         begin = max(self.now, self._in_free)
-        self._in_free = begin + self._link.in_s(nbytes)
+        self._in_free = begin + way.in_s(nbytes)
         self.events.append(Event("in", "in", stage, begin, self._in_free))
         return self._in_free
 
@@ -214,7 +216,10 @@ class _Step:
         self.steps: list[StepBytes] = []
         self.runs = [1] * n
         self.device = _Device(profile.storages)
-        self.clock = _Clock(profile.link)
+        self.clock = _Clock()
+        self.ways = [
+            profile.disk if choice.tier == "disk" and profile.disk is not None else profile.link for choice in choices
+        ]
         # How each stage ran last: by its decision, or as a sweep ran it.
         self.option: list[Option] = [
             stage.option(choice.option) for stage, choice in zip(self.stages, choices, strict=True)
@@ -293,7 +298,7 @@ class _Step:
         for s in self.program_ends[k]:
             self.device.drop((s, 0), _PROGRAM)
         if self.moved[k]:
-            self.done[k] = self.clock.send(name, self.moved_bytes[k])
+            self.done[k] = self.clock.send(name, self.moved_bytes[k], self.ways[k])
         for i in self.release_at[k]:
             self.clock.wait(self.done[i], name)
             for s in self.moved[i]:
@@ -307,7 +312,7 @@ class _Step:
     def backward(self, k: int) -> None:
         stage = self.stages[k]
         for i in reversed(self.fetch_at[k]):
-            self.done[i] = self.clock.fetch(self.stages[i].name, self.moved_bytes[i])
+            self.done[i] = self.clock.fetch(self.stages[i].name, self.moved_bytes[i], self.ways[i])
             for s in self.moved[i]:
                 self.device.bring_back((s, 0))
         for i in reversed(self.wait_at[k]):

@@ -11,7 +11,12 @@ __all__ = ["Kind", "Violation", "validate"]
 
 
 def validate(
-    profile: Profile, plan: Plan, budget_bytes: int, *, host_bytes: int | None = None
+    profile: Profile,
+    plan: Plan,
+    budget_bytes: int,
+    *,
+    host_bytes: int | None = None,
+    disk_bytes: int | None = None,
 ) -> tuple[Violation, ...]:
     """The rules `plan` breaks on `profile`, empty when it is sound.
 
@@ -20,7 +25,9 @@ def validate(
     budget_bytes : int
         Limit on the device.
     host_bytes : int, optional
-        Limit on the host tier.
+        Limit on the host tier; None: no limit.
+    disk_bytes : int, optional
+        Limit on the disk tier; None: there is no such tier.
 
     Returns
     -------
@@ -41,10 +48,14 @@ def validate(
             broken.append(Violation("budget", step.stage, f"{what} {step.peak_bytes} of {budget_bytes} bytes"))
     if host_bytes is not None and timeline.host_bytes > host_bytes:
         broken.append(Violation("host budget", "", f"{timeline.host_bytes} of {host_bytes} bytes"))
+    if timeline.disk_bytes > (disk_bytes or 0):
+        broken.append(Violation("disk budget", "", f"{timeline.disk_bytes} of {disk_bytes or 0} bytes"))
     if timeline.peak_bytes != plan.peak_bytes:
         broken.append(Violation("prediction", "", f"peak {plan.peak_bytes}, replayed {timeline.peak_bytes} bytes"))
     if timeline.host_bytes != plan.host_bytes:
         broken.append(Violation("prediction", "", f"host {plan.host_bytes}, replayed {timeline.host_bytes} bytes"))
+    if timeline.disk_bytes != plan.disk_bytes:
+        broken.append(Violation("prediction", "", f"disk {plan.disk_bytes}, replayed {timeline.disk_bytes} bytes"))
     # 1e-9: the planner may add the same seconds in another order.
     if abs(timeline.makespan_s - plan.step_s) > 1e-9 * max(1.0, plan.step_s):
         broken.append(Violation("prediction", "", f"step {plan.step_s}, replayed {timeline.makespan_s} s"))

@@ -232,9 +232,11 @@ def _alternative(
     profile: Profile, plan: Plan, name: str, options: Sequence[Option], segments: tuple[Segment, ...]
 ) -> Alternative:
     missing = 0
-    choices = schedule(profile, options, plan.budget_bytes, segments)
+    # What moves now stays on its tier; what doesn't would go to the host.
+    on_disk = [i for i, choice in enumerate(plan.choices) if choice.tier == "disk"]
+    choices = schedule(profile, options, plan.budget_bytes, segments, on_disk=on_disk)
     while isinstance(choices, Overflow):
         missing = choices.bytes - plan.budget_bytes
-        choices = schedule(profile, options, plan.budget_bytes + missing, segments)
+        choices = schedule(profile, options, plan.budget_bytes + missing, segments, on_disk=on_disk)
     makespan_s = simulate(profile, replace(plan, choices=choices, segments=segments)).makespan_s
     return Alternative(name, makespan_s - plan.step_s, missing)

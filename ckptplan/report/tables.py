@@ -11,6 +11,7 @@ from rich.table import Table
 from ckptplan.core.chain import ACTIONS
 from ckptplan.core.plan import Plan
 from ckptplan.core.units import format_bytes, format_seconds
+from ckptplan.referee import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +106,18 @@ def frontier_table(plans: Sequence[Plan]) -> Table:
             format_seconds(plan.step_s),
             f"{max(plan.overhead, 0.0):.1%}",
             f"{plan.gap:.2%}",
-            format_bytes(plan.host_bytes),
+            swapped(plan),
             *map(str, counts),
             str(len(plan.segments)),
         )
     return table
+
+
+def swapped(found: Plan | Timeline) -> str:
+    """The bytes that move, by tier where some go to the disk."""
+    if not found.disk_bytes:
+        return format_bytes(found.host_bytes)
+    return f"{format_bytes(found.host_bytes)} + {format_bytes(found.disk_bytes)} to disk"
 
 
 def comparison_table(rows: Sequence[Row], *, title: str | None = None) -> Table:

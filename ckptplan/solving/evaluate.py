@@ -95,6 +95,41 @@ class Schedule:
     peak_bytes: int
     host_bytes: int
     segments: Segments = ()
+    disk_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """Plans as their two lanes; shapes (vectors, stages), of `joined` (stages + 1,).
+
+    `front[:, k]` is the first stage whose bytes may still be there in step `k`; `moved` are the bytes that move in the
+    end, and `joined[k]` says how many stages' copies have joined the backward lane when step `k` starts.
+    """
+
+    front_forward: NDArray[np.int64]
+    front_backward: NDArray[np.int64]
+    moved: NDArray[np.int64]
+    joined: NDArray[np.int64]
+    forward_s: NDArray[np.float64]
+    backward_s: NDArray[np.float64]
+
+    def take(self, rows: NDArray[np.int64]) -> Queued:
+        """These rows, as often as they are named."""
+        return replace(
+            self,
+            front_forward=self.front_forward[rows],
+            front_backward=self.front_backward[rows],
+            moved=self.moved[rows],
+            forward_s=self.forward_s[rows],
+            backward_s=self.backward_s[rows],
+        )
+
+    def seconds(self, out_s: NDArray[np.float64], in_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Makespans, for these times of each stage's copies."""
+        in_order = np.arange(self.moved.shape[1] + 1)
+        return _lane(self.front_forward, out_s, in_order, self.forward_s) + _lane(
+            self.front_backward, in_s, self.joined, self.backward_s
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +184,17 @@ class Evaluator:
     profile : Profile
     host_bytes : int, optional
         Limit on what is moved in all.
+
+    Attributes
+    ----------
+    exact : bool
+        Whether all answers so far were the best there are for the plans asked about; here they always are.
     """
 
     def __init__(self, profile: Profile, host_bytes: int | None = None) -> None:
         self.profile = profile
         self.host_bytes = host_bytes
+        self.exact = True
         self.holders = holders_of(profile)
         self._glue = [stage.is_glue for stage in profile.stages]
         self._points = enforceable_points(self._glue)
@@ -249,17 +290,29 @@ class Evaluator:
         kept = np.flatnonzero(lazy.fits)
         if len(kept) == 0:
             return out
-        t = self._tables(segments)
-        link, n = self.profile.link, codes.shape[1]
-        forward_s = np.broadcast_to(self._forward_s, (len(kept), n))
-        backward_s = t.backward_s[np.arange(n), codes[kept]]
-        moved = np.where(np.arange(n) < lazy.cutoff[kept, None], lazy.needs.moved[kept], 0)
-        in_order = np.arange(n + 1)
-        out[kept] = _lane(lazy.front_forward[kept], moved, in_order, forward_s, link.latency_s, link.out_bytes_per_s)
-        out[kept] += _lane(lazy.front_backward[kept], moved, t.joined, backward_s, link.latency_s, link.in_bytes_per_s)
+        out[kept] = self.queued_s(self._queued(lazy, codes, kept, segments))
         # The same seconds added in another order may come out a rounding below the baseline.
         np.maximum(out, self.profile.baseline_step_s, out=out)
         return out
+
+    def _queued(self, lazy: _Lazy, codes: Codes, kept: NDArray[np.int64], segments: Segments) -> Queued:
+        t, n = self._tables(segments), codes.shape[1]
+        return Queued(
+            lazy.front_forward[kept],
+            lazy.front_backward[kept],
+            np.where(np.arange(n) < lazy.cutoff[kept, None], lazy.needs.moved[kept], 0),
+            t.joined,
+            np.broadcast_to(self._forward_s, (len(kept), n)),
+            t.backward_s[np.arange(n), codes[kept]],
+        )
+
+    def queued_s(self, queued: Queued) -> NDArray[np.float64]:
+        """Makespans of plans that fit the device."""
+        link = self.profile.link
+        return queued.seconds(
+            copies_s(queued.moved, link.latency_s, link.out_bytes_per_s),
+            copies_s(queued.moved, link.latency_s, link.in_bytes_per_s),
+        )
 
     def _lazy(self, codes: Codes, budget_bytes: int, segments: Segments) -> _Lazy:
         needs = self.needs(codes, segments)
@@ -318,11 +371,16 @@ class Evaluator:
         needs = self.needs(codes, segments)
         if self.host_bytes is None:
             return needs.forward, needs.backward
-        stays = np.where(np.cumsum(needs.moved, axis=1) > self.host_bytes, needs.moved, 0)
+        stays = np.where(self.too_much(needs.moved), needs.moved, 0)
         before = np.zeros((len(codes), codes.shape[1] + 1), np.int64)
         np.cumsum(stays, axis=1, out=before[:, 1:])
         n = codes.shape[1]
         return needs.forward + before[:, :n], needs.backward + before[:, self._tables(segments).joined[:n]]
+
+    def too_much(self, moved: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Per plan and stage, whether there is no room any more for what it moves behind what those before it moved."""
+        assert self.host_bytes is not None
+        return np.cumsum(moved, axis=1) > self.host_bytes
 
     def step_s(self, codes: Sequence[int], budget_bytes: int, segments: Segments = ()) -> float:
         """Makespan of one plan, infinite where it doesn't fit: `makespans` without the cost of its tables."""
@@ -582,23 +640,28 @@ def _fronts(
 
 def _lane(
     front: NDArray[np.int64],
-    moved: NDArray[np.int64],
+    copy_s: NDArray[np.float64],
     joined: NDArray[np.int64],
     compute_s: NDArray[np.float64],
-    latency_s: float,
-    bytes_per_s: float,
 ) -> NDArray[np.float64]:
-    """Duration of a lane, the wait for everything that moves included; shapes (vectors, stages)."""
-    rows, n = moved.shape
+    """Duration of a lane, the wait for everything that moves included; shapes (vectors, stages).
+
+    `copy_s` is 0 for what doesn't move.
+    """
+    rows, n = copy_s.shape
     index = np.arange(rows)
     done = np.zeros((rows, n + 1))
     now = np.zeros(rows)
     for k in range(n):
         now = np.maximum(now, done[index, front[:, k]]) + compute_s[:, k]
         for i in range(joined[k], joined[k + 1]):
-            copy_s = latency_s + moved[:, i] / bytes_per_s
-            done[:, i + 1] = np.where(moved[:, i] > 0, np.maximum(now, done[:, i]) + copy_s, done[:, i])
+            done[:, i + 1] = np.where(copy_s[:, i] > 0, np.maximum(now, done[:, i]) + copy_s[:, i], done[:, i])
     return np.maximum(now, done[:, n])
+
+
+def copies_s(moved: NDArray[np.int64], latency_s: float, bytes_per_s: float) -> NDArray[np.float64]:
+    """How long each copy takes; 0 where nothing moves."""
+    return np.where(moved > 0, latency_s + moved / bytes_per_s, 0.0)
 
 
 def _one_lane(copies: Sequence[tuple[int, int, float]], compute_s: Sequence[float]) -> float:

@@ -16,6 +16,7 @@ from ckptplan.core.units import format_bytes
 from ckptplan.solving.evaluate import menus
 from ckptplan.solving.planner import smallest_peak, solve_profile
 from ckptplan.solving.prices import lower_bound
+from ckptplan.solving.tiers import all_bytes, check_disk
 
 CLOSE = 0.002
 """The search for the smallest peak ends when what is left is this share of it."""
@@ -38,6 +39,7 @@ def frontier_profile(
     actions: tuple[Action, ...] = ACTIONS,
     segments: bool = True,
     host_bytes: int | None = None,
+    disk_bytes: int | None = None,
     time_limit_s: float = 60.0,
     seed: int = 0,
     workers: int | None = None,
@@ -68,14 +70,16 @@ def frontier_profile(
     if isinstance(points, bool) or not isinstance(points, int) or points < 2:
         raise InvalidInputError(f"points={points!r} must be a whole number, 2 or more: the two ends of the frontier")
     each_s = time_limit_s / (points + 1)
-    least = smallest_peak(profile, actions=actions, segments=segments, host_bytes=host_bytes, time_limit_s=each_s)
+    least = smallest_peak(
+        profile, actions=actions, segments=segments, host_bytes=host_bytes, disk_bytes=disk_bytes, time_limit_s=each_s
+    )
     most = max(everything_kept_bytes(profile), least.peak_bytes)
 
     def solve(budget_bytes: int) -> Plan:
         if on_progress is not None:
             on_progress(f"budget {len(found) + 1} of {points}")
         return solve_profile(
-            profile, budget_bytes, actions=actions, segments=segments, host_bytes=host_bytes,
+            profile, budget_bytes, actions=actions, segments=segments, host_bytes=host_bytes, disk_bytes=disk_bytes,
             time_limit_s=each_s, seed=seed, workers=workers,
         )  # fmt: skip
 
@@ -125,6 +129,7 @@ def smallest_within(
     actions: tuple[Action, ...] = ACTIONS,
     segments: bool = True,
     host_bytes: int | None = None,
+    disk_bytes: int | None = None,
     time_limit_s: float = 10.0,
     seed: int = 0,
     workers: int | None = None,
@@ -148,7 +153,7 @@ def smallest_within(
         raise InvalidInputError(f"max_overhead={max_overhead!r} must be a number, 0 or more; 0.10 stands for 10 %")
     deadline = time.monotonic() + time_limit_s
     limit_s = profile.baseline_step_s * (1 + max_overhead) * (1 + 1e-9)
-    limits = {"actions": actions, "segments": segments, "host_bytes": host_bytes}
+    limits = {"actions": actions, "segments": segments, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
     least = smallest_peak(profile, time_limit_s=time_limit_s / 8, **limits)  # type: ignore[arg-type]
     proven = least.bound_bytes  # no plan within the slowdown needs less than this
 
@@ -185,7 +190,9 @@ def smallest_within(
             found = solve(middle)
             low, best = (middle, best) if found is None else (low, found)
     # What the search above happened to prove, and what bounds alone prove further up.
-    menu = menus(profile, actions, host_bytes=host_bytes)
+    # What holds with all copies at the link's rate holds with some to the disk.
+    moved = all_bytes(host_bytes, check_disk(profile, host_bytes, disk_bytes))
+    menu = menus(profile, actions, host_bytes=moved)
     high = best.peak_bytes
     for _ in range(BOUNDS):
         middle = (proven + high) // 2
@@ -195,7 +202,7 @@ def smallest_within(
             profile,
             menu,
             middle,
-            host_bytes=host_bytes,
+            host_bytes=moved,
             segments=segments and "recompute" in actions,
             deadline=time.monotonic() + time_limit_s / BOUNDS / 4,
         )

@@ -26,6 +26,7 @@ from ckptplan.solving.local_search import PeakSearch
 from ckptplan.solving.relaxation import Chain, Intervals
 from ckptplan.solving.segment_dp import SegmentDp
 from ckptplan.solving.segment_trees import Costs, LinearTrees, column_of
+from ckptplan.solving.tiers import all_bytes, check_disk, evaluator_of
 
 ENUMERATE = 400_000
 """Up to this many plans, looking at each is fastest."""
@@ -77,6 +78,7 @@ def smallest_peak(
     actions: tuple[Action, ...] = ("keep", "swap", "recompute"),
     segments: bool = True,
     host_bytes: int | None = None,
+    disk_bytes: int | None = None,
     time_limit_s: float = 10,
 ) -> MinPeak:
     """The smallest budget for which a plan exists, in exact bytes.
@@ -86,9 +88,10 @@ def smallest_peak(
     InvalidInputError
         On actions or limits that can't be used.
     """
-    check_request(actions, time_limit_s, host_bytes=host_bytes)
-    space = plan_space_of(profile, actions, segments, host_bytes)
-    return least_peak(Evaluator(profile, host_bytes), space, time.monotonic() + time_limit_s)
+    check_request(actions, time_limit_s, host_bytes=host_bytes, disk_bytes=disk_bytes)
+    disk = check_disk(profile, host_bytes, disk_bytes)
+    space = plan_space_of(profile, actions, segments, all_bytes(host_bytes, disk))
+    return least_peak(evaluator_of(profile, host_bytes, disk), space, time.monotonic() + time_limit_s)
 
 
 def plan_space_of(profile: Profile, actions: Sequence[Action], segments: bool, host_bytes: int | None) -> PlanSpace:
@@ -100,9 +103,10 @@ def plan_space_of(profile: Profile, actions: Sequence[Action], segments: bool, h
 def least_peak(evaluator: Evaluator, space: PlanSpace, deadline: float, enough: int = 0) -> MinPeak:
     """`smallest_peak` by `deadline` (of `time.monotonic()`), or as soon as a plan fits in `enough` bytes."""
     if space.count(ENUMERATE, MOST_FORESTS) <= ENUMERATE:
+        evaluator.exact = True
         row, segments, peak, complete = exact_search.smallest(evaluator, space, deadline)
         codes = tuple(row.tolist())
-        bound = peak if complete else step_bound(space)
+        bound = peak if complete and evaluator.exact else step_bound(space)
     else:
         search = _Search(evaluator, space, enough)
         search.run(deadline)

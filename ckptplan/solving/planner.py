@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ckptplan.core.chain import ACTIONS, Action, Segment
+from ckptplan.core.chain import ACTIONS, Action, Option, Segment
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -33,6 +33,7 @@ from ckptplan.solving.peak import (
 )
 from ckptplan.solving.relaxation import Chain, Floats
 from ckptplan.solving.segment_dp import LIMIT, SegmentDp
+from ckptplan.solving.tiers import all_bytes, check_disk, evaluator_of, slower_link
 
 __all__ = ["MinPeak", "OnProgress", "plan_space", "smallest_peak", "solve_profile"]
 
@@ -61,6 +62,8 @@ MODEL_STAGES = 150
 """Longer chains take CP-SAT more than the time there is."""
 MODEL_TREES = 300
 MODEL_LEAST_S = 0.2
+SHARES = (0.4, 0.4, 0.6)
+"""Of the time left then, for each search but the last one where there is a disk tier."""
 ROUNDS_AT_FIRST = 40
 ROUNDS_AT_LAST = 400
 """Rounds of local search that may give nothing."""
@@ -73,6 +76,7 @@ def solve_profile(
     actions: tuple[Action, ...] = ("keep", "swap", "recompute"),
     segments: bool = True,
     host_bytes: int | None = None,
+    disk_bytes: int | None = None,
     time_limit_s: float = 10,
     seed: int = 0,
     workers: int | None = None,
@@ -91,6 +95,8 @@ def solve_profile(
         Whether stages may be recomputed together; needs "recompute" among `actions`.
     host_bytes : int, optional
         Most bytes on the host tier.
+    disk_bytes : int, optional
+        Most bytes on the disk tier, which gets what the host can't hold; needs a profile with one.
     time_limit_s : float
         Wall clock; small chains take far less.
     seed : int
@@ -112,19 +118,28 @@ def solve_profile(
     InvalidInputError
         On actions, limits or budgets that can't be used.
     """
-    check_request(actions, time_limit_s, budget_bytes=budget_bytes, host_bytes=host_bytes, workers=workers)
+    check_request(
+        actions,
+        time_limit_s,
+        budget_bytes=budget_bytes,
+        host_bytes=host_bytes,
+        disk_bytes=disk_bytes,
+        workers=workers,
+    )
+    disk = check_disk(profile, host_bytes, disk_bytes)
     search = _Search(
         profile,
         budget_bytes,
         actions,
         segments,
-        host_bytes,
+        all_bytes(host_bytes, disk),
         time.monotonic() + time_limit_s,
         seed,
         workers,
         on_progress,
+        evaluator_of(profile, host_bytes, disk),
     )
-    best, bound_s = search.run()
+    best, bound_s = search.run() if not disk or host_bytes is None else _with_disk(search, host_bytes)
     return Plan(
         stages=tuple(stage.name for stage in profile.stages),
         choices=best.choices,
@@ -132,10 +147,11 @@ def solve_profile(
         budget_bytes=budget_bytes,
         peak_bytes=best.peak_bytes,
         host_bytes=best.host_bytes,
+        disk_bytes=best.disk_bytes,
         step_s=best.step_s,
         baseline_step_s=profile.baseline_step_s,
         lower_bound_s=bound_s,
-        space=plan_space(actions, segments=segments),
+        space=plan_space(actions, segments=segments, disk=disk > 0),
         planner="ckptplan",
         fingerprint=profile.fingerprint,
         inputs=tuple(stage.inputs for stage in profile.stages),
@@ -143,16 +159,54 @@ def solve_profile(
     )
 
 
-def plan_space(actions: Sequence[Action], *, segments: bool = True) -> str:
+def _with_disk(search: _Search, host_bytes: int) -> tuple[Schedule, float]:
+    """The best plan of several searches, and the best bound; `search` is the one with all copies at the link's rate.
+
+    The others' links are slower, which suits plans that move more to the disk and bounds them better; and one leaves
+    the disk alone.
+    """
+    deadline, profile = search.deadline, search.profile
+    search.deadline = _after(SHARES[0], deadline)
+    search.run()
+    for slower, share in ((1.0, SHARES[1]), (0.5, SHARES[2])):
+        if not search.closed():
+            view, more_s = slower_link(profile, host_bytes, slower)
+            part = replace(search, profile=view, deadline=_after(share, deadline), more_s=more_s, trees={})
+            part.run()
+            search.best, search.bound_s = part.best, part.bound_s
+    if not search.closed():
+        alone = replace(search, host_bytes=host_bytes, deadline=deadline, evaluator=Evaluator(profile, host_bytes))
+        alone.best = None if search.best is None or search.best.disk_bytes else search.best
+        try:
+            found, _ = alone.run()
+            search.offer(found.codes, found.segments)
+        except InfeasibleBudgetError:
+            pass  # then the disk is needed
+    search.deadline = deadline
+    return search.result("done")
+
+
+def _after(share: float, deadline: float) -> float:
+    """When this share of the time to `deadline` will have passed."""
+    return deadline - (1 - share) * max(0.0, deadline - time.monotonic())
+
+
+def plan_space(actions: Sequence[Action], *, segments: bool = True, disk: bool = False) -> str:
     """The sentence every certificate refers to."""
     menu = "/".join(a for a in ACTIONS if a in actions)
     together = "nested segments" if segments and "recompute" in actions else "no segments"
-    return f"per-stage menus of {menu}, {together}, first-in-first-out links, compute in program order"
+    tiers = ", a stage's moves to host or disk as a whole" if disk and "swap" in actions else ""
+    return f"per-stage menus of {menu}, {together}, first-in-first-out links{tiers}, compute in program order"
 
 
 @dataclass(slots=True)
 class _Search:
-    """One run: the best schedule so far and the bound so far."""
+    """One run: the best schedule so far and the bound so far.
+
+    Candidates and bounds are made with `profile` and `host_bytes`, and plans are judged by `evaluator`. These differ
+    where there is a disk tier: `profile` then has one link for both tiers, `host_bytes` is the limit on all that moves,
+    and `more_s` is by how much a plan's step may be longer with that link than it is.
+    """
 
     profile: Profile
     budget_bytes: int
@@ -163,21 +217,21 @@ class _Search:
     seed: int
     workers: int | None
     on_progress: OnProgress | None
+    evaluator: Evaluator
+    more_s: float = 0.0
     best: Schedule | None = None
     bound_s: float = 0.0
     trees: dict[Segment, None] = field(default_factory=dict)
     """Segments of all plans looked at, in order."""
     searches: int = 0
-    evaluator: Evaluator = field(init=False)
     space: PlanSpace = field(init=False)
     menu: Menu = field(init=False)
 
     def run(self) -> tuple[Schedule, float]:
         """Cheap answers first; each further part runs only while a gap is left."""
-        self.evaluator = Evaluator(self.profile, self.host_bytes)
         self.space = plan_space_of(self.profile, self.actions, self.segments, self.host_bytes)
         self.menu = self.space.menu
-        self.bound_s = self.profile.baseline_step_s
+        self.bound_s = max(self.bound_s, self.profile.baseline_step_s)
         self.offer([KEEP] * len(self.menu))
         if self.closed():
             return self.result("keep all")
@@ -293,10 +347,10 @@ class _Search:
             host_bytes=self.host_bytes,
             segments=self.space.segments,
             deadline=time.monotonic() + BOUND_SHARE * self.left_s(),
-            upper_s=self.best.step_s,
+            upper_s=self.best.step_s + self.more_s,
             on_candidate=self.offer,
         )
-        self.bound_s = max(self.bound_s, float(bound.bound_s))
+        self.bound_s = max(self.bound_s, float(bound.bound_s) - self.more_s)
         self.report("bound")
         if bound.prices is None:
             return None
@@ -322,13 +376,13 @@ class _Search:
         def on_solution(codes: tuple[int, ...], segments: Segments, bound_s: float) -> bool:
             self.offer(codes, segments)
             if not self.space.segments:
-                self.bound_s = max(self.bound_s, bound_s)
+                self.bound_s = max(self.bound_s, bound_s - self.more_s)
             return self.closed()
 
         found = model.solve(on_solution, deadline=self.deadline, seed=self.seed, workers=self.workers)
         if not self.space.segments:
             # With segments its bound is of those it was given alone.
-            self.bound_s = max(self.bound_s, found.bound_s)
+            self.bound_s = max(self.bound_s, found.bound_s - self.more_s)
         self.report("CP-SAT")
 
     def closed(self) -> bool:
@@ -353,6 +407,7 @@ class _Search:
 
     def enumerate(self) -> None:
         """Exact search over every vector."""
+        self.evaluator.exact = True
         complete = exact_search.fastest(
             self.evaluator,
             self.space,
@@ -361,7 +416,7 @@ class _Search:
             below_s=math.inf if self.best is None else self.best.step_s,
             on_found=self.offer,
         )
-        if complete and self.best is not None:
+        if complete and self.best is not None and self.evaluator.exact:
             self.bound_s = self.best.step_s
         if self.best is None:
             self.refuse()
@@ -460,28 +515,67 @@ class _Search:
     def result(self, part: str) -> tuple[Schedule, float]:
         """The best schedule without swaps that gain nothing, and the bound."""
         assert self.best is not None
-        improved = True
-        while improved and time.monotonic() < self.deadline:
-            improved = False
-            codes, segments = np.array(self.best.codes, np.int8), self.best.segments
-            inside = {i for segment in segments for i in range(segment.first, segment.last + 1)}
-            stages = [i for i in reversed(range(len(codes))) if codes[i] != KEEP and i not in inside]
-            if not stages:
-                break
-            trials = np.tile(codes, (len(stages), 1))
-            trials[np.arange(len(stages)), stages] = KEEP
-            costs = self.evaluator.makespans(trials, self.budget_bytes, segments)
-            row = int(costs.argmin())
-            # 1e-12: sums of the same seconds in another order are the same time.
-            if costs[row] <= self.best.step_s * (1 + 1e-12):
-                found = self.evaluator.schedule(trials[row].tolist(), self.budget_bytes, segments)
-                assert found is not None
-                self.best, improved = found, True
+        self.drop_what_gains_nothing()
         if self.bound_s <= self.best.step_s * (1 + 1e-9):
             # Above by a rounding only: they are equal. By more it would be a defect, for the referee to name.
             self.bound_s = min(self.bound_s, self.best.step_s)
         self.report(part)
         return self.best, self.bound_s
+
+    def drop_what_gains_nothing(self) -> None:
+        """Keep, or move less of, what makes the step no longer.
+
+        Swaps are looked at however late it is: one that can't lower the peak or can't overlap is in no plan.
+        """
+        assert self.best is not None
+        # 1e-12: sums of the same seconds in another order are the same time.
+        limit_s = self.best.step_s * (1 + 1e-12)
+        while changes := self.simpler(swaps_alone=time.monotonic() > self.deadline):
+            codes, segments = np.array(self.best.codes, np.int8), self.best.segments
+            trials = np.tile(codes, (len(changes), 1))
+            trials[np.arange(len(changes)), [i for i, _ in changes]] = [code for _, code in changes]
+            costs = self.evaluator.makespans(trials, self.budget_bytes, segments)
+            good = np.flatnonzero(costs <= limit_s)
+            if len(good) == 0:
+                return
+            together = codes.copy()
+            for row in reversed(good.tolist()):  # of one stage's changes the first, which is the greatest
+                together[changes[row][0]] = changes[row][1]
+            for trial in (together, trials[int(costs.argmin())]):
+                found = self.evaluator.schedule(trial.tolist(), self.budget_bytes, segments)
+                if found is not None and found.step_s <= limit_s:
+                    self.best = found
+                    break
+            else:
+                return
+
+    def simpler(self, *, swaps_alone: bool) -> list[tuple[int, int]]:
+        """(stage, code) of each option by which one stage would keep, or do the same and move less."""
+        assert self.best is not None
+        storages = self.profile.storages
+        menu = self.space.menu_in(self.best.segments)
+        inside = {i for segment in self.best.segments for i in range(segment.first, segment.last + 1)}
+
+        def bytes_of(option: Option) -> int:
+            return sum(storages[s].nbytes for s in option.moved)
+
+        changes = []
+        for i in reversed(range(len(menu))):
+            options, code = self.profile.stages[i].options, self.best.codes[i]
+            now = options[code]
+            if code == KEEP or (swaps_alone and not now.moves):
+                continue
+            if i not in inside:
+                changes.append((i, KEEP))
+            less = [
+                c
+                for c in menu[i]
+                if c != KEEP
+                and (options[c].recomputes, options[c].ops) == (now.recomputes, now.ops)
+                and bytes_of(options[c]) < bytes_of(now)
+            ]
+            changes += [(i, c) for c in sorted(less, key=lambda c: bytes_of(options[c]))]
+        return changes
 
 
 def _steer(forward: Floats, backward: Floats, out: Floats, back: Floats) -> Prices:
