@@ -105,10 +105,7 @@ def _compute(step: Step, names: Sequence[str]) -> list[Span]:
         if account == NONE:
             close(0, at_s)
             continue
-        kind = account % KINDS
-        if kind in (FORWARD, BACKWARD):
+        if account % KINDS in (FORWARD, BACKWARD):
             close(0, at_s)
-        elif kind == RECOMPUTE:
-            close(1, at_s)
         open_.append((account, at_s))
     return spans
