@@ -1,6 +1,6 @@
 """The fastest way to train within a memory budget: keep, swap or recompute each stage, with a proven bound."""
 
-from ckptplan.api import apply, explain, frontier, solve
+from ckptplan.api import apply, explain, frontier, solve, trace
 from ckptplan.core.device import Device
 from ckptplan.core.errors import (
     CkptPlanError,
@@ -14,6 +14,7 @@ from ckptplan.core.errors import (
 from ckptplan.core.estimate import Estimate
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.trace import Trace
 from ckptplan.fit import BatchFit, max_batch_size
 from ckptplan.memory.allocator_settings import AllocatorSettings
 from ckptplan.memory.estimate import DDP, estimate
@@ -39,6 +40,7 @@ __all__ = [
     "PlanMismatchError",
     "Profile",
     "SwapError",
+    "Trace",
     "UnsupportedModelError",
     "apply",
     "estimate",
@@ -49,6 +51,7 @@ __all__ = [
     "record_forward",
     "simulate",
     "solve",
+    "trace",
     "validate",
     "verify",
 ]

@@ -15,22 +15,26 @@ from torch import nn
 
 from ckptplan.core.chain import ACTIONS, Action, Phase
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError, PlanMismatchError
+from ckptplan.core.measured import Measured, StageTimes
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.shortage import Shortage
+from ckptplan.core.trace import DrawnStep, Trace
 from ckptplan.core.units import GIB, budget_to_bytes, format_bytes, format_seconds
 from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.profiling.optimizers import OptimizerLike
 from ckptplan.profiling.profiler import outside_tensors, profile_step, replayed_bytes, training_step
 from ckptplan.profiling.target import PLANNED, DeviceLike, Target, find_target
-from ckptplan.referee import validate
+from ckptplan.referee import simulate, validate
 from ckptplan.report.explain import Explanation, Worth
 from ckptplan.report.explain import explain as explanation
+from ckptplan.report.refine import corrected, drawn, stage_times
 from ckptplan.report.shortage import corrections, planned_bytes, told
 from ckptplan.runtime.apply import Handle, OnOom
 from ckptplan.runtime.apply import apply as apply_plan
-from ckptplan.runtime.measure import held_tensors, unique_bytes
-from ckptplan.runtime.step import LossFn, TrainingStep, check_supported, fingerprint
+from ckptplan.runtime.measure import held_tensors, run_step, unique_bytes
+from ckptplan.runtime.state import restored
+from ckptplan.runtime.step import LossFn, TrainingStep, check_supported, fingerprint, make_step
 from ckptplan.solving.evaluate import menus as menus_of
 from ckptplan.solving.frontier import frontier_profile, smallest_within
 from ckptplan.solving.planner import solve_profile
@@ -549,8 +553,8 @@ def apply(
         undo it, correct the profile by what was measured, solve again, and run the step with the new plan. Steps that
         aren't run through `handle.step` are as with "raise".
     profile : Profile, optional
-        The one that the plan was made from; needed for "replan". In a report it tells what was planned for the very
-        moment, rather than for the step.
+        The one that the plan was made from; needed for "replan" and `handle.refine`. Reports, `handle.stats` and
+        `handle.trace` tell by it what was planned for each stage, rather than for the step.
     retries : int
         So many new plans are tried for one step, 1 or more.
     actions, segments, time_limit_s
@@ -584,15 +588,64 @@ def apply(
         )
     if on_oom == "replan" and retries == 0:
         raise InvalidInputError("retries=0 never tries another plan; raise it, or pass on_oom='report'")
-    rule = None
-    if on_oom != "raise":
-        adviser = None
-        if profile is not None:
-            plan.require_profile(profile)
-            limits = (tuple(actions), segments, host_limit(host_gb), time_limit_s, 0, None, lambda text: None)
-            adviser = _Adviser(Job(profile, None, False, *limits, disk_bytes=plan.disk_bytes or None))
-        rule = OnOom(adviser, retries if on_oom == "replan" else 0)
-    return apply_plan(model, plan, swap_dir=swap_dir, host_gb=host_gb, on_oom=rule)
+    adviser = None
+    if profile is not None:
+        plan.require_profile(profile)
+        limits = (tuple(actions), segments, host_limit(host_gb), time_limit_s, 0, None, lambda text: None)
+        adviser = _Adviser(Job(profile, None, False, *limits, disk_bytes=plan.disk_bytes or None))
+    rule = None if on_oom == "raise" else OnOom(adviser, retries if on_oom == "replan" else 0)
+    return apply_plan(model, plan, swap_dir=swap_dir, host_gb=host_gb, on_oom=rule, adviser=adviser)
+
+
+def trace(
+    model: nn.Module,
+    plan: Plan,
+    inputs: Any = None,
+    loss_fn: LossFn | None = None,
+    *,
+    step: Callable[[], torch.Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    profile: Profile | None = None,
+    swap_dir: str | Path | None = None,
+    warm_up: int = 2,
+) -> Trace:
+    """Run a planned step and draw it: what compute and copies did when, and the bytes on the device.
+
+    Parameters, buffers, gradients and random states are as before afterwards.
+
+    Parameters
+    ----------
+    inputs, loss_fn, step
+        As the plan was made for (see `profile`). What a `step` callable holds on the device doesn't count on the CPU.
+    optimizer : Optimizer, optional
+        Its state counts to the memory; no update is run.
+    profile : Profile, optional
+        The one that the plan was made from: draws the predicted step beside the measured one.
+    warm_up : int
+        Steps before the one that is drawn.
+
+    Returns
+    -------
+    Trace
+        `save(path)` writes it for https://ui.perfetto.dev.
+
+    Raises
+    ------
+    PlanMismatchError
+        If the plan was made for another model, shapes, device, library version or profile.
+    InvalidInputError
+        If the inputs don't fit.
+    """
+    if inputs is None and step is None:
+        raise InvalidInputError("trace needs the inputs the plan was made for: pass inputs= (or step=)")
+    training = make_step(model, inputs, loss_fn=loss_fn, step=step)
+    plan.fingerprint.require(fingerprint(training))
+    with restored(model) as rewind, apply(model, plan, swap_dir=swap_dir, profile=profile) as handle:
+        for _ in range(warm_up):
+            rewind()
+            run_step(training)
+        rewind()
+        return handle.trace(lambda: run_step(training), inputs=training.tensors(), optimizer=optimizer)
 
 
 def _arrived(
@@ -678,3 +731,39 @@ class _Adviser:
             self._job = replace(job, profile=correction.means or correction.profile)
             return told(leaner, correction, plan)
         raise refused[0]
+
+    def stage_times(self, plan: Plan) -> tuple[StageTimes, ...]:
+        """What each stage is to take, told as a running step tells it."""
+        return stage_times(self._job.profile, plan)
+
+    def drawn(self, plan: Plan) -> DrawnStep:
+        """The step as it is to run."""
+        return drawn(self._job.profile, plan)
+
+    def refined(self, plan: Plan, measured: Measured) -> tuple[Plan, Plan]:
+        """The fastest plan found by what was measured, and `plan` with the predictions that this gives.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If none fits.
+        """
+        job = replace(self._job, profile=corrected(self._job.profile, plan, measured))
+        # What the allocator needs beyond tensors isn't known of another plan; taken to be as much as of this.
+        slack = 0 if plan.reserved_bytes is None else max(plan.reserved_bytes - plan.peak_bytes, 0)
+        limit = max(plan.budget_bytes - slack, 1)
+        found = job.solved(limit)
+        timeline = simulate(job.profile, plan)
+        told = replace(
+            plan,
+            peak_bytes=timeline.peak_bytes,
+            step_s=timeline.makespan_s,
+            baseline_step_s=job.profile.baseline_step_s,
+            lower_bound_s=min(found.lower_bound_s, timeline.makespan_s),
+            status="feasible",
+            space=found.space,
+        )
+        self._job = job
+        if timeline.peak_bytes <= limit and timeline.makespan_s <= found.step_s:
+            return replace(told, status=found.status if timeline.makespan_s == found.step_s else "feasible"), told
+        return found, told

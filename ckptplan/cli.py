@@ -445,6 +445,44 @@ def estimate_command(
             raise InvalidInputError(f"the estimate can't be written to {json_file}: {error}") from error
 
 
+@app.command("trace")
+def trace_command(
+    source: MODEL,
+    plan_file: PlanFile,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", "--out", metavar="TRACE.json", help="Where to write the trace.")
+    ] = Path("trace.json"),
+    profile_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--profile", metavar="PROFILE.json", help="Draw the step as predicted from it beside the real one."
+        ),
+    ] = None,
+    swap_dir: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where the CPU's swapped bytes go; default: as in training.")
+    ] = None,
+) -> None:
+    """Run one planned step and draw it for https://ui.perfetto.dev: compute, copies both ways, memory.
+
+    Example: [bold]ckptplan trace train:build plan.json --profile profile.json -o trace.json[/bold]
+    """
+    plan = Plan.load(plan_file)
+    profile = None if profile_file is None else Profile.load(profile_file)
+    model, inputs = _model(source)
+    from ckptplan.api import trace
+    from ckptplan.profiling.inputs import find_inputs
+    from ckptplan.runtime.step import model_device
+
+    if inputs is None:
+        args, kwargs, _ = find_inputs(model, model_device(model))
+        inputs = args or kwargs
+    with Console(stderr=True).status("running"):
+        found = trace(model, plan, inputs, profile=profile, swap_dir=swap_dir)
+    found.save(output)
+    typer.echo(str(found))
+    typer.echo(f"written to {output}")
+
+
 @app.command("fit")
 def fit_command(
     source: MODEL,

@@ -4,9 +4,9 @@
 
 Every architecture is trained plainly and under six plans: everything swapped, everything recomputed, random options of
 the
-stages' menus (twice), nested segments whose held inputs are swapped, and random options with a part of what moves on the
-disk tier. Losses, gradients and buffers of every step are compared bit for bit. Dropout and autocast are on, parameters are
-updated in between, swap space is used again from step to step, and copies are delayed at random.
+stages' menus (twice), nested segments whose held inputs are swapped, and random options with a part of what moves on
+the disk tier. Losses, gradients and buffers of every step are compared bit for bit. Dropout and autocast are on,
+parameters are updated in between, swap space is used again from step to step, and copies are delayed at random.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     python experiments/mutations.py --docs docs/guarantees.md           # write the table
 
 `safeguards.py` lists, for each requirement, the safeguard, its tests, and a change of the source that takes it out. In
-a copy of the package each change is made in turn and the tests are run: at least one must fail. On the unchanged copy all
-must pass.
+a copy of the package each change is made in turn and the tests are run: at least one must fail. On the unchanged copy
+all must pass.
 """
 
 from __future__ import annotations

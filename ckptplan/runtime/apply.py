@@ -9,83 +9,50 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from ckptplan.core.chain import Phase, is_int
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, OutOfMemoryError, PlanMismatchError
+from ckptplan.core.measured import Measured, StageTimes
 from ckptplan.core.plan import Plan
 from ckptplan.core.shortage import Shortage
-from ckptplan.core.units import budget_to_bytes, format_bytes, format_seconds
+from ckptplan.core.trace import DrawnStep, Trace
+from ckptplan.core.units import budget_to_bytes, format_bytes
 from ckptplan.runtime import oom
 from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.engine import OldGraph
+from ckptplan.runtime.measure import held_tensors, optimizer_tensors, tensors_in, unique_bytes
+from ckptplan.runtime.meter import Meter
+from ckptplan.runtime.refine import Refinement, checked_threshold, measured_steps
+from ckptplan.runtime.stats import Peaks, Stats, stage_stats
 from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint, model_device, training_config
 from ckptplan.runtime.stores import DISK_BLOCK_BYTES, Store, make_store
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Stats:
-    """What an applied plan has done so far, beside what it planned for one step.
-
-    Attributes
-    ----------
-    forwards : int
-        Training forwards.
-    recomputed_stages, planned_recomputed_stages : int
-        Stages recomputed in all, and planned per step.
-    swapped_out_bytes, swapped_in_bytes, planned_swapped_bytes : int
-        Bytes copied out and in in all, and planned per step (either way).
-    runs, planned_runs : tuple of int
-        Per stage, how often its forward ran in all, first runs included, and is to run per step; glue counts 0.
-    host_wait_s : float
-        Time the calling thread waited for copies (on CUDA compute waits on the device, and this stays near 0).
-    """
-
-    forwards: int
-    recomputed_stages: int
-    planned_recomputed_stages: int
-    swapped_out_bytes: int
-    swapped_in_bytes: int
-    planned_swapped_bytes: int
-    runs: tuple[int, ...]
-    planned_runs: tuple[int, ...]
-    host_wait_s: float
-
-    def since(self, earlier: Stats) -> Stats:
-        """What was added after `earlier`."""
-        counted = ("forwards", "recomputed_stages", "swapped_out_bytes", "swapped_in_bytes", "host_wait_s")
-        added = {name: getattr(self, name) - getattr(earlier, name) for name in counted}
-        runs = tuple(a - b for a, b in zip(self.runs, earlier.runs, strict=True))
-        return dataclasses.replace(self, runs=runs, **added)
-
-    def __str__(self) -> str:
-        n = max(self.forwards, 1)
-        return "\n".join(
-            [
-                f"{self.forwards} training forwards",
-                f"recomputed stages per forward: {self.recomputed_stages / n:g} "
-                f"(planned {self.planned_recomputed_stages})",
-                f"swapped out per forward: {format_bytes(self.swapped_out_bytes / n)} "
-                f"(planned {format_bytes(self.planned_swapped_bytes)}), in {format_bytes(self.swapped_in_bytes / n)}",
-                f"waited for copies per forward: {format_seconds(self.host_wait_s / n)}",
-            ]
-        )
-
+from ckptplan.runtime.swap import Counters
+from ckptplan.runtime.traced import record_step
 
 Result = TypeVar("Result")
 
 
 class Adviser(Protocol):
-    """What the runtime asks of those who know profiles and can solve, when memory has run out."""
+    """What the runtime asks of those who know profiles and can solve."""
 
     def planned(self, plan: Plan, phase: Phase, stage: int | None) -> tuple[int, int] | None:
         """Bytes at the start and at the worst moment of a stage, None for the glue behind the last; None: not known."""
 
     def replan(self, plan: Plan, shortage: Shortage) -> Plan:
         """A plan that is leaner where `plan` ran short."""
+
+    def stage_times(self, plan: Plan) -> tuple[StageTimes, ...]:
+        """What each stage is to take, told as a running step tells it."""
+
+    def drawn(self, plan: Plan) -> DrawnStep:
+        """The step as it is to run."""
+
+    def refined(self, plan: Plan, measured: Measured) -> tuple[Plan, Plan]:
+        """The best plan by what was measured, and `plan` with the predictions that this gives."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,6 +110,7 @@ class Handle:
         plan: Plan,
         place: Callable[[Plan, Controller | None], tuple[Controller, Store]],
         on_oom: OnOom | None,
+        adviser: Adviser | None,
     ) -> None:
         self.plan = plan
         self.replans: tuple[Replan, ...] = ()
@@ -150,8 +118,10 @@ class Handle:
         self._device = model_device(model)
         self._place = place
         self._on_oom = on_oom
+        self._adviser = adviser
         self._undo = oom.Undo(model, rewinds=on_oom is not None and on_oom.retries > 0)
         self._controller, self._store = place(plan, None)
+        self._peaks = Peaks(self._device)
         self._config = contextlib.ExitStack()
         self._config.enter_context(training_config(model))
         self._removed = False
@@ -206,7 +176,7 @@ class Handle:
         self, run: Callable[[], Result], start: oom.StepStart, tried: int
     ) -> tuple[tuple[Result, ...], OutOfMemoryError | None]:
         """The result, or what went wrong for want of memory; the step is undone then."""
-        before, controller = self.stats(), self._controller
+        before, controller = self._counted(), self._controller
         live_before = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else None
         controller.at_step_begin(start.backward_begins)
         try:
@@ -234,7 +204,7 @@ class Handle:
         last = len(self.plan.stages) - 1
         adviser = self._on_oom.adviser
         planned = None if adviser is None else adviser.planned(self.plan, phase, index)
-        done = self.stats().since(before)
+        done = self._counted().since(before)
         live = oom.live_bytes(cause, self._device)
         return Shortage(
             phase=phase,
@@ -273,15 +243,7 @@ class Handle:
             plan = self._on_oom.adviser.replan(before, failed.shortage)
         except CkptPlanError as error:
             raise error from failed
-        former, store = self._controller, self._store
-        former.remove()
-        try:
-            self._controller, self._store = self._place(plan, former)
-        except BaseException:
-            former.install()
-            raise
-        store.close()
-        self.plan = plan
+        self._take(plan)
         self.replans += (Replan(failed.shortage, before, plan),)
         longer = f"{plan.step_s / before.step_s:.2f} times as long" if before.step_s else "as long as it does"
         warnings.warn(
@@ -291,6 +253,20 @@ class Handle:
             RuntimeWarning,
             stacklevel=3,
         )
+
+    def _take(self, plan: Plan) -> None:
+        """Put `plan` in the present one's place, which stays where that fails."""
+        former, store = self._controller, self._store
+        former.remove()
+        try:
+            self._controller, self._store = self._place(plan, former)
+        except BaseException:
+            former.install()
+            raise
+        store.close()
+        self.plan = plan
+        self._controller.counters.meter.restart()
+        self._peaks = Peaks(self._device)
 
     def remove(self) -> None:
         """Restore the model exactly; calling it again does nothing.
@@ -317,7 +293,82 @@ class Handle:
                 self._applied = True
 
     def stats(self) -> Stats:
-        """What happened since the plan was applied."""
+        """What happened since the plan was applied, and what a step takes, beside the plan.
+
+        On CUDA this waits for the device.
+        """
+        meter, adviser = self._controller.counters.meter, self._adviser
+        predicted = None if adviser is None else adviser.stage_times(self.plan)
+        found = stage_stats(self._counted(), self.plan, meter.steps(), predicted, {"host": self._store})
+        return self._peaks.told(found, self.plan)
+
+    def trace(
+        self, run: Callable[[], Any], *, inputs: Any = None, optimizer: torch.optim.Optimizer | None = None
+    ) -> Trace:
+        """Run one step and draw it: what each lane did, and the bytes on the device, beside the prediction.
+
+        Parameters
+        ----------
+        run : callable
+            One step, forward and backward, as you train; it is run once, and changes what it changes.
+        inputs, optimizer
+            What the step holds on the device besides the model: tensors anywhere in `inputs`, and the optimizer's
+            state. They count to the memory, which on the CPU nothing else tells.
+
+        Raises
+        ------
+        InvalidInputError
+            If the plan isn't applied now, or `run` isn't one forward followed by its backward.
+        """
+        if not self._applied:
+            raise InvalidInputError("the plan isn't applied now, so no step of it can be traced")
+        held = unique_bytes([*held_tensors(self._model), *optimizer_tensors(optimizer), *tensors_in(inputs)])
+        step, notes = record_step(self._controller.counters.meter, run, self._device, held, self.plan.stages)
+        if self._device.type == "cpu" and inputs is not None:
+            self._peaks.traced(step.peak_bytes)
+        return Trace(step, None if self._adviser is None else self._adviser.drawn(self.plan), notes)
+
+    def refine(self, threshold: float = 0.1) -> Refinement:
+        """Plan again from what the last steps took, if that differs from the prediction.
+
+        The profile is corrected by the measured times of stages, the rates of copies, and the peak where one was
+        measured, and solved within the same budget; the new plan takes the present one's place. The corrected profile
+        is kept: a later call goes on from it.
+
+        Parameters
+        ----------
+        threshold : float
+            Nothing is changed while the measured step is within this fraction of the predicted one, and its peak
+            within the budget.
+
+        Raises
+        ------
+        InvalidInputError
+            Without the profile, or before enough steps were measured.
+        InfeasibleBudgetError
+            If by the measured bytes no plan keeps the budget. The former plan goes on.
+        """
+        limit = checked_threshold(threshold)
+        if not self._applied:
+            raise InvalidInputError("the plan isn't applied now, so there is nothing to refine")
+        if self._adviser is None:
+            raise InvalidInputError(
+                "refine corrects the profile that the plan was made from, which isn't known: pass it to apply, "
+                "ckptplan.apply(model, plan, profile=profile)"
+            )
+        before = self.plan
+        measured = measured_steps(self._controller.counters.meter.steps(), before, self._peaks.bytes)
+        over = measured.peak_bytes is not None and measured.peak_bytes > before.budget_bytes
+        if not over and abs(measured.step_s - before.step_s) <= limit * before.step_s:
+            return Refinement(limit, measured, before, before, before)
+        after, told = self._adviser.refined(before, measured)
+        if (after.choices, after.segments) == (before.choices, before.segments):
+            self.plan = after
+        else:
+            self._take(after)
+        return Refinement(limit, measured, before, told, after)
+
+    def _counted(self) -> Stats:
         counters = self._controller.counters
         planned = planned_runs(self.plan)
         return Stats(
@@ -359,6 +410,7 @@ def apply(
     swap_dir: str | Path | None = None,
     host_gb: float | None = None,
     on_oom: OnOom | None = None,
+    adviser: Adviser | None = None,
 ) -> Handle:
     """Make every training forward of `model` follow `plan`.
 
@@ -374,6 +426,8 @@ def apply(
         Limit on pinned host memory for a CUDA plan, in units of 2**30 bytes.
     on_oom : OnOom, optional
         What `Handle.step` does when memory runs out; None: nothing.
+    adviser : Adviser, optional
+        Puts predictions beside what is measured, and plans again for `Handle.refine`.
 
     Returns
     -------
@@ -414,7 +468,7 @@ def apply(
                 segments=plan.segments,
                 inputs=plan.inputs,
                 one_forward=plan.fingerprint.inputs != "step()",
-                counters=None if former is None else former.counters,
+                counters=Counters(meter=Meter(device)) if former is None else former.counters,
                 old_graph=old_graph,
             )
             controller.install()
@@ -423,4 +477,4 @@ def apply(
             raise
         return controller, store
 
-    return Handle(model, plan, place, on_oom)
+    return Handle(model, plan, place, on_oom, adviser)

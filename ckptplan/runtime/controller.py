@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from ckptplan.core.chain import InputTensor, Phase, Segment
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Decision
 from ckptplan.runtime.engine import OldGraph
+from ckptplan.runtime.meter import BACKWARD, KINDS
 from ckptplan.runtime.patching import PatchedForward
 from ckptplan.runtime.recompute import Call, run_recomputed
 from ckptplan.runtime.segments import OpenSegment
@@ -237,6 +239,8 @@ class Controller:
             for storage in (t.untyped_storage(),)
         }
         self.counters.forwards += 1
+        tell = self.counters.meter.begin()
+        self._store.on_copy = None if tell is None else functools.partial(tell, "host")
         session = SwapSession(self._store, self._device, lambda storage: storage._cdata in own, self.counters)
         self._session, self._pass = session, _Pass(session)
         return self._pass
@@ -269,6 +273,7 @@ class Controller:
             )
         current.calls[module] = current.calls.get(module, 0) + 1
         self.place = Place("forward", index, inside=True)
+        self.counters.meter.mark(index * KINDS)
         try:
             self._limits[index].check(args, kwargs)
             for stage in self._release_before.get(index, ()):
@@ -286,6 +291,7 @@ class Controller:
             raise
         self.place = Place("forward", index)
         self._watch_backward(current, index, output)
+        self.counters.meter.mark(min(index + 1, len(self._stages) - 1) * KINDS)
         return output
 
     def _run_choice(
@@ -341,6 +347,7 @@ class Controller:
         def begin(_: Any) -> None:
             current.backward_begun = True
             current.open = None
+            self.counters.meter.mark(index * KINDS + BACKWARD)
             self._enter_backward(index)
             if self._observer is not None:
                 self._observer.backward(index)
@@ -362,3 +369,4 @@ class Controller:
 
     def _leave_backward(self) -> None:
         self.place = Place("update", self.place.stage)
+        self.counters.meter.backward_ended()

@@ -34,6 +34,11 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Ten
     return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
 
 
+def tensors_in(arguments: Any) -> list[torch.Tensor]:
+    """Tensors anywhere in tuples, lists and dictionaries."""
+    return [t for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)]
+
+
 def held_tensors(model: nn.Module) -> list[torch.Tensor]:
     """Parameters, buffers and gradients."""
     parameters = list(model.parameters())

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
+from ckptplan.runtime.meter import KINDS, RECOMPUTE
 from ckptplan.runtime.selective import Selection
 from ckptplan.runtime.swap import Counters, SwapSession, modified_error
 
@@ -66,8 +67,12 @@ class Call:
             self._counters.copied_bytes[self._index] = state.copied_bytes
             return result
         self._counters.recomputed_stages += 1
-        with self._state.as_in_forward():
-            return self._original(*args, **kwargs)
+        before = self._counters.meter.mark(self._index * KINDS + RECOMPUTE)
+        try:
+            with self._state.as_in_forward():
+                return self._original(*args, **kwargs)
+        finally:
+            self._counters.meter.mark(before)
 
 
 def run_recomputed(

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import os
 import queue
 import tempfile
 import threading
+import time
 import weakref
 from collections import deque
 from pathlib import Path
@@ -22,6 +24,7 @@ import torch
 
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.core.units import format_bytes
+from ckptplan.runtime.meter import OnCopy, Way
 
 DISK_BLOCK_BYTES = 4096
 _CUDA_ALIGN = 512
@@ -41,7 +44,9 @@ class Ticket:
 
 
 class Store(Protocol):
-    """What the swap state machine needs of a tier."""
+    """What the swap state machine needs of a tier; `on_copy`, if set, is told of copies issued from then on."""
+
+    on_copy: OnCopy | None
 
     def start_out(self, source: torch.Tensor) -> Ticket:
         """Begin to copy a one-dimensional contiguous tensor out; the caller keeps `source` until `finish_out`."""
@@ -64,6 +69,8 @@ class Store(Protocol):
 
 class NullStore:
     """Moves nothing: for replays that only count bytes."""
+
+    on_copy: OnCopy | None = None
 
     def start_out(self, source: torch.Tensor) -> Ticket:
         return Ticket(source.nbytes, 0)
@@ -175,6 +182,8 @@ class _Worker:
 class _Counted:
     """Closes when asked to and no ticket is left."""
 
+    on_copy: OnCopy | None = None
+
     def __init__(self) -> None:
         # A set, not a count: `add` and `discard` are atomic, and records die in any thread, at any line.
         self._tickets: set[Ticket] = set()
@@ -255,7 +264,9 @@ class DiskStore(_Counted):
             self._extents.give(ticket.offset, ticket.nbytes)
             raise
         view = memoryview(source.view(torch.uint8).numpy())  # type: ignore[arg-type]
-        ticket.out_done = self._out.submit(_write, self._file.fileno(), view, ticket.offset)
+        ticket.out_done = self._out.submit(
+            _timed, self.on_copy, "out", None, _write, self._file.fileno(), view, ticket.offset
+        )
         return self._issued(ticket)
 
     def finish_out(self, ticket: Ticket) -> None:
@@ -263,7 +274,16 @@ class DiskStore(_Counted):
 
     def start_in(self, ticket: Ticket, target: torch.Tensor) -> None:
         view = memoryview(target.view(torch.uint8).numpy())  # type: ignore[arg-type]
-        ticket.in_done = self._in.submit(_read, ticket.out_done, self._file.fileno(), view, ticket.offset)
+        ticket.in_done = self._in.submit(
+            _timed,
+            self.on_copy,
+            "in",
+            ticket.out_done,
+            functools.partial(_read, ticket.out_done),
+            self._file.fileno(),
+            view,
+            ticket.offset,
+        )
 
     def finish_in(self, ticket: Ticket) -> None:
         # A worker gets here when it happens to collect garbage; its own queue must not wait for itself.
@@ -293,6 +313,17 @@ def _close_disk(out: _Worker, back: _Worker, file: Any) -> None:
     back.stop()
     with contextlib.suppress(OSError):
         file.close()
+
+
+def _timed(
+    tell: OnCopy | None, way: Way, after: _Done | None, work: Any, fd: int, view: memoryview, offset: int
+) -> None:
+    if after is not None:
+        after.event.wait()  # waiting isn't copying
+    begin = time.perf_counter()
+    work(fd, view, offset)
+    if tell is not None:
+        tell(way, len(view), begin, time.perf_counter())
 
 
 def _write(fd: int, view: memoryview, offset: int) -> None:
@@ -394,9 +425,23 @@ class PinnedStore(_Counted):
         host = self._host(ticket)
         self._out.wait_stream(compute)
         with torch.cuda.stream(self._out):
+            begin = self._timing()
             host.copy_(source.view(torch.uint8), non_blocking=True)
             ticket.out_done = self._out.record_event()
+            self._tell("out", ticket.nbytes, begin)
         return self._issued(ticket)
+
+    def _timing(self) -> Any:
+        """An event on the stream that copies now; None where nobody asks for times."""
+        if self.on_copy is None:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _tell(self, way: Way, nbytes: int, begin: Any) -> None:
+        if self.on_copy is not None and begin is not None:
+            self.on_copy(way, nbytes, begin, self._timing())
 
     def finish_out(self, ticket: Ticket) -> None:
         torch.cuda.current_stream(self._device).wait_event(ticket.out_done)
@@ -405,8 +450,10 @@ class PinnedStore(_Counted):
         self._in.wait_stream(torch.cuda.current_stream(self._device))
         self._in.wait_event(ticket.out_done)
         with torch.cuda.stream(self._in):
+            begin = self._timing()
             target.view(torch.uint8).copy_(self._host(ticket), non_blocking=True)
             ticket.in_done = self._in.record_event()
+            self._tell("in", ticket.nbytes, begin)
 
     def finish_in(self, ticket: Ticket) -> None:
         torch.cuda.current_stream(self._device).wait_event(ticket.in_done)

@@ -31,6 +31,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ckptplan.core.errors import CkptPlanError, PlanMismatchError
+from ckptplan.runtime.meter import Meter
 from ckptplan.runtime.stores import Store, Ticket
 
 MIN_SWAP_BYTES = 1 << 12
@@ -71,7 +72,7 @@ def modified_error(shape: Iterable[int], saved: int, found: int) -> RuntimeError
 
 @dataclass(slots=True)
 class Counters:
-    """What happened since the plan was applied.
+    """What happened since the plan was applied; `meter` keeps the times.
 
     By a stage's index, `runs` counts every run of its forward, and `copied_bytes` are the sizes of the buffers that its
     forward updates: it keeps copies of those to run again, and every run again makes further ones.
@@ -84,6 +85,7 @@ class Counters:
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
     host_wait_s: float = 0.0
+    meter: Meter = field(default_factory=Meter)
 
 
 class Record:
@@ -122,8 +124,9 @@ class Record:
         if self.state is not State.LEAVING:
             return
         assert self._ticket is not None
-        begin = time.perf_counter()
+        begin, before = time.perf_counter(), self._counters.meter.stall()
         self._store.finish_out(self._ticket)
+        self._counters.meter.mark(before)
         self._counters.host_wait_s += time.perf_counter() - begin
         self._check_version()
         self._whole = self._watch = None
@@ -145,8 +148,9 @@ class Record:
         """Wait for the copy in."""
         if self.state is State.RETURNING:
             assert self._ticket is not None
-            begin = time.perf_counter()
+            begin, before = time.perf_counter(), self._counters.meter.stall()
             self._store.finish_in(self._ticket)
+            self._counters.meter.mark(before)
             self._counters.host_wait_s += time.perf_counter() - begin
             self.state = State.ON_DEVICE
 
@@ -182,7 +186,8 @@ class Record:
         # A target must not be freed under a copy that still writes to it: the stream it came from waits, whichever
         # is current where the record ends.
         with contextlib.suppress(CkptPlanError), self._stream_of_target():
-            self.finish_returning()
+            if self.state is State.RETURNING:  # in any thread, so that this wait is nobody's stall
+                self._store.finish_in(self._ticket)  # type: ignore[arg-type]
         self._store.free(self._ticket)  # type: ignore[arg-type]
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.units import format_bytes, format_seconds
-from ckptplan.runtime.apply import Stats, apply
+from ckptplan.runtime.apply import apply
 from ckptplan.runtime.measure import (
     Outside,
     held_tensors,
@@ -26,6 +26,7 @@ from ckptplan.runtime.measure import (
     unique_bytes,
 )
 from ckptplan.runtime.state import restored
+from ckptplan.runtime.stats import Stats
 from ckptplan.runtime.step import LossFn, TrainingStep, fingerprint, make_step, model_device, training_config
 
 

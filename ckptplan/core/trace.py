@@ -1,0 +1,156 @@
+"""A step drawn over time: what ran on which lane, and the bytes on the device; measured and predicted, as plain data.
+
+Written in the JSON object form of the Trace Event Format, which https://ui.perfetto.dev and chrome://tracing open: one
+process each for the measured and the predicted step, one thread per lane, complete events ("X") for spans, counter
+events ("C") for memory, metadata events ("M") for names; times in microseconds.
+
+Reference: Trace Event Format, Google, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ckptplan.core.chain import Tier
+from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.units import format_bytes, format_seconds
+
+Lane = Literal["compute", "out", "in", "disk out", "disk in"]
+Drawn = Literal["forward", "recompute", "backward", "stall", "out", "in"]
+_LANES: dict[Lane, str] = {
+    "compute": "compute",
+    "out": "device to host",
+    "in": "host to device",
+    "disk out": "device to disk",
+    "disk in": "disk to device",
+}
+_ALWAYS: tuple[Lane, ...] = ("compute", "out", "in")
+_COLORS = {"stall": "terrible", "recompute": "bad"}
+"""Names reserved by the viewers."""
+
+
+def lane_of(way: Literal["out", "in"], tier: Tier) -> Lane:
+    """The lane of copies to or from a tier."""
+    if tier == "disk":
+        return "disk out" if way == "out" else "disk in"
+    return way
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One interval [start_s, end_s) of a lane. Spans of a lane are disjoint, or one lies inside the other.
+
+    `stage` is empty, and `nbytes` above 0, for a measured copy, which may be of a storage that several stages hold.
+    """
+
+    lane: Lane
+    what: Drawn
+    stage: str
+    start_s: float
+    end_s: float
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnStep:
+    """One step: its spans, and (seconds, bytes on the device) from then on."""
+
+    spans: tuple[Span, ...]
+    memory: tuple[tuple[float, int], ...]
+    step_s: float
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Most bytes on the device; None where they weren't recorded."""
+        return max((nbytes for _, nbytes in self.memory), default=None)
+
+    def bytes_over(self, lane: Lane) -> int:
+        """Bytes copied on a lane."""
+        return sum(span.nbytes for span in self.spans if span.lane == lane)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A real step beside what was predicted.
+
+    Attributes
+    ----------
+    measured : DrawnStep
+    predicted : DrawnStep or None
+        None where the profile isn't known.
+    notes : tuple of str
+        What a reader must know about how it was measured.
+    """
+
+    measured: DrawnStep
+    predicted: DrawnStep | None
+    notes: tuple[str, ...] = ()
+
+    def events(self) -> list[dict[str, Any]]:
+        """The events of the JSON form, by process and time."""
+        steps = (("measured", self.measured), ("predicted", self.predicted))
+        out: list[dict[str, Any]] = []
+        for pid, (name, step) in enumerate(steps, start=1):
+            if step is not None:
+                out += _events(pid, name, step)
+        return out
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON.
+
+        Raises
+        ------
+        InvalidInputError
+            If the file can't be written.
+        """
+        data = {"traceEvents": self.events(), "displayTimeUnit": "ms", "otherData": {"notes": "; ".join(self.notes)}}
+        try:
+            Path(path).write_text(json.dumps(data) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InvalidInputError(f"the trace can't be written to {path}: {error}") from error
+
+    def __str__(self) -> str:
+        lines = []
+        for name, step in (("measured", self.measured), ("predicted", self.predicted)):
+            if step is not None:
+                peak = "not recorded" if step.peak_bytes is None else format_bytes(step.peak_bytes)
+                stall_s = sum(span.end_s - span.start_s for span in step.spans if span.what == "stall")
+                moved = sum(step.bytes_over(lane) for lane in ("out", "disk out"))
+                lines.append(
+                    f"{name:<10} step {format_seconds(step.step_s)}, of which waiting {format_seconds(stall_s)}; peak "
+                    f"{peak}; moved out {format_bytes(moved)}"
+                )
+        return "\n".join([*lines, *self.notes])
+
+
+def _events(pid: int, name: str, step: DrawnStep) -> list[dict[str, Any]]:
+    used = {span.lane for span in step.spans}
+    lanes = [lane for lane in _LANES if lane in _ALWAYS or lane in used]
+    out: list[dict[str, Any]] = [
+        {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": f"{name} step"}},
+        {"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": pid}},
+    ]
+    for tid, lane in enumerate(lanes, start=1):
+        out.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": _LANES[lane]}})
+        out.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
+    timed: list[dict[str, Any]] = []
+    for span in step.spans:
+        start = span.start_s * 1e6
+        event: dict[str, Any] = {
+            "ph": "X", "pid": pid, "tid": lanes.index(span.lane) + 1, "ts": start, "dur": span.end_s * 1e6 - start,
+            "name": f"{span.what} {span.stage}".rstrip(), "cat": span.what, "args": {"stage": span.stage},
+        }  # fmt: skip
+        if span.nbytes:
+            event["args"]["bytes"] = span.nbytes
+        if span.what in _COLORS:
+            event["cname"] = _COLORS[span.what]
+        timed.append(event)
+    timed += [
+        {"ph": "C", "pid": pid, "tid": 0, "ts": at_s * 1e6, "name": "device memory", "args": {"bytes": nbytes}}
+        for at_s, nbytes in step.memory
+    ]
+    # A span that holds others comes before them.
+    return out + sorted(timed, key=lambda event: (event["ts"], -event.get("dur", 0.0)))

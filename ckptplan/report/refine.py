@@ -1,0 +1,160 @@
+"""A plan's times as a running step tells them, and a profile corrected by what was measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ckptplan.core.chain import Link, Option, Stage
+from ckptplan.core.measured import Copied, Measured, StageTimes, as_measured, told_together
+from ckptplan.core.plan import Plan
+from ckptplan.core.profile import Profile
+from ckptplan.core.trace import Drawn, DrawnStep, Lane, Span
+from ckptplan.referee import simulate
+
+_DRAWN: dict[str, Drawn] = {"wait": "stall"}
+_LANES: dict[str, Lane] = {"disk_out": "disk out", "disk_in": "disk in"}
+
+
+def stage_times(profile: Profile, plan: Plan) -> tuple[StageTimes, ...]:
+    """What the referee predicts for each stage, told as a running step tells it."""
+    return as_measured([stage.is_glue for stage in profile.stages], _stage_times(profile, plan))
+
+
+def _stage_times(profile: Profile, plan: Plan) -> tuple[StageTimes, ...]:
+    sums: dict[tuple[str, str], float] = defaultdict(float)
+    for event in simulate(profile, plan).events:
+        if event.lane == "compute":
+            sums[event.stage, event.what] += event.end_s - event.start_s
+    kinds = ("forward", "recompute", "backward", "wait")
+    return tuple(StageTimes(*(sums[stage.name, kind] for kind in kinds)) for stage in profile.stages)
+
+
+def drawn(profile: Profile, plan: Plan) -> DrawnStep:
+    """The referee's replay as spans, its memory at each step's worst moment from that step's beginning on."""
+    timeline = simulate(profile, plan)
+    moved = {}
+    for stage, choice in zip(profile.stages, plan.choices, strict=True):
+        saved = stage.option(choice.option).saved
+        moved[stage.name] = sum(profile.storages[saved[p]].nbytes for p in choice.moves)
+    spans = []
+    for event in timeline.events:
+        what, lane = _DRAWN.get(event.what, event.what), _LANES.get(event.lane, event.lane)
+        nbytes = 0 if lane == "compute" else moved[event.stage]
+        spans.append(Span(lane, what, event.stage, event.start_s, event.end_s, nbytes))  # type: ignore[arg-type]
+    # Steps and compute's events are in the same order; a backward step has its recompute in front.
+    running = iter([e for e in timeline.events if e.lane == "compute" and e.what != "wait"])
+    memory = []
+    for step in timeline.steps:
+        if step.phase == "update":
+            memory.append((timeline.makespan_s, step.peak_bytes))
+            continue
+        event = next(running)
+        memory.append((event.start_s, step.peak_bytes))
+        if event.what == "recompute" and not step.sweep:
+            next(running)
+    return DrawnStep(tuple(spans), tuple(memory), timeline.makespan_s)
+
+
+def _means(values: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """By kind of stage, so that equal stages stay equal and their total is what was measured."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for kind, value in values:
+        found[kind].append(value)
+    return {kind: statistics.fmean(each) for kind, each in found.items()}
+
+
+def corrected(profile: Profile, plan: Plan, measured: Measured) -> Profile:
+    """`profile` with the times, links and bytes that steps with `plan` showed.
+
+    - A stage's forward and backward are what was measured, the mean over the stages of its kind. What is measured
+      together (a module's backward and that of the glue in front of it, the last glue's forward and backward) is
+      divided as the profile has it.
+    - Recompute that ran is what was measured; where a segment's sweep ran a stage's forward again, both share what they
+      took together. A kind's other recomputing options grow or shrink in the same proportion; those of kinds that
+      nothing recomputed, in proportion to their forward.
+    - A link that moved anything has the rate at which it did. One that didn't stays as it is.
+    - Bytes measured beyond the predicted peak are added to every moment. Fewer change nothing, since a prediction is an
+      upper bound.
+    """
+    stages, glue = profile.stages, [stage.is_glue for stage in profile.stages]
+    timeline = simulate(profile, plan)
+    sweeps = {stage.name: 0 for stage in stages}
+    for step in timeline.steps:
+        sweeps[step.stage] += step.sweep
+    own = {stage.name: -sweeps[stage.name] for stage in stages}
+    for event in timeline.events:
+        own[event.stage] += event.what == "recompute"
+
+    forward, backward, recompute = [0.0] * len(stages), [0.0] * len(stages), {}
+    for i, members in enumerate(told_together(glue)):
+        found = measured.stages[i]
+        predicted_s = sum(stages[m].backward_s for m in members)
+        if glue[i]:
+            both_s = stages[i].forward_s + predicted_s
+            share = stages[i].forward_s / both_s if members and both_s else 1.0
+            forward[i] = found.forward_s * share
+            backward[i] += found.forward_s * (1 - share)
+            continue
+        for m in members:
+            backward[m] += found.backward_s * (stages[m].backward_s / predicted_s if predicted_s else float(m == i))
+        name = stages[i].name
+        if sweeps[name] and not own[name]:
+            forward[i] = (found.forward_s + found.recompute_s) / (1 + sweeps[name])
+        else:
+            forward[i] = found.forward_s
+            if own[name]:
+                recompute[i] = max(found.recompute_s - sweeps[name] * found.forward_s, 0.0)
+
+    kinds = [stage.kind for stage in stages]
+    forwards = _means(zip(kinds, forward, strict=True))
+    backwards = _means(zip(kinds, backward, strict=True))
+    before = _means((stage.kind, stage.forward_s) for stage in stages)
+    # By kind, of what its chosen options took and were said to take.
+    took: dict[str, list[float]] = defaultdict(list)
+    for i, taken_s in recompute.items():
+        said_s = stages[i].option(plan.choices[i].option).recompute_s
+        if said_s:
+            took[kinds[i]].append(taken_s / said_s)
+
+    def scaled(option: Option, kind: str) -> Option:
+        if not option.recomputes:
+            return option
+        if kind in took:
+            return replace(option, recompute_s=option.recompute_s * statistics.mean(took[kind]))
+        return replace(
+            option, recompute_s=option.recompute_s * (forwards[kind] / before[kind] if before[kind] else 1.0)
+        )
+
+    def again(stage: Stage) -> Stage:
+        return replace(
+            stage,
+            forward_s=forwards[stage.kind],
+            backward_s=backwards[stage.kind],
+            options=tuple(scaled(option, stage.kind) for option in stage.options),
+        )
+
+    over = max((measured.peak_bytes or 0) - timeline.peak_bytes, 0)
+    return replace(
+        profile,
+        stages=tuple(map(again, stages)),
+        link=_link(profile.link, measured.host),
+        disk=None if profile.disk is None else _link(profile.disk, measured.disk),
+        base_forward_bytes=tuple(b + over for b in profile.base_forward_bytes),
+        base_backward_bytes=tuple(b + over for b in profile.base_backward_bytes),
+        update_peak_bytes=profile.update_peak_bytes + over,
+        resident_bytes=profile.resident_bytes + over,
+    )
+
+
+def _link(link: Link, copied: Copied) -> Link:
+    def rate(nbytes: int, taken_s: float, before: float) -> float:
+        return nbytes / taken_s if nbytes and taken_s > 0 else before
+
+    return replace(
+        link,
+        out_bytes_per_s=rate(copied.out_bytes, copied.out_s, link.out_bytes_per_s),
+        in_bytes_per_s=rate(copied.in_bytes, copied.in_s, link.in_bytes_per_s),
+    )

@@ -1,0 +1,515 @@
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from random_chains import random_chain, random_options, random_segments
+from small_models import build, plan_of, scheduled
+from torch import nn
+
+import ckptplan
+from ckptplan.core.chain import Link, Segment, Stage
+from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
+from ckptplan.core.measured import Copied, Measured, StageTimes, as_measured, told_together
+from ckptplan.core.plan import Plan
+from ckptplan.core.profile import Profile
+from ckptplan.profiling.profiler import profile
+from ckptplan.referee import simulate
+from ckptplan.report.refine import corrected, stage_times
+from ckptplan.runtime import meter as meters
+from ckptplan.runtime import stores
+from ckptplan.runtime.meter import BACKWARD, FORWARD, KINDS, RECOMPUTE, STALL, Meter
+
+CPU = torch.device("cpu")
+
+
+class FakeClock:
+    """Seconds that pass only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Slow(nn.Module):
+    """A stage that takes a fixed time of the clock's, forward and backward."""
+
+    def __init__(self, clock: FakeClock, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.times = clock, forward_s, backward_s
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # What tanh saves comes last, so that a recompute runs all of it.
+        return torch.tanh(_Takes.apply(self.linear(x), *self.times))  # type: ignore[no-any-return]
+
+
+class _Takes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, clock: FakeClock, forward_s: float, backward_s: float) -> torch.Tensor:
+        clock.now += forward_s
+        ctx.clock, ctx.seconds = clock, backward_s
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.clock.now += ctx.seconds
+        return gradient, None, None, None
+
+
+TIMES = [(0.010, 0.020), (0.030, 0.040), (0.050, 0.060), (0.070, 0.080)]
+
+
+class Chain(nn.Module):
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(Slow(clock, *times) for times in TIMES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages:
+            x = stage(x)
+        return x
+
+
+class Made:
+    """The chain on a fake clock, its profile and inputs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = FakeClock()
+        monkeypatch.setattr(meters.Meter.__init__, "__defaults__", (None, self.clock))
+        self.model = Chain(self.clock)
+        self.inputs = torch.randn(512, 64)
+        found = profile(self.model, self.inputs, menus=False)
+        stages = iter(TIMES)
+
+        def timed(stage: Any) -> Any:
+            forward_s, backward_s = (0.0, 0.0) if stage.is_glue else next(stages)
+            options = tuple(dataclasses.replace(o, recompute_s=forward_s) if o.recomputes else o for o in stage.options)
+            return dataclasses.replace(stage, forward_s=forward_s, backward_s=backward_s, options=options)
+
+        self.profile = dataclasses.replace(found, stages=tuple(map(timed, found.stages)), link=Link(1e12, 1e12))
+        self.modules = [i for i, stage in enumerate(self.profile.stages) if not stage.is_glue]
+
+    def step(self) -> None:
+        self.model.zero_grad()
+        self.model(self.inputs).mean().backward()
+
+    def plan(self, *actions: str) -> Plan:
+        by_stage: list[Any] = ["keep"] * len(self.profile.stages)
+        for i, action in zip(self.modules, actions, strict=True):
+            by_stage[i] = action
+        return plan_of(self.profile, by_stage)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Made:
+    return Made(monkeypatch)
+
+
+def accounts(times: StageTimes | None) -> tuple[float, float, float]:
+    assert times is not None
+    # 1e-12: differences of clock readings.
+    return tuple(round(x, 12) for x in (times.forward_s, times.recompute_s, times.backward_s))  # type: ignore[return-value]
+
+
+def test_each_stage_has_its_own_seconds(made: Made) -> None:
+    plan = made.plan("keep", "recompute", "swap", "recompute")
+    with ckptplan.apply(made.model, plan, profile=made.profile) as handle:
+        for _ in range(4):
+            made.step()
+        stats = handle.stats()
+    found = [accounts(stats.stages[i].measured) for i in made.modules]
+    assert found == [(0.010, 0.0, 0.020), (0.030, 0.030, 0.040), (0.050, 0.0, 0.060), (0.070, 0.070, 0.080)]
+    assert found == [accounts(stats.stages[i].predicted) for i in made.modules]
+    assert stats.timed_steps == 3
+    assert stats.step_s == pytest.approx(0.46, abs=1e-12)
+    assert stats.step_s == pytest.approx(sum(s.measured.total_s for s in stats.stages if s.measured), abs=1e-12)
+    assert stats.planned_step_s == plan.step_s
+    assert stats.measured_s("recompute") == pytest.approx(0.1, abs=1e-12)
+    text = str(stats)
+    assert "30.0 ms (30.0 ms)" in text
+    assert "recompute" in text
+
+
+def test_recompute_in_a_segment_is_the_stage_s_that_runs_again(made: Made) -> None:
+    options = [stage.recompute if i in made.modules else stage.keep for i, stage in enumerate(made.profile.stages)]
+    plan = scheduled(made.profile, options, (Segment(made.modules[0], made.modules[3]),))  # type: ignore[arg-type]
+    with ckptplan.apply(made.model, plan, profile=made.profile) as handle:
+        for _ in range(3):
+            made.step()
+        stats = handle.stats()
+    found = [accounts(stats.stages[i].measured) for i in made.modules]
+    assert found == [(f, f, b) for f, b in TIMES]
+    assert found == [accounts(stats.stages[i].predicted) for i in made.modules]
+
+
+def test_without_a_profile_nothing_is_predicted_per_stage(made: Made) -> None:
+    with ckptplan.apply(made.model, made.plan("keep", "recompute", "swap", "keep")) as handle:
+        assert handle.stats().step_s is None
+        assert "no step is timed yet" in str(handle.stats())
+        made.step()
+        assert handle.stats().timed_steps == 0, "the first step warms up"
+        made.step()
+        stats = handle.stats()
+    assert stats.timed_steps == 1
+    assert all(s.predicted is None and s.measured is not None for s in stats.stages)
+    assert stats.predicted_s("forward") is None
+    assert stats.peak_bytes is None
+    assert "verify" in str(stats)
+    assert "(planned)" not in str(stats)
+
+
+def test_stalls_are_the_waiting_stage_s(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies take 2 s of the clock that passes only while somebody waits for them."""
+    real = stores.DiskStore.finish_in
+
+    def waits(self: Any, ticket: Any) -> None:
+        made.clock.now += 2.0
+        real(self, ticket)
+
+    monkeypatch.setattr(stores.DiskStore, "finish_in", waits)
+    plan = made.plan("swap", "swap", "swap", "swap")
+    moved = [len(plan.choices[i].moves) for i in made.modules]
+    assert sum(map(bool, moved)) >= 2
+    assert 0 in moved
+    with ckptplan.apply(made.model, plan) as handle:
+        for _ in range(3):
+            made.step()
+        stats = handle.stats()
+    stalls = [stats.stages[i].measured.stall_s for i in made.modules]  # type: ignore[union-attr]
+    assert stalls == pytest.approx([2.0 * n for n in moved], abs=1e-9)
+    assert [accounts(stats.stages[i].measured) for i in made.modules] == [(f, 0.0, b) for f, b in TIMES]
+
+
+def test_copies_are_counted_with_their_own_seconds(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = stores._write
+    monkeypatch.setattr(stores, "_write", lambda *a: (time.sleep(0.01), real(*a)))
+    with ckptplan.apply(made.model, made.plan("swap", "swap", "keep", "keep")) as handle:
+        for _ in range(4):
+            made.step()
+        stats = handle.stats()
+        copies = sum(len(choice.moves) for choice in handle.plan.choices)
+    assert stats.host_copies.out_bytes == stats.host_copies.in_bytes == stats.planned_swapped_bytes
+    assert stats.host_copies.out_s >= 0.01 * copies
+    assert stats.host_copies.in_s < stats.host_copies.out_s
+    assert stats.disk_copies == Copied()
+
+
+def test_what_is_no_step_is_not_timed(made: Made) -> None:
+    """A forward without backward, two forwards before one backward, a failed step: none of them is a median's."""
+    with ckptplan.apply(made.model, made.plan("keep", "recompute", "keep", "keep")) as handle:
+        made.step()
+        made.step()
+        first, second = made.model(made.inputs), made.model(made.inputs)
+        (first.mean() + second.mean()).backward()
+        made.clock.now += 100
+        with torch.no_grad():
+            made.model(made.inputs)
+        made.step()
+        made.step()
+        stats = handle.stats()
+    assert stats.timed_steps == 3
+    assert stats.step_s == pytest.approx(0.39, abs=1e-12)
+
+
+def test_memory_of_steps_is_bounded() -> None:
+    clock = itertools.count()
+    meter = Meter(CPU, clock=lambda: float(next(clock)))
+    for _ in range(200):
+        assert meter.begin() is not None
+        for account in (FORWARD, KINDS + FORWARD, KINDS + BACKWARD, BACKWARD):
+            meter.mark(account)
+        meter.backward_ended()
+    assert len(meter.steps()) <= 33
+    meter.begin()
+    for _ in range(meters._MOST_MARKS + 10):
+        meter.mark(FORWARD)
+    meter.backward_ended()
+    assert meter.last is not None
+    assert len(meter.last.marks) == meters._MOST_MARKS
+
+
+def test_a_wait_inside_a_recompute_goes_to_the_stage_that_asked() -> None:
+    times = iter(range(100))
+    meter = Meter(CPU, clock=lambda: float(next(times)))
+    for _ in range(2):
+        meter.begin()
+        meter.mark(5 * KINDS + BACKWARD)
+        before = meter.mark(3 * KINDS + RECOMPUTE)
+        inside = meter.stall()
+        assert inside == 3 * KINDS + RECOMPUTE
+        meter.mark(inside)
+        meter.mark(before)
+        meter.backward_ended()
+    (step,) = meter.steps()
+    assert step.accounts == {0: 1.0, 5 * KINDS + BACKWARD: 2.0, 3 * KINDS + RECOMPUTE: 2.0, 5 * KINDS + STALL: 1.0}
+
+
+def test_only_some_steps_are_measured_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events cost time. Without a device, with a clock in their place."""
+    monkeypatch.setattr(Meter, "_event", lambda self: 0.0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    meter = Meter(torch.device("cuda"))
+    measured = []
+    for k in range(1, 41):
+        if meter.begin() is not None:
+            measured.append(k)
+        meter.mark(BACKWARD)
+        meter.backward_ended()
+    assert measured == [*range(1, 10), 16, 24, 32, 40]
+
+
+def test_no_other_thread_s_wait_is_a_stall(made: Made) -> None:
+    """A graph freed with copies under way waits for them, but in nobody's name."""
+    with ckptplan.apply(made.model, made.plan("swap", "swap", "swap", "swap")) as handle:
+        made.step()
+        meter = handle._controller.counters.meter
+        output = made.model(made.inputs)
+        session = handle._controller._session
+        assert session is not None
+        for i in made.modules:
+            session.prefetch(i)
+        assert meter._step is not None
+        before = len(meter._step.marks)
+        del output
+        assert len(meter._step.marks) == before
+
+
+def test_what_is_told_together() -> None:
+    glue = [True, False, True, True, False, False, True]
+    assert told_together(glue) == ((), (0, 1), (), (), (2, 3, 4), (5,), (6,))
+    times = [StageTimes(1.0, 0.0, 10.0 * i) for i in range(7)]
+    found = as_measured(glue, times)
+    assert [t.backward_s for t in found] == [0.0, 10.0, 0.0, 0.0, 90.0, 50.0, 0.0]
+    assert [t.forward_s for t in found] == [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 61.0]
+
+
+# Correcting a profile: the referee's replay of the true profile stands for what is measured.
+
+
+def as_if_measured(true: Profile, plan: Plan, **more: Any) -> Measured:
+    timeline = simulate(true, plan)
+    moved = sum(e.end_s - e.start_s for e in timeline.events if e.lane == "out")
+    back = sum(e.end_s - e.start_s for e in timeline.events if e.lane == "in")
+    return Measured(
+        stages=stage_times(true, plan),
+        step_s=timeline.makespan_s,
+        steps=5,
+        host=Copied(timeline.host_bytes, moved, timeline.host_bytes, back),
+        **more,
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_corrected_profile_predicts_what_was_measured(seed: int) -> None:
+    rng = random.Random(seed)
+    true = random_chain(seed, rng.randint(2, 8))
+    true = dataclasses.replace(true, link=Link(true.link.out_bytes_per_s, true.link.in_bytes_per_s))
+    segments = random_segments(rng, true)
+    plan = scheduled(true, random_options(rng, true, segments), segments, share=rng.choice((0.0, 0.5)))
+    by_kind = {stage.kind: (rng.uniform(0.2, 5), rng.uniform(0.2, 5)) for stage in true.stages}
+
+    def wrong(stage: Stage) -> Stage:
+        forward, backward = by_kind[stage.kind]
+        options = tuple(dataclasses.replace(o, recompute_s=o.recompute_s * forward) for o in stage.options)
+        return dataclasses.replace(
+            stage, forward_s=stage.forward_s * forward, backward_s=stage.backward_s * backward, options=options
+        )
+
+    link = Link(true.link.out_bytes_per_s * rng.uniform(0.2, 5), true.link.in_bytes_per_s * rng.uniform(0.2, 5))
+    false = dataclasses.replace(true, stages=tuple(map(wrong, true.stages)), link=link)
+    measured = as_if_measured(true, plan)
+    found = corrected(false, plan, measured)
+    assert compute_s(found, plan) == pytest.approx(compute_s(true, plan), rel=1e-9)
+    if measured.host.out_bytes:
+        assert found.link.out_bytes_per_s == pytest.approx(true.link.out_bytes_per_s, rel=1e-9)
+        assert found.link.in_bytes_per_s == pytest.approx(true.link.in_bytes_per_s, rel=1e-9)
+    else:
+        assert found.link == false.link
+
+
+def compute_s(profile: Profile, plan: Plan) -> float:
+    """Without waits."""
+    events = simulate(profile, plan).events
+    return sum(e.end_s - e.start_s for e in events if e.lane == "compute" and e.what != "wait")
+
+
+def textbook(rate: float, **more: Any) -> Profile:
+    n, mib = 8, 1 << 20
+    return Profile.from_chain(
+        [0.010] * n,
+        [0.020] * n,
+        [1 * mib] * n,
+        [16 * mib] * n,
+        input_bytes=mib,
+        out_bytes_per_s=rate,
+        in_bytes_per_s=rate,
+    )
+
+
+def test_a_link_said_to_be_fast_is_found_slow_and_recompute_is_chosen() -> None:
+    """The whole of refine but the model: the false profile swaps, the corrected one recomputes."""
+    from ckptplan.api import Job, _Adviser
+
+    true, false = textbook(2e8), textbook(2e10)
+    budget = simulate(false, [ckptplan.Decision("keep")] * 8).peak_bytes // 2
+    adviser = _Adviser(Job(false, None, False, ("keep", "swap", "recompute"), True, None, 2.0, 0, 1, lambda text: None))
+    plan = adviser._job.solved(budget)
+    assert plan.host_bytes
+    truth = simulate(true, plan)
+    assert truth.makespan_s > 1.3 * plan.step_s
+    after, told = adviser.refined(plan, as_if_measured(true, plan))
+    assert told.step_s == pytest.approx(truth.makespan_s, rel=1e-6)
+    assert told.choices == plan.choices
+    assert after.step_s < 0.9 * told.step_s
+    assert sum(c.action == "recompute" for c in after.choices) > sum(c.action == "recompute" for c in plan.choices)
+    assert after.step_s == pytest.approx(simulate(true, after).makespan_s, rel=1e-6)
+    assert after.peak_bytes <= budget
+    # Kept: a second refinement goes on from the corrected profile, and finds nothing new.
+    again, _ = adviser.refined(after, as_if_measured(true, after))
+    assert again.step_s == pytest.approx(after.step_s, rel=1e-6)
+
+
+def test_measured_bytes_lead_to_a_leaner_plan_or_to_none() -> None:
+    from ckptplan.api import Job, _Adviser
+
+    chain = textbook(2e10)
+    full = simulate(chain, [ckptplan.Decision("keep")] * 8).peak_bytes
+    job = Job(chain, None, False, ("keep", "swap", "recompute"), True, None, 2.0, 0, 1, lambda text: None)
+    plan = job.solved(full // 2)
+    over = 5 << 20
+    after, told = _Adviser(job).refined(plan, as_if_measured(chain, plan, peak_bytes=plan.peak_bytes + over))
+    assert told.peak_bytes == plan.peak_bytes + over
+    assert after.peak_bytes <= plan.budget_bytes
+    assert simulate(chain, after).peak_bytes <= plan.budget_bytes - over
+    # Fewer bytes than predicted aren't taken for granted.
+    same, _ = _Adviser(job).refined(plan, as_if_measured(chain, plan, peak_bytes=plan.peak_bytes - over))
+    assert same.peak_bytes <= plan.budget_bytes
+    assert simulate(chain, same).peak_bytes == same.peak_bytes
+    with pytest.raises(InfeasibleBudgetError):
+        _Adviser(job).refined(plan, as_if_measured(chain, plan, peak_bytes=plan.peak_bytes + full))
+
+
+def test_refine_says_when_it_can_t(made: Made) -> None:
+    plan = made.plan("keep", "recompute", "keep", "keep")
+    with ckptplan.apply(made.model, plan) as handle, pytest.raises(InvalidInputError, match="profile=profile"):
+        handle.refine()
+    with ckptplan.apply(made.model, plan, profile=made.profile) as handle:
+        for bad in (-0.1, float("nan"), True, "much"):
+            with pytest.raises(InvalidInputError, match="threshold"):
+                handle.refine(bad)  # type: ignore[arg-type]
+        made.step()
+        with pytest.raises(InvalidInputError, match=r"0 steps .* needs 3"):
+            handle.refine()
+    with pytest.raises(InvalidInputError, match="isn't applied"):
+        handle.refine()
+    with pytest.raises(InvalidInputError, match="isn't applied"):
+        handle.trace(made.step)
+
+
+def test_refine_changes_nothing_within_the_threshold(made: Made) -> None:
+    with ckptplan.apply(made.model, made.plan("keep", "recompute", "keep", "keep"), profile=made.profile) as handle:
+        for _ in range(5):
+            made.step()
+        plan, controller = handle.plan, handle._controller
+        found = handle.refine(0.01)
+        assert not found.corrected
+        assert not found.changed
+        assert "nothing was changed" in str(found)
+        assert handle.plan is plan
+        assert handle._controller is controller
+
+
+def test_refine_puts_the_better_plan_in_place(made: Made) -> None:
+    """Stages said to take a hundredth of what they do: recompute seemed free, so swapping was shunned."""
+
+    def hundredth(stage: Any) -> Any:
+        options = tuple(dataclasses.replace(o, recompute_s=o.recompute_s / 100) for o in stage.options)
+        return dataclasses.replace(
+            stage, forward_s=stage.forward_s / 100, backward_s=stage.backward_s / 100, options=options
+        )
+
+    slow = Link(1e8, 1e8)  # some milliseconds for each stage
+    false = dataclasses.replace(made.profile, stages=tuple(map(hundredth, made.profile.stages)), link=slow)
+    full = simulate(false, [ckptplan.Decision("keep")] * len(false.stages)).peak_bytes
+    plan = ckptplan.solve(false, (full - 90000) / 2**30, time_limit_s=1)
+    assert plan.host_bytes == 0
+    assert any(choice.action == "recompute" for choice in plan.choices)
+    made.step()
+    wanted = {name: p.grad.clone() for name, p in made.model.named_parameters() if p.grad is not None}
+    with ckptplan.apply(made.model, plan, profile=false, time_limit_s=1) as handle:
+        for _ in range(5):
+            made.step()
+        forwards = handle.stats().forwards
+        found = handle.refine()
+        assert found.corrected
+        assert found.measured.step_s > 50 * plan.step_s
+        assert found.told.step_s == pytest.approx(found.measured.step_s, rel=1e-6)
+        assert found.changed
+        assert handle.plan is found.after
+        assert found.after.host_bytes > 0
+        assert found.after.peak_bytes <= plan.budget_bytes
+        assert "new plan" in str(found)
+        assert handle.stats().step_s is None, "another plan's steps"
+        made.step()
+        for name, p in made.model.named_parameters():
+            assert p.grad is not None
+            assert torch.equal(p.grad, wanted[name])
+        assert handle.stats().forwards == forwards + 1
+        for _ in range(4):
+            made.step()
+        # The fake clock stands still while copies run, so that the new plan takes its compute alone.
+        again = handle.refine(0.2)
+        assert again.measured.step_s == pytest.approx(sum(f + b for f, b in TIMES), rel=1e-6)
+    assert "forward" not in made.model.stages[0].__dict__
+
+
+@functools.cache
+def small() -> Profile:
+    return profile(*build("transformer"))
+
+
+def test_pools_and_peaks_are_laid_beside_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores.DiskStore, "reserved_bytes", 1 << 20, raising=False)
+    monkeypatch.setattr(stores.DiskStore, "peak_bytes", 1 << 19, raising=False)
+    chain = small()
+    plan = plan_of(chain, ["swap"] * len(chain.stages))
+    model, _ = build("transformer")
+    with ckptplan.apply(model, plan, profile=chain) as handle:
+        (pool,) = handle.stats().pools
+        assert (pool.tier, pool.planned_bytes) == ("host", plan.host_bytes)
+        assert (pool.reserved_bytes, pool.peak_bytes) == (1 << 20, 1 << 19)
+        assert "512.00 KiB used at most of 1.00 MiB" in str(handle.stats())
+        assert handle.stats().planned_peak_bytes == plan.peak_bytes
+
+
+@pytest.mark.gpu
+def test_times_and_peak_on_a_gpu() -> None:
+    torch.cuda.reset_peak_memory_stats()
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(2048, 2048), nn.GELU()) for _ in range(6))).cuda()
+    inputs = torch.randn(4096, 2048, device="cuda")
+    chain = profile(model, inputs)
+    plan = plan_of(chain, ["swap" if i % 2 else "recompute" for i in range(len(chain.stages))])
+    with ckptplan.apply(model, plan, profile=chain) as handle:
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(8):
+            model.zero_grad()
+            model(inputs).mean().backward()
+        stats = handle.stats()
+        step = handle.trace(lambda: model(inputs).mean().backward()).measured
+    assert stats.timed_steps >= 6
+    assert stats.step_s is not None
+    assert stats.step_s == pytest.approx(sum(s.measured.total_s for s in stats.stages if s.measured), rel=0.05)
+    assert stats.host_copies.out_bytes == plan.host_bytes
+    assert stats.host_copies.out_s > 0
+    assert stats.peak_bytes is not None
+    assert step.peak_bytes is not None
+    assert step.bytes_over("out") == step.bytes_over("in") == plan.host_bytes
