@@ -76,9 +76,10 @@ def table() -> str:
     lines = [
         "# Guarantees",
         "",
-        "What the runtime must get right, what makes it so, and the tests that fail without it. `experiments/safeguards.py` is the",
-        "source of this page: it also has, for every row, the change that takes the safeguard out, and",
-        "`python experiments/mutations.py` makes each change in a copy of the package and runs the tests named here.",
+        "What the runtime must get right, what makes it so, and the tests that fail without it. This page is written",
+        "by `python experiments/mutations.py --docs docs/guarantees.md` from `experiments/safeguards.py`, which also",
+        "has, for each row, the change that takes the safeguard out. `python experiments/mutations.py` makes each",
+        "change in a copy of the package and runs the tests named here: `experiments/results/mutations.json`.",
         "",
     ]
     for number, requirement in REQUIREMENTS.items():
