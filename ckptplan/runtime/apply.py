@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from ckptplan.core.shortage import Shortage
 from ckptplan.core.units import budget_to_bytes, format_bytes, format_seconds
 from ckptplan.runtime import oom
 from ckptplan.runtime.controller import Controller, is_glue
+from ckptplan.runtime.shapes import Larger, OnLarger
 from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint, model_device, training_config
 from ckptplan.runtime.stores import DISK_BLOCK_BYTES, Store, make_store
 
@@ -57,7 +58,8 @@ class Stats:
         """What was added after `earlier`."""
         counted = ("forwards", "recomputed_stages", "swapped_out_bytes", "swapped_in_bytes", "host_wait_s")
         added = {name: getattr(self, name) - getattr(earlier, name) for name in counted}
-        runs = tuple(a - b for a, b in zip(self.runs, earlier.runs, strict=True))
+        same = len(self.runs) == len(earlier.runs)  # else a plan with other stages came in between, and counts anew
+        runs = tuple(a - b for a, b in zip(self.runs, earlier.runs, strict=True)) if same else self.runs
         return dataclasses.replace(self, runs=runs, **added)
 
     def __str__(self) -> str:
@@ -93,14 +95,17 @@ class Replan:
 
     Attributes
     ----------
-    shortage : Shortage
-        Why.
+    shortage : Shortage or None
+        Why, where a step ran out of memory.
     before, after : Plan
+    larger : Larger or None
+        Why, where a forward's inputs were larger than planned.
     """
 
-    shortage: Shortage
+    shortage: Shortage | None
     before: Plan
     after: Plan
+    larger: Larger | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,7 +138,9 @@ class Handle:
     plan : Plan
         The one that is applied now.
     replans : tuple of Replan
-        Plans that took another's place after a step ran out of memory, in order.
+        Plans that took another's place after a step ran out of memory, or for larger inputs, in order.
+    returns : int
+        How often a plan that was made before took another's place again, its inputs going beyond that one.
     """
 
     def __init__(
@@ -142,15 +149,19 @@ class Handle:
         plan: Plan,
         place: Callable[[Plan, Controller | None], tuple[Controller, Store]],
         on_oom: OnOom | None,
+        on_larger: OnLarger | None = None,
     ) -> None:
         self.plan = plan
         self.replans: tuple[Replan, ...] = ()
+        self.returns = 0
         self._model = model
         self._device = model_device(model)
         self._place = place
         self._on_oom = on_oom
+        self._on_larger = on_larger
         self._undo = oom.Undo(model, rewinds=on_oom is not None and on_oom.retries > 0)
         self._controller, self._store = place(plan, None)
+        self._watch_forwards()
         self._config = contextlib.ExitStack()
         self._config.enter_context(training_config(model))
         self._removed = False
@@ -215,7 +226,7 @@ class Handle:
             if cause is None or isinstance(error, OutOfMemoryError):
                 raise
             shortage = self._shortage(error, cause, start.updating, before, live_before)
-            controller.forget()
+            self._controller.forget()
             lost, half = start.undo()
             failed = OutOfMemoryError(
                 dataclasses.replace(shortage, gradients_lost=lost, half_updated=half), replans=tried
@@ -223,7 +234,7 @@ class Handle:
             failed.__cause__ = error
             return (), failed
         finally:
-            controller.on_backward = None
+            controller.on_backward = self._controller.on_backward = None
 
     def _shortage(
         self, error: BaseException, cause: BaseException, updating: bool, before: Stats, live_before: int | None
@@ -272,15 +283,8 @@ class Handle:
             plan = self._on_oom.adviser.replan(before, failed.shortage)
         except CkptPlanError as error:
             raise error from failed
-        former, store = self._controller, self._store
-        former.remove()
-        try:
-            self._controller, self._store = self._place(plan, former)
-        except BaseException:
-            former.install()
-            raise
-        store.close()
-        self.plan = plan
+        self._controller.remove()
+        self._put(plan)
         self.replans += (Replan(failed.shortage, before, plan),)
         longer = f"{plan.step_s / before.step_s:.2f} times as long" if before.step_s else "as long as it does"
         warnings.warn(
@@ -290,6 +294,54 @@ class Handle:
             RuntimeWarning,
             stacklevel=3,
         )
+
+    def _put(self, plan: Plan) -> None:
+        """Apply `plan`; the present one, which is off the model, goes back on if that fails."""
+        former, store = self._controller, self._store
+        try:
+            self._controller, self._store = self._place(plan, former)
+        except BaseException:
+            former.install()
+            raise
+        store.close()
+        self.plan = plan
+        self._watch_forwards()
+
+    def _watch_forwards(self) -> None:
+        if self._on_larger is not None:
+            self._controller.before_forward = self._before_forward
+
+    def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Controller:
+        """The controller to run this forward under: another one if its inputs are larger than planned.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If no plan for them fits the budget. The former plan goes on, here and below.
+        PlanMismatchError
+            If they can't be planned for.
+        """
+        assert self._on_larger is not None
+        before, former = self.plan, self._controller
+        if not self._on_larger.beyond(before, args, kwargs):
+            return former
+        former.remove()
+        try:
+            plan, larger = self._on_larger.enlarged(before, args, kwargs)
+        except BaseException:
+            former.install()
+            raise
+        self._put(plan)
+        if plan.stages != before.stages:
+            self._controller.counters.runs.clear()  # they count by a stage's place
+        if former.on_backward is not None:
+            self._controller.at_step_begin(former.on_backward)
+        if larger is None:
+            self.returns += 1
+            return self._controller
+        self.replans += (Replan(None, before, plan, larger),)
+        warnings.warn(f"{larger} (handle.replans has the plans)", RuntimeWarning, stacklevel=2)
+        return self._controller
 
     def remove(self) -> None:
         """Restore the model exactly; calling it again does nothing.
@@ -358,6 +410,7 @@ def apply(
     swap_dir: str | Path | None = None,
     host_gb: float | None = None,
     on_oom: OnOom | None = None,
+    on_larger: OnLarger | None = None,
 ) -> Handle:
     """Make every training forward of `model` follow `plan`.
 
@@ -373,6 +426,8 @@ def apply(
         Limit on pinned host memory for a CUDA plan, in units of 2**30 bytes.
     on_oom : OnOom, optional
         What `Handle.step` does when memory runs out; None: nothing.
+    on_larger : OnLarger, optional
+        Plans anew for a forward whose inputs are larger than planned; None: such a forward is an error.
 
     Returns
     -------
@@ -419,4 +474,4 @@ def apply(
             raise
         return controller, store
 
-    return Handle(model, plan, place, on_oom)
+    return Handle(model, plan, place, on_oom, on_larger)

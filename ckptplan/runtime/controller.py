@@ -119,7 +119,7 @@ class Controller:
         self._moves = any(choice.moves for choice in self._choices)
         self._store = store
         self._device = device
-        self._limits = [Limits(*pair) for pair in zip(self._stages, inputs or [None] * len(self._stages), strict=True)]
+        self._limits = [Limits(planned) for planned in inputs or [None] * len(self._stages)]
         self._observer = observer
         self._training = model.training
         self._pass: _Pass | None = None
@@ -127,6 +127,7 @@ class Controller:
         self.counters = counters or Counters()
         self.place = Place("forward", 0)
         self.on_backward: Callable[[], None] | None = None
+        self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], Controller] | None = None
         self._task = -1
         self._indices: dict[nn.Module, list[int]] = {}
         modules = dict(model.named_modules())
@@ -231,6 +232,9 @@ class Controller:
 
     def _run_model(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._active():
+            now = self if self.before_forward is None else self.before_forward(args, kwargs)
+            if now is not self:
+                return now._run_model(original, args, kwargs)
             self._begin()
         return original(*args, **kwargs)
 
@@ -258,7 +262,7 @@ class Controller:
         current.calls[module] = current.calls.get(module, 0) + 1
         self.place = Place("forward", index, inside=True)
         try:
-            self._limits[index].check(args, kwargs)
+            self._limits[index].check(self._stages[index], args, kwargs)
             for stage in self._release_before.get(index, ()):
                 current.session.release(stage)
             if self._observer is not None:
