@@ -692,11 +692,6 @@ class _Enlarger:
                 "on_larger='replan' plans for a forward's inputs, and this plan was made for a step=, whose inputs "
                 "can't be seen; make it with inputs=, or pass on_larger='raise'"
             )
-        if any(name.partition("#")[0] == "" for name in plan.stages):
-            raise InvalidInputError(
-                "on_larger='replan' plans anew before the first stage runs, and this plan's only stage is the model "
-                "itself; pass on_larger='raise'"
-            )
         self._model, self._limits, self._adviser = model, limits, adviser
         self._loss_fn, self._optimizer, self._amp, self._swap_dir = loss_fn, optimizer, amp, swap_dir
         self._by_name = ByName(model.forward)

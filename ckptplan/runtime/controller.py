@@ -84,6 +84,8 @@ class Controller:
         Stages recomputed together, by index.
     inputs : sequence, optional
         Per stage, the largest tensors that the choices hold for, None: any.
+    saved : sequence of sequences of int, optional
+        Per stage, the bytes of each storage that it was planned to save, in order.
     observer : Observer, optional
     one_forward : bool
         A step calls the model's own forward once, so such a call begins a pass. Else passes are told by their calls.
@@ -108,6 +110,7 @@ class Controller:
         *,
         segments: Sequence[Segment] = (),
         inputs: Sequence[Sequence[InputTensor] | None] | None = None,
+        saved: Sequence[Sequence[int]] = (),
         observer: Observer | None = None,
         one_forward: bool = True,
         counters: Counters | None = None,
@@ -120,6 +123,7 @@ class Controller:
         self._store = store
         self._device = device
         self._limits = [Limits(planned) for planned in inputs or [None] * len(self._stages)]
+        self._saved = saved
         self._observer = observer
         self._training = model.training
         self._pass: _Pass | None = None
@@ -226,7 +230,9 @@ class Controller:
             for storage in (t.untyped_storage(),)
         }
         self.counters.forwards += 1
-        session = SwapSession(self._store, self._device, lambda storage: storage._cdata in own, self.counters)
+        session = SwapSession(
+            self._store, self._device, lambda storage: storage._cdata in own, self.counters, self._saved
+        )
         self._session, self._pass = session, _Pass(session)
         return self._pass
 
@@ -311,6 +317,7 @@ class Controller:
                 ops=choice.ops,
                 moves=choice.moves,
                 session=current.session if self._moves else None,
+                planned=self._saved[index] if self._saved else None,
             )
         self.counters.runs[index] += 1
         if choice.action == "swap":
