@@ -56,8 +56,6 @@ def planned(name: str, what: str) -> Plan:
         return scheduled(chain, options, (Segment(first, last),))
     if what == "selective":
         return scheduled(chain, [next((o for o in s.options if o.ops), s.keep) for s in stages])
-    if what == "selective+swap":
-        return scheduled(chain, [next((o for o in s.options if o.ops and o.moves), s.keep) for s in stages])
     if "+" in what:
         return scheduled(chain, [stage.find(what) or stage.keep for stage in stages])
     return plan_of(chain, [what] * len(stages))  # type: ignore[list-item]
@@ -81,15 +79,13 @@ def smaller(name: str, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
     # that two samples hold (docs/architecture.md says so).
     yield from (inputs[:n] for n in ((1, len(inputs) - 1) if name != "unet" else ()))
     if name == "transformer":
-        yield from (inputs[:, :1], inputs[:, :7], inputs[:1, :31], inputs[:1, :1], inputs[:3, :5])
+        yield from (inputs[:, :1], inputs[:, :7], inputs[:1, :31], inputs[:1, :1])
     if name == "unet":
         yield from (inputs[..., :8, :8], inputs[..., :4, :12])
 
 
-@pytest.mark.parametrize(
-    "what", ["swap", "recompute+swap", "segment", "selective", "selective+swap", "menu 0", "menu 1"]
-)
-@pytest.mark.parametrize("name", ["transformer", "views", "unet", "conv_norm", "shared"])
+@pytest.mark.parametrize("what", ["swap", "recompute+swap", "segment", "selective", "menu 0"])
+@pytest.mark.parametrize("name", ["transformer", "unet", "conv_norm", "shared"])
 def test_smaller_inputs_are_bitwise_right_and_within_the_peak(name: str, what: str) -> None:
     plan = planned(name, what)
     model, inputs = build(name)
@@ -108,13 +104,18 @@ def test_smaller_inputs_are_bitwise_right_and_within_the_peak(name: str, what: s
 
 def test_one_sample_takes_another_path_within_the_planned_bytes() -> None:
     """Without the planned bytes, positions are all there is, and they name nothing in what one sample saves."""
-    for what in ("swap", "selective"):
-        model, inputs = build("transformer")
-        with apply(model, planned("transformer", what)) as handle:
-            results(model, inputs)
-            assert handle._controller.counters.other_paths == 0
-            results(model, inputs[:1])
-            assert handle._controller.counters.other_paths > 0
+    model, inputs = build("transformer")
+    plan = planned("transformer", "swap")
+    with apply(model, plan) as handle:
+        results(model, inputs)
+        assert handle._controller.counters.other_paths == 0
+        results(model, inputs[:1])
+        assert handle._controller.counters.other_paths > 0
+    with (
+        apply(model, dataclasses.replace(plan, saved=())),
+        pytest.raises(PlanMismatchError, match="16 storages, the plan moves number 18"),
+    ):
+        model(inputs[:1])
 
 
 class Forked(nn.Module):
@@ -298,11 +299,11 @@ def text_plan(batch: int, length: int, share: float) -> Plan:
     """For so many samples of such a length, within that share of what keeping everything takes for 4 x 32."""
     model = made()
     kept = ckptplan.solve(profile(model, text(4, 32), menus=False), 1.0).peak_bytes
-    return ckptplan.solve(profile(model, text(batch, length), menus=False), share * kept / 2**30, time_limit_s=1)
+    return ckptplan.solve(profile(model, text(batch, length), menus=False), share * kept / 2**30, time_limit_s=0.3)
 
 
 def applied(model: nn.Module, plan: Plan, **more: Any) -> Handle:
-    return ckptplan.apply(model, plan, on_larger="replan", time_limit_s=1.0, **more)
+    return ckptplan.apply(model, plan, on_larger="replan", time_limit_s=0.3, **more)
 
 
 @pytest.fixture
