@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ckptplan.core.chain import Action, Option, Segment
-from ckptplan.core.plan import Decision, Plan, saved_sizes
+from ckptplan.core.plan import Decision, Plan, saved_bytes
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import residency, schedule
 from ckptplan.profiling.profiler import profile
@@ -362,7 +362,7 @@ def _plan(
         fingerprint=measured.fingerprint,
         inputs=tuple(stage.inputs for stage in measured.stages),
         segments=segments,
-        saved=saved_sizes(measured, choices),
+        saved_bytes=saved_bytes(measured, choices),
     )
 
 

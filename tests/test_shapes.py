@@ -32,6 +32,8 @@ from ckptplan.runtime.apply import Handle, apply
 from ckptplan.runtime.measure import held_tensors, peak_above_start, run_step, unique_bytes
 from ckptplan.runtime.shapes import ByName, Limits, input_tensors, read_inputs, tensors_at
 from ckptplan.runtime.step import default_loss, make_step
+from ckptplan.runtime.stores import NullStore
+from ckptplan.runtime.swap import Alias, Counters, State, SwapSession
 
 # Smaller inputs
 
@@ -112,7 +114,7 @@ def test_one_sample_takes_another_path_within_the_planned_bytes() -> None:
         results(model, inputs[:1])
         assert handle._controller.counters.other_paths > 0
     with (
-        apply(model, dataclasses.replace(plan, saved=())),
+        apply(model, dataclasses.replace(plan, saved_bytes=())),
         pytest.raises(PlanMismatchError, match="16 storages, the plan moves number 18"),
     ):
         model(inputs[:1])
@@ -156,15 +158,53 @@ def test_selective_stages_on_another_path_hold_least() -> None:
     # The output of operation 1, the tanh, is to be saved; with fewer rows that number is a sine's.
     choices = [dataclasses.replace(c, ops=(1,)) if c.action == "recompute" else c for c in plan.choices]
     saved = [(8192, 8192) if choice.ops else () for choice in choices]
-    with apply(model, dataclasses.replace(plan, choices=tuple(choices), saved=tuple(saved))) as handle:
+    with apply(model, dataclasses.replace(plan, choices=tuple(choices), saved_bytes=tuple(saved))) as handle:
         assert same(results(model, x), results(plain, x))
         assert handle._controller.counters.other_paths == 0
         assert same(results(model, x[:31]), results(plain, x[:31]))
         assert handle._controller.counters.other_paths == 0  # a sine of fewer rows holds no more
     short = [(4096, 4096) if choice.ops else () for choice in choices]
-    with apply(model, dataclasses.replace(plan, choices=tuple(choices), saved=tuple(short))) as handle:
+    with apply(model, dataclasses.replace(plan, choices=tuple(choices), saved_bytes=tuple(short))) as handle:
         assert same(results(model, x[:31]), results(plain, x[:31]))
         assert handle._controller.counters.other_paths == 3
+
+
+def session(planned: list[int]) -> SwapSession:
+    return SwapSession(NullStore(), torch.device("cpu"), lambda storage: False, Counters(), [planned])
+
+
+@pytest.mark.parametrize(
+    ("given", "moved"),
+    [
+        ([16, 16, 16], [0]),  # as planned, and smaller: by position
+        ([8, 64], []),  # of another path, no more than was to stay: all stays
+        ([64, 64], [0, 1]),  # no more than was to leave: all leaves
+        ([8, 64, 8], []),
+    ],
+)
+def test_what_moves_when_other_storages_are_saved(given: list[int], moved: list[int]) -> None:
+    now = session([128, 40, 40])
+    packing = now.packing()
+    tensors = [torch.zeros(n, dtype=torch.uint8) for n in given]
+    packed = [packing.pack(t) for t in tensors]
+    now.leave(0, packing.order, (0,))
+    assert [i for i, x in enumerate(packed) if isinstance(x, Alias) and x.record.state is State.LEAVING] == moved
+
+
+def test_what_has_left_and_is_still_there_is_saved_by_the_same_record() -> None:
+    now = session([])
+    packing, tensor = now.packing(), torch.zeros(64)
+    first = packing.pack(tensor)
+    now._planned = ()
+    now.leave(0, packing.order, (0,))
+    now.release(0)
+    again = now.packing().pack(tensor)
+    assert isinstance(first, Alias)
+    assert isinstance(again, Alias)
+    assert again.record is first.record
+    assert again.record.state is State.AWAY
+    del tensor
+    assert first.record.is_gone
 
 
 # What a call is compared with

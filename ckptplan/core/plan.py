@@ -117,7 +117,7 @@ class Plan:
         On CUDA, most that the caching allocator reserves in a training with the plan, by its model; None elsewhere.
     disk_bytes : int
         The bytes that go to the disk tier.
-    saved : tuple of (tuple of int)
+    saved_bytes : tuple of (tuple of int)
         Per stage, the bytes of each storage that its option saves, in the order of saving; empty: not known. By these,
         a stage whose forward takes another path with other inputs is held to no more than what was planned.
     """
@@ -139,7 +139,7 @@ class Plan:
     peak_bound_bytes: int | None = None
     reserved_bytes: int | None = None
     disk_bytes: int = 0
-    saved: tuple[tuple[int, ...], ...] = ()
+    saved_bytes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def decisions(self) -> Mapping[str, Decision]:
@@ -191,7 +191,7 @@ class Plan:
             data["segments"] = tuple(_segment(item) for item in as_tuple(data.get("segments", [])))
             data["fingerprint"] = Fingerprint(**data["fingerprint"])
             data["stages"] = as_tuple(data["stages"])
-            data["saved"] = tuple(as_tuple(sizes) for sizes in as_tuple(data.get("saved", [])))
+            data["saved_bytes"] = tuple(as_tuple(sizes) for sizes in as_tuple(data.get("saved_bytes", [])))
             data["inputs"] = tuple(input_tensors(items) for items in as_tuple(data["inputs"]))
             return cls(**data)
         except (AttributeError, KeyError, TypeError, RecursionError) as error:
@@ -216,12 +216,12 @@ class Plan:
             raise InvalidInputError(
                 f"{len(self.choices)} decisions and {len(self.inputs)} lists of inputs for {len(self.stages)} stages"
             )
-        check_each("plan", tuple, saved=self.saved)
-        for sizes in self.saved:
+        check_each("plan", tuple, saved_bytes=self.saved_bytes)
+        for sizes in self.saved_bytes:
             for nbytes in sizes:
-                check_bytes("plan", saved=nbytes)
-        if self.saved and len(self.saved) != len(self.stages):
-            raise InvalidInputError(f"{len(self.saved)} lists of saved bytes for {len(self.stages)} stages")
+                check_bytes("plan", saved_bytes=nbytes)
+        if self.saved_bytes and len(self.saved_bytes) != len(self.stages):
+            raise InvalidInputError(f"{len(self.saved_bytes)} lists of saved bytes for {len(self.stages)} stages")
         if len(set(self.stages)) != len(self.stages):
             twice = next(name for name in self.stages if self.stages.count(name) > 1)
             raise InvalidInputError(f"stage name {twice!r} is used twice")
@@ -284,8 +284,8 @@ def _together(segment: Segment | None) -> str:
     return f" together, up to {runs} runs" if runs > 2 else " together"
 
 
-def saved_sizes(profile: Profile, choices: Sequence[Decision]) -> tuple[tuple[int, ...], ...]:
-    """`Plan.saved` for these decisions."""
+def saved_bytes(profile: Profile, choices: Sequence[Decision]) -> tuple[tuple[int, ...], ...]:
+    """`Plan.saved_bytes` for these decisions."""
     options = (stage.find(choice.option) for stage, choice in zip(profile.stages, choices, strict=True))
     return tuple(() if o is None else tuple(profile.storages[s].nbytes for s in o.saved) for o in options)
 

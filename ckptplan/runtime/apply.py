@@ -465,7 +465,7 @@ def apply(
                 torch.device(device),
                 segments=plan.segments,
                 inputs=plan.inputs,
-                saved=plan.saved,
+                saved=plan.saved_bytes,
                 one_forward=plan.fingerprint.inputs != "step()",
                 counters=None if former is None else former.counters,
             )

@@ -11,7 +11,7 @@ import numpy as np
 
 from ckptplan.core.chain import ACTIONS, Action, Segment
 from ckptplan.core.errors import InfeasibleBudgetError
-from ckptplan.core.plan import Plan, saved_sizes
+from ckptplan.core.plan import Plan, saved_bytes
 from ckptplan.core.profile import Profile
 from ckptplan.core.units import format_bytes
 from ckptplan.solving import exact_search, local_search, prices
@@ -140,7 +140,7 @@ def solve_profile(
         fingerprint=profile.fingerprint,
         inputs=tuple(stage.inputs for stage in profile.stages),
         segments=best.segments,
-        saved=saved_sizes(profile, best.choices),
+        saved_bytes=saved_bytes(profile, best.choices),
     )
 
 
