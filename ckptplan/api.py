@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch import nn
 
-from ckptplan.core.chain import ACTIONS, Action, Phase
+from ckptplan.core.chain import ACTIONS, Action, InputTensor, Phase
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError, PlanMismatchError
 from ckptplan.core.measured import Measured, StageTimes
 from ckptplan.core.plan import Plan
@@ -22,8 +22,9 @@ from ckptplan.core.shortage import Shortage
 from ckptplan.core.trace import DrawnStep, Trace
 from ckptplan.core.units import GIB, budget_to_bytes, format_bytes, format_seconds
 from ckptplan.memory.estimate import TrainingBytes
+from ckptplan.profiling.enlarge import enlarged_calls, require_in_range
 from ckptplan.profiling.optimizers import OptimizerLike
-from ckptplan.profiling.profiler import outside_tensors, profile_step, replayed_bytes, training_step
+from ckptplan.profiling.profiler import as_ours, outside_tensors, profile_step, replayed_bytes, training_step
 from ckptplan.profiling.target import PLANNED, DeviceLike, Target, find_target
 from ckptplan.referee import simulate, validate
 from ckptplan.report.explain import Explanation, Worth
@@ -33,6 +34,7 @@ from ckptplan.report.shortage import corrections, planned_bytes, told
 from ckptplan.runtime.apply import Handle, OnOom
 from ckptplan.runtime.apply import apply as apply_plan
 from ckptplan.runtime.measure import held_tensors, run_step, unique_bytes
+from ckptplan.runtime.shapes import ByName, Larger, Limits, input_tensors
 from ckptplan.runtime.state import restored
 from ckptplan.runtime.step import LossFn, TrainingStep, check_supported, fingerprint, make_step
 from ckptplan.solving.evaluate import menus as menus_of
@@ -48,6 +50,8 @@ PLAIN = ("keep", "swap", "recompute", "recompute+swap")
 """The options that every stage has where it can; the others of its menu are its operations' business."""
 
 Report = Callable[[str], None]
+_Limits = tuple[tuple[Action, ...], bool, int | None, float, int, int | None, Report, int | None]
+"""The last fields of a `Job`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,9 +467,8 @@ def _job(
     workers: int | None,
     on_progress: Report | None,
 ) -> Job:
-    report = on_progress or (lambda text: None)
     host_bytes, disk_bytes = host_limit(host_gb), disk_limit(disk_gb, host_gb)
-    limits = (time_limit_s, seed, workers, report, disk_bytes)
+    rest = (time_limit_s, seed, workers, on_progress or (lambda text: None), disk_bytes)
     if isinstance(model_or_profile, Profile):
         given = {
             "inputs": inputs,
@@ -484,7 +487,7 @@ def _job(
         if host_bytes is not None and disk_bytes and staged:
             host_bytes = beside_staging(host_bytes, STAGING_BYTES)
         subject = model_or_profile if menus else _plain(model_or_profile)
-        return Job(subject, None, False, tuple(actions), segments, host_bytes, *limits)
+        return Job(subject, None, False, tuple(actions), segments, host_bytes, *rest)
     model = model_or_profile
     target = find_target(model, device)
     check_supported(model)
@@ -492,12 +495,27 @@ def _job(
         host_bytes = beside_staging(host_bytes, STAGING_BYTES)
     # Once, so that profile and replay see the very same inputs, whether given or found.
     training, notes = training_step(model, inputs, loss_fn=loss_fn, step=step, target=target, amp=amp)
+    limits = (tuple(actions), segments, host_bytes, *rest)
+    return _job_of(training, notes, target, optimizer, swap_dir, menus, on_progress, limits)
+
+
+def _job_of(
+    training: TrainingStep,
+    notes: Sequence[str],
+    target: Target,
+    optimizer: OptimizerLike | None,
+    swap_dir: str | Path | None,
+    menus: bool,
+    on_progress: Report | None,
+    limits: _Limits,
+) -> Job:
+    """The job of a step that is put together already."""
     measured = profile_step(
         training, target, optimizer=optimizer, swap_dir=swap_dir, menus=menus, notes=notes, on_progress=on_progress
     )
-    check_disk(measured, host_bytes, disk_bytes)
-    job = Job(measured, None, False, tuple(actions), segments, host_bytes, *limits)
-    return job.replaying(training, TrainingBytes(model, target, optimizer=optimizer))
+    job = Job(measured, None, False, *limits)
+    check_disk(measured, job.host_bytes, job.disk_bytes)
+    return job.replaying(training, TrainingBytes(training.model, target, optimizer=optimizer))
 
 
 def _plain(profile: Profile) -> Profile:
@@ -526,6 +544,7 @@ def apply(
     on_oom: Literal["raise", "report", "replan"] = "raise",
     profile: Profile | None = None,
     retries: int = 3,
+    on_larger: Literal["raise", "replan"] = "raise",
     actions: tuple[Action, ...] = ACTIONS,
     segments: bool = True,
     time_limit_s: float = 10.0,
@@ -557,11 +576,17 @@ def apply(
         `handle.trace` tell by it what was planned for each stage, rather than for the step.
     retries : int
         So many new plans are tried for one step, 1 or more.
+    on_larger : "raise" or "replan"
+        What happens at a forward whose inputs are in some dimension larger than the plan holds for. "raise": a
+        `PlanMismatchError`. "replan": before anything of that forward has run, it is profiled, with what grew extended
+        by a quarter by repeating the inputs, and a plan for the same budget takes the present one's place. It needs
+        `loss_fn`, `optimizer` and `amp` as given to `solve` (autocast around the forward counts as `amp`), and a step
+        of one forward.
     actions, segments, time_limit_s
         For new plans, as in `solve`.
     inputs, loss_fn, optimizer, step, amp
-        As given to `solve`; for a plan made for a device that wasn't there, which is checked again here: it is replayed
-        on this device's operations, and must keep its budget.
+        As given to `solve`; `inputs` and `step` for a plan made for a device that wasn't there, which is checked again
+        here: it is replayed on this device's operations, and must keep its budget.
 
     Returns
     -------
@@ -588,13 +613,20 @@ def apply(
         )
     if on_oom == "replan" and retries == 0:
         raise InvalidInputError("retries=0 never tries another plan; raise it, or pass on_oom='report'")
+    if on_larger not in ("raise", "replan"):
+        raise InvalidInputError(f"on_larger={on_larger!r}; it is 'raise' or 'replan'")
+    limits = (
+        tuple(actions), segments, host_limit(host_gb), time_limit_s, 0, None, lambda text: None, plan.disk_bytes or None
+    )  # fmt: skip
     adviser = None
     if profile is not None:
         plan.require_profile(profile)
-        limits = (tuple(actions), segments, host_limit(host_gb), time_limit_s, 0, None, lambda text: None)
-        adviser = _Adviser(Job(profile, None, False, *limits, disk_bytes=plan.disk_bytes or None))
+        adviser = _Adviser(Job(profile, None, False, *limits))
     rule = None if on_oom == "raise" else OnOom(adviser, retries if on_oom == "replan" else 0)
-    return apply_plan(model, plan, swap_dir=swap_dir, host_gb=host_gb, on_oom=rule, adviser=adviser)
+    enlarger = None
+    if on_larger == "replan":
+        enlarger = _Enlarger(model, plan, limits, adviser, loss_fn, optimizer, amp, swap_dir)
+    return apply_plan(model, plan, swap_dir=swap_dir, host_gb=host_gb, on_oom=rule, adviser=adviser, on_larger=enlarger)
 
 
 def trace(
@@ -706,6 +738,15 @@ class _Adviser:
     def __init__(self, job: Job) -> None:
         self._job = job
 
+    @property
+    def job(self) -> Job:
+        """The profile as corrected so far, and the limits."""
+        return self._job
+
+    def turn_to(self, job: Job) -> None:
+        """A plan of another profile is applied from now on."""
+        self._job = job
+
     def planned(self, plan: Plan, phase: Phase, stage: int | None) -> tuple[int, int]:
         """Bytes at the start and at the worst moment of a stage."""
         return planned_bytes(self._job.profile, plan, phase, stage)
@@ -767,3 +808,149 @@ class _Adviser:
         if timeline.peak_bytes <= limit and timeline.makespan_s <= found.step_s:
             return replace(told, status=found.status if timeline.makespan_s == found.step_s else "feasible"), told
         return found, told
+
+
+@dataclass(slots=True)
+class _Known:
+    """A plan that there is: what it holds for, and the profile that it is made from (None: not given)."""
+
+    inputs: tuple[InputTensor, ...]
+    plan: Plan
+    job: Job | None
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.inputs)
+
+
+class _Enlarger:
+    """Plans for forwards with larger inputs (`runtime.shapes.OnLarger`).
+
+    Plans that were made stay known: where inputs go beyond the present one and an earlier one holds for them, that one
+    returns without any profiling. What no plan is found for is remembered too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        limits: _Limits,
+        adviser: _Adviser | None,
+        loss_fn: LossFn | None,
+        optimizer: OptimizerLike | None,
+        amp: torch.dtype | str | None,
+        swap_dir: str | Path | None,
+    ) -> None:
+        if plan.fingerprint.inputs == "step()":
+            raise InvalidInputError(
+                "on_larger='replan' plans for a forward's inputs, and this plan was made for a step=, whose inputs "
+                "can't be seen; make it with inputs=, or pass on_larger='raise'"
+            )
+        self._model, self._limits, self._adviser = model, limits, adviser
+        self._loss_fn, self._optimizer, self._amp, self._swap_dir = loss_fn, optimizer, amp, swap_dir
+        self._by_name = ByName(model.forward)
+        self._budget_bytes = max(plan.budget_bytes, plan.reserved_bytes or 0)
+        self._now = _Known(
+            self._by_name.planned(plan.fingerprint.inputs), plan, None if adviser is None else adviser.job
+        )
+        self._within = self._now.limits
+        self._known = [self._now]
+        self._refused: list[tuple[tuple[InputTensor, ...], InfeasibleBudgetError]] = []
+
+    def beyond(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether some tensor is larger than planned."""
+        return self._within.first_beyond(*self._by_name(args, kwargs)) is not None
+
+    def enlarged(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Larger | None]:
+        """A plan that holds for these inputs.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If none fits the budget.
+        PlanMismatchError
+            If the step can't be profiled with them.
+        """
+        named = self._by_name(args, kwargs)
+        given = input_tensors(*named)
+        beyond = self._within.first_beyond(*named)
+        assert beyond is not None
+        if plan is not self._now.plan:  # a leaner one came after a shortage of memory
+            self._now.plan = plan
+            self._now.job = None if self._adviser is None else self._adviser.job
+            self._budget_bytes = min(self._budget_bytes, max(plan.budget_bytes, plan.reserved_bytes or 0))
+        earlier = next((k for k in reversed(self._known) if k.limits.first_beyond(*named) is None), None)
+        if earlier is not None:
+            return self._turn_to(earlier), None
+        for shapes, error in self._refused:
+            if _holds(given, shapes):
+                raise _again(error)
+        begin = time.perf_counter()
+        found = self._plan_for((args, kwargs), named)
+        larger = Larger(*beyond, found.inputs, time.perf_counter() - begin)
+        self._known = [*self._known[-_REMEMBERED + 1 :], found]
+        return self._turn_to(found), larger
+
+    def _turn_to(self, known: _Known) -> Plan:
+        self._now, self._within = known, known.limits
+        if self._adviser is not None and known.job is not None:
+            self._adviser.turn_to(known.job)
+        return known.plan
+
+    def _plan_for(self, call: tuple[tuple[Any, ...], dict[str, Any]], named: Any) -> _Known:
+        target = find_target(self._model)
+        kind = target.device.type
+        amp = self._amp
+        if amp is None and torch.is_autocast_enabled(kind):
+            amp = torch.get_autocast_dtype(kind)
+        calls = enlarged_calls(call, named, self._now.inputs, [known.inputs for known in self._known])
+        # Autocast around the user's forward would go on into the loss and backward, and keep casts made in here.
+        with torch.autocast(kind, enabled=False):
+            for args, kwargs in calls:
+                try:
+                    training, _ = training_step(self._model, args, loss_fn=self._loss_fn, target=target, amp=amp)
+                    training = replace(training, kwargs=kwargs)
+                    training.on_device(target.device)
+                    if args is not call[0]:
+                        with restored(self._model), as_ours(training, "tracing"):
+                            require_in_range(training, target)
+                    job = _job_of(training, (), target, self._optimizer, self._swap_dir, True, None, self._limits)
+                    plan = job.solved(self._budget_bytes)
+                except CkptPlanError as error:
+                    failed = error
+                    continue
+                # The replay goes with this forward's inputs, which nothing else should keep.
+                job = replace(job, replayed_bytes=None, on_cuda=False)
+                return _Known(input_tensors(*self._by_name(args, kwargs)), plan, job)
+        given = input_tensors(*named)
+        if isinstance(failed, InfeasibleBudgetError):
+            self._refused = [*self._refused[-_REMEMBERED + 1 :], (given, failed)]
+            raise _again(failed)
+        raise PlanMismatchError(
+            f"inputs {', '.join(map(str, given))} go beyond the plan and can't be planned for: {failed}"
+        ) from failed
+
+
+_REMEMBERED = 16
+"""Plans, and shapes without one, that are kept in mind."""
+
+
+def _holds(given: Sequence[InputTensor], shapes: Sequence[InputTensor]) -> bool:
+    """Whether `given` is nowhere smaller than `shapes`, so that what is infeasible for these is so for those."""
+    sizes = {t.path: t.shape for t in given}
+    return all(
+        len(sizes.get(t.path, ())) == len(t.shape) and all(a >= b for a, b in zip(sizes[t.path], t.shape, strict=True))
+        for t in shapes
+        if t.path in sizes or t.shape
+    )
+
+
+def _again(error: InfeasibleBudgetError) -> InfeasibleBudgetError:
+    """A new error like `error`, which keeps no frames alive."""
+    return InfeasibleBudgetError(
+        f"{error}; the former plan goes on",
+        budget_bytes=error.budget_bytes,
+        min_peak_bytes=error.min_peak_bytes,
+        stage=error.stage,
+        phase=error.phase,
+    )

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ckptplan.core.chain import Action, Option, Segment
-from ckptplan.core.plan import Decision, Plan
+from ckptplan.core.plan import Decision, Plan, saved_bytes
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import residency, schedule
 from ckptplan.profiling.profiler import profile
@@ -366,6 +366,7 @@ def plan_with(
         fingerprint=measured.fingerprint,
         inputs=tuple(stage.inputs for stage in measured.stages),
         segments=segments,
+        saved_bytes=saved_bytes(measured, choices),
     )
 
 

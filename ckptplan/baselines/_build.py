@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from ckptplan.core.chain import Option, Phase, Segment, Stage
 from ckptplan.core.errors import InfeasibleBudgetError
-from ckptplan.core.plan import Decision, Plan
+from ckptplan.core.plan import Decision, Plan, saved_bytes
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import Overflow, Residency, residency, schedule
 from ckptplan.core.units import format_bytes
@@ -322,6 +322,7 @@ def finish(profile: Profile, found: Replay, budget_bytes: int, planner: str) -> 
         fingerprint=profile.fingerprint,
         inputs=tuple(stage.inputs for stage in profile.stages),
         segments=found.choice.segments,
+        saved_bytes=saved_bytes(profile, found.decisions),
     )
 
 

@@ -117,6 +117,9 @@ class Plan:
         On CUDA, most that the caching allocator reserves in a training with the plan, by its model; None elsewhere.
     disk_bytes : int
         The bytes that go to the disk tier.
+    saved_bytes : tuple of (tuple of int)
+        Per stage, the bytes of each storage that its option saves, in the order of saving; empty: not known. By these,
+        a stage whose forward takes another path with other inputs is held to no more than what was planned.
     """
 
     stages: tuple[str, ...]
@@ -136,6 +139,7 @@ class Plan:
     peak_bound_bytes: int | None = None
     reserved_bytes: int | None = None
     disk_bytes: int = 0
+    saved_bytes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def decisions(self) -> Mapping[str, Decision]:
@@ -187,6 +191,7 @@ class Plan:
             data["segments"] = tuple(_segment(item) for item in as_tuple(data.get("segments", [])))
             data["fingerprint"] = Fingerprint(**data["fingerprint"])
             data["stages"] = as_tuple(data["stages"])
+            data["saved_bytes"] = tuple(as_tuple(sizes) for sizes in as_tuple(data.get("saved_bytes", [])))
             data["inputs"] = tuple(input_tensors(items) for items in as_tuple(data["inputs"]))
             return cls(**data)
         except (AttributeError, KeyError, TypeError, RecursionError) as error:
@@ -211,6 +216,12 @@ class Plan:
             raise InvalidInputError(
                 f"{len(self.choices)} decisions and {len(self.inputs)} lists of inputs for {len(self.stages)} stages"
             )
+        check_each("plan", tuple, saved_bytes=self.saved_bytes)
+        for sizes in self.saved_bytes:
+            for nbytes in sizes:
+                check_bytes("plan", saved_bytes=nbytes)
+        if self.saved_bytes and len(self.saved_bytes) != len(self.stages):
+            raise InvalidInputError(f"{len(self.saved_bytes)} lists of saved bytes for {len(self.stages)} stages")
         if len(set(self.stages)) != len(self.stages):
             twice = next(name for name in self.stages if self.stages.count(name) > 1)
             raise InvalidInputError(f"stage name {twice!r} is used twice")
@@ -273,6 +284,12 @@ def _together(segment: Segment | None) -> str:
         return ""
     runs = 1 + max(segment.depth(i) for i in range(segment.first, segment.last + 1))
     return f" together, up to {runs} runs" if runs > 2 else " together"
+
+
+def saved_bytes(profile: Profile, choices: Sequence[Decision]) -> tuple[tuple[int, ...], ...]:
+    """`Plan.saved_bytes` for these decisions."""
+    options = (stage.find(choice.option) for stage, choice in zip(profile.stages, choices, strict=True))
+    return tuple(() if o is None else tuple(profile.storages[s].nbytes for s in o.saved) for o in options)
 
 
 def check_stages(planned: tuple[str, ...], found: tuple[str, ...]) -> None:

@@ -27,6 +27,7 @@ from ckptplan.runtime.engine import OldGraph
 from ckptplan.runtime.measure import held_tensors, optimizer_tensors, tensors_in, unique_bytes
 from ckptplan.runtime.meter import Meter
 from ckptplan.runtime.refine import Refinement, checked_threshold, measured_steps
+from ckptplan.runtime.shapes import Larger, OnLarger
 from ckptplan.runtime.stats import Peaks, Stats, stage_stats
 from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint, model_device, training_config
 from ckptplan.runtime.stores import DISK_BLOCK_BYTES, Store, make_store
@@ -61,14 +62,17 @@ class Replan:
 
     Attributes
     ----------
-    shortage : Shortage
-        Why.
+    shortage : Shortage or None
+        Why, where a step ran out of memory.
     before, after : Plan
+    larger : Larger or None
+        Why, where a forward's inputs were larger than planned.
     """
 
-    shortage: Shortage
+    shortage: Shortage | None
     before: Plan
     after: Plan
+    larger: Larger | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +105,9 @@ class Handle:
     plan : Plan
         The one that is applied now.
     replans : tuple of Replan
-        Plans that took another's place after a step ran out of memory, in order.
+        Plans that took another's place after a step ran out of memory, or for larger inputs, in order.
+    returns : int
+        How often a plan that was made before took another's place again, its inputs going beyond that one.
     """
 
     def __init__(
@@ -111,16 +117,20 @@ class Handle:
         place: Callable[[Plan, Controller | None], tuple[Controller, Store]],
         on_oom: OnOom | None,
         adviser: Adviser | None,
+        on_larger: OnLarger | None = None,
     ) -> None:
         self.plan = plan
         self.replans: tuple[Replan, ...] = ()
+        self.returns = 0
         self._model = model
         self._device = model_device(model)
         self._place = place
         self._on_oom = on_oom
         self._adviser = adviser
+        self._on_larger = on_larger
         self._undo = oom.Undo(model, rewinds=on_oom is not None and on_oom.retries > 0)
         self._controller, self._store = place(plan, None)
+        self._watch_forwards()
         self._peaks = Peaks(self._device)
         self._config = contextlib.ExitStack()
         self._config.enter_context(training_config(model))
@@ -186,7 +196,7 @@ class Handle:
             if cause is None or isinstance(error, OutOfMemoryError):
                 raise
             shortage = self._shortage(error, cause, start.updating, before, live_before)
-            controller.forget()
+            self._controller.forget()
             lost, half = start.undo()
             failed = OutOfMemoryError(
                 dataclasses.replace(shortage, gradients_lost=lost, half_updated=half), replans=tried
@@ -194,7 +204,7 @@ class Handle:
             failed.__cause__ = error
             return (), failed
         finally:
-            controller.on_backward = None
+            controller.on_backward = self._controller.on_backward = None
 
     def _shortage(
         self, error: BaseException, cause: BaseException, updating: bool, before: Stats, live_before: int | None
@@ -256,8 +266,12 @@ class Handle:
 
     def _take(self, plan: Plan) -> None:
         """Put `plan` in the present one's place, which stays where that fails."""
+        self._controller.remove()
+        self._put(plan)
+
+    def _put(self, plan: Plan) -> None:
+        """Apply `plan`; the present one, which is off the model, goes back on if that fails."""
         former, store = self._controller, self._store
-        former.remove()
         try:
             self._controller, self._store = self._place(plan, former)
         except BaseException:
@@ -267,6 +281,43 @@ class Handle:
         self.plan = plan
         self._controller.counters.meter.restart()
         self._peaks = Peaks(self._device)
+        self._watch_forwards()
+
+    def _watch_forwards(self) -> None:
+        if self._on_larger is not None:
+            self._controller.before_forward = self._before_forward
+
+    def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Controller:
+        """The controller to run this forward under: another one if its inputs are larger than planned.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If no plan for them fits the budget. The former plan goes on, here and below.
+        PlanMismatchError
+            If they can't be planned for.
+        """
+        assert self._on_larger is not None
+        before, former = self.plan, self._controller
+        if not self._on_larger.beyond(before, args, kwargs):
+            return former
+        former.remove()
+        try:
+            plan, larger = self._on_larger.enlarged(before, args, kwargs)
+        except BaseException:
+            former.install()
+            raise
+        self._put(plan)
+        if plan.stages != before.stages:
+            self._controller.counters.runs.clear()  # they count by a stage's place
+        if former.on_backward is not None:
+            self._controller.at_step_begin(former.on_backward)
+        if larger is None:
+            self.returns += 1
+            return self._controller
+        self.replans += (Replan(None, before, plan, larger),)
+        warnings.warn(f"{larger} (handle.replans has the plans)", RuntimeWarning, stacklevel=2)
+        return self._controller
 
     def remove(self) -> None:
         """Restore the model exactly; calling it again does nothing.
@@ -411,6 +462,7 @@ def apply(
     host_gb: float | None = None,
     on_oom: OnOom | None = None,
     adviser: Adviser | None = None,
+    on_larger: OnLarger | None = None,
 ) -> Handle:
     """Make every training forward of `model` follow `plan`.
 
@@ -428,6 +480,8 @@ def apply(
         What `Handle.step` does when memory runs out; None: nothing.
     adviser : Adviser, optional
         Puts predictions beside what is measured, and plans again for `Handle.refine`.
+    on_larger : OnLarger, optional
+        Plans anew for a forward whose inputs are larger than planned; None: such a forward is an error.
 
     Returns
     -------
@@ -467,6 +521,7 @@ def apply(
                 torch.device(device),
                 segments=plan.segments,
                 inputs=plan.inputs,
+                saved=plan.saved_bytes,
                 one_forward=plan.fingerprint.inputs != "step()",
                 counters=Counters(meter=Meter(device)) if former is None else former.counters,
                 old_graph=old_graph,
@@ -477,4 +532,4 @@ def apply(
             raise
         return controller, store
 
-    return Handle(model, plan, place, on_oom, adviser)
+    return Handle(model, plan, place, on_oom, adviser, on_larger)

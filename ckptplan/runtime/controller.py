@@ -87,6 +87,8 @@ class Controller:
         Stages recomputed together, by index.
     inputs : sequence, optional
         Per stage, the largest tensors that the choices hold for, None: any.
+    saved : sequence of sequences of int, optional
+        Per stage, the bytes of each storage that it was planned to save, in order.
     observer : Observer, optional
     one_forward : bool
         A step calls the model's own forward once, so such a call begins a pass. Else passes are told by their calls.
@@ -113,6 +115,7 @@ class Controller:
         *,
         segments: Sequence[Segment] = (),
         inputs: Sequence[Sequence[InputTensor] | None] | None = None,
+        saved: Sequence[Sequence[int]] = (),
         observer: Observer | None = None,
         one_forward: bool = True,
         counters: Counters | None = None,
@@ -125,7 +128,8 @@ class Controller:
         self._moves = any(choice.moves for choice in self._choices)
         self._store = store
         self._device = device
-        self._limits = [Limits(*pair) for pair in zip(self._stages, inputs or [None] * len(self._stages), strict=True)]
+        self._limits = [Limits(planned) for planned in inputs or [None] * len(self._stages)]
+        self._saved = saved
         self._observer = observer
         self._training = model.training
         self._pass: _Pass | None = None
@@ -134,6 +138,7 @@ class Controller:
         self.place = Place("forward", 0)
         self.on_backward: Callable[[], None] | None = None
         self._old_graph = old_graph
+        self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], Controller] | None = None
         self._task = -1
         self._indices: dict[nn.Module, list[int]] = {}
         modules = dict(model.named_modules())
@@ -241,12 +246,17 @@ class Controller:
         self.counters.forwards += 1
         tell = self.counters.meter.begin()
         self._store.on_copy = None if tell is None else functools.partial(tell, "host")
-        session = SwapSession(self._store, self._device, lambda storage: storage._cdata in own, self.counters)
+        session = SwapSession(
+            self._store, self._device, lambda storage: storage._cdata in own, self.counters, self._saved
+        )
         self._session, self._pass = session, _Pass(session)
         return self._pass
 
     def _run_model(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._active():
+            now = self if self.before_forward is None else self.before_forward(args, kwargs)
+            if now is not self:
+                return now._run_model(original, args, kwargs)
             self._begin()
         return original(*args, **kwargs)
 
@@ -275,7 +285,7 @@ class Controller:
         self.place = Place("forward", index, inside=True)
         self.counters.meter.mark(index * KINDS)
         try:
-            self._limits[index].check(args, kwargs)
+            self._limits[index].check(self._stages[index], args, kwargs)
             for stage in self._release_before.get(index, ()):
                 current.session.release(stage)
             if self._observer is not None:
@@ -325,6 +335,7 @@ class Controller:
                 ops=choice.ops,
                 moves=choice.moves,
                 session=current.session if self._moves else None,
+                planned=self._saved[index] if self._saved else None,
             )
         self.counters.runs[index] += 1
         if choice.action == "swap":

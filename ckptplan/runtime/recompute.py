@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,7 @@ def run_recomputed(
     ops: tuple[int, ...] = (),
     moves: tuple[int, ...] = (),
     session: SwapSession | None = None,
+    planned: Sequence[int] | None = None,
 ) -> Any:
     """Call `original(*args, **kwargs)` so that backward recomputes what it saved.
 
@@ -103,15 +104,24 @@ def run_recomputed(
         Positions of what leaves: saved outputs come first, in the order of `ops`, then the inputs.
     session : SwapSession, optional
         Holds what is saved; needed where something moves.
+    planned : sequence of int, optional
+        Bytes of what is saved, in order, as it was planned. With them, a forward that takes another path is recomputed
+        whole where its `ops` would hold something else; without, that is an error.
     """
     inputs, outputs = (None, None) if session is None else (session.packing(), session.packing())
+    selection = None
     if ops:
-        original = Selection(ops, None if outputs is None else outputs.pack, name).around(original)
+        selection = Selection(ops, None if outputs is None else outputs.pack, name, planned)
+        original = selection.around(original)
     call = Call(module, original, counters, index)
     tensors = call.split(args, kwargs)
     del args, kwargs
     with contextlib.nullcontext() if inputs is None else inputs.hooks():
         result = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=True)
+    if selection is not None and selection.gave_up:
+        counters.other_paths += 1
+        if outputs is not None:
+            outputs.order.clear()
     if inputs is not None and outputs is not None and session is not None:
         session.leave(index, {**outputs.order, **inputs.order}, moves)
     return result

@@ -11,7 +11,7 @@ numbered calls in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,11 +116,26 @@ class Selection:
         How a tensor is held; by default as it is, with a check that nothing writes to it.
     name : str
         The stage, for messages.
+    planned : sequence of int, optional
+        Bytes of the storages that were to be saved, in order, and of others behind them. With them, a first run that
+        can't save what was planned, or would save more, saves nothing: its recompute is then a whole one, which holds
+        least. Without them that is an error.
+
+    Attributes
+    ----------
+    gave_up : bool
+        Whether that was so.
     """
 
     def __init__(
-        self, ops: Iterable[int], pack: Callable[[torch.Tensor], Packed] | None = None, name: str = ""
+        self,
+        ops: Iterable[int],
+        pack: Callable[[torch.Tensor], Packed] | None = None,
+        name: str = "",
+        planned: Sequence[int] | None = None,
     ) -> None:
+        self._planned = planned
+        self.gave_up = False
         self._ops = tuple(sorted(set(ops)))
         self._last = self._ops[-1]
         self._pack = pack
@@ -146,12 +161,19 @@ class Selection:
                 result = forward(*args, **kwargs)
             self._check(mode.count)
             self._forward_ran = True
+            if self.gave_up or not self._within():
+                self.gave_up = True
+                self._saved.clear()
             return result
 
         return run
 
     def _check(self, count: int) -> None:
-        """Raise `PlanMismatchError` if what was saved can't stand in for a recompute."""
+        """Raise `PlanMismatchError` if what was saved can't stand in for a recompute, or give up."""
+        if self._planned is not None:
+            kept = [n for n in self._random if n in self._saved]
+            self.gave_up |= len(self._saved) < len(self._ops) or kept != self._random[len(self._random) - len(kept) :]
+            return
         missing = [n for n in self._ops if n not in self._saved]
         if missing:
             raise PlanMismatchError(
@@ -166,6 +188,22 @@ class Selection:
                 f"{replayed}, which would draw other numbers; save all random operations from {kept[0]} on, or none"
             )
 
+    def _within(self) -> bool:
+        """Whether what was saved is as it was made, and nowhere larger than planned."""
+        if self._planned is None:
+            return True
+        held = [x for saved in self._saved.values() for x in saved.leaves if isinstance(x, Packed)]
+        sizes: dict[int, int] = {}
+        for packed in held:
+            try:
+                storage = packed.tensor().untyped_storage()
+            except RuntimeError:  # written to since: the number now stands for a buffer that is filled later
+                return False
+            sizes.setdefault(storage._cdata, storage.nbytes())
+        return len(sizes) <= len(self._planned) and all(
+            size <= planned for size, planned in zip(sizes.values(), self._planned, strict=False)
+        )
+
     def _forward(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_random(func):
             self._random.append(number)
@@ -178,6 +216,8 @@ class Selection:
         result = func(*args, **kwargs)
         made = _tensors(result)
         if not can_be_saved(func) or not made or any(t.untyped_storage()._cdata in inputs for t in made):
+            if self._planned is not None:
+                return result
             raise PlanMismatchError(
                 f"stage {self._name!r}: the plan saves the output of operation number {number}, {func}, which is a "
                 "view of its input, writes to it, or makes no tensor; name the operation that made the memory instead"

@@ -2,82 +2,184 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.chain import InputTensor
 from ckptplan.core.errors import PlanMismatchError
+from ckptplan.core.plan import Plan
+from ckptplan.core.units import format_seconds
+
+_NO_TENSOR = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 
 
 def input_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[InputTensor, ...]:
     """The tensors among the arguments of a call."""
     leaves, _ = pytree.tree_flatten_with_path((args, kwargs))
-    return tuple(
-        InputTensor(pytree.keystr(path), str(t.dtype).removeprefix("torch."), tuple(t.shape))
-        for path, t in leaves
-        if isinstance(t, torch.Tensor)
-    )
+    return tuple(described(pytree.keystr(path), t) for path, t in leaves if isinstance(t, torch.Tensor))
 
 
-def too_large(
-    given: Sequence[InputTensor], planned: Sequence[InputTensor]
-) -> tuple[InputTensor, InputTensor | None] | None:
-    """The first of `given` that is somewhere larger than planned, with what was planned in its place; None: all fit.
+def described(path: str, tensor: torch.Tensor) -> InputTensor:
+    """`tensor`, which is at `path`, as plans know it."""
+    return InputTensor(path, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
-    By every dimension, since bytes alone say little: attention over one long sequence holds far more than over many
-    short ones of as many tokens.
-    """
-    limits = {tensor.path: tensor for tensor in planned}
-    for tensor in given:
-        limit = limits.get(tensor.path)
-        fits = (
-            limit is not None
-            and len(tensor.shape) == len(limit.shape)
-            and all(a <= b for a, b in zip(tensor.shape, limit.shape, strict=True))
-            and getattr(torch, tensor.dtype).itemsize <= getattr(torch, limit.dtype).itemsize
-        )
-        if not fits:
-            return tensor, limit
-    return None
+
+def tensors_at(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a tree with its path as `keystr` writes it; PyTorch's own way takes several times as long."""
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif (kind := type(tree)) in _NO_TENSOR:
+        return
+    elif kind is tuple or kind is list:
+        for i, item in enumerate(tree):
+            yield from tensors_at(item, f"{path}[{i}]")
+    elif kind is dict:
+        for key, item in tree.items():
+            yield from tensors_at(item, f"{path}[{key!r}]")
+    else:
+        for below, leaf in pytree.tree_flatten_with_path(tree)[0]:
+            if isinstance(leaf, torch.Tensor):
+                yield path + pytree.keystr(below), leaf
 
 
 class Limits:
-    """What one stage may be called with.
+    """What one stage, or a model, may be called with.
+
+    Compared anew at each call, which takes as long as finding a former call in a table, and no table grows.
 
     Parameters
     ----------
-    stage : str
     planned : sequence of InputTensor or None
         None: anything.
     """
 
-    def __init__(self, stage: str, planned: Sequence[InputTensor] | None) -> None:
-        self._stage = stage
-        self._planned = planned
-        self._accepted: set[Any] = set()
+    def __init__(self, planned: Sequence[InputTensor] | None) -> None:
+        self._planned = (
+            None if planned is None else {t.path: (t, len(t.shape), t.shape, _itemsize(t.dtype)) for t in planned}
+        )
 
-    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise unless the plan holds for these arguments.
+    def first_beyond(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[InputTensor, InputTensor | None] | None:
+        """The first tensor that is somewhere larger than planned, with what was planned in its place; None: all fit.
+
+        By every dimension, since bytes alone say little: attention over one long sequence holds far more than over many
+        short ones of as many tokens.
+        """
+        planned = self._planned
+        if planned is None:
+            return None
+        for path, tensor in tensors_at((args, kwargs)):
+            limit = planned.get(path)
+            if limit is None:
+                return described(path, tensor), None
+            whole, ndim, most, itemsize = limit
+            shape = tensor.shape
+            if len(shape) != ndim or tensor.dtype.itemsize > itemsize:
+                return described(path, tensor), whole
+            for size, limit_size in zip(shape, most, strict=True):
+                if size > limit_size:
+                    return described(path, tensor), whole
+        return None
+
+    def check(self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise unless the plan holds for these arguments of `stage`.
 
         Raises
         ------
         PlanMismatchError
         """
-        if self._planned is None:
-            return
-        # Paths take long to make; most calls are like one before.
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        key = str(structure), *((t.shape, t.dtype) if isinstance(t, torch.Tensor) else None for t in leaves)
-        if key in self._accepted:
-            return
-        wrong = too_large(input_tensors(args, kwargs), self._planned)
-        if wrong is not None:
-            tensor, limit = wrong
+        beyond = self.first_beyond(args, kwargs)
+        if beyond is not None:
+            tensor, limit = beyond
             holds = "no tensor there" if limit is None else f"up to {limit}"
             raise PlanMismatchError(
-                f"stage {self._stage!r} got {tensor}; the plan holds for {holds}; solve again with the largest shapes"
+                f"stage {stage!r} got {tensor}; the plan holds for {holds}; solve again with the largest shapes"
             )
-        self._accepted.add(key)
+
+
+def _itemsize(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)
+
+
+class ByName:
+    """A model's arguments by the names of its parameters: the same call in another form has the same paths.
+
+    Parameters
+    ----------
+    forward : callable
+        The model's own, unpatched.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        known = inspect.signature(forward).parameters.values()
+        self.names = [p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional arguments without a name, and all others by name."""
+        return args[len(self.names) :], {**dict(zip(self.names, args, strict=False)), **kwargs}
+
+    def planned(self, text: str) -> tuple[InputTensor, ...]:
+        """The tensors that a fingerprint's text names, at their paths in what a call of this gives."""
+        out = []
+        for tensor in read_inputs(text):
+            first = re.match(r"\[0\]\[(\d+)\]", tensor.path)
+            path = tensor.path
+            if first is not None:
+                place, rest = int(first[1]), path[first.end() :]
+                n = len(self.names)
+                path = f"[1][{self.names[place]!r}]{rest}" if place < n else f"[0][{place - n}]{rest}"
+            out.append(InputTensor(path, tensor.dtype, tensor.shape))
+        return tuple(out)
+
+
+def read_inputs(text: str) -> tuple[InputTensor, ...]:
+    """The tensors of `", ".join(map(str, tensors))`, the form in which a fingerprint has them."""
+    found = re.findall(r"(?:^|, )(\S.*?) (\w+)\[([\d, ]*)\](?=, |$)", text)
+    return tuple(InputTensor(p, dtype, tuple(map(int, filter(None, dims.split(", "))))) for p, dtype, dims in found)
+
+
+@dataclass(frozen=True, slots=True)
+class Larger:
+    """Why a plan took another's place: a forward's inputs went beyond it.
+
+    Attributes
+    ----------
+    given : InputTensor
+        The first tensor that did.
+    planned : InputTensor or None
+        What the plan held for in its place; None: no tensor.
+    now : tuple of InputTensor
+        What the new plan holds for.
+    took_s : float
+        Profiling and solving.
+    """
+
+    given: InputTensor
+    planned: InputTensor | None
+    now: tuple[InputTensor, ...]
+    took_s: float
+
+    def __str__(self) -> str:
+        was = "none" if self.planned is None else f"{list(self.planned.shape)} {self.planned.dtype}"
+        now = next((f"{list(t.shape)} {t.dtype}" for t in self.now if t.path == self.given.path), "it")
+        return (
+            f"input {self.given} goes beyond the plan, which held for {was}; planned again for {now} "
+            f"in {format_seconds(self.took_s)}"
+        )
+
+
+class OnLarger(Protocol):
+    """What the runtime asks of those who can profile and solve, before a forward with larger inputs."""
+
+    def beyond(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the inputs of a forward are larger than `plan` holds for."""
+
+    def enlarged(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Larger | None]:
+        """A plan that holds for these inputs; None: one that was made before. The model has no plan on it meanwhile."""

@@ -117,7 +117,8 @@ class Stats:
         """What was counted after `earlier`; times and peaks are as they are now."""
         counted = ("forwards", "recomputed_stages", "swapped_out_bytes", "swapped_in_bytes", "host_wait_s")
         added = {name: getattr(self, name) - getattr(earlier, name) for name in counted}
-        runs = tuple(a - b for a, b in zip(self.runs, earlier.runs, strict=True))
+        same = len(self.runs) == len(earlier.runs)  # else a plan with other stages came in between, and counts anew
+        runs = tuple(a - b for a, b in zip(self.runs, earlier.runs, strict=True)) if same else self.runs
         return dataclasses.replace(self, runs=runs, **added)
 
     def measured_s(self, account: str) -> float | None:

@@ -23,12 +23,13 @@ import contextlib
 import enum
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckptplan.core.errors import CkptPlanError, PlanMismatchError
 from ckptplan.runtime.meter import Meter
@@ -75,11 +76,13 @@ class Counters:
     """What happened since the plan was applied; `meter` keeps the times.
 
     By a stage's index, `runs` counts every run of its forward, and `copied_bytes` are the sizes of the buffers that its
-    forward updates: it keeps copies of those to run again, and every run again makes further ones.
+    forward updates: it keeps copies of those to run again, and every run again makes further ones. `other_paths` are
+    runs of a stage that saved something else than profiled, within the planned bytes.
     """
 
     forwards: int = 0
     recomputed_stages: int = 0
+    other_paths: int = 0
     runs: collections.Counter[int] = field(default_factory=collections.Counter)
     copied_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     swapped_out_bytes: int = 0
@@ -101,15 +104,19 @@ class Record:
         self._whole: torch.Tensor | None = whole
         self._dtype, self._count = whole.dtype, whole.numel()
         self._watch: torch.Tensor | None = tensor.detach()  # shares the version counter of what was saved
+        self._storage = StorageWeakRef(tensor.untyped_storage())
         self.version = tensor._version
         self._modified: int | None = None
         self._ticket: Ticket | None = None
         self._stream: Any = None
 
     @property
-    def has_left(self) -> bool:
-        """Whether the storage that was saved is gone, its bytes away or back in another one."""
-        return self._watch is None
+    def is_gone(self) -> bool:
+        """Whether the storage that was saved is nobody's any more; as long as it is somebody's, it can be saved again.
+
+        The weak reference keeps its address from becoming another storage's while the record lives.
+        """
+        return self._watch is None and self._storage.expired()
 
     def start_leaving(self) -> None:
         """Issue the copy out."""
@@ -338,11 +345,19 @@ class SwapSession:
         Only tensors there are moved.
     never : callable
         Whether a storage belongs to the model (parameters and buffers, recognised by storage).
+    planned : sequence of sequences of int
+        Per stage, the bytes of each storage in the order of saving; empty: not known.
     """
 
     def __init__(
-        self, store: Store, device: torch.device, never: Callable[[torch.UntypedStorage], bool], counters: Counters
+        self,
+        store: Store,
+        device: torch.device,
+        never: Callable[[torch.UntypedStorage], bool],
+        counters: Counters,
+        planned: Sequence[Sequence[int]] = (),
     ) -> None:
+        self._planned = planned
         self._store = store
         self._device = device
         self._never = never
@@ -384,8 +399,7 @@ class SwapSession:
         """The record of a movable tensor's storage in its version, shared by all stages of this forward."""
         key = storage_key(tensor)
         record = self._records.get(key)
-        # What has been away is another storage now, and this address may be anybody's.
-        if record is None or record.has_left:
+        if record is None or record.is_gone:
             record = self._records[key] = Record(tensor, self._store, self._counters)
         return record
 
@@ -398,6 +412,8 @@ class SwapSession:
             If there is no such position, or it stands for what the stage doesn't hold.
         """
         records = list(order.values())
+        if moves and self._planned:
+            moves = self._as_planned(records, moves, self._planned[index])
         if moves and max(moves) >= len(records):
             raise PlanMismatchError(
                 f"the stage saved {len(records)} storages, the plan moves number {max(moves) + 1}: its forward took "
@@ -415,6 +431,36 @@ class SwapSession:
         for record in leaving:
             record.start_leaving()
         self._moved[index] = [weakref.ref(record) for record in leaving]
+
+    def _as_planned(
+        self, records: Sequence[Record | None], moves: tuple[int, ...], planned: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Positions to move so that no more is held than planned, whatever path the forward took.
+
+        Smaller inputs may save other storages, in another order: one sample needs no copy where several do, a mask
+        without padding is dropped. Then positions mean nothing, and bytes decide: all stays where that is no more than
+        was to stay; all leaves where that is no more than was to leave.
+
+        Raises
+        ------
+        PlanMismatchError
+            If neither holds.
+        """
+        sizes = [0 if record is None else record.nbytes for record in records]
+        if len(sizes) == len(planned):
+            stays = [i for i in range(len(sizes)) if i not in moves]
+            if sum(sizes) <= sum(planned) and all(sizes[i] <= planned[i] for i in stays):
+                return moves
+        self._counters.other_paths += 1
+        leaving_bytes = sum(planned[i] for i in moves)
+        if sum(sizes) <= sum(planned) - leaving_bytes:
+            return ()
+        if sum(sizes) <= leaving_bytes:
+            return tuple(i for i, record in enumerate(records) if record is not None)
+        raise PlanMismatchError(
+            f"the stage saved {len(sizes)} storages of {sum(sizes)} bytes, the plan reckons with {len(planned)} of "
+            f"{sum(planned)}: its forward took another path than the one profiled; solve again with such inputs"
+        )
 
     def release(self, index: int) -> None:
         """The release point of stage `index`."""
