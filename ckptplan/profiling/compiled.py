@@ -11,21 +11,26 @@ NOTE [Compiled calls]
 2. A tensor is noted by the storage that it lies in (an input's, the model's own, the call's n-th new one) and how.
 3. In a replay the call makes the new storages and for a moment a block that lifts the level to the measured peak.
    It saves the same tensors in the same order, so positions in a plan mean the same as in the real run.
-4. Its backward asks for all saved tensors at once, as compiled code does, lifts the level by what was measured above the
-   start of the real one, and only then drops what was saved and makes the gradients.
+4. Its backward asks for all saved tensors at once, as compiled code does, lifts the level by what was measured above
+   the start of the real one, and only then drops what was saved and makes the gradients. A gradient that it is given with
+   other strides than its output has, as a mean's, is copied first. Where others hold an output, such as the program the
+   model's own, the level is lifted by what was measured with the outputs held.
 5. What compiled code holds past autograd's saved tensors counts as one more block, which no hook sees.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
@@ -55,7 +60,7 @@ class Lies:
         "input": the call's; "own": the module's parameter or buffer; "new": made by the call; "gradient": what backward
         is given.
     number : int
-        Which of these.
+        Which of these; of gradients, the leaf of the output that it belongs to.
     """
 
     origin: Origin
@@ -82,6 +87,8 @@ class Noted:
         Held after forward besides outputs and saved tensors.
     forward_bytes, backward_bytes : int
         Most bytes above what is there when the direction begins; in backward that includes what was saved.
+    backward_held_bytes : int
+        The latter while others hold the outputs.
     updated, replaced : tuple of str
         Buffers that forward writes to, and those in whose place it puts others.
     made : tuple of Layout
@@ -99,6 +106,7 @@ class Noted:
     hidden_bytes: int
     forward_bytes: int
     backward_bytes: int
+    backward_held_bytes: int
     updated: tuple[str, ...]
     replaced: tuple[str, ...]
     made: tuple[Layout, ...]
@@ -167,8 +175,8 @@ def note_compiled(step: TrainingStep, target: Target) -> None:
     on_meta = any(t.is_meta for t in (*step.model.parameters(), *step.model.buffers(), *step.tensors()))
     if target.answers is None or target.spec is not None or on_meta:
         raise UnsupportedModelError(
-            f"module {next(iter(found))!r} is compiled, and what compiled code takes is known only from running it; plan "
-            "on the device where it is to run, or plan the uncompiled model"
+            f"module {next(iter(found))!r} is compiled, and what compiled code takes is known only from running it; "
+            "plan on the device where it is to run, or plan the uncompiled model"
         )
     noted = target.answers.compiled
     device = target.device
@@ -183,7 +191,10 @@ def note_compiled(step: TrainingStep, target: Target) -> None:
 
         return run
 
-    with _patched(found, runner), torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
+    with (
+        _patched(found, runner),
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing),
+    ):
         step.forward()
 
 
@@ -223,16 +234,24 @@ def _key(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 class _Given(torch.autograd.Function):
-    """Ends a graph at what a stage returned; its backward makes the gradients, which nobody else holds then."""
+    """Ends a graph at what a stage returned; its backward makes the gradients, and `alive` holds them.
+
+    The engine may hold them too, as long as another branch waits for them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.like = [(t.shape, t.dtype, t.device) for t in tensors]
+    def forward(ctx: Any, alive: list[Any], *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.alive = alive
+        ctx.like = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
+        ctx.device = tensors[0].device
         return tensors[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return tuple(torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+        # As the outputs lie: a gradient that lies otherwise is copied first (rule 4).
+        gradients = tuple(torch.ones_like(t, device=ctx.device) for t in ctx.like)
+        ctx.alive.append(gradients)
+        return (None, *gradients)
 
 
 class _Input(torch.autograd.Function):
@@ -286,7 +305,7 @@ def _note(
     wanting = [*inputs, *module.parameters()]
     buffers = _buffers(module)
     versions = [t._version for t in inputs]
-    storages = _Storages()
+    storages: Any = _Storages()
     storages.add("input", inputs)
     storages.add("own", _own(module))
     saved: list[Lies] = []
@@ -300,8 +319,8 @@ def _note(
         output = trial()
     if [t._version for t in inputs] != versions:
         raise UnsupportedModelError(
-            f"compiled module {name!r} writes to its inputs, whose memory can't be planned; let it return a new tensor, "
-            "or leave this module uncompiled"
+            f"compiled module {name!r} writes to its inputs, whose memory can't be planned; let it return a new "
+            "tensor, or leave this module uncompiled"
         )
     leaves, spec = pytree.tree_flatten(output)
     for number, leaf in enumerate(leaves):
@@ -325,15 +344,18 @@ def _note(
     made: tuple[Layout, ...] = ()
     if differentiable:
         given = [torch.ones_like(t) for t in differentiable]
-        storages.add("gradient", given)
+        first = {id(leaf): n for n, leaf in reversed(list(enumerate(leaves)))}
+        for tensor, gradient in zip(differentiable, given, strict=True):
+            storages.known[_address(gradient)] = ("gradient", first[id(tensor)])
         sought = [t for t in wanting if t.requires_grad]
         found = torch.autograd.grad(differentiable, sought, given, allow_unused=True)
         where = {id(t): None if g is None else storages.find(g) for t, g in zip(sought, found, strict=True)}
         gradients = [where.get(id(t)) for t in wanting]
         made = tuple(storages.new[len(new) :])
         del given, found, sought
-    del output, leaves, differentiable, storages, values
-    measured = _measured(trial, wanting, device)
+    output = leaves = differentiable = storages = values = None
+    measured = _measured(trial, wanting, device, held=False)
+    held_measured = _measured(trial, wanting, device, held=True)
     restore()
     held = _bytes(new) + sum(v.untyped_storage().nbytes() for v in outputs if isinstance(v, torch.Tensor))
     noted = Noted(
@@ -345,6 +367,7 @@ def _note(
         hidden_bytes=max(measured.forward_end - held, 0),
         forward_bytes=measured.forward_peak,
         backward_bytes=measured.backward_peak,
+        backward_held_bytes=max(held_measured.backward_peak, measured.backward_peak),
         updated=updated,
         replaced=replaced,
         made=made,
@@ -354,12 +377,10 @@ def _note(
 
 
 def _with_kind(noted: Noted, module: nn.Module, key: Any) -> Noted:
-    from dataclasses import replace
-
     parameters = [(tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters()]
     what = (type(module).__qualname__, repr(module), parameters, key[1:], noted.saved, noted.gradients)
     digest = hashlib.sha256(repr(what).encode()).hexdigest()[:16]
-    return replace(noted, kind=digest)
+    return dataclasses.replace(noted, kind=digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,8 +392,10 @@ class _Measured:
     backward_peak: int
 
 
-def _measured(trial: _Trial, wanting: list[torch.Tensor], device: torch.device) -> _Measured:
+def _measured(trial: _Trial, wanting: list[torch.Tensor], device: torch.device, *, held: bool) -> _Measured:
+    """Run forward and backward; `held`: what forward returned lives until the end."""
     meter = _Meter(device)
+    alive: list[Any] = []
 
     def run() -> None:
         meter.mark()
@@ -393,11 +416,14 @@ def _measured(trial: _Trial, wanting: list[torch.Tensor], device: torch.device) 
 
         for node in nodes:
             node.register_prehook(begin)  # type: ignore[union-attr]
-        loss = _Given.apply(*differentiable)
+        loss = _Given.apply(alive, *differentiable)
+        if held:
+            alive.append(output)
         del differentiable, nodes, output
         gradients = torch.autograd.grad(loss, [t for t in wanting if t.requires_grad], allow_unused=True)
         meter.mark()
         del gradients
+        alive.clear()
 
     forward, _, backward = meter.spans(run)
     return _Measured(forward[0], forward[1], backward[0])
@@ -428,12 +454,12 @@ class _Meter:
         if self._device.type == "cuda":
             with no_cycles_collected():
                 run()
-            pairs = zip(self._levels, self._levels[1:], strict=False)
+            pairs = itertools.pairwise(self._levels)
             return [(peak - start, end - start) for (start, _), (end, peak) in pairs]
         events, marks = recorded_allocations(run)
         times = [marks[f"ckptplan mark {n}"][0] for n in range(self._count)]
         out = []
-        for begin, end in zip(times, times[1:], strict=False):
+        for begin, end in itertools.pairwise(times):
             level = peak = 0
             for at, nbytes in events:
                 if begin <= at < end:
@@ -485,8 +511,7 @@ def _play(noted: Noted, module: nn.Module, world: FakeWorld, args: tuple[Any, ..
     inputs = _tensors((args, kwargs))
     own = _own(module)
     world.runs_compiled(noted.kind)
-    tensors = [*inputs, *own]
-    made = _Played.apply(noted, len(inputs), len(list(module.parameters())), *tensors)
+    made = _Played.apply(noted, len(inputs), *inputs, *own)
     buffers = _buffers(module)
     for key in noted.updated:
         torch.autograd.graph.increment_version(buffers[key][2])
@@ -531,27 +556,25 @@ class _Played(torch.autograd.Function):
     """One call of a compiled module without memory (NOTE [Compiled calls], rules 3 to 5)."""
 
     @staticmethod
-    def forward(ctx: Any, noted: Noted, inputs: int, parameters: int, *tensors: torch.Tensor) -> tuple[Any, ...]:
+    def forward(ctx: Any, noted: Noted, inputs: int, *tensors: torch.Tensor) -> tuple[Any, ...]:
         like = tensors[0] if tensors else None
         storages = [layout.make() for layout in noted.new]
-        ctx.hidden = None if not noted.hidden_bytes else torch.empty(
-            noted.hidden_bytes, dtype=torch.uint8, device="cpu" if like is None else like.device
+        ctx.hidden = (
+            None
+            if not noted.hidden_bytes
+            else torch.empty(noted.hidden_bytes, dtype=torch.uint8, device="cpu" if like is None else like.device)
         )
         _lift(noted.forward_bytes - _bytes(noted.new) - noted.hidden_bytes, like)
-        ctx.noted, ctx.inputs, ctx.parameters, ctx.count = noted, inputs, parameters, len(tensors)
-
-        outputs: dict[Lies, torch.Tensor] = {}
-        returned, fixed = [], []
-        for leaf in noted.outputs:
-            if isinstance(leaf, tuple) and len(leaf) == 2 and isinstance(leaf[0], Lies) and leaf[0].origin == "new":
-                tensor = _on(storages[leaf[0].number], leaf[0].layout)
-                outputs.setdefault(leaf[0], tensor)
-                returned.append(tensor)
+        ctx.noted = noted
+        returned, fixed, ctx.leaves = [], [], []
+        for n, leaf in enumerate(noted.outputs):
+            if _is_new(leaf):
+                returned.append(_on(storages[leaf[0].number], leaf[0].layout))
+                ctx.leaves.append(n)
                 if not leaf[1]:
-                    fixed.append(tensor)
+                    fixed.append(returned[-1])
         places = {"input": tensors[:inputs], "own": tensors[inputs:], "new": storages}
         ctx.save_for_backward(*(_saved(lies, places) for lies in noted.saved))
-        ctx.new = len(noted.new)
         ctx.mark_non_differentiable(*fixed)
         ctx.set_materialize_grads(False)
         return tuple(returned)
@@ -562,29 +585,47 @@ class _Played(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()
         like = next((t for t in (*given, *saved) if t is not None), None)
-        _lift(noted.backward_bytes, like)
-        new = {
-            lies.number: tensor for lies, tensor in zip(noted.saved, saved, strict=True) if lies.origin == "new"
+        there: dict[tuple[Origin, int], torch.Tensor] = {}
+        copied_bytes = 0
+        for n, gradient in zip(ctx.leaves, given, strict=True):
+            layout = noted.outputs[n][0].layout
+            if gradient is not None and gradient.stride() == layout.stride:
+                there["gradient", n] = gradient
+            elif gradient is not None:
+                copied_bytes += gradient.numel() * gradient.element_size()
+        _lift(noted.backward_bytes + copied_bytes, like)
+        # Compiled code may write gradients over what only it had saved.
+        returned = {(lies.origin, lies.number) for lies in noted.gradients if lies is not None}
+        for lies, tensor in zip(noted.saved, saved, strict=True):
+            if (lies.origin, lies.number) in returned:
+                there[lies.origin, lies.number] = tensor
+        outputs = {leaf[0].number for leaf in noted.outputs if _is_new(leaf)}
+        dropped = {
+            (lies.origin, lies.number): (StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes())
+            for lies, t in zip(noted.saved, saved, strict=True)
         }
-        used = {lies.number for lies in noted.gradients if lies is not None and lies.origin == "new"}
-        kept = {number: tensor for number, tensor in new.items() if number in used}
-        del saved, new
+        tensor = None
+        del saved
+        if any(origin == "new" and n in outputs and not ref.expired() for (origin, n), (ref, _) in dropped.items()):
+            gone_bytes = sum(nbytes for ref, nbytes in dropped.values() if ref.expired())
+            _lift(noted.backward_held_bytes + copied_bytes + gone_bytes, like)
         ctx.hidden = None
-        for number, layout in enumerate(noted.made, ctx.new):
-            kept[number] = layout.make()
-        gradients: list[torch.Tensor | None] = []
-        for lies in noted.gradients:
-            if lies is None:
-                gradients.append(None)
-            elif lies.origin == "new" and lies.number in kept:
-                gradients.append(_on(kept[lies.number], lies.layout))
-            elif lies.origin == "gradient" and (g := [t for t in given if t is not None])[lies.number:]:
-                gradients.append(_on(g[lies.number], lies.layout))
-            else:
-                gradients.append(lies.layout.make())
-        needed = ctx.needs_input_grad[3:]
-        full = gradients[: ctx.inputs] + gradients[ctx.inputs :] + [None] * (ctx.count - len(gradients))
-        return (None, None, None, *(g if n else None for g, n in zip(full, needed, strict=True)))
+        for number, layout in enumerate(noted.made, len(noted.new)):
+            there["new", number] = layout.make()
+
+        def gradient_of(lies: Lies | None, needed: bool) -> torch.Tensor | None:
+            if lies is None or not needed:
+                return None
+            whole = there.get((lies.origin, lies.number))
+            return lies.layout.make() if whole is None else _on(whole, lies.layout)
+
+        needed = ctx.needs_input_grad[2:]
+        gradients = [gradient_of(lies, n) for lies, n in zip(noted.gradients, needed, strict=False)]
+        return (None, None, *gradients, *(None for _ in needed[len(gradients) :]))
+
+
+def _is_new(leaf: Any) -> bool:
+    return isinstance(leaf, tuple) and len(leaf) == 2 and isinstance(leaf[0], Lies) and leaf[0].origin == "new"
 
 
 def _saved(lies: Lies, places: Any) -> torch.Tensor:

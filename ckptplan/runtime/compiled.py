@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+
 import torch
 from torch import nn
 
@@ -24,6 +27,23 @@ def compiled_modules(model: nn.Module) -> dict[str, nn.Module]:
         if is_compiled(module) and not inside:
             found[name] = module
     return found
+
+
+def keep_compiler_out() -> None:
+    """Have the compiler leave our code alone where it meets it: hooks that run between the graphs of a compiled stage.
+
+    Each hook would else be compiled, again and again, as what it holds changes. A no-op until the compiler is loaded.
+    """
+    if "torch._dynamo" in sys.modules:
+        _skip_own_code()
+
+
+@functools.cache
+def _skip_own_code() -> None:
+    from torch._dynamo import trace_rules
+
+    for package in ("ckptplan.runtime", "ckptplan.profiling", "ckptplan.memory"):
+        trace_rules.add(package)
 
 
 def check_compiled(model: nn.Module) -> None:

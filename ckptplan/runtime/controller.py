@@ -220,8 +220,8 @@ class Controller:
         bypassed = next((patch.module for patch in self._patches if patch.bypassed), None)
         if bypassed is not None:
             raise UnsupportedModelError(
-                f"a {type(bypassed).__name__} that is a stage of the plan was compiled anew, or no longer is, since the "
-                "plan was applied; call remove() on its handle, then solve and apply again"
+                f"a {type(bypassed).__name__} that is a stage of the plan was compiled anew, or no longer is, since "
+                "the plan was applied; call remove() on its handle, then solve and apply again"
             )
         # By storage, and anew each pass: parameters may have been moved or replaced since.
         # Weak references, so that the address of a buffer that the forward replaces stays nobody else's meanwhile.

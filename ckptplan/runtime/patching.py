@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ckptplan.runtime.compiled import check_not_compiling
+from ckptplan.runtime.compiled import check_not_compiling, keep_compiler_out
 
 
 def entry_point(module: nn.Module) -> str:
@@ -60,6 +60,7 @@ class PatchedForward:
 
     def install(self) -> None:
         """Put this in place of the module's forward."""
+        keep_compiler_out()
         self._active = True
         if self._placed:
             return  # still there, below what somebody else put on top

@@ -108,7 +108,10 @@ def run_recomputed(
     with contextlib.nullcontext() if inputs is None else inputs.hooks():
         result = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=True)
     if inputs is not None and outputs is not None and session is not None:
-        session.leave(index, {**outputs.order, **inputs.order}, moves)
+        order = {**outputs.order, **inputs.order}
+        outputs.order.clear()
+        inputs.order.clear()
+        session.leave(index, order, moves)
     return result
 
 

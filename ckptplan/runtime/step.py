@@ -223,7 +223,8 @@ def fingerprint(step: TrainingStep, device_name: str | None = None) -> Fingerpri
     name = device_name or (torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
     compiled = ", ".join(compiled_modules(model))
     return Fingerprint(
-        model=f"{type(model).__module__}.{type(model).__qualname__}" + (f" with {compiled} compiled" if compiled else ""),
+        model=f"{type(model).__module__}.{type(model).__qualname__}"
+        + (f" with {compiled} compiled" if compiled else ""),
         parameters=f"{count} in {digest.hexdigest()[:16]}",
         training=model.training,
         inputs=inputs if step.fn is None else "step()",

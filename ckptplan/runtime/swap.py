@@ -385,7 +385,7 @@ class SwapSession:
         return record
 
     def leave(self, index: int, order: Order, moves: tuple[int, ...]) -> None:
-        """What `moves` names of `order` starts to leave, on behalf of stage `index`.
+        """What `moves` names of `order`, which is emptied, starts to leave, on behalf of stage `index`.
 
         Raises
         ------
@@ -410,6 +410,8 @@ class SwapSession:
         for record in leaving:
             record.start_leaving()
         self._moved[index] = [weakref.ref(record) for record in leaving]
+        # Autograd keeps the pack hook, and so the order, as long as any of the stage's saved tensors (rule 3).
+        order.clear()
 
     def release(self, index: int) -> None:
         """The release point of stage `index`."""
