@@ -12,9 +12,9 @@ NOTE [Compiled calls]
 3. In a replay the call makes the new storages and for a moment a block that lifts the level to the measured peak.
    It saves the same tensors in the same order, so positions in a plan mean the same as in the real run.
 4. Its backward asks for all saved tensors at once, as compiled code does, lifts the level by what was measured above
-   the start of the real one, and only then drops what was saved and makes the gradients. A gradient that it is given with
-   other strides than its output has, as a mean's, is copied first. Where others hold an output, such as the program the
-   model's own, the level is lifted by what was measured with the outputs held.
+   the start of the real one, and only then drops what was saved and makes the gradients. A gradient that it is given
+   with other strides than its output has is copied first, and one that others hold can't be dropped midway. Where
+   others hold an output, as the program does the model's own, what counts was measured with the outputs held.
 5. What compiled code holds past autograd's saved tensors counts as one more block, which no hook sees.
 """
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Hashable, Iterator
@@ -209,6 +210,7 @@ class _StandIn(PatchedForward):
 
 @contextlib.contextmanager
 def _patched(modules: dict[str, nn.Module], runner: Callable[[str, nn.Module], Callable[..., Any]]) -> Iterator[None]:
+    _lone_owners()  # found now: inside a backward it would be in its own way
     patches = [_StandIn(module, runner(name, module)) for name, module in modules.items()]
     try:
         for patch in patches:
@@ -226,7 +228,10 @@ def _key(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     def told(leaf: Any) -> Hashable:
         if isinstance(leaf, torch.Tensor):
             return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
-        return leaf if isinstance(leaf, (int, float, bool, str, torch.dtype, type(None))) else type(leaf)
+        if leaf is None or isinstance(leaf, (int, float, bool, str, torch.dtype)):
+            return leaf
+        kind: type = type(leaf)
+        return kind
 
     kinds = [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
     autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
@@ -234,14 +239,10 @@ def _key(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 class _Given(torch.autograd.Function):
-    """Ends a graph at what a stage returned; its backward makes the gradients, and `alive` holds them.
-
-    The engine may hold them too, as long as another branch waits for them.
-    """
+    """Ends a graph at what a stage returned; its backward makes the gradients, which nobody else holds then."""
 
     @staticmethod
-    def forward(ctx: Any, alive: list[Any], *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.alive = alive
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.like = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
         ctx.device = tensors[0].device
         return tensors[0].new_zeros((), dtype=torch.float32)
@@ -249,9 +250,7 @@ class _Given(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         # As the outputs lie: a gradient that lies otherwise is copied first (rule 4).
-        gradients = tuple(torch.ones_like(t, device=ctx.device) for t in ctx.like)
-        ctx.alive.append(gradients)
-        return (None, *gradients)
+        return tuple(torch.ones_like(t, device=ctx.device) for t in ctx.like)
 
 
 class _Input(torch.autograd.Function):
@@ -301,11 +300,29 @@ def _note(
     restore = random_state()
     trial = _Trial(original, args, kwargs)
     del args, kwargs
+    noted = _described(name, module, trial)
+    wanting = [*_tensors((trial.args, trial.kwargs)), *module.parameters()]
+    measured, held = (_measured(trial, wanting, device, held=held) for held in (False, True))
+    restore()
+    values = [leaf for leaf in noted.outputs if isinstance(leaf, torch.Tensor)]
+    explained_bytes = _bytes(noted.new) + sum(value.untyped_storage().nbytes() for value in values)
+    noted = dataclasses.replace(
+        noted,
+        hidden_bytes=max(measured.forward_end - explained_bytes, 0),
+        forward_bytes=measured.forward_peak,
+        backward_bytes=measured.backward_peak,
+        backward_held_bytes=max(held.backward_peak, measured.backward_peak),
+    )
+    return _with_kind(noted, module, key)
+
+
+def _described(name: str, module: nn.Module, trial: _Trial) -> Noted:
+    """What a call makes, saves and gives gradients to, its bytes left open."""
     inputs = _tensors((trial.args, trial.kwargs))
     wanting = [*inputs, *module.parameters()]
     buffers = _buffers(module)
     versions = [t._version for t in inputs]
-    storages: Any = _Storages()
+    storages = _Storages()
     storages.add("input", inputs)
     storages.add("own", _own(module))
     saved: list[Lies] = []
@@ -353,27 +370,21 @@ def _note(
         gradients = [where.get(id(t)) for t in wanting]
         made = tuple(storages.new[len(new) :])
         del given, found, sought
-    output = leaves = differentiable = storages = values = None
-    measured = _measured(trial, wanting, device, held=False)
-    held_measured = _measured(trial, wanting, device, held=True)
-    restore()
-    held = _bytes(new) + sum(v.untyped_storage().nbytes() for v in outputs if isinstance(v, torch.Tensor))
-    noted = Noted(
+    return Noted(
         kind="",
         new=new,
         outputs=outputs,
         spec=spec,
         saved=tuple(saved),
-        hidden_bytes=max(measured.forward_end - held, 0),
-        forward_bytes=measured.forward_peak,
-        backward_bytes=measured.backward_peak,
-        backward_held_bytes=max(held_measured.backward_peak, measured.backward_peak),
+        hidden_bytes=0,
+        forward_bytes=0,
+        backward_bytes=0,
+        backward_held_bytes=0,
         updated=updated,
         replaced=replaced,
         made=made,
         gradients=tuple(gradients),
     )
-    return _with_kind(noted, module, key)
 
 
 def _with_kind(noted: Noted, module: nn.Module, key: Any) -> Noted:
@@ -416,7 +427,7 @@ def _measured(trial: _Trial, wanting: list[torch.Tensor], device: torch.device, 
 
         for node in nodes:
             node.register_prehook(begin)  # type: ignore[union-attr]
-        loss = _Given.apply(alive, *differentiable)
+        loss = _Given.apply(*differentiable)
         if held:
             alive.append(output)
         del differentiable, nodes, output
@@ -586,14 +597,17 @@ class _Played(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()
         like = next((t for t in (*given, *saved) if t is not None), None)
         there: dict[tuple[Origin, int], torch.Tensor] = {}
-        copied_bytes = 0
+        more_bytes = 0
         for n, gradient in zip(ctx.leaves, given, strict=True):
-            layout = noted.outputs[n][0].layout
-            if gradient is not None and gradient.stride() == layout.stride:
+            if gradient is None:
+                continue
+            if gradient.stride() == noted.outputs[n][0].layout.stride:
                 there["gradient", n] = gradient
-            elif gradient is not None:
-                copied_bytes += gradient.numel() * gradient.element_size()
-        _lift(noted.backward_bytes + copied_bytes, like)
+            else:
+                more_bytes += gradient.numel() * gradient.element_size()
+            if gradient._use_count() > _lone_owners():  # type: ignore[attr-defined]
+                more_bytes += gradient.numel() * gradient.element_size()
+        _lift(noted.backward_bytes + more_bytes, like)
         # Compiled code may write gradients over what only it had saved.
         returned = {(lies.origin, lies.number) for lies in noted.gradients if lies is not None}
         for lies, tensor in zip(noted.saved, saved, strict=True):
@@ -608,7 +622,7 @@ class _Played(torch.autograd.Function):
         del saved
         if any(origin == "new" and n in outputs and not ref.expired() for (origin, n), (ref, _) in dropped.items()):
             gone_bytes = sum(nbytes for ref, nbytes in dropped.values() if ref.expired())
-            _lift(noted.backward_held_bytes + copied_bytes + gone_bytes, like)
+            _lift(noted.backward_held_bytes + more_bytes + gone_bytes, like)
         ctx.hidden = None
         for number, layout in enumerate(noted.made, len(noted.new)):
             there["new", number] = layout.make()
@@ -622,6 +636,33 @@ class _Played(torch.autograd.Function):
         needed = ctx.needs_input_grad[2:]
         gradients = [gradient_of(lies, n) for lies, n in zip(noted.gradients, needed, strict=False)]
         return (None, None, *gradients, *(None for _ in needed[len(gradients) :]))
+
+
+class _Counting(torch.autograd.Function):
+    """Counts who holds the gradient that it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        ctx.counts = counts
+        ctx.set_materialize_grads(False)
+        return tensor * 2
+
+    @staticmethod
+    def backward(ctx: Any, *given: torch.Tensor | None) -> Any:
+        for gradient in given:
+            if gradient is not None:
+                ctx.counts.append(gradient._use_count())  # type: ignore[attr-defined]
+        return given[0], None
+
+
+@functools.cache
+def _lone_owners() -> int:
+    """References to a gradient that only the autograd engine holds, seen where `_Played` looks."""
+    counts: list[int] = []
+    with _disable_current_modes(), torch.enable_grad():
+        x = torch.ones(4, requires_grad=True)
+        (_Counting.apply(x, counts) * 2).sum().backward()
+    return counts[0]
 
 
 def _is_new(leaf: Any) -> bool:
