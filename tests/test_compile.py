@@ -161,11 +161,44 @@ def test_stages_whose_graph_breaks() -> None:
     counters.clear()
     model, x = build("compile()", breaks=True)
     measured = traced(model, x)
-    frames = dict(counters["frames"])
     assert counters["graph_break"]
     for action in ACTIONS:
         check(model, plan_of(measured, action), x, slack=0.05)  # saved tensors come back one graph at a time
-    assert dict(counters["frames"]) == frames, "the compiler followed hooks between the graphs"
+
+
+def test_the_compiler_leaves_hooks_alone() -> None:
+    """A container's own call isn't compiled, and what it calls would be: first of all our hooks."""
+    torch._dynamo.reset()
+    counters.clear()
+    layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)]
+    model, x = nn.Sequential(*layers).train(), torch.randn(512, 64)
+    for layer in layers:
+        layer.compile(backend="aot_eager")
+    check(model, plan_of(traced(model, x), "swap", "recompute+swap"), x)
+    assert not counters["frames"]
+
+
+class _Wide(nn.Module):
+    """Needs far more while it runs than it leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = x.repeat(1, 32).exp().amax()
+        return self.linear(x) / scale
+
+
+def test_what_compiled_code_needs_while_it_runs_counts() -> None:
+    torch._dynamo.reset()
+    model, x = nn.Sequential(*(_Wide() for _ in range(3))).train(), torch.randn(512, 64)
+    for layer in model:
+        layer.compile(backend="aot_eager")
+    plan = plan_of(traced(model, x), "keep")
+    assert plan.peak_bytes > 32 * x.nbytes
+    check(model, plan, x)
 
 
 def test_disabled_stages() -> None:
