@@ -41,6 +41,7 @@ def keep_compiler_out() -> None:
 @functools.cache
 def _skip_own_code() -> None:
     from torch._dynamo import trace_rules
+    from torch._dynamo.eval_frame import skip_code
 
     for package in ("ckptplan.runtime", "ckptplan.profiling", "ckptplan.memory"):
         trace_rules.add(package)
@@ -49,7 +50,7 @@ def _skip_own_code() -> None:
         for made in vars(module).values() if name.startswith("ckptplan.") else ():
             code = getattr(getattr(made, "__init__", None), "__code__", None)
             if isinstance(made, type) and code is not None and code.co_filename == "<string>":
-                torch._C._dynamo.eval_frame.skip_code(code)
+                skip_code(code)
 
 
 def check_compiled(model: nn.Module) -> None:
