@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.profiling.answers import VALUES_LIMIT, Layout
-from ckptplan.runtime.compiled import compiled_modules
+from ckptplan.runtime.compiled import compiled_modules, out_of_sight
 from ckptplan.runtime.measure import no_cycles_collected, recorded_allocations
 from ckptplan.runtime.patching import PatchedForward
 from ckptplan.runtime.state import random_state
@@ -332,7 +332,7 @@ def _described(name: str, module: nn.Module, trial: _Trial) -> Noted:
         saved.append(storages.find(tensor))
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(out_of_sight(pack), lambda tensor: tensor):
         output = trial()
     if [t._version for t in inputs] != versions:
         raise UnsupportedModelError(

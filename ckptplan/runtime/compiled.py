@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from ckptplan.core.errors import UnsupportedModelError
+
+T = TypeVar("T")
 
 _REMEDY = "compile its stages one by one (`for layer in model.layers: layer.compile()`), then plan and apply"
 
@@ -30,10 +34,7 @@ def compiled_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def keep_compiler_out() -> None:
-    """Have the compiler leave our code alone where it meets it: hooks that run between the graphs of a compiled stage.
-
-    Each hook would else be compiled, again and again, as what it holds changes. A no-op until the compiler is loaded.
-    """
+    """Have the compiler leave our own functions alone where it meets them. A no-op until the compiler is loaded."""
     if "torch._dynamo" in sys.modules:
         _skip_own_code()
 
@@ -41,16 +42,28 @@ def keep_compiler_out() -> None:
 @functools.cache
 def _skip_own_code() -> None:
     from torch._dynamo import trace_rules
-    from torch._dynamo.eval_frame import skip_code
 
     for package in ("ckptplan.runtime", "ckptplan.profiling", "ckptplan.memory"):
         trace_rules.add(package)
-    # What `dataclass` generates lies in no file.
-    for name, module in list(sys.modules.items()):
-        for made in vars(module).values() if name.startswith("ckptplan.") else ():
-            code = getattr(getattr(made, "__init__", None), "__code__", None)
-            if isinstance(made, type) and code is not None and code.co_filename == "<string>":
-                skip_code(code)
+
+
+def out_of_sight(hook: Callable[[torch.Tensor], T]) -> Callable[[torch.Tensor], T]:
+    """A hook whose callees the compiler doesn't follow either.
+
+    Hooks run between the graphs of a compiled stage, where the compiler looks at every call; what they call would be
+    compiled, again and again as it changes.
+    """
+
+    def quiet(tensor: torch.Tensor) -> T:
+        if torch._C._dynamo.eval_frame.get_eval_frame_callback() is None:
+            return hook(tensor)
+        callback = torch._C._dynamo.eval_frame.set_eval_frame(None)
+        try:
+            return hook(tensor)
+        finally:
+            torch._C._dynamo.eval_frame.set_eval_frame(callback)
+
+    return quiet
 
 
 def check_compiled(model: nn.Module) -> None:

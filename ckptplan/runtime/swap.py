@@ -31,6 +31,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ckptplan.core.errors import CkptPlanError, PlanMismatchError
+from ckptplan.runtime.compiled import out_of_sight
 from ckptplan.runtime.stores import Store, Ticket
 
 MIN_SWAP_BYTES = 1 << 12
@@ -315,7 +316,7 @@ class Packing:
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Pack what autograd saves inside."""
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
+        return torch.autograd.graph.saved_tensors_hooks(out_of_sight(self.pack), unpack)
 
 
 def unpack(packed: Packed) -> torch.Tensor:
