@@ -32,7 +32,8 @@ from ckptplan.runtime import stores, swap
 from ckptplan.runtime.apply import apply
 from ckptplan.runtime.measure import held_tensors, peak_above_start, unique_bytes
 from ckptplan.runtime.step import default_loss
-from ckptplan.runtime.swap import State
+from ckptplan.runtime.stores import NullStore
+from ckptplan.runtime.swap import Counters, State, SwapSession
 from ckptplan.runtime.verify import verify
 
 MIXED = ("recompute", "swap", "mixed 0", "mixed 1")
@@ -857,16 +858,13 @@ def test_verify_wants_the_planned_shapes() -> None:
         verify(model, planned("mlp", "recompute"), inputs[:2])
 
 
-def test_models_that_checkpoint_or_are_compiled() -> None:
+def test_models_that_checkpoint() -> None:
     model, _ = build("mlp")
     plan = planned("mlp", "recompute")
     model[1].gradient_checkpointing = True
     with pytest.raises(UnsupportedModelError, match="'1' already checkpoints"):
         apply(model, plan)
     model[1].gradient_checkpointing = False
-    model[2]._compiled_call_impl = model[2].forward  # what compile() sets
-    with pytest.raises(UnsupportedModelError, match="'2' is compiled"):
-        apply(model, plan)
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
@@ -1028,3 +1026,16 @@ def test_arguments_that_are_the_same_tensor_stay_the_same(action: Any) -> None:
     report = verify(model, uniform(model, x, action), x, repeats=1)
     assert report.gradients_equal
     assert report.stats.runs == report.stats.planned_runs
+
+
+def test_a_record_goes_with_its_own_saved_tensor_and_not_with_its_stages_last() -> None:
+    """Autograd keeps the hook that packed, so what the hook knows must not hold the records."""
+    session = SwapSession(NullStore(), torch.device("cpu"), lambda storage: False, Counters())
+    x = torch.randn(2048, requires_grad=True)
+    with session.stage(0, ()):
+        first, second = x.exp(), x.sigmoid()
+    assert len(session._records) == 2
+    del first
+    assert len(session._records) == 1
+    second.sum().backward()
+    assert len(session._records) == 0

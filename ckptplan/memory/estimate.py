@@ -23,6 +23,7 @@ from ckptplan.profiling.optimizers import OptimizerLike, make_optimizer
 from ckptplan.profiling.profiler import as_ours, outside_tensors, training_step
 from ckptplan.profiling.real_run import answered
 from ckptplan.profiling.target import DeviceLike, Target, find_target
+from ckptplan.runtime.compiled import refuse_compiled
 from ckptplan.runtime.state import restored
 from ckptplan.runtime.step import LossFn, TrainingStep, check_supported, fingerprint, training_config
 
@@ -138,6 +139,7 @@ def estimate(
     if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
         raise InvalidInputError(f"accumulation_steps={accumulation_steps!r} must be a whole number, at least 1")
     check_supported(model)
+    refuse_compiled(model, "an estimate is made without running the model")
     training, notes = training_step(model, inputs, loss_fn=loss_fn, step=step, target=target, amp=amp)
     run = _Run(
         training,

@@ -35,6 +35,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.runtime.patching import entry_point
 from ckptplan.runtime.selective import is_random
 
 Phase = Literal["forward", "backward", "inference"]
@@ -200,6 +201,8 @@ class Answers:
         The questions that a replay had, for want of values of its own, in order; as keys.
     queues : dict
         Question -> its answers, in order of the calls.
+    compiled : dict
+        A call of a compiled module -> what it does (`Noted` in compiled.py).
     """
 
     asked: set[Any] = field(default_factory=set)
@@ -207,11 +210,12 @@ class Answers:
     phases: set[Phase] = field(default_factory=set)
     used: dict[Question, None] = field(default_factory=dict)
     queues: dict[Question, list[Answer]] = field(default_factory=dict)
+    compiled: dict[Hashable, Any] = field(default_factory=dict)
 
     def belong_to(self, step: object) -> None:
         """Forget the answers of another step."""
         if step is not self.step:
-            for known in (self.asked, self.phases, self.used, self.queues):
+            for known in (self.asked, self.phases, self.used, self.queues, self.compiled):
                 known.clear()
             self.step = step
 
@@ -339,17 +343,17 @@ def around_forwards(
 
         return run
 
-    before = [(module, module.__dict__.get("forward")) for module in dict.fromkeys(modules)]
+    before = [(m, entry_point(m), m.__dict__.get(entry_point(m))) for m in dict.fromkeys(modules)]
     try:
-        for module, _ in before:
-            module.forward = wrapped(module.forward)  # type: ignore[method-assign]
+        for module, attribute, _ in before:
+            setattr(module, attribute, wrapped(getattr(module, attribute)))
         yield
     finally:
-        for module, own in before:
+        for module, attribute, own in before:
             if own is None:
-                module.__dict__.pop("forward", None)
+                module.__dict__.pop(attribute, None)
             else:
-                module.forward = own  # type: ignore[method-assign]
+                setattr(module, attribute, own)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ from ckptplan.profiling.answers import (
     around_forwards,
     readable,
 )
+from ckptplan.profiling.compiled import compiled_as_noted
 from ckptplan.profiling.target import ON_CPU, Target
 
 _MISREPORTED = {torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten._cudnn_rnn.default}
@@ -258,6 +259,14 @@ class FakeWorld(TorchDispatchMode):
             finally:
                 self._again = outer
 
+    def runs_compiled(self, kind: str) -> None:
+        """Compiled code of that kind runs now: to be seen as one operation."""
+
+    @property
+    def compiled_calls(self) -> dict[Hashable, Any]:
+        """What is known of calls of compiled modules (`note_compiled` in compiled.py)."""
+        return {} if self._target.answers is None else self._target.answers.compiled
+
     def watching(self, modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[None]:
         """Know when the forwards of these modules, the stages, run; nothing to do where no answers are given."""
         return contextlib.nullcontext() if self._answers is None else around_forwards(modules, self._stage)
@@ -305,11 +314,15 @@ class FakeWorld(TorchDispatchMode):
 def fake_parameters(model: nn.Module, world: FakeWorld, *, accumulating: bool = False) -> Iterator[None]:
     """Put fake twins in place of parameters, gradients and floating buffers; the model gets its own objects back.
 
+    Compiled modules, whose code needs memory, do meanwhile what was noted of them.
+
     With `accumulating`, every parameter has a gradient, whether or not the model's has.
     """
     saved: list[tuple[dict[str, Any], str, Any]] = []
     twins: dict[int, torch.Tensor] = {}
+    stand_ins = contextlib.ExitStack()
     try:
+        stand_ins.enter_context(compiled_as_noted(model, world))
         for module in model.modules():
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
@@ -329,3 +342,4 @@ def fake_parameters(model: nn.Module, world: FakeWorld, *, accumulating: bool = 
     finally:
         for table, name, tensor in saved:
             table[name] = tensor
+        stand_ins.close()

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import nn
 from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,9 +33,11 @@ from ckptplan.profiling.answers import (
     around_forwards,
     sizes_of,
 )
+from ckptplan.profiling.compiled import note_compiled, undisturbed
 from ckptplan.profiling.operations import writes
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.trace import find_stages, replay
+from ckptplan.runtime.compiled import compiled_modules
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.measure import peaks_within, recorded_allocations
 from ckptplan.runtime.step import TrainingStep
@@ -60,6 +63,11 @@ def answered(
     """
     if target.answers is not None:
         target.answers.belong_to(step)
+    if compiled_modules(step.model) and (target.answers is None or not target.answers.compiled):
+        report("running the step for real, since parts of it are compiled")
+        rewind()
+        note_compiled(step, target)
+        rewind()
     while True:
         try:
             return run()
@@ -101,7 +109,7 @@ def _learn(need: NeedsValues, step: TrainingStep, target: Target, rewind: Callab
 
 def _witness(phase: Phase, answers: Answers, step: TrainingStep, target: Target, rewind: Callable[[], None]) -> None:
     """Run one phase for real and note its answers."""
-    witness = _Witness(phase, answers, target.device if target.spec is None else torch.device("cpu"))
+    witness = _Witness(phase, answers, target.device if target.spec is None else torch.device("cpu"), step.model)
     if phase == "backward":
         names = find_stages(step, target)
         rewind()
@@ -128,9 +136,9 @@ def _witness(phase: Phase, answers: Answers, step: TrainingStep, target: Target,
 class _Witness(TorchDispatchMode):
     """Notes the answers of one phase of a real step."""
 
-    def __init__(self, phase: Phase, answers: Answers, device: torch.device) -> None:
+    def __init__(self, phase: Phase, answers: Answers, device: torch.device, model: nn.Module) -> None:
         super().__init__()
-        self._phase, self._answers, self._device = phase, answers, device
+        self._phase, self._answers, self._device, self._model = phase, answers, device, model
         self._found: list[tuple[Question, Answer]] = []
         self._in_forward = 0
         self._made: set[int] = set()
@@ -141,7 +149,7 @@ class _Witness(TorchDispatchMode):
         """Call `run` and note; what it writes to of what was there before comes back as it was."""
 
         def watched() -> None:
-            with self, ReadingWatched(self._read, by_item=True):
+            with self, undisturbed(self._model), ReadingWatched(self._read, by_item=True):
                 run()
 
         peaks: dict[str, int] = {}

@@ -29,6 +29,9 @@ from ckptplan.runtime.swap import movable
 Sid = tuple[str, int, int]
 """A storage's name across replays: phase of its making ("outside": before the step), segment, and a running number."""
 
+_COMPILED = "compiled"
+"""Stands for an operation in the key of compiled code."""
+
 _LAST_NODE = 1 << 62  # AccumulateGrad nodes carry the largest number and belong to nobody
 
 
@@ -267,6 +270,11 @@ class Tracker(FakeWorld):
             counts = is_numbered(func, args)
             trace.ops.append(OpTrace(before, self.live_bytes, key, made, written, fresh, counts, asks))
         return result
+
+    def runs_compiled(self, kind: str) -> None:
+        """Mark it: two such stages of equal sizes may take different times, and nothing inside is to be chosen."""
+        trace = (self.backward if self._in_backward else self.forward)[self._segment]
+        trace.ops.append(OpTrace(self.live_bytes, self.live_bytes, (_COMPILED, (kind,), None), asks=True))
 
     def _summed_in_place(self, earlier: torch.Tensor, total: torch.Tensor) -> None:
         """`total` would be the same storage as `earlier` on real tensors."""

@@ -197,7 +197,7 @@ class Controller:
     def install(self) -> None:
         """Patch every stage, or none."""
         for patch in self._patches:
-            if isinstance(patch.module.__dict__.get("forward"), PatchedForward):
+            if type(patch.module.__dict__.get(patch.attribute)) is PatchedForward:
                 raise UnsupportedModelError(
                     "a plan is applied to this model already; call remove() on its handle first"
                 )
@@ -236,6 +236,12 @@ class Controller:
 
     def _begin(self) -> _Pass:
         self._drop_leftovers()
+        bypassed = next((patch.module for patch in self._patches if patch.bypassed), None)
+        if bypassed is not None:
+            raise UnsupportedModelError(
+                f"a {type(bypassed).__name__} that is a stage of the plan was compiled anew, or no longer is, since "
+                "the plan was applied; call remove() on its handle, then solve and apply again"
+            )
         # By storage, and anew each pass: parameters may have been moved or replaced since.
         # Weak references, so that the address of a buffer that the forward replaces stays nobody else's meanwhile.
         own = {

@@ -1,4 +1,4 @@
-"""Replace `forward` on module instances, and put it back exactly."""
+"""Replace what a module's call runs, on the instance, and put it back exactly."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+
+from ckptplan.runtime.compiled import check_not_compiling, keep_compiler_out
+
+
+def entry_point(module: nn.Module) -> str:
+    """The attribute that a call of `module` runs: after `module.compile()` not its forward, which lies inside."""
+    return "forward" if getattr(module, "_compiled_call_impl", None) is None else "_compiled_call_impl"
 
 
 def _class_forward(module: nn.Module) -> Any:
@@ -21,6 +28,9 @@ def _same(forward: Any) -> Any:
 class PatchedForward:
     """An instance-level `forward` that calls `run(original, args, kwargs)`.
 
+    Of a compiled module it replaces the compiled code (`entry_point`), so that `original` is that, and the compiler
+    never sees `run`. Called inside a compiled region, it raises UnsupportedModelError.
+
     A copy or a pickle of the module gets the forward it had before: a plan belongs to the instance it was applied to.
     """
 
@@ -29,14 +39,18 @@ class PatchedForward:
     ) -> None:
         self.module = module
         self.run = run
-        self.had_own = "forward" in module.__dict__
-        self.original: Callable[..., Any] = module.forward
+        self.attribute = entry_point(module)
+        self.had_own = self.attribute in module.__dict__
+        self.original: Callable[..., Any] = getattr(module, self.attribute)
         self._active = False
         self._placed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward."""
-        return self.run(self.original, args, kwargs) if self._active else self.original(*args, **kwargs)
+        if not self._active:
+            return self.original(*args, **kwargs)
+        check_not_compiling(self.module)
+        return self.run(self.original, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.original, memo) if self.had_own else _class_forward(copy.deepcopy(self.module, memo))
@@ -46,21 +60,31 @@ class PatchedForward:
 
     def install(self) -> None:
         """Put this in place of the module's forward."""
+        keep_compiler_out()
         self._active = True
         if self._placed:
             return  # still there, below what somebody else put on top
-        self.had_own = "forward" in self.module.__dict__
-        self.original = self.module.forward
-        self.module.forward = self  # type: ignore[method-assign, assignment]
+        self.had_own = self.attribute in self.module.__dict__
+        self.original = getattr(self.module, self.attribute)
+        setattr(self.module, self.attribute, self)
         self._placed = True
+
+    @property
+    def bypassed(self) -> bool:
+        """Whether the module was compiled anew since, so that calls no longer come by here."""
+        return (
+            self._active
+            and self.attribute == "_compiled_call_impl"
+            and self.module.__dict__.get(self.attribute) is not self
+        )
 
     def remove(self) -> None:
         """Put the former forward back; nothing is left in the instance where nothing was."""
         self._active = False
-        if self.module.__dict__.get("forward") is not self:
+        if self.module.__dict__.get(self.attribute) is not self:
             return  # somebody patched on top of us: from here on this only passes calls through
         self._placed = False
         if self.had_own:
-            self.module.forward = self.original  # type: ignore[method-assign]
+            setattr(self.module, self.attribute, self.original)
         else:
-            del self.module.forward
+            delattr(self.module, self.attribute)

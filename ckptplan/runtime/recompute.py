@@ -123,7 +123,10 @@ def run_recomputed(
         if outputs is not None:
             outputs.order.clear()
     if inputs is not None and outputs is not None and session is not None:
-        session.leave(index, {**outputs.order, **inputs.order}, moves)
+        order = {**outputs.order, **inputs.order}
+        outputs.order.clear()
+        inputs.order.clear()
+        session.leave(index, order, moves)
     return result
 
 

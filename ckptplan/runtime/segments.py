@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.chain import Segment
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
+from ckptplan.runtime.compiled import out_of_sight
 from ckptplan.runtime.recompute import Call, Surroundings
 from ckptplan.runtime.swap import (
     Geometry,
@@ -131,7 +132,7 @@ class Frame:
         self._needs_grad = [t.requires_grad for t in tensors]
         self._surroundings = Surroundings(tensors)
         versions = [version_of(t) for t in tensors]
-        with torch.autograd.graph.saved_tensors_hooks(self._save, _read):
+        with torch.autograd.graph.saved_tensors_hooks(out_of_sight(self._save), _read):
             output = self._call(*tensors)
         self._complete = True
         if [version_of(t) for t in tensors] != versions:
@@ -206,7 +207,7 @@ class Frame:
         for i, needed in enumerate(self._needs_grad):
             if needed and not isinstance(inputs[i], torch.nn.Parameter):
                 inputs[i] = inputs[i].detach().requires_grad_()
-        hooks = torch.autograd.graph.saved_tensors_hooks(save, _nothing_saved)
+        hooks = torch.autograd.graph.saved_tensors_hooks(out_of_sight(save), _nothing_saved)
         with self._surroundings.restored(), torch.enable_grad(), hooks:
             return pytree.tree_leaves(self._call(*inputs))
 

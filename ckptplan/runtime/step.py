@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
 from ckptplan.core.profile import Fingerprint
+from ckptplan.runtime.compiled import check_compiled, compiled_modules
 
 LossFn = Callable[[Any], torch.Tensor]
 
@@ -175,21 +176,18 @@ def model_device(model: nn.Module) -> torch.device:
 
 
 def check_supported(model: nn.Module) -> None:
-    """Refuse models that already do what a plan would do.
+    """Refuse models that already do what a plan would do, or are compiled as a whole.
 
     Raises
     ------
     UnsupportedModelError
     """
+    check_compiled(model)
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model"
         if getattr(module, "gradient_checkpointing", False) is True:
             raise UnsupportedModelError(
                 f"{where} already checkpoints; call model.gradient_checkpointing_disable() and let the plan decide"
-            )
-        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
-            raise UnsupportedModelError(
-                f"{where} is compiled; plan and apply the uncompiled model (torch.compile is not covered yet)"
             )
 
 
@@ -223,8 +221,10 @@ def fingerprint(step: TrainingStep, device_name: str | None = None) -> Fingerpri
     )
     device = model_device(model)
     name = device_name or (torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
+    compiled = ", ".join(compiled_modules(model))
     return Fingerprint(
-        model=f"{type(model).__module__}.{type(model).__qualname__}",
+        model=f"{type(model).__module__}.{type(model).__qualname__}"
+        + (f" with {compiled} compiled" if compiled else ""),
         parameters=f"{count} in {digest.hexdigest()[:16]}",
         training=model.training,
         inputs=inputs if step.fn is None else "step()",

@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckptplan.core.errors import CkptPlanError, PlanMismatchError
+from ckptplan.runtime.compiled import out_of_sight
 from ckptplan.runtime.meter import Meter
 from ckptplan.runtime.stores import Store, Ticket
 
@@ -327,7 +328,7 @@ class Packing:
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Pack what autograd saves inside."""
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
+        return torch.autograd.graph.saved_tensors_hooks(out_of_sight(self.pack), unpack)
 
 
 def unpack(packed: Packed) -> torch.Tensor:
@@ -404,7 +405,7 @@ class SwapSession:
         return record
 
     def leave(self, index: int, order: Order, moves: tuple[int, ...]) -> None:
-        """What `moves` names of `order` starts to leave, on behalf of stage `index`.
+        """What `moves` names of `order`, which is emptied, starts to leave, on behalf of stage `index`.
 
         Raises
         ------
@@ -431,6 +432,8 @@ class SwapSession:
         for record in leaving:
             record.start_leaving()
         self._moved[index] = [weakref.ref(record) for record in leaving]
+        # Autograd keeps the pack hook, and so the order, as long as any of the stage's saved tensors (rule 3).
+        order.clear()
 
     def _as_planned(
         self, records: Sequence[Record | None], moves: tuple[int, ...], planned: Sequence[int]
