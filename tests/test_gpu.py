@@ -24,9 +24,8 @@ import ckptplan
 from ckptplan import Plan, Profile
 from ckptplan.baselines._build import build, named, smallest_peak
 from ckptplan.profiling.links import measure_link
-from ckptplan.runtime import stores
 from ckptplan.runtime.measure import held_tensors, unique_bytes
-from ckptplan.runtime.stores import PinnedStore
+from ckptplan.runtime.stores import PinnedStore, Ticket, pinned
 
 pytestmark = pytest.mark.gpu
 
@@ -347,7 +346,7 @@ def test_round_trip(dtype: torch.dtype, slow_copies: None) -> None:
 def test_extents_are_reused_in_order(capacity_bytes: int, slow_copies: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "SLEEP_CYCLES", 500_000)
     rng = random.Random(0)
-    living: list[tuple[stores.Ticket, torch.Tensor]] = []
+    living: list[tuple[Ticket, torch.Tensor]] = []
     waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
     with store(capacity_bytes) as tier:
         for number in range(300):
@@ -408,7 +407,7 @@ def test_page_locking_that_fails_leaves_the_device_usable(monkeypatch: pytest.Mo
     with store(1 << 20) as tier:
         taken = tier._areas[0][1]
         with monkeypatch.context() as patch:
-            patch.setattr(stores.torch, "empty", lambda *args, **kwargs: taken)  # registered already
+            patch.setattr(pinned.torch, "empty", lambda *args, **kwargs: taken)  # registered already
             with pytest.raises(ckptplan.InvalidInputError, match="page-locking"):
                 PinnedStore(DEVICE, capacity_bytes=1 << 20)
         assert torch.ones(1000, device=DEVICE).sum().item() == 1000

@@ -28,10 +28,11 @@ from ckptplan.core.errors import InvalidInputError, PlanMismatchError, SwapError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.profiling.profiler import profile
-from ckptplan.runtime import stores, swap
+from ckptplan.runtime import swap
 from ckptplan.runtime.apply import apply
 from ckptplan.runtime.measure import held_tensors, peak_above_start, unique_bytes
 from ckptplan.runtime.step import default_loss
+from ckptplan.runtime.stores import disk
 from ckptplan.runtime.swap import State
 from ckptplan.runtime.verify import verify
 
@@ -205,8 +206,8 @@ def test_slow_copies_cost_time_not_memory_or_correctness(name: str, monkeypatch:
 
         return run
 
-    monkeypatch.setattr(stores, "_write", late(stores._write))
-    monkeypatch.setattr(stores, "_read", late(stores._read))
+    monkeypatch.setattr(disk, "_write", late(disk._write))
+    monkeypatch.setattr(disk, "_read", late(disk._read))
     plan = planned(name, "swap")
     model, inputs = build(name)
     with apply(model, plan) as handle:
@@ -219,8 +220,8 @@ def test_slow_copies_cost_time_not_memory_or_correctness(name: str, monkeypatch:
 
 def test_release_and_prefetch_points_are_met(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the forward of `release` the bytes are gone, however slow the link; they aren't back before `prefetch`."""
-    real = stores._write
-    monkeypatch.setattr(stores, "_write", lambda *a: (time.sleep(0.01), real(*a)))
+    real = disk._write
+    monkeypatch.setattr(disk, "_write", lambda *a: (time.sleep(0.01), real(*a)))
     plan = planned("mlp", "swap")
     moving = [i for i, choice in enumerate(plan.choices) if choice.moves]
     assert moving == [0, 1, 2, 3]
@@ -281,7 +282,7 @@ def test_release_and_prefetch_points_are_met(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_swapped_bytes_go_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes back is what the file held, not something kept aside."""
-    real = stores._read
+    real = disk._read
 
     def spoilt(after: Any, fd: int, view: memoryview, offset: int) -> None:
         real(after, fd, view, offset)
@@ -289,7 +290,7 @@ def test_swapped_bytes_go_to_the_file(tmp_path: Path, monkeypatch: pytest.Monkey
 
     model, inputs = build("mlp")
     with apply(model, planned("mlp", "swap"), swap_dir=tmp_path), monkeypatch.context() as patch:
-        patch.setattr(stores, "_read", spoilt)
+        patch.setattr(disk, "_read", spoilt)
         found = clean_step(model, inputs)
     assert torch.equal(found[0], plain_step("mlp")[0])
     assert any(not torch.equal(g, plain_step("mlp")[1][n]) for n, g in found[1].items())
@@ -569,7 +570,7 @@ def test_a_failed_copy(which: str, count: int, monkeypatch: pytest.MonkeyPatch) 
     """SwapError, never a gradient; then a clean step, on the same handle and on a new one."""
     model, inputs = build("mlp")
     plan = planned("mlp", "swap")
-    real = getattr(stores, which)
+    real = getattr(disk, which)
     calls = 0
 
     def fails(*arguments: Any) -> None:
@@ -581,7 +582,7 @@ def test_a_failed_copy(which: str, count: int, monkeypatch: pytest.MonkeyPatch) 
 
     with apply(model, plan):
         with monkeypatch.context() as patch:
-            patch.setattr(stores, which, fails)
+            patch.setattr(disk, which, fails)
             with pytest.raises(SwapError, match="No space left"):
                 clean_step(model, inputs)
         assert calls > count
@@ -916,13 +917,13 @@ def test_verify_changes_nothing(name: str, fails: int | None) -> None:
 
 def test_verify_tells_wrong_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else every test above that trusts it would prove nothing."""
-    real = stores._read
+    real = disk._read
 
     def spoilt(after: Any, fd: int, view: memoryview, offset: int) -> None:
         real(after, fd, view, offset)
         view[0] ^= 1
 
-    monkeypatch.setattr(stores, "_read", spoilt)
+    monkeypatch.setattr(disk, "_read", spoilt)
     model, inputs = build("mlp")
     found = verify(model, planned("mlp", "swap"), inputs, repeats=1)
     assert found.gradients_equal is False

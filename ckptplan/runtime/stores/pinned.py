@@ -1,0 +1,136 @@
+"""A tier in page-locked host memory, copied to and from on side streams."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+
+import torch
+
+from ckptplan.core.errors import InvalidInputError, SwapError
+from ckptplan.core.units import format_bytes
+from ckptplan.runtime.stores.base import Counted, Extents, Ticket
+
+_CUDA_ALIGN = 512
+"""What the device's allocator rounds to: a plan's host bytes, summed over its storages, are exactly what is taken."""
+_PORTABLE = 1
+"""cudaHostRegisterPortable: page-locked for every device of the process."""
+
+
+class PinnedStore(Counted):
+    """Swaps CUDA tensors to page-locked host memory on two side streams.
+
+    The area is ordinary memory registered with CUDA at its exact size: PyTorch's own pinned allocator rounds up to
+    powers of two. An area that overflows (more graphs alive than the plan knew) gets a further one.
+
+    Streams: a copy out waits for the compute stream of its caller; the compute stream waits for it at the release
+    point, so the block is free for reuse on that stream and no `record_stream` is needed. A copy in waits for the
+    compute stream, on which its target was allocated, and for its own copy out. An extent is written again only after
+    the copy in that read it last: `free` makes the outward stream wait for that copy.
+    """
+
+    def __init__(self, device: torch.device, *, capacity_bytes: int, limit_bytes: int | None = None) -> None:
+        super().__init__()
+        self._device = device
+        self._limit = limit_bytes
+        self._extents = Extents(_CUDA_ALIGN)
+        self._areas: list[tuple[int, torch.Tensor]] = []  # (offset of its first byte, area)
+        self._out = torch.cuda.Stream(device)
+        self._in = torch.cuda.Stream(device)
+        # Also when nobody calls close(): memory that is freed while registered poisons its next owner.
+        self._close = weakref.finalize(self, _unpin, self._areas, device)
+        try:
+            self._grow(max(capacity_bytes, _CUDA_ALIGN))
+        except SwapError as error:
+            raise InvalidInputError(str(error)) from error
+
+    @property
+    def _covered(self) -> int:
+        """Offset at which the last area ends."""
+        return self._areas[-1][0] + self._areas[-1][1].numel() if self._areas else 0
+
+    def _grow(self, nbytes: int) -> int:
+        """Add an area of at least `nbytes`, up to a quarter of what there is; returns its first offset."""
+        held = sum(area.numel() for _, area in self._areas)
+        room = None if self._limit is None else self._limit - held
+        if room is not None and nbytes > room:
+            raise SwapError(
+                f"swapping needs {format_bytes(held + nbytes)} of pinned host memory, the limit is "
+                f"{format_bytes(self._limit or 0)}; raise host_gb="
+            )
+        nbytes = self._extents.size(max(nbytes, held // 4 if room is None else min(held // 4, room)))
+        # A block of distance, so that free extents of neighbouring areas never merge into one across the seam.
+        start = self._covered + _CUDA_ALIGN if self._areas else 0
+        try:
+            area = torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # whatever the default device is
+        except RuntimeError as error:
+            raise SwapError(f"no host memory for {format_bytes(nbytes)} of swap space: {error}") from error
+        with torch.cuda.device(self._device):
+            code = int(torch.cuda.cudart().cudaHostRegister(area.data_ptr(), nbytes, _PORTABLE))
+            if code != 0:
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device=self._device)  # takes up the error, which the next kernel would report else
+                raise SwapError(
+                    f"page-locking {format_bytes(nbytes)} of host memory failed (CUDA error {code}); lower host_gb="
+                )
+        self._areas.append((start, area))
+        return start
+
+    def _host(self, ticket: Ticket) -> torch.Tensor:
+        for start, area in self._areas:
+            if start <= ticket.offset and ticket.offset + ticket.nbytes <= start + area.numel():
+                return area[ticket.offset - start : ticket.offset - start + ticket.nbytes]
+        raise SwapError(f"no pinned area holds bytes {ticket.offset}..{ticket.offset + ticket.nbytes}")
+
+    def _take(self, nbytes: int) -> int:
+        """An extent within one area, a new one if need be."""
+        offset, covered = self._extents.take(nbytes), self._covered
+        if self._extents.end <= covered:
+            return offset
+        self._extents.give(offset, max(covered - offset, 0))  # what is left of the last area
+        self._extents.end = covered
+        size = self._extents.size(nbytes)
+        start = self._grow(size)
+        self._extents.end = start + size
+        return start
+
+    def start_out(self, source: torch.Tensor) -> Ticket:
+        compute = torch.cuda.current_stream(self._device)
+        ticket = Ticket(source.nbytes, self._take(source.nbytes))
+        host = self._host(ticket)
+        self._out.wait_stream(compute)
+        with torch.cuda.stream(self._out):
+            host.copy_(source.view(torch.uint8), non_blocking=True)
+            ticket.out_done = self._out.record_event()
+        return self._issued(ticket)
+
+    def finish_out(self, ticket: Ticket) -> None:
+        torch.cuda.current_stream(self._device).wait_event(ticket.out_done)
+
+    def start_in(self, ticket: Ticket, target: torch.Tensor) -> None:
+        self._in.wait_stream(torch.cuda.current_stream(self._device))
+        self._in.wait_event(ticket.out_done)
+        with torch.cuda.stream(self._in):
+            target.view(torch.uint8).copy_(self._host(ticket), non_blocking=True)
+            ticket.in_done = self._in.record_event()
+
+    def finish_in(self, ticket: Ticket) -> None:
+        torch.cuda.current_stream(self._device).wait_event(ticket.in_done)
+
+    def free(self, ticket: Ticket) -> None:
+        # Extents are split and merged, so the next writer waits for every read issued so far: one event, no host wait.
+        if ticket.in_done is not None:
+            self._out.wait_event(ticket.in_done)
+        self._extents.give(ticket.offset, ticket.nbytes)
+        self._freed(ticket)
+
+    def _shut(self) -> None:
+        self._close()
+
+
+def _unpin(areas: list[tuple[int, torch.Tensor]], device: torch.device) -> None:
+    with contextlib.suppress(RuntimeError):  # a device that failed, or a forked process: nothing to wait for or undo
+        if areas:
+            torch.cuda.synchronize(device)
+        while areas:
+            torch.cuda.cudart().cudaHostUnregister(areas.pop()[1].data_ptr())
