@@ -274,7 +274,7 @@ def test_clean_step_after_an_exception_in_backward(mix: str, slow_copies: None) 
         hook.remove()
         assert_same([step(model, x, 5)], [wanted])
         gc.collect()
-        assert not handle._store._tickets  # type: ignore[attr-defined]
+        assert not handle._stores["host"]._tickets  # type: ignore[attr-defined]
 
 
 def test_graphs_that_are_dropped_half_way(slow_copies: None) -> None:
@@ -287,14 +287,14 @@ def test_graphs_that_are_dropped_half_way(slow_copies: None) -> None:
             out = model(x)  # copies are under way when it goes
             del out
             assert_same([step(model, x, 1)], [wanted])
-        assert len(handle._store._areas) == 1  # type: ignore[attr-defined]
+        assert len(handle._stores["host"]._areas) == 1  # type: ignore[attr-defined]
 
 
 def test_remove_gives_pinned_memory_back() -> None:
     model, x = make()
     plan = plan_for(ckptplan.profile(model, x), "swap")
     handle = ckptplan.apply(model, plan)
-    area = handle._store._areas[0][1]  # type: ignore[attr-defined]
+    area = handle._stores["host"]._areas[0][1]  # type: ignore[attr-defined]
     assert area.is_pinned()
     assert area.numel() == plan.host_bytes
     loss = model(x).square().mean()
@@ -312,7 +312,7 @@ def test_a_plan_needs_no_more_pinned_memory_than_it_says() -> None:
     with ckptplan.apply(model, plan, host_gb=plan.host_bytes / 2**30) as handle:
         for seed in range(3):
             step(model, x, seed)
-        assert sum(area.numel() for _, area in handle._store._areas) == plan.host_bytes  # type: ignore[attr-defined]
+        assert sum(area.numel() for _, area in handle._stores["host"]._areas) == plan.host_bytes  # type: ignore[attr-defined]
 
 
 # --- the store alone ---

@@ -32,7 +32,7 @@ from ckptplan.runtime import swap
 from ckptplan.runtime.apply import apply
 from ckptplan.runtime.measure import held_tensors, peak_above_start, unique_bytes
 from ckptplan.runtime.step import default_loss
-from ckptplan.runtime.stores import disk
+from ckptplan.runtime.stores import Store, disk
 from ckptplan.runtime.swap import State
 from ckptplan.runtime.verify import verify
 
@@ -234,10 +234,10 @@ def test_release_and_prefetch_points_are_met(monkeypatch: pytest.MonkeyPatch) ->
     seen: list[tuple[weakref.ref[swap.Record], StorageWeakRef]] = []
     start = swap.Record.start_leaving
 
-    def noted(record: swap.Record) -> None:
+    def noted(record: swap.Record, store: Store) -> None:
         assert record._whole is not None
         seen.append((weakref.ref(record), StorageWeakRef(record._whole.untyped_storage())))
-        start(record)
+        start(record, store)
 
     monkeypatch.setattr(swap.Record, "start_leaving", noted)
     model, inputs = build("mlp")
@@ -637,8 +637,8 @@ def test_steps_leave_nothing_behind() -> None:
             clean_step(model, inputs)
             call(model, inputs)
         assert alive() == before
-        assert not handle._store._tickets  # type: ignore[attr-defined]
-        assert handle._store._extents.end <= 2 * handle.plan.host_bytes + (1 << 18)  # type: ignore[attr-defined]
+        assert not handle._stores["host"]._tickets  # type: ignore[attr-defined]
+        assert handle._stores["host"]._extents.end <= 2 * handle.plan.host_bytes + (1 << 18)  # type: ignore[attr-defined]
     watch = weakref.ref(model)
     del model, handle
     gc.collect()

@@ -233,8 +233,8 @@ def test_garbage_collected_in_a_worker_does_not_wait_for_itself(
     gc.disable()
     try:
         ticket = store.start_out(torch.randn(2048))
-        record = Record(torch.randn(4096), store, counters)
-        record.start_leaving()  # its copy is queued behind the one that will collect it
+        record = Record(torch.randn(4096), counters)
+        record.start_leaving(store)  # its copy is queued behind the one that will collect it
         cycle: list[Any] = [record]
         cycle.append(cycle)
         del record, cycle
@@ -251,21 +251,21 @@ def test_garbage_collected_in_a_worker_does_not_wait_for_itself(
 
 
 @pytest.fixture
-def record(store: DiskStore) -> Record:
+def record() -> Record:
     torch.manual_seed(0)
-    return Record(torch.arange(4096.0), store, Counters())
+    return Record(torch.arange(4096.0), Counters())
 
 
-def test_record_states(record: Record) -> None:
+def test_record_states(record: Record, store: DiskStore) -> None:
     want = torch.arange(4096.0)
     assert record.state is State.ON_DEVICE
     record.finish_leaving()
     record.start_returning()
     record.finish_returning()
     assert record.state is State.ON_DEVICE, "nothing has left, so nothing changes"
-    record.start_leaving()
+    record.start_leaving(store)
     assert record.state is State.LEAVING
-    record.start_leaving()
+    record.start_leaving(store)
     record.finish_returning()
     assert record.state is State.LEAVING
     assert torch.equal(record.whole(), want)
@@ -279,12 +279,12 @@ def test_record_states(record: Record) -> None:
     record.start_returning()
     assert record.state is State.RETURNING
     record.start_returning()
-    record.start_leaving()
+    record.start_leaving(store)
     assert record.state is State.RETURNING
     record.finish_returning()
     assert record.state is State.ON_DEVICE
     assert torch.equal(record.whole(), want)
-    record.start_leaving()
+    record.start_leaving(store)
     assert record.state is State.ON_DEVICE, "its backward is here: it doesn't leave again"
     assert record._counters.swapped_out_bytes == record._counters.swapped_in_bytes == 4 * 4096
 
@@ -292,9 +292,9 @@ def test_record_states(record: Record) -> None:
 @pytest.mark.parametrize(
     "path", [(), ("start_leaving",), ("start_leaving", "finish_leaving"), ("start_leaving", "start_returning")]
 )
-def test_any_state_gives_the_bytes(record: Record, path: tuple[str, ...]) -> None:
+def test_any_state_gives_the_bytes(record: Record, store: DiskStore, path: tuple[str, ...]) -> None:
     for step in path:
-        getattr(record, step)()
+        getattr(record, step)(*[store][: step == "start_leaving"])
     assert torch.equal(record.whole(), torch.arange(4096.0))
     assert torch.equal(record.whole().view(torch.int32), torch.arange(4096.0).view(torch.int32))
     assert record.state is (State.LEAVING if path == ("start_leaving",) else State.ON_DEVICE)
@@ -307,9 +307,9 @@ def test_a_record_gives_its_host_bytes_back_in_any_state(
     real = disk._write
     monkeypatch.setattr(disk, "_write", lambda *a: (time.sleep(0.02), real(*a)))
     store = DiskStore(tmp_path)
-    record = Record(torch.arange(4096.0), store, Counters())
+    record = Record(torch.arange(4096.0), Counters())
     for step in ("start_leaving", "finish_leaving", "start_returning", "finish_returning")[:steps]:
-        getattr(record, step)()
+        getattr(record, step)(*[store][: step == "start_leaving"])
     store.close()
     del record
     assert not store._out.thread.is_alive(), "the last block was freed, so the store is closed"
@@ -319,7 +319,7 @@ CPU = torch.device("cpu")
 
 
 def session(store: DiskStore) -> SwapSession:
-    return SwapSession(store, CPU, lambda storage: False, Counters())
+    return SwapSession({"host": store}, CPU, lambda storage: False, Counters())
 
 
 def saved_exp(run: SwapSession, moves: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:

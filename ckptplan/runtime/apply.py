@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, TypeVar
@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import nn
 
-from ckptplan.core.chain import Phase, is_int
+from ckptplan.core.chain import Phase, Tier, is_int
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, OutOfMemoryError, PlanMismatchError
 from ckptplan.core.plan import Plan
 from ckptplan.core.shortage import Shortage
@@ -22,7 +22,7 @@ from ckptplan.core.units import budget_to_bytes, format_bytes, format_seconds
 from ckptplan.runtime import oom
 from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint, model_device, training_config
-from ckptplan.runtime.stores import DISK_BLOCK_BYTES, Store, make_store
+from ckptplan.runtime.stores import Store, close_all, make_stores
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class Handle:
         self,
         model: nn.Module,
         plan: Plan,
-        place: Callable[[Plan, Controller | None], tuple[Controller, Store]],
+        place: Callable[[Plan, Controller | None], tuple[Controller, Mapping[Tier, Store]]],
         on_oom: OnOom | None,
     ) -> None:
         self.plan = plan
@@ -150,7 +150,7 @@ class Handle:
         self._place = place
         self._on_oom = on_oom
         self._undo = oom.Undo(model, rewinds=on_oom is not None and on_oom.retries > 0)
-        self._controller, self._store = place(plan, None)
+        self._controller, self._stores = place(plan, None)
         self._config = contextlib.ExitStack()
         self._config.enter_context(training_config(model))
         self._removed = False
@@ -272,14 +272,14 @@ class Handle:
             plan = self._on_oom.adviser.replan(before, failed.shortage)
         except CkptPlanError as error:
             raise error from failed
-        former, store = self._controller, self._store
+        former, stores = self._controller, self._stores
         former.remove()
         try:
-            self._controller, self._store = self._place(plan, former)
+            self._controller, self._stores = self._place(plan, former)
         except BaseException:
             former.install()
             raise
-        store.close()
+        close_all(stores)
         self.plan = plan
         self.replans += (Replan(failed.shortage, before, plan),)
         longer = f"{plan.step_s / before.step_s:.2f} times as long" if before.step_s else "as long as it does"
@@ -301,7 +301,7 @@ class Handle:
         self._removed, self._applied = True, False
         self._controller.remove()
         self._config.close()
-        self._store.close()
+        close_all(self._stores)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -357,6 +357,9 @@ def apply(
     *,
     swap_dir: str | Path | None = None,
     host_gb: float | None = None,
+    disk_gb: float | None = None,
+    checksums: bool = False,
+    synchronous: bool = False,
     on_oom: OnOom | None = None,
 ) -> Handle:
     """Make every training forward of `model` follow `plan`.
@@ -368,9 +371,17 @@ def apply(
     Parameters
     ----------
     swap_dir : path, optional
-        Where a CPU plan's swap file lives (unnamed, at most the plan's swapped bytes per living graph).
+        Where the swap file of a CPU plan, or of a CUDA plan's disk tier, lives (unnamed, at most the plan's swapped
+        bytes per living graph).
     host_gb : float, optional
-        Limit on pinned host memory for a CUDA plan, in units of 2**30 bytes.
+        Limit on pinned host memory for a CUDA plan, in units of 2**30 bytes. A disk tier's `STAGING_BYTES` come on top.
+    disk_gb : float, optional
+        Limit on the swap file, in units of 2**30 bytes.
+    checksums : bool
+        Take a checksum of everything that leaves and compare it with what comes back: finds damage on any tier, and
+        costs the time of reading all of it twice.
+    synchronous : bool
+        Wait for every copy where it is issued: the same results without overlap, for finding faults.
     on_oom : OnOom, optional
         What `Handle.step` does when memory runs out; None: nothing.
 
@@ -385,7 +396,8 @@ def apply(
     UnsupportedModelError
         If a plan is applied already, or the model checkpoints by itself or is compiled.
     InvalidInputError
-        If the swap directory can't be written or is too small. The model is unchanged after any of these.
+        If the swap directory can't be written or is too small, the plan needs more than a limit allows, or a tier that
+        its device doesn't have. The model is unchanged after any of these.
     """
     device = model_device(model)
     if not plan.fingerprint.model:
@@ -394,19 +406,26 @@ def apply(
         )
     plan.fingerprint.require(fingerprint(TrainingStep(model)), ignore=("inputs",))
     check_supported(model)
-    limit = None if host_gb is None else budget_to_bytes(host_gb, name="host_gb")
+    host_limit = None if host_gb is None else budget_to_bytes(host_gb, name="host_gb")
+    disk_limit = None if disk_gb is None else budget_to_bytes(disk_gb, name="disk_gb")
 
-    def place(plan: Plan, former: Controller | None) -> tuple[Controller, Store]:
+    def place(plan: Plan, former: Controller | None) -> tuple[Controller, Mapping[Tier, Store]]:
         """Install `plan`, which goes on counting where the one before stopped."""
-        blocks = sum(len(choice.moves) for choice in plan.choices)
-        capacity = plan.host_bytes + blocks * DISK_BLOCK_BYTES if device.type == "cpu" else plan.host_bytes
-        store = make_store(device, capacity_bytes=capacity, directory=swap_dir, limit_bytes=limit)
+        stores = make_stores(
+            device,
+            plan,
+            directory=swap_dir,
+            host_limit_bytes=host_limit,
+            disk_limit_bytes=disk_limit,
+            checksums=checksums,
+            synchronous=synchronous,
+        )
         try:
             controller = Controller(
                 model,
                 plan.stages,
                 plan.choices,
-                store,
+                stores,
                 torch.device(device),
                 segments=plan.segments,
                 inputs=plan.inputs,
@@ -415,8 +434,8 @@ def apply(
             )
             controller.install()
         except BaseException:
-            store.close()
+            close_all(stores)
             raise
-        return controller, store
+        return controller, stores
 
     return Handle(model, plan, place, on_oom)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from ckptplan.core.chain import InputTensor, Phase, Segment
+from ckptplan.core.chain import InputTensor, Phase, Segment, Tier
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Decision
 from ckptplan.runtime.patching import PatchedForward
@@ -79,7 +79,8 @@ class Controller:
     stages : sequence of str
         Names in forward order; glue in parentheses.
     choices : sequence of Decision
-    store : Store
+    stores : mapping of tier to Store
+        Those that `choices` move anything to.
     segments : sequence of Segment
         Stages recomputed together, by index.
     inputs : sequence, optional
@@ -103,7 +104,7 @@ class Controller:
         model: nn.Module,
         stages: Sequence[str],
         choices: Sequence[Decision],
-        store: Store,
+        stores: Mapping[Tier, Store],
         device: torch.device,
         *,
         segments: Sequence[Segment] = (),
@@ -117,7 +118,7 @@ class Controller:
         self._choices = tuple(choices)
         # What one stage moves, stages before it may hold too, and all must hold it by the same record.
         self._moves = any(choice.moves for choice in self._choices)
-        self._store = store
+        self._stores = stores
         self._device = device
         self._limits = [Limits(*pair) for pair in zip(self._stages, inputs or [None] * len(self._stages), strict=True)]
         self._observer = observer
@@ -225,7 +226,7 @@ class Controller:
             for storage in (t.untyped_storage(),)
         }
         self.counters.forwards += 1
-        session = SwapSession(self._store, self._device, lambda storage: storage._cdata in own, self.counters)
+        session = SwapSession(self._stores, self._device, lambda storage: storage._cdata in own, self.counters)
         self._session, self._pass = session, _Pass(session)
         return self._pass
 
@@ -291,7 +292,9 @@ class Controller:
             if current.open is None or current.open.segment is not segment:
                 current.open = OpenSegment(segment, inside, current.session, moves=self._moves)
             call = Call(module, original, self.counters, index)
-            output = current.open.stage(index, self._stages[index], call, call.split(args, kwargs), choice.moves)
+            output = current.open.stage(
+                index, self._stages[index], call, call.split(args, kwargs), choice.moves, choice.tier
+            )
             if current.open.ended:
                 current.open = None
             return output
@@ -306,11 +309,12 @@ class Controller:
                 name=self._stages[index],
                 ops=choice.ops,
                 moves=choice.moves,
+                tier=choice.tier,
                 session=current.session if self._moves else None,
             )
         self.counters.runs[index] += 1
         if choice.action == "swap":
-            with current.session.stage(index, choice.moves):
+            with current.session.stage(index, choice.moves, choice.tier):
                 return original(*args, **kwargs)
         return original(*args, **kwargs)
 

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
+from ckptplan.core.chain import Tier
 from ckptplan.runtime.selective import Selection
 from ckptplan.runtime.swap import Counters, SwapSession, modified_error
 
@@ -81,6 +82,7 @@ def run_recomputed(
     name: str = "",
     ops: tuple[int, ...] = (),
     moves: tuple[int, ...] = (),
+    tier: Tier = "host",
     session: SwapSession | None = None,
 ) -> Any:
     """Call `original(*args, **kwargs)` so that backward recomputes what it saved.
@@ -96,6 +98,8 @@ def run_recomputed(
         Operations whose outputs are saved all the same (NOTE [Numbering] in selective.py).
     moves : tuple of int
         Positions of what leaves: saved outputs come first, in the order of `ops`, then the inputs.
+    tier : "host" or "disk"
+        Where to.
     session : SwapSession, optional
         Holds what is saved; needed where something moves.
     """
@@ -108,7 +112,7 @@ def run_recomputed(
     with contextlib.nullcontext() if inputs is None else inputs.hooks():
         result = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=True)
     if inputs is not None and outputs is not None and session is not None:
-        session.leave(index, {**outputs.order, **inputs.order}, moves)
+        session.leave(index, {**outputs.order, **inputs.order}, moves, tier)
     return result
 
 

@@ -23,13 +23,14 @@ import contextlib
 import enum
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ckptplan.core.chain import Tier
 from ckptplan.core.errors import CkptPlanError, PlanMismatchError
 from ckptplan.runtime.stores import Store, Ticket
 
@@ -89,8 +90,8 @@ class Counters:
 class Record:
     """One storage under swap (NOTE [States of a swapped storage])."""
 
-    def __init__(self, tensor: torch.Tensor, store: Store, counters: Counters) -> None:
-        self._store = store
+    def __init__(self, tensor: torch.Tensor, counters: Counters) -> None:
+        self._store: Store | None = None
         self._counters = counters
         self.state = State.ON_DEVICE
         self.nbytes = tensor.untyped_storage().nbytes()
@@ -109,11 +110,11 @@ class Record:
         """Whether the storage that was saved is gone, its bytes away or back in another one."""
         return self._watch is None
 
-    def start_leaving(self) -> None:
-        """Issue the copy out."""
+    def start_leaving(self, store: Store) -> None:
+        """Issue the copy out to `store`, where the bytes stay whoever else sends them away later."""
         if self.state is State.ON_DEVICE and self._ticket is None:
             assert self._whole is not None
-            self._ticket = self._store.start_out(self._whole)
+            self._ticket, self._store = store.start_out(self._whole), store
             self.state = State.LEAVING
             self._counters.swapped_out_bytes += self.nbytes
 
@@ -122,6 +123,7 @@ class Record:
         if self.state is not State.LEAVING:
             return
         assert self._ticket is not None
+        assert self._store is not None
         begin = time.perf_counter()
         self._store.finish_out(self._ticket)
         self._counters.host_wait_s += time.perf_counter() - begin
@@ -134,6 +136,7 @@ class Record:
         self.finish_leaving()
         if self.state is State.AWAY:
             assert self._ticket is not None
+            assert self._store is not None
             if self._device.type == "cuda":
                 self._stream = torch.cuda.current_stream(self._device)
             self._whole = torch.empty(self._count, dtype=self._dtype, device=self._device)
@@ -145,6 +148,7 @@ class Record:
         """Wait for the copy in."""
         if self.state is State.RETURNING:
             assert self._ticket is not None
+            assert self._store is not None
             begin = time.perf_counter()
             self._store.finish_in(self._ticket)
             self._counters.host_wait_s += time.perf_counter() - begin
@@ -183,7 +187,7 @@ class Record:
         # is current where the record ends.
         with contextlib.suppress(CkptPlanError), self._stream_of_target():
             self.finish_returning()
-        self._store.free(self._ticket)  # type: ignore[arg-type]
+        self._store.free(self._ticket)  # type: ignore[union-attr, arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +332,8 @@ class SwapSession:
 
     Parameters
     ----------
-    store : Store
+    stores : mapping of tier to Store
+        Those that anything moves to.
     device : torch.device
         Only tensors there are moved.
     never : callable
@@ -336,9 +341,13 @@ class SwapSession:
     """
 
     def __init__(
-        self, store: Store, device: torch.device, never: Callable[[torch.UntypedStorage], bool], counters: Counters
+        self,
+        stores: Mapping[Tier, Store],
+        device: torch.device,
+        never: Callable[[torch.UntypedStorage], bool],
+        counters: Counters,
     ) -> None:
-        self._store = store
+        self._stores = stores
         self._device = device
         self._never = never
         self._counters = counters
@@ -346,18 +355,20 @@ class SwapSession:
         self._moved: dict[int, list[weakref.ref[Record]]] = {}
 
     @contextlib.contextmanager
-    def stage(self, index: int, moves: tuple[int, ...]) -> Iterator[None]:
+    def stage(self, index: int, moves: tuple[int, ...], tier: Tier = "host") -> Iterator[None]:
         """Pack what autograd saves inside; at a clean exit, what `moves` names starts to leave.
 
         Parameters
         ----------
         moves : tuple of int
             Positions, in the order of first saving, of the movable storages that leave.
+        tier : "host" or "disk"
+            Where to.
         """
         packing = self.packing()
         with packing.hooks():
             yield
-        self.leave(index, packing.order, moves)
+        self.leave(index, packing.order, moves, tier)
 
     def packing(self) -> Packing:
         """A new order in which one stage packs."""
@@ -381,11 +392,11 @@ class SwapSession:
         record = self._records.get(key)
         # What has been away is another storage now, and this address may be anybody's.
         if record is None or record.has_left:
-            record = self._records[key] = Record(tensor, self._store, self._counters)
+            record = self._records[key] = Record(tensor, self._counters)
         return record
 
-    def leave(self, index: int, order: Order, moves: tuple[int, ...]) -> None:
-        """What `moves` names of `order` starts to leave, on behalf of stage `index`.
+    def leave(self, index: int, order: Order, moves: tuple[int, ...], tier: Tier = "host") -> None:
+        """What `moves` names of `order` starts to leave for `tier`, on behalf of stage `index`.
 
         Raises
         ------
@@ -408,7 +419,7 @@ class SwapSession:
                 )
             leaving.append(record)
         for record in leaving:
-            record.start_leaving()
+            record.start_leaving(self._stores[tier])
         self._moved[index] = [weakref.ref(record) for record in leaving]
 
     def release(self, index: int) -> None:

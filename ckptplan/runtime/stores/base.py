@@ -8,15 +8,20 @@ A store moves bytes and says when it is done; it knows nothing of stages. The or
 from __future__ import annotations
 
 import bisect
+import os
 import threading
 from collections import deque
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 
+from ckptplan.core.chain import Tier
+from ckptplan.core.errors import SwapError
+
 
 class Ticket:
-    """One block on its way to, in, or back from the host tier."""
+    """One block on its way to, in, or back from a tier."""
 
     def __init__(self, nbytes: int, offset: int) -> None:
         self.nbytes = nbytes
@@ -27,6 +32,18 @@ class Ticket:
 
 class Store(Protocol):
     """What the swap state machine needs of a tier."""
+
+    @property
+    def name(self) -> str:
+        """Where the bytes are, for messages."""
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the tier holds for swapped bytes now, used or not."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most of it that was in use at once."""
 
     def start_out(self, source: torch.Tensor) -> Ticket:
         """Begin to copy a one-dimensional contiguous tensor out; the caller keeps `source` until `finish_out`."""
@@ -50,6 +67,9 @@ class Store(Protocol):
 class NullStore:
     """Moves nothing: for replays that only count bytes."""
 
+    name = "nowhere"
+    reserved_bytes = peak_bytes = 0
+
     def start_out(self, source: torch.Tensor) -> Ticket:
         return Ticket(source.nbytes, 0)
 
@@ -64,6 +84,9 @@ class NullStore:
     def close(self) -> None: ...
 
 
+NULL_STORES: Mapping[Tier, Store] = {"host": NullStore(), "disk": NullStore()}
+
+
 class Extents:
     """Offsets in one linear host area: first fit in address order, neighbours merged when freed. Thread-safe.
 
@@ -73,6 +96,9 @@ class Extents:
 
     def __init__(self, align: int) -> None:
         self.end = 0
+        self.peak = 0
+        """The most bytes taken at once."""
+        self._used = 0
         self._align = align
         self._free: list[tuple[int, int]] = []  # (offset, size), by offset
         self._given: deque[tuple[int, int]] = deque()
@@ -86,13 +112,25 @@ class Extents:
         size = self.size(nbytes)
         with self._lock:
             while self._given:
-                self._merge(*self._given.popleft())
+                offset, given = self._given.popleft()
+                self._merge(offset, given)
+                self._used -= given
+            self._used += size
+            self.peak = max(self.peak, self._used)
             for i, (offset, room) in enumerate(self._free):
                 if room >= size:
                     self._free[i : i + 1] = [(offset + size, room - size)] if room > size else []
                     return offset
             offset, self.end = self.end, self.end + size
             return offset
+
+    def cut(self, offset: int, nbytes: int, end: int) -> None:
+        """Undo a `take` that reached past `end`: what lies before is free, and what lies behind was never there."""
+        with self._lock:
+            self._used -= self.size(nbytes)
+            if offset < end:
+                self._merge(offset, end - offset)
+            self.end = end
 
     def give(self, offset: int, nbytes: int) -> None:
         if nbytes:
@@ -109,15 +147,28 @@ class Extents:
 
 
 class Counted:
-    """Closes when asked to and no ticket is left."""
+    """Closes when asked to and no ticket is left, in the process that made it alone."""
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         # A set, not a count: `add` and `discard` are atomic, and records die in any thread, at any line.
         self._tickets: set[Ticket] = set()
         self._closing = False
 
     def _shut(self) -> None:
         raise NotImplementedError
+
+    @property
+    def _foreign(self) -> bool:
+        """Whether this is a copy in a forked process, whose bytes, threads and streams are the other's."""
+        return os.getpid() != self._pid
+
+    def _require_owner(self) -> None:
+        if self._foreign:
+            raise SwapError(
+                f"the swap space belongs to process {self._pid}, and this is process {os.getpid()}, forked from it: "
+                "call remove() on the handle before the fork, or apply the plan in the new process"
+            )
 
     def _issued(self, ticket: Ticket) -> Ticket:
         self._tickets.add(ticket)
@@ -130,5 +181,5 @@ class Counted:
 
     def close(self) -> None:
         self._closing = True
-        if not self._tickets:
+        if not self._tickets and not self._foreign:
             self._shut()
