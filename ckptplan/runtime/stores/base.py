@@ -96,9 +96,8 @@ class Extents:
 
     def __init__(self, align: int) -> None:
         self.end = 0
-        self.peak = 0
-        """The most bytes taken at once."""
-        self._used = 0
+        self.used = 0
+        """Bytes taken, as of the last `take`."""
         self._align = align
         self._free: list[tuple[int, int]] = []  # (offset, size), by offset
         self._given: deque[tuple[int, int]] = deque()
@@ -114,9 +113,8 @@ class Extents:
             while self._given:
                 offset, given = self._given.popleft()
                 self._merge(offset, given)
-                self._used -= given
-            self._used += size
-            self.peak = max(self.peak, self._used)
+                self.used -= given
+            self.used += size
             for i, (offset, room) in enumerate(self._free):
                 if room >= size:
                     self._free[i : i + 1] = [(offset + size, room - size)] if room > size else []
@@ -127,7 +125,7 @@ class Extents:
     def cut(self, offset: int, nbytes: int, end: int) -> None:
         """Undo a `take` that reached past `end`: what lies before is free, and what lies behind was never there."""
         with self._lock:
-            self._used -= self.size(nbytes)
+            self.used -= self.size(nbytes)
             if offset < end:
                 self._merge(offset, end - offset)
             self.end = end
@@ -149,7 +147,9 @@ class Extents:
 class Counted:
     """Closes when asked to and no ticket is left, in the process that made it alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, align: int) -> None:
+        self._extents = Extents(align)
+        self._peak = 0
         self._pid = os.getpid()
         # A set, not a count: `add` and `discard` are atomic, and records die in any thread, at any line.
         self._tickets: set[Ticket] = set()
@@ -157,6 +157,10 @@ class Counted:
 
     def _shut(self) -> None:
         raise NotImplementedError
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak
 
     @property
     def _foreign(self) -> bool:
@@ -172,6 +176,7 @@ class Counted:
 
     def _issued(self, ticket: Ticket) -> Ticket:
         self._tickets.add(ticket)
+        self._peak = max(self._peak, self._extents.used)
         return ticket
 
     def _freed(self, ticket: Ticket) -> None:

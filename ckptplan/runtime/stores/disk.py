@@ -16,7 +16,7 @@ import torch
 
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.core.units import format_bytes
-from ckptplan.runtime.stores.base import Counted, Extents, Ticket
+from ckptplan.runtime.stores.base import Counted, Ticket
 from ckptplan.runtime.stores.pinned import CUDA_ALIGN, host_area, unlock
 from ckptplan.runtime.stores.workers import Done, Worker
 
@@ -120,8 +120,9 @@ class DiskStore(Counted):
         device: torch.device | None = None,
         chunk_bytes: int | None = None,
     ) -> None:
-        super().__init__()
         self._device = device or torch.device("cpu")
+        # On CUDA sizes are multiples of that already, so a plan's bytes are exactly what is taken.
+        super().__init__(DISK_BLOCK_BYTES if self._device.type == "cpu" else CUDA_ALIGN)
         where = Path(directory) if directory is not None else Path(tempfile.gettempdir())
         try:
             self._file = tempfile.TemporaryFile(dir=where, buffering=0)  # noqa: SIM115 - closed by close()
@@ -132,8 +133,6 @@ class DiskStore(Counted):
         self._where = where
         self._limit = limit_bytes
         self._reserved = 0
-        # On CUDA sizes are multiples of that already, so a plan's bytes are exactly what is taken.
-        self._extents = Extents(DISK_BLOCK_BYTES if self._device.type == "cpu" else CUDA_ALIGN)
         locked: list[torch.Tensor] = []
         self._stages: tuple[Staging, Staging] | None = None
         try:
@@ -159,10 +158,6 @@ class DiskStore(Counted):
     @property
     def reserved_bytes(self) -> int:
         return self._reserved
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._extents.peak
 
     def _reserve(self, nbytes: int) -> None:
         if nbytes <= self._reserved:
@@ -254,9 +249,9 @@ def _close_disk(
         return  # a forked copy: threads, file and page locks are the other process's
     out.stop()
     back.stop()
-    unlock(locked, device)
     with contextlib.suppress(OSError):
         file.close()
+    unlock(locked, device)
 
 
 def _allocate(fd: int, held: int, nbytes: int) -> None:

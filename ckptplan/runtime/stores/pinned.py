@@ -11,7 +11,7 @@ import torch
 
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.core.units import format_bytes
-from ckptplan.runtime.stores.base import Counted, Extents, Ticket
+from ckptplan.runtime.stores.base import Counted, Ticket
 
 CUDA_ALIGN = 512
 """What the device's allocator rounds to: a plan's host bytes, summed over its storages, are exactly what is taken."""
@@ -34,10 +34,9 @@ class PinnedStore(Counted):
     """
 
     def __init__(self, device: torch.device, *, capacity_bytes: int, limit_bytes: int | None = None) -> None:
-        super().__init__()
+        super().__init__(CUDA_ALIGN)
         self._device = device
         self._limit = limit_bytes
-        self._extents = Extents(CUDA_ALIGN)
         self._areas: list[tuple[int, torch.Tensor]] = []  # (offset of its first byte, area)
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
@@ -56,10 +55,6 @@ class PinnedStore(Counted):
     @property
     def reserved_bytes(self) -> int:
         return sum(area.numel() for _, area in self._areas)
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._extents.peak
 
     @property
     def _covered(self) -> int:
