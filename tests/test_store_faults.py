@@ -25,6 +25,7 @@ from test_runtime import assert_same, clean_step, plain_step, planned
 
 from ckptplan import apply
 from ckptplan.core.errors import InvalidInputError, SwapError
+from ckptplan.profiling import links
 from ckptplan.runtime.stores import ChecksumStore, DiskStore, SynchronousStore, Ticket, disk
 from ckptplan.runtime.swap import Counters, Record, State
 
@@ -495,6 +496,38 @@ def test_workers_of_a_data_loader_come_and_go() -> None:
         model.zero_grad()
         del loss
         assert_same(clean_step(model, inputs), plain_step("mlp"))
+    assert swap_threads() == []
+
+
+# Bandwidth
+
+
+def test_a_link_through_staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each direction alone, and both at once: a disk that does one thing at a time shows in the second figure."""
+    made: list[DiskStore] = []
+
+    def staged(device: torch.device, *, capacity_bytes: int, **_: Any) -> DiskStore:
+        made.append(store_in(tmp_path, 30_000, capacity_bytes=capacity_bytes))
+        return made[-1]
+
+    monkeypatch.setattr(links, "make_store", staged)
+    one_at_a_time = threading.Lock()
+    for name, seconds in (("_write", 0.02), ("_read", 0.01)):
+
+        def slow(*arguments: Any, real: Any = getattr(disk, name), seconds: float = seconds) -> None:
+            with one_at_a_time:
+                time.sleep(seconds)
+                real(*arguments)
+
+        monkeypatch.setattr(disk, name, slow)
+    alone, together = links.measure_links(torch.device("cpu"), 60_000, tmp_path, "disk")
+    # Two chunks a block: 60 kB in 40 ms out and 20 ms in, and 60 ms for both; a loaded machine only adds to these.
+    assert 0.3e6 < alone.out_bytes_per_s <= 1.5e6
+    assert 0.6e6 < alone.in_bytes_per_s <= 3e6
+    assert together.out_bytes_per_s == together.in_bytes_per_s <= 1e6
+    assert "at once run at" in (links.sharing_note("disk", alone, together) or "")
+    assert links.sharing_note("disk", alone, alone) is None
+    assert made[0].peak_bytes == 8 * 61_440
     assert swap_threads() == []
 
 
