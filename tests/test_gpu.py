@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import random
@@ -23,9 +24,9 @@ from torch import nn
 import ckptplan
 from ckptplan import Plan, Profile
 from ckptplan.baselines._build import build, named, smallest_peak
-from ckptplan.profiling.links import measure_link
+from ckptplan.profiling.links import measure_link, measure_links
 from ckptplan.runtime.measure import held_tensors, unique_bytes
-from ckptplan.runtime.stores import PinnedStore, Ticket, pinned
+from ckptplan.runtime.stores import DiskStore, PinnedStore, Ticket, pinned
 
 pytestmark = pytest.mark.gpu
 
@@ -408,9 +409,72 @@ def test_page_locking_that_fails_leaves_the_device_usable(monkeypatch: pytest.Mo
         taken = tier._areas[0][1]
         with monkeypatch.context() as patch:
             patch.setattr(pinned.torch, "empty", lambda *args, **kwargs: taken)  # registered already
-            with pytest.raises(ckptplan.InvalidInputError, match="page-locking"):
-                PinnedStore(DEVICE, capacity_bytes=1 << 20)
+            with pytest.warns(RuntimeWarning, match="page-locking"):
+                ordinary = PinnedStore(DEVICE, capacity_bytes=1 << 20)
+        ordinary.close()
+        assert taken.is_pinned()
         assert torch.ones(1000, device=DEVICE).sum().item() == 1000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_round_trip_through_the_file(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Through chunks of which a block has many, while compute overwrites what was freed."""
+    tier = DiskStore(tmp_path, device=DEVICE, chunk_bytes=1 << 16)
+    waiting = []
+    for number in range(20):
+        wanted = torch.randint(0, 2, (100_003 + number,), device=DEVICE).to(dtype)
+        source = torch.zeros_like(wanted)
+        torch.cuda._sleep(SLEEP_CYCLES)
+        source.copy_(wanted)  # late: the copy out must wait for it
+        ticket = tier.start_out(source)
+        tier.finish_out(ticket)
+        del source
+        target = torch.empty_like(wanted)
+        torch.cuda._sleep(SLEEP_CYCLES)
+        target.fill_(True)  # late: the copy in must wait for it
+        tier.start_in(ticket, target)
+        tier.finish_in(ticket)
+        waiting.append((target, wanted))
+        tier.free(ticket)
+    assert all(torch.equal(target, wanted) for target, wanted in waiting)
+    tier.close()
+
+
+@pytest.mark.parametrize("mix", ["swap", "mixed"])
+@pytest.mark.parametrize("mode", [{}, {"checksums": True}, {"synchronous": True}])
+@pytest.mark.parametrize("tiers", [("disk",), ("host", "disk")])
+def test_gradients_with_a_disk_tier(mix: str, mode: dict[str, bool], tiers: tuple[str, ...], tmp_path: Path) -> None:
+    model, x = make()
+    wanted = train(model, x)
+    model, x = make()
+    plan = plan_for(ckptplan.profile(model, x), mix)
+    choices = [dataclasses.replace(c, tier=tiers[i % len(tiers)]) if c.moves else c for i, c in enumerate(plan.choices)]
+    # The tiers' bytes are the solver's to say; all of them is enough for either.
+    plan = dataclasses.replace(plan, choices=tuple(choices), disk_bytes=plan.host_bytes)
+    with ckptplan.apply(model, plan, swap_dir=tmp_path, **mode) as handle:  # type: ignore[arg-type]
+        assert_same(train(model, x), wanted)
+        assert handle._stores["disk"].peak_bytes > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damage_in_pinned_memory_is_found() -> None:
+    model, x = make()
+    plan = plan_for(ckptplan.profile(model, x), "swap")
+    with ckptplan.apply(model, plan, checksums=True) as handle:
+        loss = model(x).square().mean()
+        torch.cuda.synchronize()
+        handle._stores["host"].inner._areas[0][1].bitwise_not_()  # type: ignore[attr-defined]
+        with pytest.raises(ckptplan.SwapError, match="damaged"):
+            loss.backward()
+
+
+def test_links_through_the_file(tmp_path: Path) -> None:
+    for link in measure_links(DEVICE, 32 << 20, tmp_path, "disk"):
+        assert 1e7 < link.out_bytes_per_s < 1e12
+        assert 1e7 < link.in_bytes_per_s < 1e12
+    model, x = make()
+    assert ckptplan.profile(model, x, swap_dir=tmp_path).disk is not None
+    assert ckptplan.profile(model, x).disk is None
 
 
 def test_limit_on_pinned_memory() -> None:

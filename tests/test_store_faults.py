@@ -512,14 +512,17 @@ def test_a_link_through_staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(links, "make_store", staged)
     one_at_a_time = threading.Lock()
-    for name, seconds in (("_write", 0.02), ("_read", 0.01)):
 
-        def slow(*arguments: Any, real: Any = getattr(disk, name), seconds: float = seconds) -> None:
+    def slow(real: Any, seconds: float) -> Any:
+        def copy(*arguments: Any) -> None:
             with one_at_a_time:
                 time.sleep(seconds)
                 real(*arguments)
 
-        monkeypatch.setattr(disk, name, slow)
+        return copy
+
+    monkeypatch.setattr(disk, "_write", slow(disk._write, 0.02))
+    monkeypatch.setattr(disk, "_read", slow(disk._read, 0.01))
     alone, together = links.measure_links(torch.device("cpu"), 60_000, tmp_path, "disk")
     # Two chunks a block: 60 kB in 40 ms out and 20 ms in, and 60 ms for both; a loaded machine only adds to these.
     assert 0.3e6 < alone.out_bytes_per_s <= 1.5e6

@@ -18,7 +18,7 @@ from fake_cuda import FakeCuda
 
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.runtime.stores import ChecksumStore, DiskStore, PinnedStore, SynchronousStore, Ticket
-from ckptplan.runtime.swap import Counters, Record, State
+from ckptplan.runtime.swap import Counters, Record, State, SwapSession
 
 SEEDS = range(25)
 SIZES = (100, 512, 3000, 5000)
@@ -276,3 +276,47 @@ def test_a_failed_copy_leaves_nothing_running(direction: str, tmp_path: Path, mo
             gpu.synchronize()
             assert look()
             del again
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_what_leaves_goes_to_the_tier_of_its_decision(tier: Any, tmp_path: Path) -> None:
+    with on_device(3, "pinned", tmp_path) as (gpu, pinned):
+        stores = {"host": pinned, "disk": DiskStore(tmp_path, device=fake_cuda.DEVICE, chunk_bytes=1024)}
+        session = SwapSession(stores, fake_cuda.DEVICE, lambda storage: False, Counters())  # type: ignore[arg-type]
+        record = record_of(gpu, 6)
+        session.leave(0, {(1, 1): record}, (0,), tier)
+        session.leave(1, {(1, 1): record}, (0,), "host" if tier == "disk" else "disk")  # it has gone already
+        assert {name: len(store._tickets) for name, store in stores.items()} == {"host": 0, "disk": 0, tier: 1}
+        session.release(0)
+        session.prefetch(0)
+        look = gpu.look(record.whole(), 6)
+        gpu.synchronize()
+        assert look()
+        del record
+        stores["disk"].close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(10))
+def test_the_stream_that_computes_now_is_asked(seed: int, kind: str, tmp_path: Path) -> None:
+    """Each record has its compute stream; none may wait for another one's work instead of its own."""
+    looks: list[Callable[[], bool]] = []
+    with on_device(seed, kind, tmp_path) as (gpu, store):
+        streams = [gpu.new_stream() for _ in range(3)]
+        memory = [[gpu.empty(3000, torch.uint8) for _ in range(3)] for _ in streams]  # the allocator has one list
+        for number in range(20):
+            which = gpu.rng.randrange(3)
+            with gpu.stream(streams[which]):
+                source, target = memory[which][number % 3], memory[which][(number + 1) % 3]
+                gpu.fill(source, number)
+                ticket = store.start_out(source)
+                store.finish_out(ticket)
+                gpu.fill(source, 255)
+                gpu.fill(target, 254)
+                store.start_in(ticket, target)
+                store.finish_in(ticket)
+                looks.append(gpu.look(target, number))
+                store.free(ticket)
+        del source, target
+        memory.clear()
+    assert all(look() for look in looks)

@@ -71,9 +71,9 @@ def measure_links(
                 more.append(store.start_out(source))
                 store.start_in(ticket, target)
             torch.mm(busy, busy, out=product)
-            for back, out in zip(tickets, more, strict=True):
-                store.finish_in(back)
-                store.finish_out(out)
+            for ticket, written in zip(tickets, more, strict=True):
+                store.finish_in(ticket)
+                store.finish_out(written)
             both_s.append(_now(device) - end)
             for ticket in (*tickets, *more):
                 store.free(ticket)
@@ -81,8 +81,10 @@ def measure_links(
             in_s.append(end - middle)
     finally:
         store.close()
-    out, back, both = (_BLOCKS * block_bytes / statistics.median(times[1:]) for times in (out_s, in_s, both_s))
-    return Link(out, back), Link(both, both)
+    out_rate, in_rate, both_rate = (
+        _BLOCKS * block_bytes / statistics.median(times[1:]) for times in (out_s, in_s, both_s)
+    )
+    return Link(out_rate, in_rate), Link(both_rate, both_rate)
 
 
 def sharing_note(tier: Tier, alone: Link, together: Link) -> str | None:
@@ -91,8 +93,8 @@ def sharing_note(tier: Tier, alone: Link, together: Link) -> str | None:
     if share >= 0.8:  # full-duplex links lose up to about a tenth each way
         return None
     return (
-        f"copies to and from the {tier} tier at once run at {share:.0%} of their speed alone, which is what plans count "
-        "with: graphs of several steps alive, or other processes on the same link, make steps longer than predicted"
+        f"copies to and from the {tier} tier at once run at {share:.0%} of their speed alone, which is what plans "
+        "count with: graphs of several steps alive, or other processes on the same link, make steps longer than predicted"
     )
 
 
