@@ -81,9 +81,8 @@ def measure_links(
             in_s.append(end - middle)
     finally:
         store.close()
-    out_rate, in_rate, both_rate = (
-        _BLOCKS * block_bytes / statistics.median(times[1:]) for times in (out_s, in_s, both_s)
-    )
+    total = _BLOCKS * block_bytes
+    out_rate, in_rate, both_rate = (total / statistics.median(times[1:]) for times in (out_s, in_s, both_s))
     return Link(out_rate, in_rate), Link(both_rate, both_rate)
 
 
@@ -94,7 +93,7 @@ def sharing_note(tier: Tier, alone: Link, together: Link) -> str | None:
         return None
     return (
         f"copies to and from the {tier} tier at once run at {share:.0%} of their speed alone, which is what plans "
-        "count with: graphs of several steps alive, or other processes on the same link, make steps longer than predicted"
+        "count with: graphs of several steps alive, or others on the same link, make steps longer than predicted"
     )
 
 
