@@ -541,6 +541,9 @@ def apply(
     *,
     swap_dir: str | Path | None = None,
     host_gb: float | None = None,
+    disk_gb: float | None = None,
+    checksums: bool = False,
+    synchronous: bool = False,
     on_oom: Literal["raise", "report", "replan"] = "raise",
     profile: Profile | None = None,
     retries: int = 3,
@@ -563,9 +566,18 @@ def apply(
     Parameters
     ----------
     swap_dir : path, optional
-        Where a CPU plan's swap file lives (unnamed, at most the plan's swapped bytes per living graph).
+        Where the swap file of a CPU plan, or of a CUDA plan's disk tier, lives (unnamed, at most the plan's swapped
+        bytes per living graph).
     host_gb : float, optional
-        Limit on pinned host memory for a CUDA plan, in units of 2**30 bytes; new plans move no more on any device.
+        Limit on pinned host memory for a CUDA plan, in units of 2**30 bytes; new plans move no more on any device. A
+        disk tier's `STAGING_BYTES` come on top.
+    disk_gb : float, optional
+        Limit on the swap file, in units of 2**30 bytes.
+    checksums : bool
+        Take a checksum of everything that leaves and compare it with what comes back: finds damage on any tier, and
+        costs the time of reading all of it twice.
+    synchronous : bool
+        Wait for every copy where it is issued: the same results without overlap, for finding faults.
     on_oom : "raise", "report" or "replan"
         What `handle.step(fn)` does when memory runs out in `fn`. "raise": nothing, the error is the allocator's.
         "report": undo the step and raise `OutOfMemoryError`, which says what was alive and what was planned. "replan":
@@ -615,9 +627,8 @@ def apply(
         raise InvalidInputError("retries=0 never tries another plan; raise it, or pass on_oom='report'")
     if on_larger not in ("raise", "replan"):
         raise InvalidInputError(f"on_larger={on_larger!r}; it is 'raise' or 'replan'")
-    limits = (
-        tuple(actions), segments, host_limit(host_gb), time_limit_s, 0, None, lambda text: None, plan.disk_bytes or None
-    )  # fmt: skip
+    disk_bytes = (plan.disk_bytes or None) if disk_gb is None else host_limit(disk_gb, name="disk_gb")
+    limits = (tuple(actions), segments, host_limit(host_gb), time_limit_s, 0, None, lambda text: None, disk_bytes)
     adviser = None
     if profile is not None:
         plan.require_profile(profile)
@@ -626,7 +637,18 @@ def apply(
     enlarger = None
     if on_larger == "replan":
         enlarger = _Enlarger(model, plan, limits, adviser, loss_fn, optimizer, amp, swap_dir)
-    return apply_plan(model, plan, swap_dir=swap_dir, host_gb=host_gb, on_oom=rule, adviser=adviser, on_larger=enlarger)
+    return apply_plan(
+        model,
+        plan,
+        swap_dir=swap_dir,
+        host_gb=host_gb,
+        disk_gb=disk_gb,
+        checksums=checksums,
+        synchronous=synchronous,
+        on_oom=rule,
+        adviser=adviser,
+        on_larger=enlarger,
+    )
 
 
 def trace(

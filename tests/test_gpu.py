@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import random
@@ -23,10 +24,9 @@ from torch import nn
 import ckptplan
 from ckptplan import Plan, Profile
 from ckptplan.baselines._build import build, named, smallest_peak
-from ckptplan.profiling.links import measure_link
-from ckptplan.runtime import stores
+from ckptplan.profiling.links import measure_link, measure_links
 from ckptplan.runtime.measure import held_tensors, unique_bytes
-from ckptplan.runtime.stores import PinnedStore
+from ckptplan.runtime.stores import DiskStore, PinnedStore, Ticket, pinned
 
 pytestmark = pytest.mark.gpu
 
@@ -275,7 +275,7 @@ def test_clean_step_after_an_exception_in_backward(mix: str, slow_copies: None) 
         hook.remove()
         assert_same([step(model, x, 5)], [wanted])
         gc.collect()
-        assert not handle._store._tickets  # type: ignore[attr-defined]
+        assert not handle._stores["host"]._tickets  # type: ignore[attr-defined]
 
 
 def test_graphs_that_are_dropped_half_way(slow_copies: None) -> None:
@@ -288,14 +288,14 @@ def test_graphs_that_are_dropped_half_way(slow_copies: None) -> None:
             out = model(x)  # copies are under way when it goes
             del out
             assert_same([step(model, x, 1)], [wanted])
-        assert len(handle._store._areas) == 1  # type: ignore[attr-defined]
+        assert len(handle._stores["host"]._areas) == 1  # type: ignore[attr-defined]
 
 
 def test_remove_gives_pinned_memory_back() -> None:
     model, x = make()
     plan = plan_for(ckptplan.profile(model, x), "swap")
     handle = ckptplan.apply(model, plan)
-    area = handle._store._areas[0][1]  # type: ignore[attr-defined]
+    area = handle._stores["host"]._areas[0][1]  # type: ignore[attr-defined]
     assert area.is_pinned()
     assert area.numel() == plan.host_bytes
     loss = model(x).square().mean()
@@ -313,7 +313,7 @@ def test_a_plan_needs_no_more_pinned_memory_than_it_says() -> None:
     with ckptplan.apply(model, plan, host_gb=plan.host_bytes / 2**30) as handle:
         for seed in range(3):
             step(model, x, seed)
-        assert sum(area.numel() for _, area in handle._store._areas) == plan.host_bytes  # type: ignore[attr-defined]
+        assert sum(area.numel() for _, area in handle._stores["host"]._areas) == plan.host_bytes  # type: ignore[attr-defined]
 
 
 # --- the store alone ---
@@ -347,7 +347,7 @@ def test_round_trip(dtype: torch.dtype, slow_copies: None) -> None:
 def test_extents_are_reused_in_order(capacity_bytes: int, slow_copies: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "SLEEP_CYCLES", 500_000)
     rng = random.Random(0)
-    living: list[tuple[stores.Ticket, torch.Tensor]] = []
+    living: list[tuple[Ticket, torch.Tensor]] = []
     waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
     with store(capacity_bytes) as tier:
         for number in range(300):
@@ -408,10 +408,73 @@ def test_page_locking_that_fails_leaves_the_device_usable(monkeypatch: pytest.Mo
     with store(1 << 20) as tier:
         taken = tier._areas[0][1]
         with monkeypatch.context() as patch:
-            patch.setattr(stores.torch, "empty", lambda *args, **kwargs: taken)  # registered already
-            with pytest.raises(ckptplan.InvalidInputError, match="page-locking"):
-                PinnedStore(DEVICE, capacity_bytes=1 << 20)
+            patch.setattr(pinned.torch, "empty", lambda *args, **kwargs: taken)  # registered already
+            with pytest.warns(RuntimeWarning, match="page-locking"):
+                ordinary = PinnedStore(DEVICE, capacity_bytes=1 << 20)
+        ordinary.close()
+        assert taken.is_pinned()
         assert torch.ones(1000, device=DEVICE).sum().item() == 1000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_round_trip_through_the_file(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Through chunks of which a block has many, while compute overwrites what was freed."""
+    tier = DiskStore(tmp_path, device=DEVICE, chunk_bytes=1 << 16)
+    waiting = []
+    for number in range(20):
+        wanted = torch.randint(0, 2, (100_003 + number,), device=DEVICE).to(dtype)
+        source = torch.zeros_like(wanted)
+        torch.cuda._sleep(SLEEP_CYCLES)
+        source.copy_(wanted)  # late: the copy out must wait for it
+        ticket = tier.start_out(source)
+        tier.finish_out(ticket)
+        del source
+        target = torch.empty_like(wanted)
+        torch.cuda._sleep(SLEEP_CYCLES)
+        target.fill_(True)  # late: the copy in must wait for it
+        tier.start_in(ticket, target)
+        tier.finish_in(ticket)
+        waiting.append((target, wanted))
+        tier.free(ticket)
+    assert all(torch.equal(target, wanted) for target, wanted in waiting)
+    tier.close()
+
+
+@pytest.mark.parametrize("mix", ["swap", "mixed"])
+@pytest.mark.parametrize("mode", [{}, {"checksums": True}, {"synchronous": True}])
+@pytest.mark.parametrize("tiers", [("disk",), ("host", "disk")])
+def test_gradients_with_a_disk_tier(mix: str, mode: dict[str, bool], tiers: tuple[str, ...], tmp_path: Path) -> None:
+    model, x = make()
+    wanted = train(model, x)
+    model, x = make()
+    plan = plan_for(ckptplan.profile(model, x), mix)
+    choices = [dataclasses.replace(c, tier=tiers[i % len(tiers)]) if c.moves else c for i, c in enumerate(plan.choices)]
+    # The tiers' bytes are the solver's to say; all of them is enough for either.
+    plan = dataclasses.replace(plan, choices=tuple(choices), disk_bytes=plan.host_bytes)
+    with ckptplan.apply(model, plan, swap_dir=tmp_path, **mode) as handle:  # type: ignore[arg-type]
+        assert_same(train(model, x), wanted)
+        assert handle._stores["disk"].peak_bytes > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damage_in_pinned_memory_is_found() -> None:
+    model, x = make()
+    plan = plan_for(ckptplan.profile(model, x), "swap")
+    with ckptplan.apply(model, plan, checksums=True) as handle:
+        loss = model(x).square().mean()
+        torch.cuda.synchronize()
+        handle._stores["host"].inner._areas[0][1].bitwise_not_()  # type: ignore[attr-defined]
+        with pytest.raises(ckptplan.SwapError, match="damaged"):
+            loss.backward()
+
+
+def test_links_through_the_file(tmp_path: Path) -> None:
+    for link in measure_links(DEVICE, 32 << 20, tmp_path, "disk"):
+        assert 1e7 < link.out_bytes_per_s < 1e12
+        assert 1e7 < link.in_bytes_per_s < 1e12
+    model, x = make()
+    assert ckptplan.profile(model, x, swap_dir=tmp_path).disk is not None
+    assert ckptplan.profile(model, x).disk is None
 
 
 def test_limit_on_pinned_memory() -> None:

@@ -22,9 +22,10 @@ import ckptplan
 from ckptplan import InfeasibleBudgetError, InvalidInputError, OutOfMemoryError, Plan, Profile
 from ckptplan.core.shortage import Shortage
 from ckptplan.report.shortage import Correction, corrections, planned_bytes
-from ckptplan.runtime import oom, stores
+from ckptplan.runtime import oom
 from ckptplan.runtime.measure import held_tensors
 from ckptplan.runtime.step import default_loss
+from ckptplan.runtime.stores import disk
 
 CUDA_TEXT = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 39.39 GiB of which 1.06 GiB is "
@@ -159,11 +160,11 @@ def failing(model: Any, where: str, monkeypatch: pytest.MonkeyPatch) -> Iterator
             up = layer.up.forward
             patch.setattr(layer.up, "forward", lambda x: _FailsBackward.apply(up(x)))
         elif where == "copy out":
-            patch.setattr(stores.DiskStore, "start_out", fails)
+            patch.setattr(disk.DiskStore, "start_out", fails)
         elif where == "copy back":
-            patch.setattr(stores.DiskStore, "start_in", fails)
+            patch.setattr(disk.DiskStore, "start_in", fails)
         elif where == "worker":
-            patch.setattr(stores, "_read", Once(stores._read, times=1000, what=MemoryError()))
+            patch.setattr(disk, "_read", Once(disk._read, times=1000, what=MemoryError()))
         yield
 
 
@@ -199,7 +200,7 @@ def test_reported_undone_and_the_next_step_is_right(where: str, monkeypatch: pyt
         assert_same(state(model), before, but=("random",))
         assert [ref() for ref in graphs] == [None] * len(graphs)
         assert handle._controller.swapped() == {}
-        assert handle._store._tickets == set()  # type: ignore[attr-defined]
+        assert all(store._tickets == set() for store in handle._stores.values())  # type: ignore[attr-defined]
         found = raised.value.shortage
         assert (found.phase, found.doing) == (phase, doing)
         assert stage is None or found.stage.startswith(stage)
@@ -220,8 +221,8 @@ def test_where_in_the_swapped_step_it_was(monkeypatch: pytest.MonkeyPatch) -> No
     """Some have left when the third copy back fails; the report counts them by state."""
     model, inputs = build("transformer")
     with ckptplan.apply(model, planned("transformer", "swap"), on_oom="report") as handle:
-        once = Once(stores.DiskStore.start_in, after=2)
-        monkeypatch.setattr(stores.DiskStore, "start_in", lambda *args: once(*args))
+        once = Once(disk.DiskStore.start_in, after=2)
+        monkeypatch.setattr(disk.DiskStore, "start_in", lambda *args: once(*args))
         with pytest.raises(OutOfMemoryError) as raised:
             handle.step(step_of(model, inputs))
     found = raised.value.shortage

@@ -28,11 +28,11 @@ from ckptplan.core.errors import InvalidInputError, PlanMismatchError, SwapError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.profiling.profiler import profile
-from ckptplan.runtime import stores, swap
+from ckptplan.runtime import swap
 from ckptplan.runtime.apply import apply
 from ckptplan.runtime.measure import held_tensors, peak_above_start, unique_bytes
 from ckptplan.runtime.step import default_loss
-from ckptplan.runtime.stores import NullStore
+from ckptplan.runtime.stores import NULL_STORES, Store, disk
 from ckptplan.runtime.swap import Counters, State, SwapSession
 from ckptplan.runtime.verify import verify
 
@@ -197,8 +197,8 @@ def test_slow_copies_cost_time_not_memory_or_correctness(name: str, monkeypatch:
 
         return run
 
-    monkeypatch.setattr(stores, "_write", late(stores._write))
-    monkeypatch.setattr(stores, "_read", late(stores._read))
+    monkeypatch.setattr(disk, "_write", late(disk._write))
+    monkeypatch.setattr(disk, "_read", late(disk._read))
     plan = planned(name, "swap")
     model, inputs = build(name)
     with apply(model, plan) as handle:
@@ -211,8 +211,8 @@ def test_slow_copies_cost_time_not_memory_or_correctness(name: str, monkeypatch:
 
 def test_release_and_prefetch_points_are_met(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the forward of `release` the bytes are gone, however slow the link; they aren't back before `prefetch`."""
-    real = stores._write
-    monkeypatch.setattr(stores, "_write", lambda *a: (time.sleep(0.01), real(*a)))
+    real = disk._write
+    monkeypatch.setattr(disk, "_write", lambda *a: (time.sleep(0.01), real(*a)))
     plan = planned("mlp", "swap")
     moving = [i for i, choice in enumerate(plan.choices) if choice.moves]
     assert moving == [0, 1, 2, 3]
@@ -225,10 +225,10 @@ def test_release_and_prefetch_points_are_met(monkeypatch: pytest.MonkeyPatch) ->
     seen: list[tuple[weakref.ref[swap.Record], StorageWeakRef]] = []
     start = swap.Record.start_leaving
 
-    def noted(record: swap.Record) -> None:
+    def noted(record: swap.Record, store: Store) -> None:
         assert record._whole is not None
         seen.append((weakref.ref(record), StorageWeakRef(record._whole.untyped_storage())))
-        start(record)
+        start(record, store)
 
     monkeypatch.setattr(swap.Record, "start_leaving", noted)
     model, inputs = build("mlp")
@@ -273,7 +273,7 @@ def test_release_and_prefetch_points_are_met(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_swapped_bytes_go_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes back is what the file held, not something kept aside."""
-    real = stores._read
+    real = disk._read
 
     def spoilt(after: Any, fd: int, view: memoryview, offset: int) -> None:
         real(after, fd, view, offset)
@@ -281,7 +281,7 @@ def test_swapped_bytes_go_to_the_file(tmp_path: Path, monkeypatch: pytest.Monkey
 
     model, inputs = build("mlp")
     with apply(model, planned("mlp", "swap"), swap_dir=tmp_path), monkeypatch.context() as patch:
-        patch.setattr(stores, "_read", spoilt)
+        patch.setattr(disk, "_read", spoilt)
         found = clean_step(model, inputs)
     assert torch.equal(found[0], plain_step("mlp")[0])
     assert any(not torch.equal(g, plain_step("mlp")[1][n]) for n, g in found[1].items())
@@ -561,7 +561,7 @@ def test_a_failed_copy(which: str, count: int, monkeypatch: pytest.MonkeyPatch) 
     """SwapError, never a gradient; then a clean step, on the same handle and on a new one."""
     model, inputs = build("mlp")
     plan = planned("mlp", "swap")
-    real = getattr(stores, which)
+    real = getattr(disk, which)
     calls = 0
 
     def fails(*arguments: Any) -> None:
@@ -573,7 +573,7 @@ def test_a_failed_copy(which: str, count: int, monkeypatch: pytest.MonkeyPatch) 
 
     with apply(model, plan):
         with monkeypatch.context() as patch:
-            patch.setattr(stores, which, fails)
+            patch.setattr(disk, which, fails)
             with pytest.raises(SwapError, match="No space left"):
                 clean_step(model, inputs)
         assert calls > count
@@ -628,8 +628,8 @@ def test_steps_leave_nothing_behind() -> None:
             clean_step(model, inputs)
             call(model, inputs)
         assert alive() == before
-        assert not handle._store._tickets  # type: ignore[attr-defined]
-        assert handle._store._extents.end <= 2 * handle.plan.host_bytes + (1 << 18)  # type: ignore[attr-defined]
+        assert not handle._stores["host"]._tickets  # type: ignore[attr-defined]
+        assert handle._stores["host"]._extents.end <= 2 * handle.plan.host_bytes + (1 << 18)  # type: ignore[attr-defined]
     watch = weakref.ref(model)
     del model, handle
     gc.collect()
@@ -932,13 +932,13 @@ def test_verify_changes_nothing(name: str, fails: int | None) -> None:
 
 def test_verify_tells_wrong_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else every test above that trusts it would prove nothing."""
-    real = stores._read
+    real = disk._read
 
     def spoilt(after: Any, fd: int, view: memoryview, offset: int) -> None:
         real(after, fd, view, offset)
         view[0] ^= 1
 
-    monkeypatch.setattr(stores, "_read", spoilt)
+    monkeypatch.setattr(disk, "_read", spoilt)
     model, inputs = build("mlp")
     found = verify(model, planned("mlp", "swap"), inputs, repeats=1)
     assert found.gradients_equal is False
@@ -1030,7 +1030,7 @@ def test_arguments_that_are_the_same_tensor_stay_the_same(action: Any) -> None:
 
 def test_a_record_goes_with_its_own_saved_tensor_and_not_with_its_stages_last() -> None:
     """Autograd keeps the hook that packed, so what the hook knows must not hold the records."""
-    session = SwapSession(NullStore(), torch.device("cpu"), lambda storage: False, Counters())
+    session = SwapSession(NULL_STORES, torch.device("cpu"), lambda storage: False, Counters())
     x = torch.randn(2048, requires_grad=True)
     with session.stage(0, ()):
         first, second = x.exp(), x.sigmoid()

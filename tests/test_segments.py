@@ -32,7 +32,7 @@ from ckptplan.runtime.measure import no_cycles_collected, peak_above_start
 from ckptplan.runtime.segments import Frame
 from ckptplan.runtime.selective import NumberedOps, alias, can_be_saved, is_random
 from ckptplan.runtime.step import default_loss, fingerprint, make_step, model_device
-from ckptplan.runtime.stores import NullStore, make_store
+from ckptplan.runtime.stores import NULL_STORES, make_store
 from ckptplan.runtime.swap import Counters
 
 AGAIN = Decision("recompute")
@@ -48,7 +48,7 @@ def applied(
 ) -> Iterator[Controller]:
     device = model_device(model)
     store = make_store(device, capacity_bytes=1 << 24, directory=None, limit_bytes=None)
-    controller = Controller(model, stages, choices or [AGAIN] * len(stages), store, device, segments=segments)
+    controller = Controller(model, stages, choices or [AGAIN] * len(stages), {"host": store}, device, segments=segments)
     controller.install()
     try:
         yield controller
@@ -599,7 +599,7 @@ def test_without_memory(name: str) -> None:
     found = [Segment(1, n - 1, (Segment(1, n - 2, (Segment(1, 1),)),))]
     torch.set_rng_state(state)
     world = FakeWorld()
-    controller = Controller(model, stages, choices, NullStore(), CPU, segments=found)
+    controller = Controller(model, stages, choices, NULL_STORES, CPU, segments=found)
     controller.install()
     try:
         with fake_parameters(model, world), world:
@@ -990,12 +990,12 @@ def test_segments_that_cannot_be() -> None:
     model, _, stages = make("glued")
     again = [AGAIN if i % 2 == 0 else KEEP for i in range(12)]
     with pytest.raises(PlanMismatchError, match=r"ends in '\(after layers.1\)', which is no module's call"):
-        Controller(model, stages, again, NullStore(), CPU, segments=[Segment(0, 3)])
+        Controller(model, stages, again, NULL_STORES, CPU, segments=[Segment(0, 3)])
     with pytest.raises(PlanMismatchError, match="ends in number 20 of 12"):
-        Controller(model, stages, again, NullStore(), CPU, segments=[Segment(0, 20)])
+        Controller(model, stages, again, NULL_STORES, CPU, segments=[Segment(0, 20)])
     again[2] = KEEP
     with pytest.raises(PlanMismatchError, match=r"'layers.1' is to keep; a segment's stages recompute"):
-        Controller(model, stages, again, NullStore(), CPU, segments=[Segment(0, 4)])
+        Controller(model, stages, again, NULL_STORES, CPU, segments=[Segment(0, 4)])
 
 
 # Moved inputs
@@ -1350,7 +1350,7 @@ def test_steps_leave_nothing_behind() -> None:
             train(model, x, 1)
             call(model, x)
         assert alive() == before
-        assert not controller._store._tickets  # type: ignore[attr-defined]
+        assert not controller._stores["host"]._tickets  # type: ignore[attr-defined]
     watch = weakref.ref(model)
     del model, controller
     gc.collect()

@@ -32,7 +32,7 @@ from ckptplan.runtime.apply import Handle, apply
 from ckptplan.runtime.measure import held_tensors, peak_above_start, run_step, unique_bytes
 from ckptplan.runtime.shapes import ByName, Limits, input_tensors, read_inputs, tensors_at
 from ckptplan.runtime.step import default_loss, make_step
-from ckptplan.runtime.stores import NullStore
+from ckptplan.runtime.stores import NULL_STORES
 from ckptplan.runtime.swap import Alias, Counters, State, SwapSession
 
 # Smaller inputs
@@ -170,7 +170,7 @@ def test_selective_stages_on_another_path_hold_least() -> None:
 
 
 def session(planned: list[int]) -> SwapSession:
-    return SwapSession(NullStore(), torch.device("cpu"), lambda storage: False, Counters(), [planned])
+    return SwapSession(NULL_STORES, torch.device("cpu"), lambda storage: False, Counters(), [planned])
 
 
 @pytest.mark.parametrize(

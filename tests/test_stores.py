@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptplan.core.errors import InvalidInputError, SwapError
-from ckptplan.runtime import stores
-from ckptplan.runtime.stores import DiskStore, Extents, Ticket
+from ckptplan.runtime.stores import DISK_BLOCK_BYTES, DiskStore, Extents, Ticket, disk
 from ckptplan.runtime.swap import Counters, Record, State, SwapSession
 
 
@@ -41,7 +40,7 @@ def store(tmp_path: Path) -> Any:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 5 * 4096)), max_size=60), st.randoms(use_true_random=False))
 def test_extents_never_overlap_and_merge_back_to_one_hole(steps: list[tuple[bool, int]], rng: random.Random) -> None:
-    extents = Extents()
+    extents = Extents(DISK_BLOCK_BYTES)
     taken: dict[int, int] = {}
     most = 0
     for take, nbytes in steps:
@@ -64,7 +63,7 @@ def test_extents_never_overlap_and_merge_back_to_one_hole(steps: list[tuple[bool
 
 
 def test_extents_are_reused() -> None:
-    extents = Extents()
+    extents = Extents(DISK_BLOCK_BYTES)
     for _ in range(1000):
         offsets = [extents.take(10_000) for _ in range(5)]
         for offset in reversed(offsets):
@@ -186,7 +185,7 @@ def test_a_failed_write_reaches_everyone_who_waits(tmp_path: Path, monkeypatch: 
 
     store = DiskStore(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(stores, "_write", fail)
+        patch.setattr(disk, "_write", fail)
         ticket = store.start_out(torch.randn(2048))
     with pytest.raises(SwapError, match="writing") as caught:
         store.finish_out(ticket)
@@ -222,7 +221,7 @@ def test_garbage_collected_in_a_worker_does_not_wait_for_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, counters = DiskStore(tmp_path), Counters()
-    real = stores._write
+    real = disk._write
     begin = threading.Event()
 
     def collect_first(*arguments: Any) -> None:
@@ -230,12 +229,12 @@ def test_garbage_collected_in_a_worker_does_not_wait_for_itself(
         gc.collect()
         real(*arguments)
 
-    monkeypatch.setattr(stores, "_write", collect_first)
+    monkeypatch.setattr(disk, "_write", collect_first)
     gc.disable()
     try:
         ticket = store.start_out(torch.randn(2048))
-        record = Record(torch.randn(4096), store, counters)
-        record.start_leaving()  # its copy is queued behind the one that will collect it
+        record = Record(torch.randn(4096), counters)
+        record.start_leaving(store)  # its copy is queued behind the one that will collect it
         cycle: list[Any] = [record]
         cycle.append(cycle)
         del record, cycle
@@ -252,21 +251,21 @@ def test_garbage_collected_in_a_worker_does_not_wait_for_itself(
 
 
 @pytest.fixture
-def record(store: DiskStore) -> Record:
+def record() -> Record:
     torch.manual_seed(0)
-    return Record(torch.arange(4096.0), store, Counters())
+    return Record(torch.arange(4096.0), Counters())
 
 
-def test_record_states(record: Record) -> None:
+def test_record_states(record: Record, store: DiskStore) -> None:
     want = torch.arange(4096.0)
     assert record.state is State.ON_DEVICE
     record.finish_leaving()
     record.start_returning()
     record.finish_returning()
     assert record.state is State.ON_DEVICE, "nothing has left, so nothing changes"
-    record.start_leaving()
+    record.start_leaving(store)
     assert record.state is State.LEAVING
-    record.start_leaving()
+    record.start_leaving(store)
     record.finish_returning()
     assert record.state is State.LEAVING
     assert torch.equal(record.whole(), want)
@@ -280,12 +279,12 @@ def test_record_states(record: Record) -> None:
     record.start_returning()
     assert record.state is State.RETURNING
     record.start_returning()
-    record.start_leaving()
+    record.start_leaving(store)
     assert record.state is State.RETURNING
     record.finish_returning()
     assert record.state is State.ON_DEVICE
     assert torch.equal(record.whole(), want)
-    record.start_leaving()
+    record.start_leaving(store)
     assert record.state is State.ON_DEVICE, "its backward is here: it doesn't leave again"
     assert record._counters.swapped_out_bytes == record._counters.swapped_in_bytes == 4 * 4096
 
@@ -293,9 +292,9 @@ def test_record_states(record: Record) -> None:
 @pytest.mark.parametrize(
     "path", [(), ("start_leaving",), ("start_leaving", "finish_leaving"), ("start_leaving", "start_returning")]
 )
-def test_any_state_gives_the_bytes(record: Record, path: tuple[str, ...]) -> None:
+def test_any_state_gives_the_bytes(record: Record, store: DiskStore, path: tuple[str, ...]) -> None:
     for step in path:
-        getattr(record, step)()
+        getattr(record, step)(*[store][: step == "start_leaving"])
     assert torch.equal(record.whole(), torch.arange(4096.0))
     assert torch.equal(record.whole().view(torch.int32), torch.arange(4096.0).view(torch.int32))
     assert record.state is (State.LEAVING if path == ("start_leaving",) else State.ON_DEVICE)
@@ -305,12 +304,12 @@ def test_any_state_gives_the_bytes(record: Record, path: tuple[str, ...]) -> Non
 def test_a_record_gives_its_host_bytes_back_in_any_state(
     tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = stores._write
-    monkeypatch.setattr(stores, "_write", lambda *a: (time.sleep(0.02), real(*a)))
+    real = disk._write
+    monkeypatch.setattr(disk, "_write", lambda *a: (time.sleep(0.02), real(*a)))
     store = DiskStore(tmp_path)
-    record = Record(torch.arange(4096.0), store, Counters())
+    record = Record(torch.arange(4096.0), Counters())
     for step in ("start_leaving", "finish_leaving", "start_returning", "finish_returning")[:steps]:
-        getattr(record, step)()
+        getattr(record, step)(*[store][: step == "start_leaving"])
     store.close()
     del record
     assert not store._out.thread.is_alive(), "the last block was freed, so the store is closed"
@@ -320,7 +319,7 @@ CPU = torch.device("cpu")
 
 
 def session(store: DiskStore) -> SwapSession:
-    return SwapSession(store, CPU, lambda storage: False, Counters())
+    return SwapSession({"host": store}, CPU, lambda storage: False, Counters())
 
 
 def saved_exp(run: SwapSession, moves: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -336,8 +335,8 @@ def test_modified_before_it_left(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch, moves: tuple[int, ...], through: str
 ) -> None:
     """Kept under hooks, or swapped with the copy under way: PyTorch's error, not a wrong gradient."""
-    real = stores._write
-    monkeypatch.setattr(stores, "_write", lambda *a: (time.sleep(0.05), real(*a)))
+    real = disk._write
+    monkeypatch.setattr(disk, "_write", lambda *a: (time.sleep(0.05), real(*a)))
     run = session(store)
     _, y = saved_exp(run, moves)
     loss = y.sum()

@@ -18,7 +18,7 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.profiling.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.inputs import find_inputs
-from ckptplan.profiling.links import measure_link
+from ckptplan.profiling.links import measure_links, sharing_note
 from ckptplan.profiling.optimizers import OptimizerLike, make_optimizer, trace_updates
 from ckptplan.profiling.real_run import answered
 from ckptplan.profiling.target import DeviceLike, Target, find_target
@@ -195,8 +195,14 @@ def _profile(
     report("measuring bandwidth")
     # Two blocks are on the device at once: within what the largest stage adds in any plan.
     largest = max(stage.keep.forward_bytes for stage in chain.stages)
-    link = measure_link(target.device, max(min(_LINK_BLOCK, largest // 4), 1 << 16), swap_dir)
-    return _with_times(dataclasses.replace(chain, link=link, notes=(*notes, *chain.notes)), times)
+    block = max(min(_LINK_BLOCK, largest // 4), 1 << 16)
+    link, shared = measure_links(target.device, block, swap_dir)
+    notes = [*notes, *filter(None, [sharing_note("host", link, shared)])] if target.device.type == "cuda" else notes
+    disk = None
+    if target.device.type == "cuda" and swap_dir is not None:
+        disk, shared = measure_links(target.device, block, swap_dir, "disk")
+        notes = [*notes, *filter(None, [sharing_note("disk", disk, shared)])]
+    return _with_times(dataclasses.replace(chain, link=link, disk=disk, notes=(*notes, *chain.notes)), times)
 
 
 def planned_profiles(

@@ -41,7 +41,7 @@ from ckptplan.runtime.compiled import compiled_modules
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.measure import peaks_within, recorded_allocations
 from ckptplan.runtime.step import TrainingStep
-from ckptplan.runtime.stores import NullStore
+from ckptplan.runtime.stores import NULL_STORES
 from ckptplan.runtime.swap import whole_storage
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ def _witness(phase: Phase, answers: Answers, step: TrainingStep, target: Target,
         rewind()
         choices = tuple(KEEP if 2 * j + 1 in fixed else Decision("recompute") for j in range(len(names)))
         one_forward = step.fn is None
-        controller = Controller(step.model, names, choices, NullStore(), target.device, one_forward=one_forward)
+        controller = Controller(step.model, names, choices, NULL_STORES, target.device, one_forward=one_forward)
         modules = dict(step.model.named_modules())
         with around_forwards([modules[name.partition("#")[0]] for name in names], witness.stage):
             controller.install()

@@ -38,7 +38,7 @@ from ckptplan.profiling.tracker import SegmentTrace, Sid, Tracker, owners_of_a_l
 from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.shapes import input_tensors
 from ckptplan.runtime.step import TrainingStep
-from ckptplan.runtime.stores import NullStore
+from ckptplan.runtime.stores import NULL_STORES
 from ckptplan.runtime.swap import MIN_SWAP_BYTES, movable
 
 _MENU_BYTES = 1 << 16
@@ -206,7 +206,7 @@ def replay(
             step.model,
             stages,
             choices,
-            NullStore(),
+            NULL_STORES,
             device,
             segments=segments,
             observer=watcher,

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from ckptplan.core.chain import Phase, is_int
+from ckptplan.core.chain import Phase, Tier, is_int
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, OutOfMemoryError, PlanMismatchError
 from ckptplan.core.measured import Measured, StageTimes
 from ckptplan.core.plan import Plan
@@ -30,7 +30,7 @@ from ckptplan.runtime.refine import Refinement, checked_threshold, measured_step
 from ckptplan.runtime.shapes import Larger, OnLarger
 from ckptplan.runtime.stats import Peaks, Stats, stage_stats
 from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint, model_device, training_config
-from ckptplan.runtime.stores import DISK_BLOCK_BYTES, Store, make_store
+from ckptplan.runtime.stores import Store, close_all, make_stores
 from ckptplan.runtime.swap import Counters
 from ckptplan.runtime.traced import record_step
 
@@ -114,7 +114,7 @@ class Handle:
         self,
         model: nn.Module,
         plan: Plan,
-        place: Callable[[Plan, Controller | None], tuple[Controller, Store]],
+        place: Callable[[Plan, Controller | None], tuple[Controller, Mapping[Tier, Store]]],
         on_oom: OnOom | None,
         adviser: Adviser | None,
         on_larger: OnLarger | None = None,
@@ -129,7 +129,7 @@ class Handle:
         self._adviser = adviser
         self._on_larger = on_larger
         self._undo = oom.Undo(model, rewinds=on_oom is not None and on_oom.retries > 0)
-        self._controller, self._store = place(plan, None)
+        self._controller, self._stores = place(plan, None)
         self._watch_forwards()
         self._peaks = Peaks(self._device)
         self._config = contextlib.ExitStack()
@@ -271,13 +271,13 @@ class Handle:
 
     def _put(self, plan: Plan) -> None:
         """Apply `plan`; the present one, which is off the model, goes back on if that fails."""
-        former, store = self._controller, self._store
+        former, stores = self._controller, self._stores
         try:
-            self._controller, self._store = self._place(plan, former)
+            self._controller, self._stores = self._place(plan, former)
         except BaseException:
             former.install()
             raise
-        store.close()
+        close_all(stores)
         self.plan = plan
         self._controller.counters.meter.restart()
         self._peaks = Peaks(self._device)
@@ -329,7 +329,7 @@ class Handle:
         self._removed, self._applied = True, False
         self._controller.remove()
         self._config.close()
-        self._store.close()
+        close_all(self._stores)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -350,7 +350,7 @@ class Handle:
         """
         meter, adviser = self._controller.counters.meter, self._adviser
         predicted = None if adviser is None else adviser.stage_times(self.plan)
-        found = stage_stats(self._counted(), self.plan, meter.steps(), predicted, {"host": self._store})
+        found = stage_stats(self._counted(), self.plan, meter.steps(), predicted, self._stores)
         return self._peaks.told(found, self.plan)
 
     def trace(
@@ -460,6 +460,9 @@ def apply(
     *,
     swap_dir: str | Path | None = None,
     host_gb: float | None = None,
+    disk_gb: float | None = None,
+    checksums: bool = False,
+    synchronous: bool = False,
     on_oom: OnOom | None = None,
     adviser: Adviser | None = None,
     on_larger: OnLarger | None = None,
@@ -473,9 +476,17 @@ def apply(
     Parameters
     ----------
     swap_dir : path, optional
-        Where a CPU plan's swap file lives (unnamed, at most the plan's swapped bytes per living graph).
+        Where the swap file of a CPU plan, or of a CUDA plan's disk tier, lives (unnamed, at most the plan's swapped
+        bytes per living graph).
     host_gb : float, optional
-        Limit on pinned host memory for a CUDA plan, in units of 2**30 bytes.
+        Limit on pinned host memory for a CUDA plan, in units of 2**30 bytes. A disk tier's `STAGING_BYTES` come on top.
+    disk_gb : float, optional
+        Limit on the swap file, in units of 2**30 bytes.
+    checksums : bool
+        Take a checksum of everything that leaves and compare it with what comes back: finds damage on any tier, and
+        costs the time of reading all of it twice.
+    synchronous : bool
+        Wait for every copy where it is issued: the same results without overlap, for finding faults.
     on_oom : OnOom, optional
         What `Handle.step` does when memory runs out; None: nothing.
     adviser : Adviser, optional
@@ -494,7 +505,8 @@ def apply(
     UnsupportedModelError
         If a plan is applied already, or the model checkpoints by itself or is compiled.
     InvalidInputError
-        If the swap directory can't be written or is too small. The model is unchanged after any of these.
+        If the swap directory can't be written or is too small, the plan needs more than a limit allows, or a tier that
+        its device doesn't have. The model is unchanged after any of these.
     """
     device = model_device(model)
     if not plan.fingerprint.model:
@@ -503,21 +515,28 @@ def apply(
         )
     plan.fingerprint.require(fingerprint(TrainingStep(model)), ignore=("inputs",))
     check_supported(model)
-    limit = None if host_gb is None else budget_to_bytes(host_gb, name="host_gb")
+    host_limit = None if host_gb is None else budget_to_bytes(host_gb, name="host_gb")
+    disk_limit = None if disk_gb is None else budget_to_bytes(disk_gb, name="disk_gb")
 
     old_graph = OldGraph(device)
 
-    def place(plan: Plan, former: Controller | None) -> tuple[Controller, Store]:
+    def place(plan: Plan, former: Controller | None) -> tuple[Controller, Mapping[Tier, Store]]:
         """Install `plan`, which goes on counting where the one before stopped."""
-        blocks = sum(len(choice.moves) for choice in plan.choices)
-        capacity = plan.host_bytes + blocks * DISK_BLOCK_BYTES if device.type == "cpu" else plan.host_bytes
-        store = make_store(device, capacity_bytes=capacity, directory=swap_dir, limit_bytes=limit)
+        stores = make_stores(
+            device,
+            plan,
+            directory=swap_dir,
+            host_limit_bytes=host_limit,
+            disk_limit_bytes=disk_limit,
+            checksums=checksums,
+            synchronous=synchronous,
+        )
         try:
             controller = Controller(
                 model,
                 plan.stages,
                 plan.choices,
-                store,
+                stores,
                 torch.device(device),
                 segments=plan.segments,
                 inputs=plan.inputs,
@@ -528,8 +547,8 @@ def apply(
             )
             controller.install()
         except BaseException:
-            store.close()
+            close_all(stores)
             raise
-        return controller, store
+        return controller, stores
 
     return Handle(model, plan, place, on_oom, adviser, on_larger)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from ckptplan.core.chain import InputTensor, Phase, Segment
+from ckptplan.core.chain import InputTensor, Phase, Segment, Tier
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Decision
 from ckptplan.runtime.engine import OldGraph
@@ -82,7 +82,8 @@ class Controller:
     stages : sequence of str
         Names in forward order; glue in parentheses.
     choices : sequence of Decision
-    store : Store
+    stores : mapping of tier to Store
+        Those that `choices` move anything to.
     segments : sequence of Segment
         Stages recomputed together, by index.
     inputs : sequence, optional
@@ -110,7 +111,7 @@ class Controller:
         model: nn.Module,
         stages: Sequence[str],
         choices: Sequence[Decision],
-        store: Store,
+        stores: Mapping[Tier, Store],
         device: torch.device,
         *,
         segments: Sequence[Segment] = (),
@@ -126,7 +127,7 @@ class Controller:
         self._choices = tuple(choices)
         # What one stage moves, stages before it may hold too, and all must hold it by the same record.
         self._moves = any(choice.moves for choice in self._choices)
-        self._store = store
+        self._stores = stores
         self._device = device
         self._limits = [Limits(planned) for planned in inputs or [None] * len(self._stages)]
         self._saved = saved
@@ -251,9 +252,10 @@ class Controller:
         }
         self.counters.forwards += 1
         tell = self.counters.meter.begin()
-        self._store.on_copy = None if tell is None else functools.partial(tell, "host")
+        for tier, store in self._stores.items():
+            store.on_copy = None if tell is None else functools.partial(tell, tier)
         session = SwapSession(
-            self._store, self._device, lambda storage: storage._cdata in own, self.counters, self._saved
+            self._stores, self._device, lambda storage: storage._cdata in own, self.counters, self._saved
         )
         self._session, self._pass = session, _Pass(session)
         return self._pass
@@ -325,7 +327,9 @@ class Controller:
             if current.open is None or current.open.segment is not segment:
                 current.open = OpenSegment(segment, inside, current.session, moves=self._moves)
             call = Call(module, original, self.counters, index)
-            output = current.open.stage(index, self._stages[index], call, call.split(args, kwargs), choice.moves)
+            output = current.open.stage(
+                index, self._stages[index], call, call.split(args, kwargs), choice.moves, choice.tier
+            )
             if current.open.ended:
                 current.open = None
             return output
@@ -340,12 +344,13 @@ class Controller:
                 name=self._stages[index],
                 ops=choice.ops,
                 moves=choice.moves,
+                tier=choice.tier,
                 session=current.session if self._moves else None,
                 planned=self._saved[index] if self._saved else None,
             )
         self.counters.runs[index] += 1
         if choice.action == "swap":
-            with current.session.stage(index, choice.moves):
+            with current.session.stage(index, choice.moves, choice.tier):
                 return original(*args, **kwargs)
         return original(*args, **kwargs)
 

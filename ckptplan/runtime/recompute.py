@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
+from ckptplan.core.chain import Tier
 from ckptplan.runtime.meter import KINDS, RECOMPUTE
 from ckptplan.runtime.selective import Selection
 from ckptplan.runtime.swap import Counters, SwapSession, modified_error
@@ -86,6 +87,7 @@ def run_recomputed(
     name: str = "",
     ops: tuple[int, ...] = (),
     moves: tuple[int, ...] = (),
+    tier: Tier = "host",
     session: SwapSession | None = None,
     planned: Sequence[int] | None = None,
 ) -> Any:
@@ -102,6 +104,8 @@ def run_recomputed(
         Operations whose outputs are saved all the same (NOTE [Numbering] in selective.py).
     moves : tuple of int
         Positions of what leaves: saved outputs come first, in the order of `ops`, then the inputs.
+    tier : "host" or "disk"
+        Where to.
     session : SwapSession, optional
         Holds what is saved; needed where something moves.
     planned : sequence of int, optional
@@ -126,7 +130,7 @@ def run_recomputed(
         order = {**outputs.order, **inputs.order}
         outputs.order.clear()
         inputs.order.clear()
-        session.leave(index, order, moves)
+        session.leave(index, order, moves, tier)
     return result
 
 

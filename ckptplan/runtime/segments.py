@@ -31,7 +31,7 @@ from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from ckptplan.core.chain import Segment
+from ckptplan.core.chain import Segment, Tier
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.runtime.compiled import out_of_sight
 from ckptplan.runtime.recompute import Call, Surroundings
@@ -394,7 +394,15 @@ class OpenSegment:
         """Whether its last stage has run."""
         return self._modules[-1] in self._frames
 
-    def stage(self, index: int, name: str, call: Call, tensors: list[torch.Tensor], moves: tuple[int, ...]) -> Any:
+    def stage(
+        self,
+        index: int,
+        name: str,
+        call: Call,
+        tensors: list[torch.Tensor],
+        moves: tuple[int, ...],
+        tier: Tier = "host",
+    ) -> Any:
         """Run stage `index` forward on `tensors`, which `call` was split from."""
         if self._session.stream() != self._stream:
             raise UnsupportedModelError(
@@ -417,7 +425,7 @@ class OpenSegment:
                     reference = StorageWeakRef(storage)
                     self._made[storage._cdata] = (reference, version_of(leaf), (index, place))
         if packing is not None:
-            self._session.leave(index, packing.order, moves)
+            self._session.leave(index, packing.order, moves, tier)
         return output
 
     def _pack(self, index: int, tensor: torch.Tensor, packing: Packing | None) -> Link | Packed:

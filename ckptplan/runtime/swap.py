@@ -23,7 +23,7 @@ import contextlib
 import enum
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ckptplan.core.chain import Tier
 from ckptplan.core.errors import CkptPlanError, PlanMismatchError
 from ckptplan.runtime.compiled import out_of_sight
 from ckptplan.runtime.meter import Meter
@@ -95,8 +96,8 @@ class Counters:
 class Record:
     """One storage under swap (NOTE [States of a swapped storage])."""
 
-    def __init__(self, tensor: torch.Tensor, store: Store, counters: Counters) -> None:
-        self._store = store
+    def __init__(self, tensor: torch.Tensor, counters: Counters) -> None:
+        self._store: Store | None = None
         self._counters = counters
         self.state = State.ON_DEVICE
         self.nbytes = tensor.untyped_storage().nbytes()
@@ -119,11 +120,11 @@ class Record:
         """
         return self._watch is None and self._storage.expired()
 
-    def start_leaving(self) -> None:
-        """Issue the copy out."""
+    def start_leaving(self, store: Store) -> None:
+        """Issue the copy out to `store`, where the bytes stay whoever else sends them away later."""
         if self.state is State.ON_DEVICE and self._ticket is None:
             assert self._whole is not None
-            self._ticket = self._store.start_out(self._whole)
+            self._ticket, self._store = store.start_out(self._whole), store
             self.state = State.LEAVING
             self._counters.swapped_out_bytes += self.nbytes
 
@@ -132,6 +133,7 @@ class Record:
         if self.state is not State.LEAVING:
             return
         assert self._ticket is not None
+        assert self._store is not None
         begin, before = time.perf_counter(), self._counters.meter.stall()
         self._store.finish_out(self._ticket)
         self._counters.meter.mark(before)
@@ -145,6 +147,7 @@ class Record:
         self.finish_leaving()
         if self.state is State.AWAY:
             assert self._ticket is not None
+            assert self._store is not None
             if self._device.type == "cuda":
                 self._stream = torch.cuda.current_stream(self._device)
             self._whole = torch.empty(self._count, dtype=self._dtype, device=self._device)
@@ -156,6 +159,7 @@ class Record:
         """Wait for the copy in."""
         if self.state is State.RETURNING:
             assert self._ticket is not None
+            assert self._store is not None
             begin, before = time.perf_counter(), self._counters.meter.stall()
             self._store.finish_in(self._ticket)
             self._counters.meter.mark(before)
@@ -195,8 +199,8 @@ class Record:
         # is current where the record ends.
         with contextlib.suppress(CkptPlanError), self._stream_of_target():
             if self.state is State.RETURNING:  # in any thread, so that this wait is nobody's stall
-                self._store.finish_in(self._ticket)  # type: ignore[arg-type]
-        self._store.free(self._ticket)  # type: ignore[arg-type]
+                self._store.finish_in(self._ticket)  # type: ignore[union-attr, arg-type]
+        self._store.free(self._ticket)  # type: ignore[union-attr, arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +345,8 @@ class SwapSession:
 
     Parameters
     ----------
-    store : Store
+    stores : mapping of tier to Store
+        Those that anything moves to.
     device : torch.device
         Only tensors there are moved.
     never : callable
@@ -352,14 +357,14 @@ class SwapSession:
 
     def __init__(
         self,
-        store: Store,
+        stores: Mapping[Tier, Store],
         device: torch.device,
         never: Callable[[torch.UntypedStorage], bool],
         counters: Counters,
         planned: Sequence[Sequence[int]] = (),
     ) -> None:
         self._planned = planned
-        self._store = store
+        self._stores = stores
         self._device = device
         self._never = never
         self._counters = counters
@@ -367,18 +372,20 @@ class SwapSession:
         self._moved: dict[int, list[weakref.ref[Record]]] = {}
 
     @contextlib.contextmanager
-    def stage(self, index: int, moves: tuple[int, ...]) -> Iterator[None]:
+    def stage(self, index: int, moves: tuple[int, ...], tier: Tier = "host") -> Iterator[None]:
         """Pack what autograd saves inside; at a clean exit, what `moves` names starts to leave.
 
         Parameters
         ----------
         moves : tuple of int
             Positions, in the order of first saving, of the movable storages that leave.
+        tier : "host" or "disk"
+            Where to.
         """
         packing = self.packing()
         with packing.hooks():
             yield
-        self.leave(index, packing.order, moves)
+        self.leave(index, packing.order, moves, tier)
 
     def packing(self) -> Packing:
         """A new order in which one stage packs."""
@@ -401,11 +408,11 @@ class SwapSession:
         key = storage_key(tensor)
         record = self._records.get(key)
         if record is None or record.is_gone:
-            record = self._records[key] = Record(tensor, self._store, self._counters)
+            record = self._records[key] = Record(tensor, self._counters)
         return record
 
-    def leave(self, index: int, order: Order, moves: tuple[int, ...]) -> None:
-        """What `moves` names of `order`, which is emptied, starts to leave, on behalf of stage `index`.
+    def leave(self, index: int, order: Order, moves: tuple[int, ...], tier: Tier = "host") -> None:
+        """What `moves` names of `order`, which is emptied, starts to leave for `tier`, on behalf of stage `index`.
 
         Raises
         ------
@@ -430,7 +437,7 @@ class SwapSession:
                 )
             leaving.append(record)
         for record in leaving:
-            record.start_leaving()
+            record.start_leaving(self._stores[tier])
         self._moved[index] = [weakref.ref(record) for record in leaving]
         # Autograd keeps the pack hook, and so the order, as long as any of the stage's saved tensors (rule 3).
         order.clear()

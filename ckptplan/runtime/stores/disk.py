@@ -1,0 +1,309 @@
+"""A tier in a file, read and written by worker threads; for other devices than the CPU, through a little staging."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptplan.core.errors import InvalidInputError, SwapError
+from ckptplan.core.units import format_bytes
+from ckptplan.runtime.meter import OnCopy, Way
+from ckptplan.runtime.stores.base import Counted, Ticket
+from ckptplan.runtime.stores.pinned import CUDA_ALIGN, host_area, unlock
+from ckptplan.runtime.stores.workers import Done, Worker
+
+DISK_BLOCK_BYTES = 4096
+CHUNK_BYTES = 16 << 20
+"""What one copy between a device and its staging moves: some ms, against some µs to issue it."""
+STAGING_BYTES = 4 * CHUNK_BYTES
+"""Page-locked host memory of a disk tier: two chunks in each direction."""
+_NO_RESERVATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+"""What file systems that can't reserve answer."""
+
+
+class Staging:
+    """Two chunks of host memory and a stream, for one direction; a worker thread's own.
+
+    While the device copies one chunk, the thread reads or writes the other.
+    """
+
+    def __init__(self, device: torch.device, area: torch.Tensor) -> None:
+        self._streams = torch.get_device_module(device)
+        self._stream = self._streams.Stream(device)
+        self._chunks = area.chunk(2)
+        self._chunk = self._chunks[0].numel()
+
+    def _mark(self) -> Any:
+        event = self._streams.Event()
+        event.record(self._stream)
+        return event
+
+    def out(self, ready: Any, source: torch.Tensor, write: Callable[[memoryview, int], None]) -> None:
+        """Write `source` (bytes), which is there once `ready` has happened, a chunk at a time."""
+        waiting: tuple[memoryview, int] | None = None
+        with self._streams.stream(self._stream):
+            self._stream.wait_event(ready)
+            try:
+                for number, at in enumerate(range(0, source.numel(), self._chunk)):
+                    piece = source[at : at + self._chunk]
+                    part = self._chunks[number % 2][: piece.numel()]
+                    part.copy_(piece, non_blocking=True)
+                    copied = self._mark()
+                    if waiting is not None:
+                        write(*waiting)
+                    copied.synchronize()
+                    waiting = memoryview(part.numpy()), at  # type: ignore[arg-type]
+                if waiting is not None:
+                    write(*waiting)
+            finally:
+                # Also where a write failed: once this returns, others may write to the source and to the chunks.
+                self._mark().synchronize()
+
+    def back(self, ready: Any, target: torch.Tensor, read: Callable[[memoryview, int], None]) -> None:
+        """Read into `target` (bytes), which may be written to once `ready` has happened, a chunk at a time."""
+        used: list[Any] = [None, None]
+        with self._streams.stream(self._stream):
+            self._stream.wait_event(ready)
+            try:
+                for number, at in enumerate(range(0, target.numel(), self._chunk)):
+                    piece = target[at : at + self._chunk]
+                    part = self._chunks[number % 2][: piece.numel()]
+                    if used[number % 2] is not None:
+                        used[number % 2].synchronize()
+                    read(memoryview(part.numpy()), at)  # type: ignore[arg-type]
+                    piece.copy_(part, non_blocking=True)
+                    used[number % 2] = self._mark()
+            finally:
+                self._mark().synchronize()
+
+
+class DiskStore(Counted):
+    """Swaps tensors to one unnamed file: nothing is left behind, whatever happens to the process.
+
+    CPU tensors are written and read where they lie. Those of other devices pass through staging: on a stream of the
+    worker's own, which waits for what the computing stream was given before the copy was asked for. Whoever finishes a
+    copy waits on the host.
+
+    Parameters
+    ----------
+    directory : str or Path, optional
+        Where the file lives; the system's temporary directory by default.
+    capacity_bytes : int
+        Reserved on disk at once, so that a full disk is an error before the first step.
+    limit_bytes : int, optional
+        The file grows no larger.
+    device : torch.device
+        Where the tensors are.
+    chunk_bytes : int, optional
+        Staging chunks of this size, on the CPU too; by default none on the CPU, else `CHUNK_BYTES`.
+
+    Raises
+    ------
+    InvalidInputError
+        If the directory can't be written or has no room, or `capacity_bytes` is beyond the limit.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path | None = None,
+        *,
+        capacity_bytes: int = 0,
+        limit_bytes: int | None = None,
+        device: torch.device | None = None,
+        chunk_bytes: int | None = None,
+    ) -> None:
+        self._device = device or torch.device("cpu")
+        # On CUDA sizes are multiples of that already, so a plan's bytes are exactly what is taken.
+        super().__init__(DISK_BLOCK_BYTES if self._device.type == "cpu" else CUDA_ALIGN)
+        where = Path(directory) if directory is not None else Path(tempfile.gettempdir())
+        try:
+            self._file = tempfile.TemporaryFile(dir=where, buffering=0)  # noqa: SIM115 - closed by close()
+        except OSError as error:
+            raise InvalidInputError(
+                f"swap directory {where} can't be written: {error}; pass swap_dir= a directory that can"
+            ) from error
+        self._where = where
+        self._limit = limit_bytes
+        self._reserved = 0
+        locked: list[torch.Tensor] = []
+        self._stages: tuple[Staging, Staging] | None = None
+        try:
+            self._reserve(capacity_bytes)
+            if chunk_bytes is not None or self._device.type != "cpu":
+                area, is_locked = host_area(4 * (chunk_bytes or CHUNK_BYTES), self._device)
+                locked += [area] * is_locked
+                self._stages = Staging(self._device, area.chunk(2)[0]), Staging(self._device, area.chunk(2)[1])
+        except SwapError as error:
+            unlock(locked, self._device)
+            self._file.close()
+            raise InvalidInputError(str(error)) from error
+        self._out = Worker("ckptplan-swap-out")
+        self._in = Worker("ckptplan-swap-in")
+        self._close = weakref.finalize(
+            self, _close_disk, self._pid, self._out, self._in, self._file, locked, self._device
+        )
+
+    @property
+    def name(self) -> str:
+        return f"the swap file in {self._where}"
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self._reserved
+
+    def _reserve(self, nbytes: int) -> None:
+        if nbytes <= self._reserved:
+            return
+        if self._limit is not None and nbytes > self._limit:
+            raise SwapError(
+                f"the swap file in {self._where} needs {format_bytes(nbytes)}, the limit is "
+                f"{format_bytes(self._limit)}; raise disk_gb=, or solve for less"
+            )
+        try:
+            _allocate(self._file.fileno(), self._reserved, nbytes)
+        except OSError as error:
+            with contextlib.suppress(OSError):  # what could be had of it would be missing elsewhere
+                os.ftruncate(self._file.fileno(), self._reserved)
+            raise SwapError(
+                f"swap directory {self._where} has no room for {format_bytes(nbytes)}: {error}; "
+                "free some, pass another swap_dir=, or solve with less to swap to (host_gb=, disk_gb=)"
+            ) from error
+        self._reserved = nbytes
+
+    def _ready(self) -> Any:
+        """What the computing stream has been given so far."""
+        streams = torch.get_device_module(self._device)
+        event = streams.Event()
+        event.record(streams.current_stream(self._device))
+        return event
+
+    def start_out(self, source: torch.Tensor) -> Ticket:
+        self._require_owner()
+        ticket = Ticket(source.nbytes, self._extents.take(source.nbytes))
+        try:
+            self._reserve(ticket.offset + self._extents.size(ticket.nbytes))
+        except BaseException:
+            self._extents.give(ticket.offset, ticket.nbytes)
+            raise
+        fd, data = self._file.fileno(), source.view(torch.uint8)
+        try:
+            if self._stages is None:
+                work = functools.partial(_write, fd, memoryview(data.numpy()), ticket.offset)  # type: ignore[arg-type]
+            else:
+                work = functools.partial(_staged_out, self._stages[0], self._ready(), data, fd, ticket.offset)
+            ticket.out_done = self._out.submit(_timed, self.on_copy, "out", ticket.nbytes, work)
+        except BaseException:
+            self._out.submit(self._give, ticket)  # behind the copy, if that was queued
+            raise
+        return self._issued(ticket)
+
+    def finish_out(self, ticket: Ticket) -> None:
+        self._require_owner()
+        ticket.out_done.wait(f"writing {format_bytes(ticket.nbytes)} to {self._where}")
+
+    def start_in(self, ticket: Ticket, target: torch.Tensor) -> None:
+        self._require_owner()
+        fd, data, after = self._file.fileno(), target.view(torch.uint8), ticket.out_done
+        if self._stages is None:
+            work = functools.partial(_read, after, fd, memoryview(data.numpy()), ticket.offset)  # type: ignore[arg-type]
+        else:
+            work = functools.partial(_staged_in, self._stages[1], self._ready(), data, after, fd, ticket.offset)
+        ticket.in_done = self._in.submit(_timed, self.on_copy, "in", ticket.nbytes, work, after)
+
+    def finish_in(self, ticket: Ticket) -> None:
+        self._require_owner()
+        # A worker gets here when it happens to collect garbage; its own queue must not wait for itself.
+        if threading.current_thread() not in (self._out.thread, self._in.thread):
+            ticket.in_done.wait(f"reading {format_bytes(ticket.nbytes)} from {self._where}")
+
+    def free(self, ticket: Ticket) -> None:
+        if self._foreign:
+            return
+        for done, worker in ((ticket.in_done, self._in), (ticket.out_done, self._out)):
+            if done is None or done.event.is_set():
+                continue
+            if threading.current_thread() in (self._out.thread, self._in.thread):
+                worker.submit(self._give, ticket)  # in its turn, after the copy
+                return
+            done.settle()
+        self._give(ticket)
+
+    def _give(self, ticket: Ticket) -> None:
+        self._extents.give(ticket.offset, ticket.nbytes)
+        self._freed(ticket)
+
+    def _shut(self) -> None:
+        self._close()
+
+
+def _close_disk(
+    pid: int, out: Worker, back: Worker, file: Any, locked: list[torch.Tensor], device: torch.device
+) -> None:
+    if os.getpid() != pid:
+        return  # a forked copy: threads, file and page locks are the other process's
+    out.stop()
+    back.stop()
+    with contextlib.suppress(OSError):
+        file.close()
+    unlock(locked, device)
+
+
+def _allocate(fd: int, held: int, nbytes: int) -> None:
+    """Let a file of `held` bytes have room for `nbytes`; where room can't be reserved, see that there is some now."""
+    try:
+        os.posix_fallocate(fd, held, nbytes - held)
+    except OSError as error:
+        if error.errno not in _NO_RESERVATION:
+            raise
+        disk = os.fstatvfs(fd)
+        if disk.f_bavail * disk.f_frsize < nbytes - held:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+        os.ftruncate(fd, nbytes)
+
+
+def _timed(tell: OnCopy | None, way: Way, nbytes: int, work: Callable[[], None], after: Done | None = None) -> None:
+    if after is not None:
+        after.settle()  # waiting isn't copying
+    begin = time.perf_counter()
+    work()
+    if tell is not None:
+        tell(way, nbytes, begin, time.perf_counter())
+
+
+def _staged_out(staging: Staging, ready: Any, data: torch.Tensor, fd: int, offset: int) -> None:
+    staging.out(ready, data, lambda view, at: _write(fd, view, offset + at))
+
+
+def _staged_in(staging: Staging, ready: Any, data: torch.Tensor, after: Done, fd: int, offset: int) -> None:
+    after.wait("the copy out")
+    staging.back(ready, data, lambda view, at: _read(after, fd, view, offset + at))
+
+
+def _write(fd: int, view: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(view):
+        count = os.pwrite(fd, view[done:], offset + done)
+        if count == 0:
+            raise OSError(errno.ENOSPC, f"the file takes no more after {done} of {len(view)} bytes")
+        done += count
+
+
+def _read(after: Done, fd: int, view: memoryview, offset: int) -> None:
+    after.wait("the copy out")
+    done = 0
+    while done < len(view):
+        count = os.preadv(fd, [view[done:]], offset + done)
+        if count == 0:
+            raise OSError(f"the swap file ends {len(view) - done} bytes early")
+        done += count

@@ -1,0 +1,233 @@
+"""A stand-in for a CUDA device: streams that run late and in any order their waits allow, and an allocator that reuses.
+
+Code for CUDA runs on it as it is, with CPU tensors: `torch.cuda`'s streams and events and asynchronous copies are
+replaced. What is issued on a stream waits in its queue and runs when somebody waits on the host, or by chance before;
+among streams that could go on, chance decides. Device memory is one arena whose freed blocks are handed out again at
+once, as the caching allocator does, since all it orders is one stream. So whoever leaves out a wait finds wrong bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+DEVICE = torch.device("cuda", 0)
+ALIGN = 512
+
+
+class FakeEvent:
+    """Happens when its stream has done what was issued there before `record`."""
+
+    def __init__(self, gpu: FakeCuda) -> None:
+        self._gpu = gpu
+        self.stream: FakeStream | None = None
+        self.position = 0
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        self.stream = stream or self._gpu.current_stream()
+        self.position = self.stream.issued
+
+    def query(self) -> bool:
+        return self.stream is None or self.stream.done >= self.position
+
+    def synchronize(self) -> None:
+        self._gpu.run_until(self.query)
+
+
+class FakeStream:
+    """First in, first out; each entry is work, or a condition to wait for."""
+
+    def __init__(self, gpu: FakeCuda) -> None:
+        self._gpu = gpu
+        self.queue: deque[tuple[str, Callable[[], Any]]] = deque()
+        self.issued = 0
+        self.done = 0
+
+    def issue(self, kind: str, call: Callable[[], Any]) -> None:
+        with self._gpu.lock:
+            self.queue.append((kind, call))
+            self.issued += 1
+        self._gpu.run_some()
+
+    def record_event(self) -> FakeEvent:
+        event = FakeEvent(self._gpu)
+        event.record(self)
+        return event
+
+    def wait_event(self, event: FakeEvent) -> None:
+        # As it was recorded by now; what it is recorded for later doesn't count.
+        stream, position = event.stream, event.position
+        if stream is not None:
+            self.issue("wait", lambda: stream.done >= position)
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        self.wait_event(stream.record_event())
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
+
+
+class FakeCuda:
+    """The device; `installed` puts it in `torch.cuda`'s place."""
+
+    def __init__(self, seed: int, arena_bytes: int = 1 << 20) -> None:
+        self.rng = random.Random(seed)
+        self.lock = threading.RLock()
+        self.streams: list[FakeStream] = []
+        self.default = self.new_stream()
+        self._current = threading.local()
+        self._eager = self.rng.choice([0.0, 0.3, 0.9])
+        self._arena = (ctypes.c_char * arena_bytes)()
+        self._base = ctypes.addressof(self._arena)
+        self._free: dict[int, list[int]] = {}
+        self._end = 0
+        self.in_use = 0
+        self._hosts: list[torch.Tensor] = []  # what is copied to and from stays until the end, as pinned memory does
+        self.register_code = 0
+        self.registered: set[int] = set()
+
+    # streams
+
+    def new_stream(self, device: Any = None) -> FakeStream:
+        stream = FakeStream(self)
+        with self.lock:
+            self.streams.append(stream)
+        return stream
+
+    def current_stream(self, device: Any = None) -> FakeStream:
+        return getattr(self._current, "stream", self.default)
+
+    @contextlib.contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        former = self.current_stream()
+        self._current.stream = stream
+        try:
+            yield
+        finally:
+            self._current.stream = former
+
+    def _run_one(self) -> bool:
+        ready = [s for s in self.streams if s.queue and (s.queue[0][0] == "work" or s.queue[0][1]())]
+        if not ready:
+            return False
+        stream = self.rng.choice(ready)
+        kind, call = stream.queue.popleft()
+        if kind == "work":
+            call()
+        stream.done += 1
+        return True
+
+    def run_some(self) -> None:
+        with self.lock:
+            while self.rng.random() < self._eager and self._run_one():
+                pass
+
+    def run_until(self, reached: Callable[[], bool]) -> None:
+        with self.lock:
+            while not reached():
+                assert self._run_one(), "every stream waits for another"
+
+    def synchronize(self, device: Any = None) -> None:
+        self.run_until(lambda: not any(s.queue for s in self.streams))
+
+    # memory
+
+    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the device, freed when its last tensor goes; what was freed last is handed out first."""
+        nbytes = count * dtype.itemsize
+        size = -(-nbytes // ALIGN) * ALIGN
+        with self.lock:
+            holes = self._free.setdefault(size, [])
+            if holes:
+                offset = holes.pop()
+            else:
+                offset, self._end = self._end, self._end + size
+                assert self._end <= len(self._arena), "the arena is full"
+            self.in_use += size
+        block = (ctypes.c_char * nbytes).from_buffer(self._arena, offset)
+        weakref.finalize(block, self._give, offset, size)
+        return torch.frombuffer(block, dtype=dtype)
+
+    def _give(self, offset: int, size: int) -> None:
+        with self.lock:
+            self._free[size].append(offset)
+            self.in_use -= size
+
+    def _is_device(self, tensor: torch.Tensor) -> bool:
+        return 0 <= tensor.data_ptr() - self._base < len(self._arena)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Issue a copy; like the device, it knows addresses, not tensors."""
+        assert target.nbytes == source.nbytes
+        self._hosts += [t for t in (target, source) if not self._is_device(t)]
+        to, come, nbytes = target.data_ptr(), source.data_ptr(), source.nbytes
+        self.current_stream().issue("work", lambda: ctypes.memmove(to, come, nbytes))
+
+    def fill(self, tensor: torch.Tensor, value: int) -> None:
+        """A kernel that writes."""
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
+        self.current_stream().issue("work", lambda: ctypes.memset(address, value, nbytes))
+
+    def look(self, tensor: torch.Tensor, want: int) -> Callable[[], bool]:
+        """A kernel that reads: tells, once it has run, whether every byte was `want`."""
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
+        found: list[bool] = []
+        self.current_stream().issue(
+            "work", lambda: found.append(ctypes.string_at(address, nbytes) == bytes([want]) * nbytes)
+        )
+        return lambda: found == [True]
+
+    # the runtime's own interface
+
+    def _register(self, address: int, nbytes: int, flags: int) -> int:
+        if self.register_code == 0:
+            self.registered.add(address)
+        return self.register_code
+
+    def _unregister(self, address: int) -> int:
+        self.registered.remove(address)
+        return 0
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[FakeCuda]:
+        """`torch.cuda` is this device inside, and `torch.empty` on it takes memory from the arena."""
+        copy_, empty, zeros = torch.Tensor.copy_, torch.empty, torch.zeros
+
+        def copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+            if not non_blocking:
+                return copy_(target, source)
+            self.copy(target, source)
+            return target
+
+        def emptied(*size: Any, device: Any = None, dtype: Any = None, **options: Any) -> torch.Tensor:
+            if getattr(device, "type", "cpu") == "cuda":
+                return self.empty(size[0], dtype)
+            return empty(*size, device=device, dtype=dtype, **options)
+
+        def zeroed(*size: Any, device: Any = None, **options: Any) -> torch.Tensor:
+            return zeros(*size, **options) if getattr(device, "type", "cpu") == "cuda" else zeros(*size, device=device)
+
+        runtime = SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self._unregister)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "Stream", self.new_stream)
+            patch.setattr(torch.cuda, "Event", lambda: FakeEvent(self))
+            patch.setattr(torch.cuda, "current_stream", self.current_stream)
+            patch.setattr(torch.cuda, "stream", self.stream)
+            patch.setattr(torch.cuda, "synchronize", self.synchronize)
+            patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+            patch.setattr(torch.cuda, "cudart", lambda: runtime)
+            patch.setattr(torch.Tensor, "copy_", copied)
+            patch.setattr(torch, "empty", emptied)
+            patch.setattr(torch, "zeros", zeroed)
+            yield self
+            self.synchronize()

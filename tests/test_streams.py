@@ -1,0 +1,322 @@
+"""The CUDA stores and the states of a swapped storage on a device that runs late and in any allowed order."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fake_cuda
+import pytest
+import torch
+from fake_cuda import FakeCuda
+
+from ckptplan.core.errors import InvalidInputError, SwapError
+from ckptplan.runtime.stores import ChecksumStore, DiskStore, PinnedStore, SynchronousStore, Ticket
+from ckptplan.runtime.swap import Counters, Record, State, SwapSession
+
+SEEDS = range(25)
+SIZES = (100, 512, 3000, 5000)
+KINDS = ("pinned", "disk")
+
+
+@contextlib.contextmanager
+def on_device(seed: int, kind: str, directory: Path, **limits: Any) -> Iterator[tuple[FakeCuda, Any]]:
+    """A fake device and a store on it, closed when the block ends."""
+    gpu = FakeCuda(seed)
+    with gpu.installed():
+        store: Any
+        if kind == "pinned":
+            store = PinnedStore(fake_cuda.DEVICE, capacity_bytes=8192, **limits)
+        else:
+            store = DiskStore(directory, capacity_bytes=8192, device=fake_cuda.DEVICE, chunk_bytes=1024, **limits)
+        compute = gpu.rng.choice([gpu.default, gpu.new_stream()])  # not always the one that was current before
+        try:
+            with gpu.stream(compute):
+                yield gpu, store
+            gpu.synchronize()
+        finally:
+            store.close()
+    gc.collect()
+    assert gpu.registered == set(), "page-locked memory is left"
+    assert gpu.in_use == 0, "device memory is left"
+    assert not [t for t in threading.enumerate() if t.name.startswith("ckptplan")]
+
+
+def made(gpu: FakeCuda, value: int) -> torch.Tensor:
+    """A tensor that a kernel fills with `value`."""
+    tensor = gpu.empty(gpu.rng.choice(SIZES), torch.uint8)
+    gpu.fill(tensor, value)
+    return tensor
+
+
+def record_of(gpu: FakeCuda, value: int) -> Record:
+    record = Record(made(gpu, value), Counters())
+    record._device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+    return record
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_records_in_random_order(seed: int, kind: str, tmp_path: Path) -> None:
+    """Several graphs alive, each record at another point of its life, memory taken again as soon as it is free."""
+    looks: list[Callable[[], bool]] = []
+    with on_device(seed, kind, tmp_path) as (gpu, store):
+        other = gpu.new_stream()
+        values = itertools.cycle(range(1, 200))
+        living: list[tuple[Record, int]] = []
+        record: Record | None
+        junk: list[torch.Tensor] = []
+        for _ in range(80 if kind == "pinned" else 40):
+            action = gpu.rng.randrange(8)
+            if action <= 1 or not living:
+                value = next(values)
+                record = record_of(gpu, value)
+                record.start_leaving(store)
+                living.append((record, value))
+                record = None
+                continue
+            chosen = gpu.rng.randrange(len(living))
+            record, value = living[chosen]
+            if action == 2:
+                record.finish_leaving()
+            elif action == 3:
+                junk.append(made(gpu, 255))  # what lies in freed memory from now on
+                if gpu.rng.random() < 0.5:
+                    junk.clear()
+            elif action == 4:
+                record.start_returning()
+            elif action in (5, 6):
+                looks.append(gpu.look(record.whole(), value))
+                if action == 6:
+                    del living[chosen]
+            else:
+                with gpu.stream(other):  # a graph may be dropped wherever its last variable goes
+                    record = None
+                    del living[chosen]
+            record = None
+        record = None
+        looks += [gpu.look(kept.whole(), value) for kept, value in living]
+        living.clear()
+        junk.clear()
+    assert looks
+    assert all(look() for look in looks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_copies_in_any_order(seed: int, kind: str, tmp_path: Path) -> None:
+    """The store alone: a return asked for before its copy out was waited for, extents taken again while copies run."""
+    looks: list[Callable[[], bool]] = []
+    with on_device(seed, kind, tmp_path) as (gpu, store):
+        living: list[tuple[Ticket, torch.Tensor, int]] = []
+        for value in range(1, 60 if kind == "pinned" else 30):
+            source = made(gpu, value)
+            ticket = store.start_out(source)
+            if gpu.rng.random() < 0.5:
+                store.finish_out(ticket)
+                gpu.fill(source, 255)
+            living.append((ticket, source, value))
+            while living and gpu.rng.random() < 0.55:
+                ticket, source, want = living.pop(gpu.rng.randrange(len(living)))
+                target = gpu.empty(source.numel(), torch.uint8)
+                gpu.fill(target, 254)
+                store.start_in(ticket, target)
+                store.finish_in(ticket)
+                looks.append(gpu.look(target, want))
+                store.finish_out(ticket)
+                store.free(ticket)
+        for ticket, _, _ in living:
+            store.finish_out(ticket)
+            store.free(ticket)
+        del living, source
+        with contextlib.suppress(NameError):
+            del target
+        assert not store._tickets
+    assert looks
+    assert all(look() for look in looks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(6))
+def test_synchronous_mode_leaves_no_copy_under_way(seed: int, kind: str, tmp_path: Path) -> None:
+    with on_device(seed, kind, tmp_path) as (gpu, inner):
+        store = SynchronousStore(inner, fake_cuda.DEVICE)
+        source, target = made(gpu, 7), None
+        ticket = store.start_out(source)
+        assert not any(s.queue for s in gpu.streams)
+        store.finish_out(ticket)
+        target = gpu.empty(source.numel(), torch.uint8)
+        gpu.fill(source, 255)
+        store.start_in(ticket, target)
+        assert not any(s.queue for s in gpu.streams)
+        store.finish_in(ticket)
+        assert bytes(target.tolist()) == bytes([7]) * target.numel()
+        store.free(ticket)
+        del source, target
+
+
+def test_damage_in_pinned_memory_is_found(tmp_path: Path) -> None:
+    with on_device(0, "pinned", tmp_path) as (gpu, inner):
+        store = SynchronousStore(inner, fake_cuda.DEVICE)
+        checked = ChecksumStore(store)
+        record = record_of(gpu, 9)
+        gpu.synchronize()
+        record.start_leaving(checked)
+        record.finish_leaving()
+        inner._areas[0][1][7] += 1
+        for _ in range(2):  # whoever asks again is told again
+            with pytest.raises(SwapError, match=r"at byte 0 of the host memory.*damaged"):
+                record.whole()
+        assert record.state is State.RETURNING
+        del record
+
+
+def test_pool_is_exact_bounded_and_given_back(tmp_path: Path) -> None:
+    """Blocks are multiples of 512 bytes of any size; the area is what was asked for; growth stops at the limit."""
+    with on_device(0, "pinned", tmp_path, limit_bytes=16384) as (gpu, store):
+        assert store.reserved_bytes == 8192
+        assert len(gpu.registered) == 1
+        sources = [gpu.empty(n, torch.uint8) for n in (5000, 3000)]  # 5120 + 3072: no power of two in sight
+        tickets = [store.start_out(source) for source in sources]
+        assert store.reserved_bytes == store.peak_bytes == 8192
+        third = store.start_out(sources[0])
+        assert store.peak_bytes == 13312
+        assert store.reserved_bytes == 8192 + 5120
+        with pytest.raises(SwapError, match=r"limit is 16.00 KiB; raise host_gb="):
+            store.start_out(sources[0])
+        assert store.reserved_bytes == 13312
+        for ticket in (*tickets, third):
+            store.finish_out(ticket)
+            store.free(ticket)
+        again = store.start_out(sources[1])
+        assert store.peak_bytes == 13312
+        assert store.reserved_bytes == 13312
+        store.finish_out(again)
+        store.close()
+        assert len(gpu.registered) == 2, "a block is still in use"
+        store.free(again)
+        assert gpu.registered == set()
+        del sources
+
+
+def test_more_than_the_limit_is_refused_at_once(tmp_path: Path) -> None:
+    with FakeCuda(0).installed() as gpu:
+        with pytest.raises(InvalidInputError, match="host_gb"):
+            PinnedStore(fake_cuda.DEVICE, capacity_bytes=8192, limit_bytes=8191)
+        assert gpu.registered == set()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_page_locking_ordinary_memory_serves(kind: str, tmp_path: Path) -> None:
+    gpu = FakeCuda(0)
+    gpu.register_code = 2
+    with gpu.installed():
+        make: Callable[[], Any] = {
+            "pinned": lambda: PinnedStore(fake_cuda.DEVICE, capacity_bytes=4096),
+            "disk": lambda: DiskStore(tmp_path, device=fake_cuda.DEVICE, chunk_bytes=1024),
+        }[kind]
+        with pytest.warns(RuntimeWarning, match=r"page-locking .* failed \(CUDA error 2\).*ulimit") as warned:
+            store = make()
+        assert len(warned) == 1
+        looks = []
+        for value in range(1, 9):  # grows on the way: no further warning, which would be an error here
+            record = record_of(gpu, value)
+            record.start_leaving(store)
+            record.finish_leaving()
+            looks.append((gpu.look(record.whole(), value), record))
+        gpu.synchronize()
+        assert all(look() for look, _ in looks)
+        assert gpu.registered == set()
+        del looks, record
+        store.close()
+
+
+@pytest.mark.parametrize("direction", ["out", "in"])
+def test_a_failed_copy_leaves_nothing_running(direction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write or read that fails in the middle: no copy goes on behind it, and the next ones are right."""
+    from ckptplan.runtime.stores import disk
+
+    real, calls = getattr(disk, "_write" if direction == "out" else "_read"), 0
+
+    def fails(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise OSError(5, "on purpose")
+        real(*arguments)
+
+    for seed in range(10):
+        calls = 0
+        with on_device(seed, "disk", tmp_path) as (gpu, store):
+            record = Record(gpu.empty(5000, torch.uint8), Counters())
+            record._device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+            gpu.fill(record._whole, 3)  # type: ignore[arg-type]
+            with monkeypatch.context() as patch:
+                patch.setattr(disk, "_write" if direction == "out" else "_read", fails)
+                record.start_leaving(store)
+                if direction == "in":
+                    record.finish_leaving()
+                wait = record.finish_leaving if direction == "out" else record.whole
+                with pytest.raises(SwapError, match="on purpose"):
+                    wait()
+                del wait
+            # The failed copy's own stream is done: nothing of it can hit what is put there next.
+            assert not any(s.queue for s in (store._stages[0]._stream, store._stages[1]._stream))
+            del record
+            again = record_of(gpu, 5)
+            again.start_leaving(store)
+            again.finish_leaving()
+            look = gpu.look(again.whole(), 5)
+            gpu.synchronize()
+            assert look()
+            del again
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_what_leaves_goes_to_the_tier_of_its_decision(tier: Any, tmp_path: Path) -> None:
+    with on_device(3, "pinned", tmp_path) as (gpu, pinned):
+        stores = {"host": pinned, "disk": DiskStore(tmp_path, device=fake_cuda.DEVICE, chunk_bytes=1024)}
+        session = SwapSession(stores, fake_cuda.DEVICE, lambda storage: False, Counters())  # type: ignore[arg-type]
+        record = record_of(gpu, 6)
+        session.leave(0, {(1, 1): record}, (0,), tier)
+        session.leave(1, {(1, 1): record}, (0,), "host" if tier == "disk" else "disk")  # it has gone already
+        assert {name: len(store._tickets) for name, store in stores.items()} == {"host": 0, "disk": 0, tier: 1}
+        session.release(0)
+        session.prefetch(0)
+        look = gpu.look(record.whole(), 6)
+        gpu.synchronize()
+        assert look()
+        del record
+        stores["disk"].close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(10))
+def test_the_stream_that_computes_now_is_asked(seed: int, kind: str, tmp_path: Path) -> None:
+    """Each record has its compute stream; none may wait for another one's work instead of its own."""
+    looks: list[Callable[[], bool]] = []
+    with on_device(seed, kind, tmp_path) as (gpu, store):
+        streams = [gpu.new_stream() for _ in range(3)]
+        memory = [[gpu.empty(3000, torch.uint8) for _ in range(3)] for _ in streams]  # the allocator has one list
+        for number in range(20):
+            which = gpu.rng.randrange(3)
+            with gpu.stream(streams[which]):
+                source, target = memory[which][number % 3], memory[which][(number + 1) % 3]
+                gpu.fill(source, number)
+                ticket = store.start_out(source)
+                store.finish_out(ticket)
+                gpu.fill(source, 255)
+                gpu.fill(target, 254)
+                store.start_in(ticket, target)
+                store.finish_in(ticket)
+                looks.append(gpu.look(target, number))
+                store.free(ticket)
+        del source, target
+        memory.clear()
+    assert all(look() for look in looks)
