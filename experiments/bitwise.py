@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import random
 import sys
@@ -35,8 +36,9 @@ from ckptplan.core.chain import TIERS, Option, Segment, Tier, enforceable_points
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import residency
-from ckptplan.runtime import stores
+from ckptplan.runtime import apply as application
 from ckptplan.runtime.step import default_loss
+from ckptplan.runtime.stores import DiskStore, disk
 
 Made = tuple[nn.Module, Any]
 
@@ -147,14 +149,15 @@ def moving(
         release = max(i, releases[min(i + rng.randint(0, 2), n - 1)])
         prefetch = max(ends[i], prefetches[min(ends[i] + rng.randint(0, 2), n - 1)])
         choices.append(Decision(option.action, moved, release, prefetch, option.name, option.ops, rng.choice(tiers)))
-    return small_models.plan_with(profile, tuple(choices), segments=segments)
+    far = dataclasses.replace(profile, disk=profile.link)
+    return small_models.plan_with(far, tuple(choices), segments=segments)
 
 
 @contextlib.contextmanager
 def delayed_copies(seed: int, longest_s: float = 2e-3) -> Iterator[None]:
     """Half of the copies, either way, take up to `longest_s` longer."""
     rng = random.Random(seed)
-    write, read = stores._write, stores._read
+    write, read = disk._write, disk._read
 
     def late(copy: Callable[..., None]) -> Callable[..., None]:
         def run(*arguments: Any) -> None:
@@ -164,11 +167,11 @@ def delayed_copies(seed: int, longest_s: float = 2e-3) -> Iterator[None]:
 
         return run
 
-    stores._write, stores._read = late(write), late(read)
+    disk._write, disk._read = late(write), late(read)
     try:
         yield
     finally:
-        stores._write, stores._read = write, read
+        disk._write, disk._read = write, read
 
 
 def train(model: nn.Module, inputs: Any, steps: int, autocast: bool) -> list[dict[str, torch.Tensor]]:
@@ -265,8 +268,18 @@ def main() -> None:
 
 @contextlib.contextmanager
 def applied(model: nn.Module, plan: Plan) -> Iterator[Any]:
-    with ckptplan.apply(model, plan) as handle:
-        yield handle
+    """The plan, with a file for either tier on the CPU too: the disk tier's is staged, in chunks of 16 KiB."""
+
+    def both(device: torch.device, plan: Plan, **_: Any) -> dict[Tier, Any]:
+        return {"host": DiskStore(), "disk": DiskStore(device=device, chunk_bytes=1 << 14)}
+
+    before = application.make_stores
+    application.make_stores = both  # type: ignore[attr-defined]
+    try:
+        with ckptplan.apply(model, plan) as handle:
+            yield handle
+    finally:
+        application.make_stores = before  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ from bitwise import plans
 
 import ckptplan
 from ckptplan.core.errors import CkptPlanError, OutOfMemoryError, SwapError
-from ckptplan.runtime import stores
 from ckptplan.runtime.step import default_loss
+from ckptplan.runtime.stores import DiskStore, disk
 
 MODELS = ("transformer", "routed", "shared", "views", "conv_norm", "nested", "low_rank")
 
@@ -94,10 +94,9 @@ class Subject:
                 self.model.get_submodule(owner)._buffers[last] = value.clone()
 
     @property
-    def store(self) -> stores.DiskStore:
-        """Where its bytes go."""
-        (store,) = {id(s): s for s in self.handle._stores.values()}.values()
-        return store
+    def store(self) -> DiskStore:
+        """The file that its bytes go to."""
+        return self.handle._stores["host"].inner
 
 
 def loss_of(model: nn.Module, inputs: Any) -> torch.Tensor:
@@ -164,7 +163,7 @@ def raising_gradient(subject: Subject, rng: random.Random, fault: Fault) -> Iter
 def failing_copy(subject: Subject, rng: random.Random, fault: Fault) -> Iterator[None]:
     """One write or read of the file fails."""
     name = "_read" if fault.kind == "copy back" else "_write"
-    original, number = getattr(stores, name), rng.randint(1, 6)
+    original, number = getattr(disk, name), rng.randint(1, 6)
     code = errno.ENOSPC if fault.kind == "full disk" else errno.EIO
     calls = 0
 
@@ -176,11 +175,11 @@ def failing_copy(subject: Subject, rng: random.Random, fault: Fault) -> Iterator
             raise OSError(code, os.strerror(code))
         return original(*arguments)
 
-    setattr(stores, name, copy)
+    setattr(disk, name, copy)
     try:
         yield
     finally:
-        setattr(stores, name, original)
+        setattr(disk, name, original)
 
 
 @contextlib.contextmanager
@@ -313,14 +312,6 @@ def surroundings(subject: Subject) -> dict[str, Any]:
     }
 
 
-def free_extents(subject: Subject) -> bool:
-    """Whether the whole of the swap space is free."""
-    extents = subject.store._extents
-    extents.give(extents.take(1), 1)
-    extents.take(0)
-    return sum(size for _, size in extents._free) == extents.end
-
-
 def run_one(subject: Subject, kind: str, seed: int) -> dict[str, Any]:
     """One fault, one clean step, and all that was wrong."""
     rng = random.Random(seed)
@@ -366,7 +357,7 @@ def run_one(subject: Subject, kind: str, seed: int) -> dict[str, Any]:
             del s["threads"]
     wrong += [f"{name}: {before[name]} before, {after[name]} after" for name in after if after[name] != before[name]]
     in_backward = raised_as and "forward ended" in states and kind != "out of memory, handled"
-    if not in_backward and not free_extents(subject):
+    if not in_backward and subject.store.used_bytes:
         wrong.append("swap space is still in use")
     subject.rewind()
     try:
@@ -374,7 +365,7 @@ def run_one(subject: Subject, kind: str, seed: int) -> dict[str, Any]:
             wrong.append("the next step is wrong")
         gc.collect()
         # PyTorch keeps what a failed backward left in its queue; the next forward under the plan makes it let go.
-        if not free_extents(subject):
+        if subject.store.used_bytes:
             wrong.append("swap space is still in use after the next step")
     except Exception as raised:
         wrong.append(f"the next step raised {type(raised).__name__}: {str(raised)[:200]}")

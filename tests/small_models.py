@@ -358,6 +358,7 @@ def plan_with(
         budget_bytes=budget_bytes,
         peak_bytes=timeline.peak_bytes,
         host_bytes=timeline.host_bytes,
+        disk_bytes=timeline.disk_bytes,
         step_s=timeline.makespan_s,
         baseline_step_s=measured.baseline_step_s,
         lower_bound_s=0.0,

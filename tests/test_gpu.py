@@ -275,7 +275,7 @@ def test_clean_step_after_an_exception_in_backward(mix: str, slow_copies: None) 
         hook.remove()
         assert_same([step(model, x, 5)], [wanted])
         gc.collect()
-        assert not handle._stores["host"]._tickets  # type: ignore[attr-defined]
+        assert not handle._stores["host"].used_bytes  # type: ignore[attr-defined]
 
 
 def test_graphs_that_are_dropped_half_way(slow_copies: None) -> None:

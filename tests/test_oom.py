@@ -200,7 +200,7 @@ def test_reported_undone_and_the_next_step_is_right(where: str, monkeypatch: pyt
         assert_same(state(model), before, but=("random",))
         assert [ref() for ref in graphs] == [None] * len(graphs)
         assert handle._controller.swapped() == {}
-        assert all(store._tickets == set() for store in handle._stores.values())  # type: ignore[attr-defined]
+        assert all(store.used_bytes == 0 for store in handle._stores.values())  # type: ignore[attr-defined]
         found = raised.value.shortage
         assert (found.phase, found.doing) == (phase, doing)
         assert stage is None or found.stage.startswith(stage)

@@ -628,8 +628,8 @@ def test_steps_leave_nothing_behind() -> None:
             clean_step(model, inputs)
             call(model, inputs)
         assert alive() == before
-        assert not handle._stores["host"]._tickets  # type: ignore[attr-defined]
-        assert handle._stores["host"]._extents.end <= 2 * handle.plan.host_bytes + (1 << 18)  # type: ignore[attr-defined]
+        assert not handle._stores["host"].used_bytes  # type: ignore[attr-defined]
+        assert handle._stores["host"].peak_bytes <= 2 * handle.plan.host_bytes + (1 << 18)  # type: ignore[attr-defined]
     watch = weakref.ref(model)
     del model, handle
     gc.collect()

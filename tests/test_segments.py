@@ -1350,7 +1350,7 @@ def test_steps_leave_nothing_behind() -> None:
             train(model, x, 1)
             call(model, x)
         assert alive() == before
-        assert not controller._stores["host"]._tickets  # type: ignore[attr-defined]
+        assert not controller._stores["host"].used_bytes  # type: ignore[attr-defined]
     watch = weakref.ref(model)
     del model, controller
     gc.collect()

@@ -178,9 +178,9 @@ def test_damage_in_the_file_is_found(tmp_path: Path, chunk_bytes: int | None) ->
     record = Record(torch.randn(2500), Counters())
     record.start_leaving(store)
     record.finish_leaving()
-    os.pwrite(inner._file.fileno(), b"\x01", 12288 + 5003)
+    os.pwrite(inner._file.fileno(), b"\x01", 8192 + 5003)
     for _ in range(2):  # whoever asks again is told again
-        with pytest.raises(SwapError, match=r"9.77 KiB at byte 12288 of the swap file.* came back damaged"):
+        with pytest.raises(SwapError, match=r"9.77 KiB at byte 8192 of the swap file.* came back damaged"):
             record.whole()
     del record
     store.free(other)
@@ -225,7 +225,7 @@ def test_synchronous_mode_leaves_no_copy_under_way(
     monkeypatch.setattr(disk, "_write", raises(errno.EIO))
     with pytest.raises(SwapError, match="writing"):
         store.start_out(source)
-    assert not inner._tickets
+    assert not inner.used_bytes
     store.close()
 
 
@@ -305,11 +305,12 @@ def test_a_step_after_a_thread_died(monkeypatch: pytest.MonkeyPatch) -> None:
 
         with monkeypatch.context() as patch:
             patch.setattr(disk, "_write", dies)
-            start = DiskStore.start_out
+            start, started = DiskStore.start_out, []
 
             def start_then_kill(self: DiskStore, source: torch.Tensor) -> Ticket:
                 ticket = start(self, source)
-                if len(self._tickets) == 1:
+                started.append(ticket.nbytes)
+                if len(started) == 1:
                     self._out.jobs.put(None)
                 return ticket
 
@@ -317,7 +318,7 @@ def test_a_step_after_a_thread_died(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(SwapError, match="has died"):
                 clean_step(model, inputs)
         assert_same(clean_step(model, inputs), plain_step("mlp"))
-        assert not store._tickets
+        assert not store.used_bytes
     assert swap_threads() == []
 
 
@@ -348,7 +349,7 @@ def test_an_interrupt_while_waiting(name: str, monkeypatch: pytest.MonkeyPatch) 
                 clean_step(model, inputs)
             thread.join()
         assert_same(clean_step(model, inputs), plain_step("mlp"))
-        assert not store._tickets, "nothing is left of the step that was interrupted"
+        assert not store.used_bytes, "nothing is left of the step that was interrupted"
     assert swap_threads() == []
 
 
@@ -435,8 +436,7 @@ FORK = """
     handle = apply(model, planned("mlp", "swap"))
     store = handle._stores["host"]
     loss = model(inputs).sum()
-    while not all(ticket.out_done.event.is_set() for ticket in store._tickets):
-        pass
+    store._out.submit(lambda: None).settle()  # behind all the others
 
     def file():
         return os.fstat(store._file.fileno()).st_mtime_ns, os.pread(store._file.fileno(), 1 << 22, 0)
@@ -470,7 +470,7 @@ FORK = """
     model.zero_grad()
     del loss
     assert_same(clean_step(model, inputs), plain_step("mlp"))
-    assert not store._tickets
+    assert not store.used_bytes
     handle.remove()
     assert not [t for t in threading.enumerate() if t.name.startswith("ckptplan")]
     print("right")
@@ -604,7 +604,7 @@ def test_any_program_of_records(
                         assert torch.equal(record.whole(), wanted)
                     del living[number % len(living)]
                 del record
-            taken = sorted((t.offset, t.offset + t.nbytes) for t in store._tickets)
+            taken = [(offset, offset + size) for offset, size, _ in store._extents._alive()]
             assert all(a[1] <= b[0] for a, b in itertools.pairwise(taken)), "two blocks overlap"
             assert len(taken) == len(living)
         assert share or not failures
@@ -618,7 +618,7 @@ def test_any_program_of_records(
                 del found
         living.clear()
         record = None  # type: ignore[assignment]
-        assert not store._tickets
-        assert store._extents.take(1) == 0, "a hole as large as all there was is at the front"
+        assert not store.used_bytes
+        assert not store._extents._alive()
         store.close()
     assert swap_threads() == []

@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import random
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptplan.core.errors import InvalidInputError, SwapError
-from ckptplan.runtime.stores import DISK_BLOCK_BYTES, DiskStore, Extents, Ticket, disk
+from ckptplan.runtime.stores import DISK_BLOCK_BYTES, DiskStore, Extent, Extents, Ticket, disk
 from ckptplan.runtime.swap import Counters, Record, State, SwapSession
 
 
@@ -39,36 +40,86 @@ def store(tmp_path: Path) -> Any:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 5 * 4096)), max_size=60), st.randoms(use_true_random=False))
-def test_extents_never_overlap_and_merge_back_to_one_hole(steps: list[tuple[bool, int]], rng: random.Random) -> None:
+def test_extents_never_overlap_and_are_free_when_nobody_holds_them(
+    steps: list[tuple[bool, int]], rng: random.Random
+) -> None:
     extents = Extents(DISK_BLOCK_BYTES)
-    taken: dict[int, int] = {}
+    taken: list[Extent] = []
     most = 0
     for take, nbytes in steps:
         if take or not taken:
-            offset = extents.take(nbytes)
-            assert offset >= 0
-            assert all(offset + nbytes <= o or o + n <= offset for o, n in taken.items())
-            taken[offset] = nbytes
+            extent = extents.take(nbytes)
+            assert extent is not None
+            assert extent.size >= nbytes
+            assert all(extent.offset + extent.size <= e.offset or e.offset + e.size <= extent.offset for e in taken)
+            taken.append(extent)
+            del extent
         else:
-            offset = rng.choice(sorted(taken))
-            extents.give(offset, taken.pop(offset))
-        assert all(o + n <= extents.end for o, n in taken.items())
-        most = max(most, extents.end)
-    for offset in rng.sample(sorted(taken), len(taken)):
-        extents.give(offset, taken[offset])
-    # Everything was given back, so one block as large as all there ever was fits without growth.
-    if most:
-        assert extents.take(most) == 0
-        assert extents.end == most
+            del taken[rng.randrange(len(taken))]
+        assert extents.used == sum(e.size for e in taken)
+        most = max(most, *(e.offset + e.size for e in taken), 0)
+    taken.clear()
+    again = extents.take(most)
+    assert again is not None
+    assert again.offset == 0
 
 
-def test_extents_are_reused() -> None:
-    extents = Extents(DISK_BLOCK_BYTES)
+def test_extents_are_reused_and_end() -> None:
+    extents = Extents(DISK_BLOCK_BYTES, capacity=5 * 12_288)
     for _ in range(1000):
-        offsets = [extents.take(10_000) for _ in range(5)]
-        for offset in reversed(offsets):
-            extents.give(offset, 10_000)
-    assert extents.end == 5 * 12_288
+        five = [extents.take(10_000) for _ in range(5)]
+        assert None not in five
+        assert extents.take(1) is None
+        five.reverse()
+        five.clear()
+
+
+def test_extents_survive_an_interrupt_anywhere() -> None:
+    """Whatever line an exception comes from, nothing stays taken and nothing is given out twice."""
+    extents = Extents(DISK_BLOCK_BYTES)
+    kept = extents.take(4096)
+    lines = 0
+
+    def count(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal lines
+        lines += 1
+        return count
+
+    def interrupt_at(number: int) -> Any:
+        seen = 0
+
+        def trace(frame: Any, event: str, argument: Any) -> Any:
+            nonlocal seen
+            seen += 1
+            if seen == number:
+                raise KeyboardInterrupt
+            return trace
+
+        return trace
+
+    before = sys.gettrace()
+    try:
+        sys.settrace(count)
+        extents.take(4096)
+        sys.settrace(None)
+        assert lines > 10
+        for number in range(1, lines + 1):
+            sys.settrace(interrupt_at(number))
+            interrupted = False
+            try:  # nothing else that is called may be traced
+                extents.take(4096)
+            except KeyboardInterrupt:
+                interrupted = True
+            sys.settrace(None)
+            assert interrupted
+            assert extents.used == 4096
+            other = extents.take(4096)
+            assert other is not None
+            assert kept is not None
+            assert other.offset != kept.offset
+            del other
+    finally:
+        sys.settrace(before)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from ckptplan.core.chain import Tier
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Plan
-from ckptplan.runtime.stores.base import NULL_STORES, Extents, NullStore, Store, Ticket
+from ckptplan.runtime.stores.base import NULL_STORES, Extent, Extents, NullStore, Store, Ticket
 from ckptplan.runtime.stores.checks import ChecksumStore, SynchronousStore
 from ckptplan.runtime.stores.disk import DISK_BLOCK_BYTES, STAGING_BYTES, DiskStore
 from ckptplan.runtime.stores.pinned import PinnedStore
@@ -24,6 +24,7 @@ __all__ = [
     "STAGING_BYTES",
     "ChecksumStore",
     "DiskStore",
+    "Extent",
     "Extents",
     "NullStore",
     "PinnedStore",

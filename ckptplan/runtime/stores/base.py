@@ -7,10 +7,9 @@ A store moves bytes and says when it is done; it knows nothing of stages. The or
 
 from __future__ import annotations
 
-import bisect
 import os
 import threading
-from collections import deque
+import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -21,14 +20,26 @@ from ckptplan.core.errors import SwapError
 from ckptplan.runtime.meter import OnCopy
 
 
-class Ticket:
-    """One block on its way to, in, or back from a tier."""
+class Space:
+    """What a store keeps open for its blocks (memory, a file, threads): ended when nobody holds it."""
 
-    def __init__(self, nbytes: int, offset: int) -> None:
+    __slots__ = ("__weakref__",)
+
+
+class Ticket:
+    """One block on its way to, in, or back from a tier; the block is taken as long as this holds it."""
+
+    def __init__(self, nbytes: int, extent: Extent, space: Space) -> None:
         self.nbytes = nbytes
-        self.offset = offset
+        self.offset = extent.offset
+        self.extent: Extent | None = extent
+        self.space: Space | None = space
         self.out_done: Any = None
         self.in_done: Any = None
+
+    def let_go(self) -> None:
+        """Leave the block to others, once no copy holds it either."""
+        self.extent = self.space = None
 
 
 class Store(Protocol):
@@ -43,6 +54,10 @@ class Store(Protocol):
     @property
     def reserved_bytes(self) -> int:
         """What the tier holds for swapped bytes now, used or not."""
+
+    @property
+    def used_bytes(self) -> int:
+        """What of it is in use now."""
 
     @property
     def peak_bytes(self) -> int:
@@ -72,10 +87,10 @@ class NullStore:
 
     name = "nowhere"
     on_copy: OnCopy | None = None
-    reserved_bytes = peak_bytes = 0
+    reserved_bytes = used_bytes = peak_bytes = 0
 
     def start_out(self, source: torch.Tensor) -> Ticket:
-        return Ticket(source.nbytes, 0)
+        return Ticket(source.nbytes, Extent(0, 0), Space())
 
     def finish_out(self, ticket: Ticket) -> None: ...
 
@@ -91,82 +106,88 @@ class NullStore:
 NULL_STORES: Mapping[Tier, Store] = {"host": NullStore(), "disk": NullStore()}
 
 
-class Extents:
-    """Offsets in one linear host area: first fit in address order, neighbours merged when freed. Thread-safe.
+class Extent:
+    """A piece of a linear area, taken as long as this object lives."""
 
-    `give` takes no lock, since the garbage collector may call it in the middle of `take`: what is given waits
-    in a queue for the next `take`.
+    __slots__ = ("__weakref__", "offset", "size")
+
+    def __init__(self, offset: int, size: int) -> None:
+        self.offset = offset
+        self.size = size
+
+
+class Extents:
+    """The pieces of one linear area: first fit in address order. Thread-safe.
+
+    A piece is free again when nobody holds its `Extent`: there is no call to give it back that an interrupt or an error
+    could skip, or that the garbage collector could make in the middle of `take`.
+
+    Parameters
+    ----------
+    align : int
+        Sizes are multiples of it.
+    capacity : int, optional
+        Where the area ends.
     """
 
-    def __init__(self, align: int) -> None:
-        self.end = 0
-        self.used = 0
-        """Bytes taken, as of the last `take`."""
+    def __init__(self, align: int, capacity: int | None = None) -> None:
         self._align = align
-        self._free: list[tuple[int, int]] = []  # (offset, size), by offset
-        self._given: deque[tuple[int, int]] = deque()
-        self._lock = threading.Lock()
+        self._capacity = capacity
+        self._taken: list[tuple[int, int, weakref.ref[Extent]]] = []  # (offset, size, whose), by offset
+        self._lock = threading.RLock()  # its thread gets it again, should an interrupt have kept it from releasing
 
     def size(self, nbytes: int) -> int:
         """`nbytes` as they are taken."""
         return -(-nbytes // self._align) * self._align
 
-    def take(self, nbytes: int) -> int:
+    def _alive(self) -> list[tuple[int, int, weakref.ref[Extent]]]:
+        return [piece for piece in self._taken if piece[2]() is not None]
+
+    @property
+    def used(self) -> int:
+        """Bytes taken now."""
+        return sum(size for _, size, _ in self._alive())
+
+    def take(self, nbytes: int) -> Extent | None:
+        """A piece of `nbytes`; None if there is none before the end."""
         size = self.size(nbytes)
         with self._lock:
-            while self._given:
-                offset, given = self._given.popleft()
-                self._merge(offset, given)
-                self.used -= given
-            self.used += size
-            for i, (offset, room) in enumerate(self._free):
-                if room >= size:
-                    self._free[i : i + 1] = [(offset + size, room - size)] if room > size else []
-                    return offset
-            offset, self.end = self.end, self.end + size
-            return offset
-
-    def cut(self, offset: int, nbytes: int, end: int) -> None:
-        """Undo a `take` that reached past `end`: what lies before is free, and what lies behind was never there."""
-        with self._lock:
-            self.used -= self.size(nbytes)
-            if offset < end:
-                self._merge(offset, end - offset)
-            self.end = end
-
-    def give(self, offset: int, nbytes: int) -> None:
-        if nbytes:
-            self._given.append((offset, self.size(nbytes)))
-
-    def _merge(self, offset: int, size: int) -> None:
-        i = bisect.bisect(self._free, (offset, 0))
-        if i < len(self._free) and self._free[i][0] == offset + size:
-            size += self._free.pop(i)[1]
-        if i and sum(self._free[i - 1]) == offset:
-            before, room = self._free.pop(i - 1)
-            offset, size, i = before, room + size, i - 1
-        self._free.insert(i, (offset, size))
+            taken = self._alive()
+            start, place = 0, len(taken)
+            for i, (offset, held, _) in enumerate(taken):
+                if offset - start >= size:
+                    place = i
+                    break
+                start = offset + held
+            if self._capacity is not None and start + size > self._capacity:
+                return None
+            extent = Extent(start, size)
+            taken.insert(place, (start, size, weakref.ref(extent)))
+            self._taken = taken
+            return extent
 
 
-class Counted:
-    """Closes when asked to and no ticket is left, in the process that made it alone."""
+class OfOneProcess:
+    """A store that works in the process that made it, and whose space goes when it is closed and no ticket holds it."""
 
     on_copy: OnCopy | None = None
 
-    def __init__(self, align: int) -> None:
-        self._extents = Extents(align)
-        self._peak = 0
+    def __init__(self) -> None:
         self._pid = os.getpid()
-        # A set, not a count: `add` and `discard` are atomic, and records die in any thread, at any line.
-        self._tickets: set[Ticket] = set()
-        self._closing = False
+        self._space: Space | None = Space()
+        self._peak = 0
 
-    def _shut(self) -> None:
+    @property
+    def used_bytes(self) -> int:
         raise NotImplementedError
 
     @property
     def peak_bytes(self) -> int:
         return self._peak
+
+    def _issued(self, ticket: Ticket) -> Ticket:
+        self._peak = max(self._peak, self.used_bytes)
+        return ticket
 
     @property
     def _foreign(self) -> bool:
@@ -180,17 +201,11 @@ class Counted:
                 "call remove() on the handle before the fork, or apply the plan in the new process"
             )
 
-    def _issued(self, ticket: Ticket) -> Ticket:
-        self._tickets.add(ticket)
-        self._peak = max(self._peak, self._extents.used)
-        return ticket
-
-    def _freed(self, ticket: Ticket) -> None:
-        self._tickets.discard(ticket)
-        if self._closing and not self._tickets:
-            self._shut()
+    def _open(self) -> Space:
+        self._require_owner()
+        if self._space is None:
+            raise SwapError("the swap space is closed: remove() was called on its handle; apply the plan again")
+        return self._space
 
     def close(self) -> None:
-        self._closing = True
-        if not self._tickets and not self._foreign:
-            self._shut()
+        self._space = None

@@ -40,6 +40,10 @@ class Around:
         return self.inner.reserved_bytes
 
     @property
+    def used_bytes(self) -> int:
+        return self.inner.used_bytes
+
+    @property
     def peak_bytes(self) -> int:
         return self.inner.peak_bytes
 

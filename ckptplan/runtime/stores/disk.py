@@ -19,7 +19,7 @@ import torch
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.meter import OnCopy, Way
-from ckptplan.runtime.stores.base import Counted, Ticket
+from ckptplan.runtime.stores.base import Extent, Extents, OfOneProcess, Ticket
 from ckptplan.runtime.stores.pinned import CUDA_ALIGN, host_area, unlock
 from ckptplan.runtime.stores.workers import Done, Worker
 
@@ -88,7 +88,7 @@ class Staging:
                 self._mark().synchronize()
 
 
-class DiskStore(Counted):
+class DiskStore(OfOneProcess):
     """Swaps tensors to one unnamed file: nothing is left behind, whatever happens to the process.
 
     CPU tensors are written and read where they lie. Those of other devices pass through staging: on a stream of the
@@ -124,8 +124,9 @@ class DiskStore(Counted):
         chunk_bytes: int | None = None,
     ) -> None:
         self._device = device or torch.device("cpu")
+        super().__init__()
         # On CUDA sizes are multiples of that already, so a plan's bytes are exactly what is taken.
-        super().__init__(DISK_BLOCK_BYTES if self._device.type == "cpu" else CUDA_ALIGN)
+        self._extents = Extents(DISK_BLOCK_BYTES if self._device.type == "cpu" else CUDA_ALIGN)
         where = Path(directory) if directory is not None else Path(tempfile.gettempdir())
         try:
             self._file = tempfile.TemporaryFile(dir=where, buffering=0)  # noqa: SIM115 - closed by close()
@@ -150,9 +151,7 @@ class DiskStore(Counted):
             raise InvalidInputError(str(error)) from error
         self._out = Worker("ckptplan-swap-out")
         self._in = Worker("ckptplan-swap-in")
-        self._close = weakref.finalize(
-            self, _close_disk, self._pid, self._out, self._in, self._file, locked, self._device
-        )
+        weakref.finalize(self._space, _close_disk, self._pid, self._out, self._in, self._file, locked, self._device)
 
     @property
     def name(self) -> str:
@@ -161,6 +160,10 @@ class DiskStore(Counted):
     @property
     def reserved_bytes(self) -> int:
         return self._reserved
+
+    @property
+    def used_bytes(self) -> int:
+        return self._extents.used
 
     def _reserve(self, nbytes: int) -> None:
         if nbytes <= self._reserved:
@@ -189,23 +192,17 @@ class DiskStore(Counted):
         return event
 
     def start_out(self, source: torch.Tensor) -> Ticket:
-        self._require_owner()
-        ticket = Ticket(source.nbytes, self._extents.take(source.nbytes))
-        try:
-            self._reserve(ticket.offset + self._extents.size(ticket.nbytes))
-        except BaseException:
-            self._extents.give(ticket.offset, ticket.nbytes)
-            raise
+        space = self._open()
+        extent = self._extents.take(source.nbytes)
+        assert extent is not None, "a file has no end"
+        self._reserve(extent.offset + extent.size)
+        ticket = Ticket(source.nbytes, extent, space)
         fd, data = self._file.fileno(), source.view(torch.uint8)
-        try:
-            if self._stages is None:
-                work = functools.partial(_write, fd, memoryview(data.numpy()), ticket.offset)  # type: ignore[arg-type]
-            else:
-                work = functools.partial(_staged_out, self._stages[0], self._ready(), data, fd, ticket.offset)
-            ticket.out_done = self._out.submit(_timed, self.on_copy, "out", ticket.nbytes, work)
-        except BaseException:
-            self._out.submit(self._give, ticket)  # behind the copy, if that was queued
-            raise
+        if self._stages is None:
+            work = functools.partial(_write, fd, memoryview(data.numpy()), ticket.offset)  # type: ignore[arg-type]
+        else:
+            work = functools.partial(_staged_out, self._stages[0], self._ready(), data, fd, ticket.offset)
+        ticket.out_done = self._out.submit(_timed, self.on_copy, "out", extent, work)
         return self._issued(ticket)
 
     def finish_out(self, ticket: Ticket) -> None:
@@ -219,7 +216,7 @@ class DiskStore(Counted):
             work = functools.partial(_read, after, fd, memoryview(data.numpy()), ticket.offset)  # type: ignore[arg-type]
         else:
             work = functools.partial(_staged_in, self._stages[1], self._ready(), data, after, fd, ticket.offset)
-        ticket.in_done = self._in.submit(_timed, self.on_copy, "in", ticket.nbytes, work, after)
+        ticket.in_done = self._in.submit(_timed, self.on_copy, "in", ticket.extent, work, after)
 
     def finish_in(self, ticket: Ticket) -> None:
         self._require_owner()
@@ -228,23 +225,12 @@ class DiskStore(Counted):
             ticket.in_done.wait(f"reading {format_bytes(ticket.nbytes)} from {self._where}")
 
     def free(self, ticket: Ticket) -> None:
-        if self._foreign:
-            return
-        for done, worker in ((ticket.in_done, self._in), (ticket.out_done, self._out)):
-            if done is None or done.event.is_set():
-                continue
-            if threading.current_thread() in (self._out.thread, self._in.thread):
-                worker.submit(self._give, ticket)  # in its turn, after the copy
-                return
-            done.settle()
-        self._give(ticket)
-
-    def _give(self, ticket: Ticket) -> None:
-        self._extents.give(ticket.offset, ticket.nbytes)
-        self._freed(ticket)
-
-    def _shut(self) -> None:
-        self._close()
+        # A worker gets here when it happens to collect garbage; copies under way hold what they need.
+        if not self._foreign and threading.current_thread() not in (self._out.thread, self._in.thread):
+            for done in (ticket.in_done, ticket.out_done):
+                if done is not None:
+                    done.settle()
+        ticket.let_go()
 
 
 def _close_disk(
@@ -272,13 +258,14 @@ def _allocate(fd: int, held: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
 
 
-def _timed(tell: OnCopy | None, way: Way, nbytes: int, work: Callable[[], None], after: Done | None = None) -> None:
+def _timed(tell: OnCopy | None, way: Way, extent: Extent, work: Callable[[], None], after: Done | None = None) -> None:
+    """Do `work`, holding `extent` as long, and tell how long it took."""
     if after is not None:
         after.settle()  # waiting isn't copying
     begin = time.perf_counter()
     work()
     if tell is not None:
-        tell(way, nbytes, begin, time.perf_counter())
+        tell(way, extent.size, begin, time.perf_counter())
 
 
 def _staged_out(staging: Staging, ready: Any, data: torch.Tensor, fd: int, offset: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.meter import Way
-from ckptplan.runtime.stores.base import Counted, Ticket
+from ckptplan.runtime.stores.base import Extent, Extents, OfOneProcess, Ticket
 
 CUDA_ALIGN = 512
 """What the device's allocator rounds to: a plan's host bytes, summed over its storages, are exactly what is taken."""
@@ -21,7 +21,13 @@ _PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for every device of the process."""
 
 
-class PinnedStore(Counted):
+class PinnedTicket(Ticket):
+    """With the memory of the block."""
+
+    host: torch.Tensor
+
+
+class PinnedStore(OfOneProcess):
     """Swaps CUDA tensors to page-locked host memory on two side streams.
 
     The area is ordinary memory registered with CUDA at its exact size: PyTorch's own pinned allocator rounds up to
@@ -31,20 +37,21 @@ class PinnedStore(Counted):
 
     Streams: a copy out waits for the compute stream of its caller; the compute stream waits for it at the release
     point, so the block is free for reuse on that stream and no `record_stream` is needed. A copy in waits for the
-    compute stream, on which its target was allocated, and for its own copy out. An extent is written again only after
-    the copy in that read it last: `free` makes the outward stream wait for that copy.
+    compute stream, on which its target was allocated, and for its own copy out. Memory that is taken again is written
+    only after the copy in that read it last: a copy out waits for all copies in that were issued before it.
     """
 
     def __init__(self, device: torch.device, *, capacity_bytes: int, limit_bytes: int | None = None) -> None:
-        super().__init__(CUDA_ALIGN)
+        super().__init__()
         self._device = device
         self._limit = limit_bytes
-        self._areas: list[tuple[int, torch.Tensor]] = []  # (offset of its first byte, area)
+        self._areas: list[tuple[Extents, torch.Tensor]] = []
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
+        self._last_read: Any = None
         # Also when nobody calls close(): memory that is freed while registered poisons its next owner.
         self._locked: list[torch.Tensor] = []
-        self._close = weakref.finalize(self, _close_pinned, self._pid, self._locked, self._areas, device)
+        weakref.finalize(self._space, _close_pinned, self._pid, self._locked, self._areas, device)
         try:
             self._grow(max(capacity_bytes, CUDA_ALIGN))
         except SwapError as error:
@@ -59,12 +66,11 @@ class PinnedStore(Counted):
         return sum(area.numel() for _, area in self._areas)
 
     @property
-    def _covered(self) -> int:
-        """Offset at which the last area ends."""
-        return self._areas[-1][0] + self._areas[-1][1].numel() if self._areas else 0
+    def used_bytes(self) -> int:
+        return sum(extents.used for extents, _ in self._areas)
 
-    def _grow(self, nbytes: int) -> int:
-        """Add an area of at least `nbytes`, up to a quarter of what there is; returns its first offset."""
+    def _grow(self, nbytes: int) -> None:
+        """Add an area of at least `nbytes`, up to a quarter of what there is."""
         held = self.reserved_bytes
         room = None if self._limit is None else self._limit - held
         if room is not None and nbytes > room:
@@ -72,36 +78,34 @@ class PinnedStore(Counted):
                 f"swapping needs {format_bytes(held + nbytes)} of pinned host memory, the limit is "
                 f"{format_bytes(self._limit or 0)}; raise host_gb="
             )
-        nbytes = self._extents.size(max(nbytes, held // 4 if room is None else min(held // 4, room)))
-        # A block of distance, so that free extents of neighbouring areas never merge into one across the seam.
-        start = self._covered + CUDA_ALIGN if self._areas else 0
+        nbytes = max(nbytes, held // 4 if room is None else min(held // 4, room))
+        nbytes = -(-nbytes // CUDA_ALIGN) * CUDA_ALIGN
         area, locked = host_area(nbytes, self._device, warn=len(self._locked) == len(self._areas))
         if locked:
             self._locked.append(area)
-        self._areas.append((start, area))
-        return start
+        self._areas.append((Extents(CUDA_ALIGN, nbytes), area))
 
-    def _host(self, ticket: Ticket) -> torch.Tensor:
-        for start, area in self._areas:
-            if start <= ticket.offset and ticket.offset + ticket.nbytes <= start + area.numel():
-                return area[ticket.offset - start : ticket.offset - start + ticket.nbytes]
-        raise SwapError(f"no pinned area holds bytes {ticket.offset}..{ticket.offset + ticket.nbytes}")
-
-    def _take(self, nbytes: int) -> int:
-        """An extent within one area, a new one if need be."""
-        offset, covered = self._extents.take(nbytes), self._covered
-        if self._extents.end <= covered:
-            return offset
-        self._extents.cut(offset, nbytes, covered)
-        self._extents.end = self._grow(self._extents.size(nbytes))
-        return self._extents.take(nbytes)
+    def _take(self, nbytes: int) -> tuple[Extent, torch.Tensor]:
+        """A piece within one area, a new one if need be, and its memory."""
+        for attempt in range(2):
+            for extents, area in self._areas[-attempt:]:
+                extent = extents.take(nbytes)
+                if extent is not None:
+                    return extent, area[extent.offset : extent.offset + nbytes]
+            if attempt == 0:
+                self._grow(nbytes)
+        raise SwapError(f"a new area of pinned memory doesn't hold {format_bytes(nbytes)}: please report it")
 
     def start_out(self, source: torch.Tensor) -> Ticket:
-        self._require_owner()
+        space = self._open()
         compute = torch.cuda.current_stream(self._device)
-        ticket = Ticket(source.nbytes, self._take(source.nbytes))
-        host = self._host(ticket)
+        extent, host = self._take(source.nbytes)
+        ticket = PinnedTicket(source.nbytes, extent, space)
+        ticket.host = host
         self._out.wait_stream(compute)
+        if self._last_read is not None:
+            self._out.wait_event(self._last_read)
+            self._last_read = None
         with torch.cuda.stream(self._out):
             begin = self._timing()
             host.copy_(source.view(torch.uint8), non_blocking=True)
@@ -127,12 +131,13 @@ class PinnedStore(Counted):
 
     def start_in(self, ticket: Ticket, target: torch.Tensor) -> None:
         self._require_owner()
+        assert isinstance(ticket, PinnedTicket)
         self._in.wait_stream(torch.cuda.current_stream(self._device))
         self._in.wait_event(ticket.out_done)
         with torch.cuda.stream(self._in):
             begin = self._timing()
-            target.view(torch.uint8).copy_(self._host(ticket), non_blocking=True)
-            ticket.in_done = self._in.record_event()
+            target.view(torch.uint8).copy_(ticket.host, non_blocking=True)
+            self._last_read = ticket.in_done = self._in.record_event()
             self._tell("in", ticket.nbytes, begin)
 
     def finish_in(self, ticket: Ticket) -> None:
@@ -140,20 +145,11 @@ class PinnedStore(Counted):
         torch.cuda.current_stream(self._device).wait_event(ticket.in_done)
 
     def free(self, ticket: Ticket) -> None:
-        if self._foreign:
-            return
-        # Extents are split and merged, so the next writer waits for every read issued so far: one event, no host wait.
-        if ticket.in_done is not None:
-            self._out.wait_event(ticket.in_done)
-        self._extents.give(ticket.offset, ticket.nbytes)
-        self._freed(ticket)
-
-    def _shut(self) -> None:
-        self._close()
+        ticket.let_go()
 
 
 def _close_pinned(
-    pid: int, locked: list[torch.Tensor], areas: list[tuple[int, torch.Tensor]], device: torch.device
+    pid: int, locked: list[torch.Tensor], areas: list[tuple[Extents, torch.Tensor]], device: torch.device
 ) -> None:
     if os.getpid() == pid:  # else a forked copy: the memory is registered for the other process
         unlock(locked, device)
