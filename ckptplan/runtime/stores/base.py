@@ -186,5 +186,5 @@ class Counted:
 
     def close(self) -> None:
         self._closing = True
-        if not self._tickets and not self._foreign:
+        if not self._tickets:
             self._shut()

@@ -223,8 +223,6 @@ class DiskStore(Counted):
             ticket.in_done.wait(f"reading {format_bytes(ticket.nbytes)} from {self._where}")
 
     def free(self, ticket: Ticket) -> None:
-        if self._foreign:
-            return
         for done, worker in ((ticket.in_done, self._in), (ticket.out_done, self._out)):
             if done is None or done.event.is_set():
                 continue
