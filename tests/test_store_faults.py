@@ -448,8 +448,7 @@ FORK = """
     from small_models import build
     from ckptplan import apply
     from ckptplan.core.errors import SwapError
-    from torch.multiprocessing.reductions import StorageWeakRef
-from test_runtime import assert_same, clean_step, plain_step, planned
+    from test_runtime import assert_same, clean_step, plain_step, planned
 
     model, inputs = build("mlp")
     handle = apply(model, planned("mlp", "swap"))
