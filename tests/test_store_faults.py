@@ -354,6 +354,22 @@ def test_an_interrupt_while_waiting(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("chunk_bytes", CHUNKS)
+def test_a_return_waits_for_its_own_copy_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int | None
+) -> None:
+    real = disk._write
+    monkeypatch.setattr(disk, "_write", lambda *a: (time.sleep(0.05), real(*a)))
+    store = store_in(tmp_path, chunk_bytes)
+    source, target = torch.randn(2500), torch.empty(2500)
+    ticket = store.start_out(source)
+    store.start_in(ticket, target)
+    store.finish_in(ticket)
+    assert torch.equal(source, target)
+    store.free(ticket)
+    store.close()
+
+
+@pytest.mark.parametrize("chunk_bytes", CHUNKS)
 @pytest.mark.parametrize("name", ["_write", "_read"])
 def test_free_waits_so_that_this_thread_frees_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk_bytes: int | None
