@@ -37,6 +37,7 @@ from ckptplan.runtime.measure import held_tensors, run_step, unique_bytes
 from ckptplan.runtime.shapes import ByName, Larger, Limits, input_tensors
 from ckptplan.runtime.state import restored
 from ckptplan.runtime.step import LossFn, TrainingStep, check_supported, fingerprint, make_step
+from ckptplan.runtime.stores import STAGING_BYTES
 from ckptplan.solving.evaluate import menus as menus_of
 from ckptplan.solving.frontier import frontier_profile, smallest_within
 from ckptplan.solving.planner import solve_profile
@@ -44,8 +45,6 @@ from ckptplan.solving.prices import lower_bound
 from ckptplan.solving.tiers import all_bytes, check_disk
 
 _TIGHTENINGS = 6
-STAGING_BYTES = 64 << 20
-"""Pinned host memory through which bytes go to the disk tier and come back."""
 PLAIN = ("keep", "swap", "recompute", "recompute+swap")
 """The options that every stage has where it can; the others of its menu are its operations' business."""
 

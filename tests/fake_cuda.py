@@ -25,6 +25,11 @@ DEVICE = torch.device("cuda", 0)
 ALIGN = 512
 
 
+def pattern(value: int, nbytes: int) -> bytes:
+    """`nbytes` of `value`, plus one after every kilobyte, so that no piece of a block passes for another."""
+    return b"".join(bytes([(value + at // 1024) % 256]) * min(1024, nbytes - at) for at in range(0, nbytes, 1024))
+
+
 class FakeEvent:
     """Happens when its stream has done what was issued there before `record`."""
 
@@ -174,16 +179,16 @@ class FakeCuda:
         self.current_stream().issue("work", lambda: ctypes.memmove(to, come, nbytes))
 
     def fill(self, tensor: torch.Tensor, value: int) -> None:
-        """A kernel that writes."""
-        address, nbytes = tensor.data_ptr(), tensor.nbytes
-        self.current_stream().issue("work", lambda: ctypes.memset(address, value, nbytes))
+        """A kernel that writes `pattern`."""
+        address, data = tensor.data_ptr(), pattern(value, tensor.nbytes)
+        self.current_stream().issue("work", lambda: ctypes.memmove(address, data, len(data)))
 
     def look(self, tensor: torch.Tensor, want: int) -> Callable[[], bool]:
-        """A kernel that reads: tells, once it has run, whether every byte was `want`."""
+        """A kernel that reads: tells, once it has run, whether it found the pattern of `want`."""
         address, nbytes = tensor.data_ptr(), tensor.nbytes
         found: list[bool] = []
         self.current_stream().issue(
-            "work", lambda: found.append(ctypes.string_at(address, nbytes) == bytes([want]) * nbytes)
+            "work", lambda: found.append(ctypes.string_at(address, nbytes) == pattern(want, nbytes))
         )
         return lambda: found == [True]
 

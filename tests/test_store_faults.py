@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import build
 from test_runtime import assert_same, clean_step, plain_step, planned
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckptplan import apply
 from ckptplan.core.errors import InvalidInputError, SwapError
@@ -351,6 +352,40 @@ def test_an_interrupt_while_waiting(name: str, monkeypatch: pytest.MonkeyPatch) 
         assert_same(clean_step(model, inputs), plain_step("mlp"))
         assert not store.used_bytes, "nothing is left of the step that was interrupted"
     assert swap_threads() == []
+
+
+@pytest.mark.parametrize("chunk_bytes", CHUNKS)
+def test_a_return_waits_for_its_own_copy_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int | None
+) -> None:
+    real = disk._write
+    monkeypatch.setattr(disk, "_write", lambda *a: (time.sleep(0.05), real(*a)))
+    store = store_in(tmp_path, chunk_bytes)
+    source, target = torch.randn(2500), torch.empty(2500)
+    ticket = store.start_out(source)
+    store.start_in(ticket, target)
+    store.finish_in(ticket)
+    assert torch.equal(source, target)
+    store.free(ticket)
+    store.close()
+
+
+@pytest.mark.parametrize("chunk_bytes", CHUNKS)
+@pytest.mark.parametrize("name", ["_write", "_read"])
+def test_free_waits_so_that_this_thread_frees_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk_bytes: int | None
+) -> None:
+    real = getattr(disk, name)
+    monkeypatch.setattr(disk, name, lambda *a: (time.sleep(0.05), real(*a)))
+    store = store_in(tmp_path, chunk_bytes)
+    source, target = torch.randn(2500), torch.empty(2500)
+    watches = [StorageWeakRef(t.untyped_storage()) for t in (source, target)]
+    ticket = store.start_out(source)
+    store.start_in(ticket, target)
+    del source, target
+    store.free(ticket)
+    assert [watch.expired() for watch in watches] == [True, True]
+    store.close()
 
 
 # Processes

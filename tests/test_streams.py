@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -156,7 +157,7 @@ def test_synchronous_mode_leaves_no_copy_under_way(seed: int, kind: str, tmp_pat
         store.start_in(ticket, target)
         assert not any(s.queue for s in gpu.streams)
         store.finish_in(ticket)
-        assert bytes(target.tolist()) == bytes([7]) * target.numel()
+        assert bytes(target.tolist()) == fake_cuda.pattern(7, target.numel())
         store.free(ticket)
         del source, target
 
@@ -320,3 +321,37 @@ def test_the_stream_that_computes_now_is_asked(seed: int, kind: str, tmp_path: P
         del source, target
         memory.clear()
     assert all(look() for look in looks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forked_copy_of_a_store_touches_nothing(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_device(0, kind, tmp_path) as (gpu, store):
+        source, target = made(gpu, 4), gpu.empty(5000, torch.uint8)
+        ticket = store.start_out(source)
+        store.start_in(ticket, target[: source.numel()])
+        store.finish_in(ticket)
+        registered, issued = set(gpu.registered), [s.issued for s in gpu.streams]
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: store._pid + 1)
+            with pytest.raises(SwapError, match="forked from it"):
+                store.start_out(source)
+            with pytest.raises(SwapError, match="forked from it"):
+                store.start_in(ticket, source)
+            for finish in (store.finish_out, store.finish_in):
+                with pytest.raises(SwapError, match="forked from it"):
+                    finish(ticket)
+            _, at_exit, arguments, _ = store._close.peek()
+            at_exit(*arguments)
+            if kind == "pinned":
+                store.free(ticket)
+        assert gpu.registered == registered
+        assert [s.issued for s in gpu.streams] == issued
+        assert kind == "pinned" or (store._out.thread.is_alive() and not store._file.closed)
+        store.free(ticket)
+        again = record_of(gpu, 8)
+        again.start_leaving(store)
+        again.finish_leaving()
+        look = gpu.look(again.whole(), 8)
+        gpu.synchronize()
+        assert look()
+        del again, source, target

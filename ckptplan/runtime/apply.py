@@ -479,7 +479,7 @@ def apply(
         Where the swap file of a CPU plan, or of a CUDA plan's disk tier, lives (unnamed, at most the plan's swapped
         bytes per living graph).
     host_gb : float, optional
-        Limit on pinned host memory for a CUDA plan, in units of 2**30 bytes. A disk tier's `STAGING_BYTES` come on top.
+        Limit on pinned host memory for a CUDA plan, in units of 2**30 bytes. A disk tier's staging counts.
     disk_gb : float, optional
         Limit on the swap file, in units of 2**30 bytes.
     checksums : bool

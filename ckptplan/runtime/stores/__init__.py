@@ -69,8 +69,11 @@ def make_stores(
         If a tier can't be had, or not of that size. None is left open then.
     """
     stores: dict[Tier, Store] = {}
+    tiers = dict.fromkeys(choice.tier for choice in plan.choices if choice.moves)
+    if "disk" in tiers and host_limit_bytes is not None:
+        host_limit_bytes = max(host_limit_bytes - STAGING_BYTES, 0)  # its staging is pinned memory as well
     try:
-        for tier in dict.fromkeys(choice.tier for choice in plan.choices if choice.moves):
+        for tier in tiers:
             capacity, limit = plan.host_bytes, host_limit_bytes
             if tier == "disk":
                 if device.type == "cpu":

@@ -273,7 +273,6 @@ def _staged_out(staging: Staging, ready: Any, data: torch.Tensor, fd: int, offse
 
 
 def _staged_in(staging: Staging, ready: Any, data: torch.Tensor, after: Done, fd: int, offset: int) -> None:
-    after.wait("the copy out")
     staging.back(ready, data, lambda view, at: _read(after, fd, view, offset + at))
 
 
