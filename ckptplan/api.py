@@ -569,7 +569,7 @@ def apply(
         bytes per living graph).
     host_gb : float, optional
         Limit on pinned host memory for a CUDA plan, in units of 2**30 bytes; new plans move no more on any device. A
-        disk tier's `STAGING_BYTES` come on top.
+        disk tier's staging (64 MiB) counts.
     disk_gb : float, optional
         Limit on the swap file, in units of 2**30 bytes.
     checksums : bool

@@ -202,7 +202,9 @@ def _profile(
     if target.device.type == "cuda" and swap_dir is not None:
         disk, shared = measure_links(target.device, block, swap_dir, "disk")
         notes = [*notes, *filter(None, [sharing_note("disk", disk, shared)])]
-    return _with_times(dataclasses.replace(chain, link=link, disk=disk, notes=(*notes, *chain.notes)), times)
+    return _with_times(
+        dataclasses.replace(chain, link=link, disk=disk and disk.behind(link), notes=(*notes, *chain.notes)), times
+    )
 
 
 def planned_profiles(

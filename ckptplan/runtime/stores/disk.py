@@ -151,7 +151,9 @@ class DiskStore(OfOneProcess):
             raise InvalidInputError(str(error)) from error
         self._out = Worker("ckptplan-swap-out")
         self._in = Worker("ckptplan-swap-in")
-        weakref.finalize(self._space, _close_disk, self._pid, self._out, self._in, self._file, locked, self._device)
+        self._close = weakref.finalize(
+            self._space, _close_disk, self._pid, self._out, self._in, self._file, locked, self._device
+        )
 
     @property
     def name(self) -> str:

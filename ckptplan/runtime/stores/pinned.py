@@ -51,7 +51,7 @@ class PinnedStore(OfOneProcess):
         self._last_read: Any = None
         # Also when nobody calls close(): memory that is freed while registered poisons its next owner.
         self._locked: list[torch.Tensor] = []
-        weakref.finalize(self._space, _close_pinned, self._pid, self._locked, self._areas, device)
+        self._close = weakref.finalize(self._space, _close_pinned, self._pid, self._locked, self._areas, device)
         try:
             self._grow(max(capacity_bytes, CUDA_ALIGN))
         except SwapError as error:
