@@ -38,7 +38,7 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import residency
 from ckptplan.runtime import apply as application
 from ckptplan.runtime.step import default_loss
-from ckptplan.runtime.stores import DiskStore, disk
+from ckptplan.runtime.stores import ChecksumStore, DiskStore, disk
 
 Made = tuple[nn.Module, Any]
 
@@ -231,7 +231,7 @@ def main() -> None:
             raise SystemExit(f"{name} doesn't repeat bit for bit without any plan: {differing(again, wanted)[0]}")
         for what, plan in plans(profile, f"{name} {given.seed}").items():
             model, inputs = made[name]()
-            with delayed_copies(given.seed), applied(model, plan) as handle:
+            with delayed_copies(given.seed), two_files(), ckptplan.apply(model, plan) as handle:
                 found = train(model, inputs, given.steps, autocast)
                 stats = handle.stats()
             wrong = differing(found, wanted)
@@ -267,17 +267,17 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def applied(model: nn.Module, plan: Plan) -> Iterator[Any]:
-    """The plan, with a file for either tier on the CPU too: the disk tier's is staged, in chunks of 16 KiB."""
+def two_files(*, checksums: bool = False) -> Iterator[None]:
+    """Plans applied inside have a file for either tier, on the CPU too: the disk tier's is staged, in small chunks."""
 
-    def both(device: torch.device, plan: Plan, **_: Any) -> dict[Tier, Any]:
-        return {"host": DiskStore(), "disk": DiskStore(device=device, chunk_bytes=1 << 14)}
+    def both(device: torch.device, plan: Plan, **_: Any) -> dict[str, Any]:
+        made = {"host": DiskStore(), "disk": DiskStore(device=device, chunk_bytes=1 << 14)}
+        return {tier: ChecksumStore(store) if checksums else store for tier, store in made.items()}
 
     before = application.make_stores
     application.make_stores = both  # type: ignore[attr-defined]
     try:
-        with ckptplan.apply(model, plan) as handle:
-            yield handle
+        yield
     finally:
         application.make_stores = before  # type: ignore[attr-defined]
 

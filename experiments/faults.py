@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import small_models
-from bitwise import plans
+from bitwise import plans, two_files
 
 import ckptplan
 from ckptplan.core.errors import CkptPlanError, OutOfMemoryError, SwapError
@@ -94,9 +94,14 @@ class Subject:
                 self.model.get_submodule(owner)._buffers[last] = value.clone()
 
     @property
-    def store(self) -> DiskStore:
-        """The file that its bytes go to."""
-        return self.handle._stores["host"].inner
+    def stores(self) -> list[DiskStore]:
+        """The files that its bytes go to: on the CPU the host tier is one, and the disk tier another, staged."""
+        return [checked.inner for checked in self.handle._stores.values()]
+
+    @property
+    def used_bytes(self) -> int:
+        """Swap space in use."""
+        return sum(store.used_bytes for store in self.stores)
 
 
 def loss_of(model: nn.Module, inputs: Any) -> torch.Tensor:
@@ -207,9 +212,12 @@ def between(subject: Subject, action: Callable[[], None]) -> Iterator[None]:
 def damaged_file(subject: Subject, rng: random.Random, fault: Fault) -> Iterator[None]:
     """The file is cut off, or every byte of it changed."""
 
+    store = rng.choice(subject.stores)
+    fd = store._file.fileno()
+
     def damage() -> None:
-        wait_for_copies(subject)
-        fd = subject.store._file.fileno()
+        for worker in (store._out, store._in):
+            worker.submit(lambda: None).settle()  # behind all that is under way
         size = os.fstat(fd).st_size
         if not size:
             return
@@ -223,15 +231,7 @@ def damaged_file(subject: Subject, rng: random.Random, fault: Fault) -> Iterator
     with between(subject, damage):
         yield
     with contextlib.suppress(OSError):
-        os.posix_fallocate(subject.store._file.fileno(), 0, max(subject.store._reserved, 1))
-
-
-def wait_for_copies(subject: Subject) -> None:
-    """Let the worker threads finish what they were given."""
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and any(not w.jobs.empty() for w in (subject.store._out, subject.store._in)):
-        time.sleep(1e-3)
-    time.sleep(2e-3)
+        os.posix_fallocate(fd, 0, max(store.reserved_bytes, 1))
 
 
 @contextlib.contextmanager
@@ -357,7 +357,7 @@ def run_one(subject: Subject, kind: str, seed: int) -> dict[str, Any]:
             del s["threads"]
     wrong += [f"{name}: {before[name]} before, {after[name]} after" for name in after if after[name] != before[name]]
     in_backward = raised_as and "forward ended" in states and kind != "out of memory, handled"
-    if not in_backward and subject.store.used_bytes:
+    if not in_backward and subject.used_bytes:
         wrong.append("swap space is still in use")
     subject.rewind()
     try:
@@ -365,7 +365,7 @@ def run_one(subject: Subject, kind: str, seed: int) -> dict[str, Any]:
             wrong.append("the next step is wrong")
         gc.collect()
         # PyTorch keeps what a failed backward left in its queue; the next forward under the plan makes it let go.
-        if subject.store.used_bytes:
+        if subject.used_bytes:
             wrong.append("swap space is still in use after the next step")
     except Exception as raised:
         wrong.append(f"the next step raised {type(raised).__name__}: {str(raised)[:200]}")
@@ -383,7 +383,8 @@ def subjects(seed: int) -> Iterator[Subject]:
         wanted = clean_step(plain, inputs)
         for what, plan in plans(profile, f"{name} {seed}").items():
             model, inputs = small_models.build(name)
-            handle = ckptplan.apply(model, plan, on_oom="report", checksums=True)
+            with two_files(checksums=True):
+                handle = ckptplan.apply(model, plan, on_oom="report")
             subject = Subject(name, what, model, inputs, handle, wanted)
             subject.buffers = [b.clone() for b in model.buffers()]
             assert same(clean_step(model, inputs), wanted), (name, what)
@@ -405,6 +406,7 @@ def main() -> None:
     kinds = list(KINDS) if given.kinds is None else given.kinds.split(",")
     threads_before, files_before = threading.active_count(), len(os.listdir("/proc/self/fd"))
     everyone = list(subjects(given.seed))
+    gc.freeze()  # what is there stays: each later collection looks at one step's objects alone
     rows: list[dict[str, Any]] = []
     hit = number = 0
     while hit < given.faults:
@@ -424,6 +426,7 @@ def main() -> None:
         subject.rewind()
         assert same(clean_step(subject.model, subject.inputs), subject.wanted)
     everyone.clear()
+    gc.unfreeze()
     gc.collect()
     left = threading.active_count() - threads_before, len(os.listdir("/proc/self/fd")) - files_before
     table = collections.Counter((row["kind"], row["raised"]) for row in rows if row["fired"])
