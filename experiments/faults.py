@@ -85,6 +85,7 @@ class Subject:
     wanted: list[Any]
     step_s: float = 0.05
     buffers: list[torch.Tensor] = field(default_factory=list)
+    inside: contextlib.AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
 
     def rewind(self) -> None:
         """Buffers as they were in the beginning: some models compute with what they count."""
@@ -189,13 +190,20 @@ def failing_copy(subject: Subject, rng: random.Random, fault: Fault) -> Iterator
 
 @contextlib.contextmanager
 def killed_worker(subject: Subject, rng: random.Random, fault: Fault) -> Iterator[None]:
-    """A worker thread ends, at the next line that it runs."""
-    workers = [t for t in threading.enumerate() if t.name.startswith("ckptplan-swap")]
-    if workers:
+    """A worker thread ends, at the next line that it runs: before the step's first copy, or between two."""
+    store = rng.choice(subject.stores)
+    worker = rng.choice((store._out, store._in))
+
+    def kill() -> None:
         fault.fired = True
-        thread = ctypes.c_ulong(rng.choice(workers).ident or 0)
+        thread = ctypes.c_ulong(worker.thread.ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(SystemExit))
-    yield
+
+    with contextlib.nullcontext(kill()) if rng.random() < 0.5 else between(subject, kill):
+        yield
+    for _ in range(3):  # an idle one dies with the first of these, and a later one has a new one
+        worker.submit(lambda: None).settle()
+        time.sleep(5e-3)
 
 
 @contextlib.contextmanager
@@ -269,8 +277,11 @@ class OutOfMemory(TorchDispatchMode):
 @contextlib.contextmanager
 def out_of_memory(subject: Subject, rng: random.Random, fault: Fault) -> Iterator[None]:
     """Any operation of the step, forward or backward."""
-    with OutOfMemory(rng.randint(1, 400), fault):
+    subject.inside = OutOfMemory(rng.randint(1, 400), fault)
+    try:
         yield
+    finally:
+        subject.inside = contextlib.nullcontext()
 
 
 Injector = Callable[[Subject, random.Random, Fault], contextlib.AbstractContextManager[None]]
@@ -326,9 +337,10 @@ def run_one(subject: Subject, kind: str, seed: int) -> dict[str, Any]:
     def faulty() -> list[Any]:
         subject.model.zero_grad()
         torch.manual_seed(3)
-        loss = loss_of(subject.model, subject.inputs)
-        states["forward ended"] = torch.get_rng_state()
-        loss.backward()
+        with subject.inside:
+            loss = loss_of(subject.model, subject.inputs)
+            states["forward ended"] = torch.get_rng_state()
+            loss.backward()
         return [loss.detach(), *(p.grad for p in subject.model.parameters())]
 
     try:
@@ -351,10 +363,6 @@ def run_one(subject: Subject, kind: str, seed: int) -> dict[str, Any]:
     raised_as = type(error).__name__ if error is not None else ""
     error = None
     after = surroundings(subject)
-    if kind == "killed worker":
-        # A new thread takes a dead one's place, at the next copy.
-        for s in (before, after):
-            del s["threads"]
     wrong += [f"{name}: {before[name]} before, {after[name]} after" for name in after if after[name] != before[name]]
     in_backward = raised_as and "forward ended" in states and kind != "out of memory, handled"
     if not in_backward and subject.used_bytes:
