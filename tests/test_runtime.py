@@ -226,8 +226,8 @@ def test_release_and_prefetch_points_are_met(monkeypatch: pytest.MonkeyPatch) ->
     start = swap.Record.start_leaving
 
     def noted(record: swap.Record, store: Store) -> None:
-        assert record._whole is not None
-        seen.append((weakref.ref(record), StorageWeakRef(record._whole.untyped_storage())))
+        assert record._watch is not None
+        seen.append((weakref.ref(record), StorageWeakRef(record._watch.untyped_storage())))
         start(record, store)
 
     monkeypatch.setattr(swap.Record, "start_leaving", noted)
