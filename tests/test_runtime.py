@@ -226,8 +226,8 @@ def test_release_and_prefetch_points_are_met(monkeypatch: pytest.MonkeyPatch) ->
     start = swap.Record.start_leaving
 
     def noted(record: swap.Record, store: Store) -> None:
-        assert record._whole is not None
-        seen.append((weakref.ref(record), StorageWeakRef(record._whole.untyped_storage())))
+        assert record._watch is not None
+        seen.append((weakref.ref(record), StorageWeakRef(record._watch.untyped_storage())))
         start(record, store)
 
     monkeypatch.setattr(swap.Record, "start_leaving", noted)
@@ -1039,3 +1039,26 @@ def test_a_record_goes_with_its_own_saved_tensor_and_not_with_its_stages_last() 
     assert len(session._records) == 1
     second.sum().backward()
     assert len(session._records) == 0
+
+
+@pytest.mark.parametrize("seen_as", [lambda t: t, lambda t: t.t(), lambda t: t[1:, ::2], torch.conj, lambda t: t.imag])
+def test_what_stays_is_given_as_it_was_saved(seen_as: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Of a storage that stays no view of the whole is made, which is most of what packing it would take."""
+    session = swap.SwapSession({}, torch.device("cpu"), lambda storage: False, swap.Counters())
+    packing = session.packing()
+    base = torch.randn(6, 4, dtype=torch.complex64)
+    tensor = seen_as(base)
+    first, again, part = packing.pack(tensor), packing.pack(tensor), packing.pack(base[2:])
+    assert isinstance(first, swap.Alias)
+    found = first.tensor()
+    assert first.record._whole is None
+    for given in (found, swap.unpack(again)):
+        assert torch.equal(given, tensor)
+        assert (given.stride(), given.storage_offset()) == (tensor.stride(), tensor.storage_offset())
+        assert (given.is_conj(), given.is_neg()) == (tensor.is_conj(), tensor.is_neg())
+        assert given.untyped_storage()._cdata == base.untyped_storage()._cdata
+    assert torch.equal(swap.unpack(part), base[2:])
+    base.add_(1)
+    for packed in (first, again, part):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            swap.unpack(packed)

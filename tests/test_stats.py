@@ -190,8 +190,8 @@ def test_stalls_are_the_waiting_stage_s(made: Made, monkeypatch: pytest.MonkeyPa
 
 
 def test_copies_are_counted_with_their_own_seconds(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = stores._write
-    monkeypatch.setattr(stores, "_write", lambda *a: (time.sleep(0.01), real(*a)))
+    real = stores.disk._write
+    monkeypatch.setattr(stores.disk, "_write", lambda *a: (time.sleep(0.01), real(*a)))
     with ckptplan.apply(made.model, made.plan("swap", "swap", "keep", "keep")) as handle:
         for _ in range(4):
             made.step()

@@ -257,7 +257,7 @@ def test_a_failed_copy_leaves_nothing_running(direction: str, tmp_path: Path, mo
         with on_device(seed, "disk", tmp_path) as (gpu, store):
             record = Record(gpu.empty(5000, torch.uint8), Counters())
             record._device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
-            gpu.fill(record._whole, 3)  # type: ignore[arg-type]
+            gpu.fill(record.whole(), 3)
             with monkeypatch.context() as patch:
                 patch.setattr(disk, "_write" if direction == "out" else "_read", fails)
                 record.start_leaving(store)

@@ -59,7 +59,7 @@ def _sizes(
     sizes: _Sizes = {}
     # Tensors of one call share batch and length: what is of one size in one dimension is extended to one size.
     shared: dict[tuple[int, int], int] = {}
-    given = list(tensors_at(named))
+    given = tensors_at(named)
     for path, tensor in given:
         old = shapes.get(path)
         if old is None or len(old) != tensor.dim():

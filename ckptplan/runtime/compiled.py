@@ -14,6 +14,8 @@ from ckptplan.core.errors import UnsupportedModelError
 
 T = TypeVar("T")
 
+_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback  # asked at every call and every saved tensor
+
 _REMEDY = "compile its stages one by one (`for layer in model.layers: layer.compile()`), then plan and apply"
 
 
@@ -55,7 +57,7 @@ def out_of_sight(hook: Callable[[torch.Tensor], T]) -> Callable[[torch.Tensor], 
     """
 
     def quiet(tensor: torch.Tensor) -> T:
-        if torch._C._dynamo.eval_frame.get_eval_frame_callback() is None:
+        if _callback() is None:
             return hook(tensor)
         callback = torch._C._dynamo.eval_frame.set_eval_frame(None)
         try:
@@ -102,7 +104,7 @@ def check_not_compiling(module: nn.Module) -> None:
     ------
     UnsupportedModelError
     """
-    if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
+    if torch.compiler.is_compiling() or _callback() is not None:
         raise UnsupportedModelError(
             f"a {type(module).__name__} that is a stage of a plan is called inside a region that was compiled as one "
             f"(the whole model, the training step, or the stage itself after the plan was applied); {_REMEDY}"

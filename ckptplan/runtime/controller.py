@@ -127,6 +127,7 @@ class Controller:
         self._choices = tuple(choices)
         # What one stage moves, stages before it may hold too, and all must hold it by the same record.
         self._moves = any(choice.moves for choice in self._choices)
+        self._asks_what_is_own = any(choice.action != "keep" for choice in self._choices)
         self._stores = stores
         self._device = device
         self._limits = [Limits(planned) for planned in inputs or [None] * len(self._stages)]
@@ -136,6 +137,11 @@ class Controller:
         self._pass: _Pass | None = None
         self._session: SwapSession | None = None
         self.counters = counters or Counters()
+        # Made here rather than at every call: forward in, forward behind, backward.
+        self._places = tuple(
+            (Place("forward", i, inside=True), Place("forward", i), Place("backward", i))
+            for i in range(len(self._stages))
+        )
         self.place = Place("forward", 0)
         self.on_backward: Callable[[], None] | None = None
         self._old_graph = old_graph
@@ -245,11 +251,15 @@ class Controller:
             )
         # By storage, and anew each pass: parameters may have been moved or replaced since.
         # Weak references, so that the address of a buffer that the forward replaces stays nobody else's meanwhile.
-        own = {
-            storage._cdata: StorageWeakRef(storage)
-            for t in (*self._model.parameters(), *self._model.buffers())
-            for storage in (t.untyped_storage(),)
-        }
+        own = (
+            {
+                storage._cdata: StorageWeakRef(storage)
+                for t in (*self._model.parameters(), *self._model.buffers())
+                for storage in (t.untyped_storage(),)
+            }
+            if self._asks_what_is_own
+            else {}
+        )
         self.counters.forwards += 1
         tell = self.counters.meter.begin()
         for tier, store in self._stores.items():
@@ -278,19 +288,18 @@ class Controller:
         self, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         current = self._pass
-        if current is None or (current.backward_begun and self._next_call(current, module) is None):
-            current = self._begin()
-        index = self._next_call(current, module)
-        if index is None and self._first_of_step(module):
+        index = None if current is None else self._next_call(current, module)
+        if index is None and (current is None or current.backward_begun or self._first_of_step(module)):
             current = self._begin()
             index = self._next_call(current, module)
-        if index is None:
+        if current is None or index is None:
             raise PlanMismatchError(
                 f"module {self._stages[self._indices[module][0]]!r} is called more than the "
                 f"{len(self._indices[module])} times a step that the plan was made for; solve again with this step"
             )
         current.calls[module] = current.calls.get(module, 0) + 1
-        self.place = Place("forward", index, inside=True)
+        inside, behind, _ = self._places[index]
+        self.place = inside
         self.counters.meter.mark(index * KINDS)
         try:
             self._limits[index].check(self._stages[index], args, kwargs)
@@ -307,7 +316,7 @@ class Controller:
         except BaseException:
             current.open = self._pass = None
             raise
-        self.place = Place("forward", index)
+        self.place = behind
         self._watch_backward(current, index, output)
         self.counters.meter.mark(min(index + 1, len(self._stages) - 1) * KINDS)
         return output
@@ -376,12 +385,14 @@ class Controller:
             for stage in self._prefetch_at.get(index, ()):
                 current.session.prefetch(stage)
 
-        nodes = {t.grad_fn for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)} - {None}
+        # Most outputs are one tensor, and looking for tensors in a tree costs as much as all the rest here.
+        leaves = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
+        nodes = {t.grad_fn for t in leaves if isinstance(t, torch.Tensor)} - {None}
         for node in nodes:
             node.register_prehook(begin)  # type: ignore[union-attr]
 
     def _enter_backward(self, index: int) -> None:
-        self.place = Place("backward", index)
+        self.place = self._places[index][2]
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,22 +30,31 @@ def described(path: str, tensor: torch.Tensor) -> InputTensor:
     return InputTensor(path, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
-def tensors_at(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_at(tree: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
     """Every tensor of a tree with its path as `keystr` writes it; PyTorch's own way takes several times as long."""
-    if isinstance(tree, torch.Tensor):
-        yield path, tree
-    elif (kind := type(tree)) in _NO_TENSOR:
+    found: list[tuple[str, torch.Tensor]] = []
+    _add_tensors(tree, path, found)
+    return found
+
+
+def _add_tensors(tree: Any, path: str, found: list[tuple[str, torch.Tensor]]) -> None:
+    kind = type(tree)  # asked first: `isinstance` with a tensor's class takes long where the answer is no
+    if kind is torch.Tensor:
+        found.append((path, tree))
+    elif kind in _NO_TENSOR:
         return
     elif kind is tuple or kind is list:
         for i, item in enumerate(tree):
-            yield from tensors_at(item, f"{path}[{i}]")
+            _add_tensors(item, f"{path}[{i}]", found)
     elif kind is dict:
         for key, item in tree.items():
-            yield from tensors_at(item, f"{path}[{key!r}]")
+            _add_tensors(item, f"{path}[{key!r}]", found)
+    elif isinstance(tree, torch.Tensor):
+        found.append((path, tree))
     else:
         for below, leaf in pytree.tree_flatten_with_path(tree)[0]:
             if isinstance(leaf, torch.Tensor):
-                yield path + pytree.keystr(below), leaf
+                found.append((path + pytree.keystr(below), leaf))
 
 
 class Limits:
@@ -81,6 +90,8 @@ class Limits:
                 return described(path, tensor), None
             whole, ndim, most, itemsize = limit
             shape = tensor.shape
+            if shape == most and tensor.dtype.itemsize <= itemsize:
+                continue
             if len(shape) != ndim or tensor.dtype.itemsize > itemsize:
                 return described(path, tensor), whole
             for size, limit_size in zip(shape, most, strict=True):

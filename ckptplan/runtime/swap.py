@@ -25,7 +25,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -102,11 +102,11 @@ class Record:
         self.state = State.ON_DEVICE
         self.nbytes = tensor.untyped_storage().nbytes()
         self._device = tensor.device
-        whole = whole_storage(tensor)
-        self._whole: torch.Tensor | None = whole
-        self._dtype, self._count = whole.dtype, whole.numel()
+        # What is saved in vain, or stays, is most of all: what only records need that leave is made when they do.
+        self._whole: torch.Tensor | None = None
         self._watch: torch.Tensor | None = tensor.detach()  # shares the version counter of what was saved
-        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._geometry: Geometry | None = None
+        self._storage: StorageWeakRef | None = None
         self.version = tensor._version
         self._modified: int | None = None
         self._ticket: Ticket | None = None
@@ -118,12 +118,15 @@ class Record:
 
         The weak reference keeps its address from becoming another storage's while the record lives.
         """
-        return self._watch is None and self._storage.expired()
+        return self._watch is None and self._storage is not None and self._storage.expired()
 
     def start_leaving(self, store: Store) -> None:
         """Issue the copy out to `store`, where the bytes stay whoever else sends them away later."""
         if self.state is State.ON_DEVICE and self._ticket is None:
-            assert self._whole is not None
+            assert self._watch is not None
+            self._geometry = Geometry.of(self._watch)
+            if self._whole is None:
+                self._whole = whole_storage(self._watch)
             self._ticket, self._store = store.start_out(self._whole), store
             self.state = State.LEAVING
             self._counters.swapped_out_bytes += self.nbytes
@@ -139,6 +142,9 @@ class Record:
         self._counters.meter.mark(before)
         self._counters.host_wait_s += time.perf_counter() - begin
         self._check_version()
+        assert self._whole is not None
+        self._storage = StorageWeakRef(self._whole.untyped_storage())
+        self._dtype, self._count = self._whole.dtype, self._whole.numel()
         self._whole = self._watch = None
         self.state = State.AWAY
 
@@ -176,14 +182,27 @@ class Record:
         SwapError
             If a copy failed.
         """
+        self._bring()
+        if self._whole is None:
+            assert self._watch is not None
+            self._whole = whole_storage(self._watch)
+        return self._whole
+
+    def as_saved(self) -> torch.Tensor:
+        """The tensor that the record was made from; raises as `whole`."""
+        self._bring()
+        if self._watch is not None:
+            return self._watch.detach()
+        assert self._geometry is not None
+        return self._geometry.on(self.whole())
+
+    def _bring(self) -> None:
         if self.state in (State.AWAY, State.RETURNING):
             self.start_returning()
             self.finish_returning()
         self._check_version()
         if self._modified is not None:
             raise modified_error([self.nbytes], self.version, self._modified)
-        assert self._whole is not None
-        return self._whole
 
     def _stream_of_target(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -203,8 +222,7 @@ class Record:
         self._store.free(self._ticket)  # type: ignore[union-attr, arg-type]
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
+class Geometry(NamedTuple):
     """How a tensor lies in its storage."""
 
     dtype: torch.dtype
@@ -236,13 +254,15 @@ class Geometry:
 
 @dataclass(slots=True)
 class Alias:
-    """A saved tensor as a view of a record."""
+    """A saved tensor as a view of a record; without a geometry, as the one that the record was made from."""
 
     record: Record
-    geometry: Geometry
+    geometry: Geometry | None = None
 
     def tensor(self) -> torch.Tensor:
         """The tensor, brought back where it was away."""
+        if self.geometry is None:
+            return self.record.as_saved()
         return self.geometry.on(self.record.whole())
 
 
@@ -293,10 +313,10 @@ def movable(tensor: torch.Tensor, device: torch.device, never: Callable[[torch.U
 
     Sizes change with the batch; what counts as movable must not, since plans count positions by it.
     """
+    at = tensor.device
     return (
         plain(tensor)
-        and tensor.device.type == device.type
-        and tensor.device.index in (device.index, None)
+        and (at == device or (at.type == device.type and at.index is None))
         and not never(tensor.untyped_storage())
     )
 
@@ -321,9 +341,10 @@ class Packing:
         """`tensor` as a view of its record, or itself where it can't be moved."""
         if not self._session.movable(tensor):
             return Held(tensor, version_of(tensor))
-        record = self._session.record(tensor)
-        self.order.setdefault(storage_key(tensor), record)
-        return Alias(record, Geometry.of(tensor))
+        key = storage_key(tensor)
+        record, is_new = self._session.record(tensor, key)
+        self.order.setdefault(key, record)
+        return Alias(record) if is_new else Alias(record, Geometry.of(tensor))
 
     def skip(self, tensor: torch.Tensor) -> None:
         """Count `tensor` in the order without holding it."""
@@ -403,13 +424,24 @@ class SwapSession:
         """Whether the storage of `tensor` is the model's own."""
         return self._never(tensor.untyped_storage())
 
-    def record(self, tensor: torch.Tensor) -> Record:
-        """The record of a movable tensor's storage in its version, shared by all stages of this forward."""
-        key = storage_key(tensor)
+    def record(self, tensor: torch.Tensor, key: tuple[int, int]) -> tuple[Record, bool]:
+        """The record of a movable tensor's storage in its version, shared by all stages of this forward.
+
+        Parameters
+        ----------
+        key : tuple
+            Its `storage_key`.
+
+        Returns
+        -------
+        tuple
+            The record, and whether it was made now, from this tensor.
+        """
         record = self._records.get(key)
-        if record is None or record.is_gone:
-            record = self._records[key] = Record(tensor, self._counters)
-        return record
+        if record is not None and not record.is_gone:
+            return record, False
+        record = self._records[key] = Record(tensor, self._counters)
+        return record, True
 
     def leave(self, index: int, order: Order, moves: tuple[int, ...], tier: Tier = "host") -> None:
         """What `moves` names of `order`, which is emptied, starts to leave for `tier`, on behalf of stage `index`.
