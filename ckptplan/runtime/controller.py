@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,13 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.chain import Phase, Segment
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Decision
 from ckptplan.core.units import format_bytes
+from ckptplan.runtime.own import OwnStorages
 from ckptplan.runtime.patching import PatchedForward
 from ckptplan.runtime.recompute import Call, run_recomputed
 from ckptplan.runtime.segments import OpenSegment
@@ -63,8 +64,9 @@ def is_glue(name: str) -> bool:
 class _Pass:
     """One forward pass and its backward."""
 
-    def __init__(self, session: SwapSession) -> None:
+    def __init__(self, session: SwapSession, own: OwnStorages) -> None:
         self.session = session
+        self.own = own
         self.calls: dict[nn.Module, int] = {}
         self.backward_begun = False
         self.open: OpenSegment | None = None
@@ -217,16 +219,10 @@ class Controller:
         return torch.is_grad_enabled() and self._model.training == self._training
 
     def _begin(self) -> _Pass:
-        # By storage, and anew each pass: parameters may have been moved or replaced since.
-        # Weak references, so that the address of a buffer that the forward replaces stays nobody else's meanwhile.
-        own = {
-            storage._cdata: StorageWeakRef(storage)
-            for t in (*self._model.parameters(), *self._model.buffers())
-            for storage in (t.untyped_storage(),)
-        }
+        own = OwnStorages(self._model)
         self.counters.forwards += 1
-        session = SwapSession(self._store, self._device, lambda storage: storage._cdata in own, self.counters)
-        self._session, self._pass = session, _Pass(session)
+        session = SwapSession(self._store, self._device, own, self.counters)
+        self._session, self._pass = session, _Pass(session, own)
         return self._pass
 
     def _run_model(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -286,11 +282,12 @@ class Controller:
         kwargs: dict[str, Any],
     ) -> Any:
         choice = self._choices[index]
+        current.own.enter(module)
         if index in self._segments:
             segment, inside = self._segments[index]
             if current.open is None or current.open.segment is not segment:
                 current.open = OpenSegment(segment, inside, current.session, moves=self._moves)
-            call = Call(module, original, self.counters, index)
+            call = Call(module, original, self.counters, index, functools.partial(current.own.whole, module))
             output = current.open.stage(index, self._stages[index], call, call.split(args, kwargs), choice.moves)
             if current.open.ended:
                 current.open = None

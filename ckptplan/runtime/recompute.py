@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
+from ckptplan.runtime.own import storages_of
 from ckptplan.runtime.selective import Selection
-from ckptplan.runtime.swap import Counters, SwapSession, modified_error
+from ckptplan.runtime.swap import Counters, SwapSession, modified_error, version_of
 
 
 class Call:
@@ -23,11 +25,21 @@ class Call:
     ----------
     index : int
         The stage, for `counters`.
+    whole : callable
+        A context in which the module's parameters are all there, for runs outside of its own backward.
     """
 
-    def __init__(self, module: nn.Module, original: Callable[..., Any], counters: Counters, index: int = 0) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        original: Callable[..., Any],
+        counters: Counters,
+        index: int = 0,
+        whole: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
         self._module, self._original = module, original
         self._counters, self._index = counters, index
+        self._whole = whole
         self._rest: list[Any] = []
         self._where: list[tuple[int, ...]] = []
         self._spec: pytree.TreeSpec | None = None
@@ -66,7 +78,7 @@ class Call:
             self._counters.copied_bytes[self._index] = state.copied_bytes
             return result
         self._counters.recomputed_stages += 1
-        with self._state.as_in_forward():
+        with self._whole(), self._state.as_in_forward():
             return self._original(*args, **kwargs)
 
 
@@ -146,15 +158,33 @@ class Surroundings:
             yield
 
 
+_MODULES_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"forward"}
+"""Attributes of every module, which have rules of their own here or don't change from call to call."""
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module's code keeps in plain attributes: flags, counters, tensors; lists and the like as copies."""
+    return {
+        name: value.copy() if type(value) in (list, dict, set) else value
+        for name, value in module.__dict__.items()
+        if name not in _MODULES_OWN
+    }
+
+
 class _State:
-    """What a stage's forward reads besides its inputs: buffers, training flags, the versions of its parameters."""
+    """What a stage's forward reads besides its inputs: buffers, attributes, the versions of its parameters."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._flags = [(m, m.training) for m in module.modules()]
-        self._parameters = [(p, p._version) for p in module.parameters()]
+        self._attributes = [(m, _attributes(m), _versions(m)) for m in module.modules()]
+        self._parameters = [
+            (m, name, p, p._version, _storage(p))
+            for m in module.modules()
+            for name, p in m._parameters.items()
+            if p is not None
+        ]
         # Copies, since only after the forward is it known which buffers it updates; the others' go at once then.
         self._before = [
-            (m, name, buffer, buffer._version, buffer.detach().clone())
+            (m, name, buffer, version_of(buffer), buffer.detach().clone())
             for m in module.modules()
             for name, buffer in m._buffers.items()
             if buffer is not None
@@ -166,7 +196,7 @@ class _State:
         """Tell the buffers that the forward updated (running statistics, load counters) from the others."""
         for m, name, buffer, version, copy in self._before:
             # Batch norm's kernels update running statistics without a new version.
-            if m._buffers.get(name) is not buffer or buffer._version != version or isinstance(m, _NormBase):
+            if m._buffers.get(name) is not buffer or version_of(buffer) != version or isinstance(m, _NormBase):
                 self._updated.append((m, name, copy))
             else:
                 self._untouched.append((m, name, buffer, version))
@@ -186,26 +216,62 @@ class _State:
         Raises
         ------
         RuntimeError
-            If a parameter, or a buffer that the forward only read, was written to since: the recompute would differ.
+            If a parameter, or a buffer or an attribute that the forward only read, was written to since, or a parameter
+            replaced: the recompute would differ.
         """
-        for p, version in self._parameters:
+        for m, name, p, version, storage in self._parameters:
             if p._version != version:
                 raise modified_error(p.shape, version, p._version)
+            now = m._parameters.get(name)
+            # Where a sharded unit has gathered or freed its parameters since, these are others by right.
+            if (now is not p and type(now) is type(p)) or _storage(p) != storage:
+                raise RuntimeError(
+                    f"parameter {name!r} of a {type(m).__name__} was replaced between forward and backward, which runs "
+                    "this stage again with it: the gradient would be another; replace parameters between steps"
+                )
         for _, _, buffer, version in self._untouched:
-            if buffer._version != version:
-                raise modified_error(buffer.shape, version, buffer._version)
-        now = [(m, dict(m._buffers)) for m in {m for m, _, _ in self._updated} | {m for m, _, _, _ in self._untouched}]
-        flags = [(m, m.training) for m, _ in self._flags]
+            if version_of(buffer) != version:
+                raise modified_error(buffer.shape, version, version_of(buffer))
+        for _, attributes, versions in self._attributes:
+            for name, version in versions.items():
+                if version_of(attributes[name]) != version:
+                    raise modified_error(attributes[name].shape, version, version_of(attributes[name]))
+        buffers = [(m, dict(m._buffers)) for m in {m for m, _, _ in self._updated} | {m for m, _, _, _ in self._untouched}]
+        attributes_now = [
+            (m, {name: value for name, value in m.__dict__.items() if name not in _MODULES_OWN})
+            for m, _, _ in self._attributes
+        ]
         for m, name, copy in self._updated:
             m._buffers[name] = copy.clone()
         for m, name, buffer, _ in self._untouched:
             m._buffers[name] = buffer
-        for m, training in self._flags:
-            m.training = training
+        for m, attributes, _ in self._attributes:
+            _put(m, {name: value.copy() if type(value) in (list, dict, set) else value for name, value in attributes.items()})
         try:
             yield
         finally:
-            for m, buffers in now:
-                m._buffers.update(buffers)
-            for m, training in flags:
-                m.training = training
+            for m, former in buffers:
+                m._buffers.update(former)
+            for m, former in attributes_now:
+                _put(m, former)
+
+
+def _versions(module: nn.Module) -> dict[str, int]:
+    """Versions of the tensors among a module's attributes."""
+    return {
+        name: version_of(value)
+        for name, value in module.__dict__.items()
+        if isinstance(value, torch.Tensor) and name not in _MODULES_OWN
+    }
+
+
+def _put(module: nn.Module, attributes: dict[str, Any]) -> None:
+    """Give a module these attributes and no others, past any code of its own."""
+    for name in [name for name in module.__dict__ if name not in attributes and name not in _MODULES_OWN]:
+        del module.__dict__[name]
+    module.__dict__.update(attributes)
+
+
+def _storage(parameter: torch.Tensor) -> tuple[StorageWeakRef, ...]:
+    """Where a parameter's values are; weak references, so that the address stays nobody else's meanwhile."""
+    return tuple(StorageWeakRef(storage) for storage in storages_of(parameter))
