@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, get_device_states, set_device_sta
 
 from ckptplan.runtime.own import storages_of
 from ckptplan.runtime.selective import Selection
+from ckptplan.runtime.state import Attributes
 from ckptplan.runtime.swap import Counters, SwapSession, modified_error, version_of
 
 
@@ -158,24 +159,12 @@ class Surroundings:
             yield
 
 
-_MODULES_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"forward"}
-"""Attributes of every module, which have rules of their own here or don't change from call to call."""
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module's code keeps in plain attributes: flags, counters, tensors; lists and the like as copies."""
-    return {
-        name: value.copy() if type(value) in (list, dict, set) else value
-        for name, value in module.__dict__.items()
-        if name not in _MODULES_OWN
-    }
-
-
 class _State:
     """What a stage's forward reads besides its inputs: buffers, attributes, the versions of its parameters."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._attributes = [(m, _attributes(m), _versions(m)) for m in module.modules()]
+        self._attributes = Attributes(module.modules())
+        self._versions = [_versions(attributes) for _, attributes in self._attributes.found]
         self._parameters = [
             (m, name, p, p._version, _storage(p))
             for m in module.modules()
@@ -232,44 +221,28 @@ class _State:
         for _, _, buffer, version in self._untouched:
             if version_of(buffer) != version:
                 raise modified_error(buffer.shape, version, version_of(buffer))
-        for _, attributes, versions in self._attributes:
+        for (_, attributes), versions in zip(self._attributes.found, self._versions, strict=True):
             for name, version in versions.items():
                 if version_of(attributes[name]) != version:
                     raise modified_error(attributes[name].shape, version, version_of(attributes[name]))
-        buffers = [(m, dict(m._buffers)) for m in {m for m, _, _ in self._updated} | {m for m, _, _, _ in self._untouched}]
-        attributes_now = [
-            (m, {name: value for name, value in m.__dict__.items() if name not in _MODULES_OWN})
-            for m, _, _ in self._attributes
+        buffers = [
+            (m, dict(m._buffers)) for m in {m for m, _, _ in self._updated} | {m for m, _, _, _ in self._untouched}
         ]
         for m, name, copy in self._updated:
             m._buffers[name] = copy.clone()
         for m, name, buffer, _ in self._untouched:
             m._buffers[name] = buffer
-        for m, attributes, _ in self._attributes:
-            _put(m, {name: value.copy() if type(value) in (list, dict, set) else value for name, value in attributes.items()})
         try:
-            yield
+            with self._attributes.restored():
+                yield
         finally:
             for m, former in buffers:
                 m._buffers.update(former)
-            for m, former in attributes_now:
-                _put(m, former)
 
 
-def _versions(module: nn.Module) -> dict[str, int]:
+def _versions(attributes: dict[str, Any]) -> dict[str, int]:
     """Versions of the tensors among a module's attributes."""
-    return {
-        name: version_of(value)
-        for name, value in module.__dict__.items()
-        if isinstance(value, torch.Tensor) and name not in _MODULES_OWN
-    }
-
-
-def _put(module: nn.Module, attributes: dict[str, Any]) -> None:
-    """Give a module these attributes and no others, past any code of its own."""
-    for name in [name for name in module.__dict__ if name not in attributes and name not in _MODULES_OWN]:
-        del module.__dict__[name]
-    module.__dict__.update(attributes)
+    return {name: version_of(value) for name, value in attributes.items() if isinstance(value, torch.Tensor)}
 
 
 def _storage(parameter: torch.Tensor) -> tuple[StorageWeakRef, ...]:
