@@ -1,10 +1,11 @@
 """Operations that may give other bits when they run again on the same values: a stage must not recompute them.
 
 PyTorch has a tag for it, which custom operations may carry; none of its own does. Its own are listed in the
-documentation of `torch.use_deterministic_algorithms`, and `kthvalue` and `index_reduce` warn in their code. Here are those whose *forward* is meant, which is all that a
-recompute runs, and of those only the calls that can differ: writes to places of which none is named twice, or of a
-single value, always end alike, whatever the order. Transposed convolutions are cuDNN's gradients of convolutions, some
-of whose algorithms aren't reproducible (cuDNN developer guide, "Reproducibility").
+documentation of `torch.use_deterministic_algorithms`; `kthvalue` and `index_reduce` warn in their code. Here are those
+whose *forward* is meant, which is all that a recompute runs, and of those only the calls that can differ: writes to
+places of which none is named twice, or of a single value, always end alike, whatever the order. Transposed convolutions
+are cuDNN's gradients of convolutions, some of whose algorithms aren't reproducible (cuDNN developer guide,
+"Reproducibility").
 """
 
 from __future__ import annotations

@@ -406,7 +406,7 @@ class _Tracing:
         return replay(self.step, self.names, choices, self.target, saves=saves)
 
     def _not_repeatable(self) -> dict[int, tuple[str, ...]]:
-        """Stages with operations that may give other bits when they run again (repeatable.py), and which; noted, too."""
+        """Stages with operations that may give other bits when run again (repeatable.py), and which; a note, too."""
         found: dict[int, tuple[str, ...]] = {}
         for g in range(1, 2 * len(self.names), 2):
             keys = [op.key for op in self.kept.forward[g].ops if not op.repeatable]

@@ -219,6 +219,11 @@ class Controller:
         return torch.is_grad_enabled() and self._model.training == self._training
 
     def _begin(self) -> _Pass:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise UnsupportedModelError(
+                "the model runs inside a transform of torch.func, which has no saved tensors that a plan could move or "
+                "make again; call it inside `with handle.paused():`"
+            )
         own = OwnStorages(self._model)
         self.counters.forwards += 1
         session = SwapSession(self._store, self._device, own, self.counters)

@@ -27,10 +27,10 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     return [storage for t in inside if isinstance(t, torch.Tensor) for storage in storages_of(t)]
 
 
-def sharded_units(model: nn.Module) -> list[Any]:
-    """The modules that `fully_shard` was called on."""
+def is_sharded_unit(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on `module`."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # nobody can have called it where it wasn't imported
-    return [] if fsdp is None else [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 class OwnStorages:
@@ -43,7 +43,7 @@ class OwnStorages:
     def __init__(self, model: nn.Module) -> None:
         # Weak references, so that the address of a buffer that the forward replaces stays nobody else's meanwhile.
         self._known: dict[int, StorageWeakRef] = {}
-        self._units = sharded_units(model)
+        self._units: list[Any] = [m for m in model.modules() if is_sharded_unit(m)]
         self._stage: nn.Module | None = None
         self._add((*model.parameters(), *model.buffers()))
 
@@ -65,8 +65,10 @@ class OwnStorages:
     def whole(self, stage: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Inside, the parameters of `stage` are whole: to run it again before its unit's own backward gathers them."""
         inside = set(stage.modules())
-        around = [unit for unit in self._units if unit not in inside and any(m is stage for m in unit.modules())]
-        return _gathered([*around[-1:], *(unit for unit in self._units if unit in inside)])
+        units = [unit for unit in self._units if unit in inside]
+        if stage not in units:  # its own parameters are those of the nearest unit around it
+            units += [unit for unit in self._units if any(m is stage for m in unit.modules())][-1:]
+        return _gathered(units)
 
     def _add(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -77,7 +79,7 @@ class OwnStorages:
 
 @contextlib.contextmanager
 def _gathered(units: list[Any]) -> Iterator[None]:
-    sharded = [unit for unit in units if any(is_traceable_wrapper_subclass(p) for p in unit.parameters())]
+    sharded = [unit for unit in units if any(map(is_traceable_wrapper_subclass, _managed(unit)))]
     for unit in sharded:
         unit.unshard()
     try:
@@ -85,3 +87,11 @@ def _gathered(units: list[Any]) -> Iterator[None]:
     finally:
         for unit in sharded:
             unit.reshard()
+
+
+def _managed(unit: nn.Module) -> Iterator[torch.Tensor]:
+    """The parameters below `unit` but for those of units inside of it."""
+    yield from unit.parameters(recurse=False)
+    for child in unit.children():
+        if not is_sharded_unit(child):
+            yield from _managed(child)

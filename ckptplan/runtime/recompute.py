@@ -11,6 +11,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from ckptplan.runtime.own import storages_of
@@ -160,17 +161,13 @@ class Surroundings:
 
 
 class _State:
-    """What a stage's forward reads besides its inputs: buffers, attributes, the versions of its parameters."""
+    """What a stage's forward reads besides its inputs: parameters, buffers, attributes."""
 
     def __init__(self, module: nn.Module) -> None:
         self._attributes = Attributes(module.modules())
         self._versions = [_versions(attributes) for _, attributes in self._attributes.found]
-        self._parameters = [
-            (m, name, p, p._version, _storage(p))
-            for m in module.modules()
-            for name, p in m._parameters.items()
-            if p is not None
-        ]
+        parameters = [(m, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None]
+        self._parameters = [(m, name, p, version_of(p), _storage(p)) for m, name, p in parameters]
         # Copies, since only after the forward is it known which buffers it updates; the others' go at once then.
         self._before = [
             (m, name, buffer, version_of(buffer), buffer.detach().clone())
@@ -201,22 +198,21 @@ class _State:
         """The state as the forward found it; what the recompute updates in it is dropped.
 
         Copies take the place of updated buffers, rather than the originals being written, since graphs may hold those.
+        Parameters that were replaced since are back meanwhile.
 
         Raises
         ------
         RuntimeError
-            If a parameter, or a buffer or an attribute that the forward only read, was written to since, or a parameter
-            replaced: the recompute would differ.
+            If a parameter, or a buffer or an attribute that the forward only read, was written to since: the recompute
+            would differ.
         """
-        for m, name, p, version, storage in self._parameters:
-            if p._version != version:
-                raise modified_error(p.shape, version, p._version)
-            now = m._parameters.get(name)
-            # Where a sharded unit has gathered or freed its parameters since, these are others by right.
-            if (now is not p and type(now) is type(p)) or _storage(p) != storage:
+        for _, name, p, version, storage in self._parameters:
+            if version_of(p) != version:
+                raise modified_error(p.shape, version, version_of(p))
+            if _storage(p) != storage:
                 raise RuntimeError(
-                    f"parameter {name!r} of a {type(m).__name__} was replaced between forward and backward, which runs "
-                    "this stage again with it: the gradient would be another; replace parameters between steps"
+                    f"the data of parameter {name!r} {list(p.shape)} was replaced between forward and backward, which "
+                    "runs this stage again with it: the gradient would be another; write to .data between steps"
                 )
         for _, _, buffer, version in self._untouched:
             if version_of(buffer) != version:
@@ -225,9 +221,11 @@ class _State:
             for name, version in versions.items():
                 if version_of(attributes[name]) != version:
                     raise modified_error(attributes[name].shape, version, version_of(attributes[name]))
-        buffers = [
-            (m, dict(m._buffers)) for m in {m for m, _, _ in self._updated} | {m for m, _, _, _ in self._untouched}
-        ]
+        now = [(table, dict(table)) for m, _ in self._attributes.found for table in (m._buffers, m._parameters)]
+        for m, name, p, _, _ in self._parameters:
+            # Parameters are a sharded unit's to replace: where it has gathered or freed them since, others are right.
+            if is_traceable_wrapper_subclass(m._parameters.get(name)) == is_traceable_wrapper_subclass(p):
+                m._parameters[name] = p
         for m, name, copy in self._updated:
             m._buffers[name] = copy.clone()
         for m, name, buffer, _ in self._untouched:
@@ -236,8 +234,8 @@ class _State:
             with self._attributes.restored():
                 yield
         finally:
-            for m, former in buffers:
-                m._buffers.update(former)
+            for table, former in now:
+                table.update(former)
 
 
 def _versions(attributes: dict[str, Any]) -> dict[str, int]:
