@@ -1,4 +1,4 @@
-"""Sharded models (FSDP2) under a plan, in one process on the CPU, where units gather and free parameters all the same."""
+"""Sharded models (FSDP2) under a plan, in one process on the CPU, where units gather and free all the same."""
 
 from __future__ import annotations
 

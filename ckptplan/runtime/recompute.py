@@ -221,7 +221,8 @@ class _State:
             for name, version in versions.items():
                 if version_of(attributes[name]) != version:
                     raise modified_error(attributes[name].shape, version, version_of(attributes[name]))
-        now = [(table, dict(table)) for m, _ in self._attributes.found for table in (m._buffers, m._parameters)]
+        tables: list[dict[str, Any]] = [t for m, _ in self._attributes.found for t in (m._buffers, m._parameters)]  # type: ignore[list-item]
+        now = [(table, dict(table)) for table in tables]
         for m, name, p, _, _ in self._parameters:
             # Parameters are a sharded unit's to replace: where it has gathered or freed them since, others are right.
             if is_traceable_wrapper_subclass(m._parameters.get(name)) == is_traceable_wrapper_subclass(p):
