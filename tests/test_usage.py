@@ -27,6 +27,7 @@ from ckptplan.core.errors import InvalidInputError, PlanMismatchError, Unsupport
 from ckptplan.core.plan import KEEP, Decision, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.profiling import profiler, trace
+from ckptplan.profiling.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.profiler import profile
 from ckptplan.profiling.repeatable import is_repeatable
 from ckptplan.runtime.apply import Handle, apply
@@ -374,6 +375,32 @@ def test_state_in_attributes(what: str) -> None:
         return [gradients(model), [(m.calls, list(m.sizes), float(m.mean)) for m in model]]
 
     check(lambda: (nn.Sequential(*(_Counts() for _ in range(4))), torch.randn(32, 64)), what, run)
+
+
+class _Lazy(nn.Module):
+    """Makes a table when it runs first, as rotary embeddings do, and uses it in place of its input then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0, 1, x.numel()).view_as(x).exp()
+        return torch.tanh(self.linear(x) * self.table)
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_tables_made_when_first_needed(what: str) -> None:
+    """Every replay of a profile makes its own, and none stays."""
+    model = nn.Sequential(_Lazy())
+    world = FakeWorld()
+    with fake_parameters(model, world), world:
+        model(torch.empty(2, 64))
+        assert model[0].table is not None
+    assert model[0].table is None
+    check(lambda: (nn.Sequential(*(_Lazy() for _ in range(4))), torch.randn(32, 64)), what, step)
 
 
 def test_profiling_leaves_attributes_alone() -> None:
