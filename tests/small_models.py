@@ -314,7 +314,7 @@ def plan_of(measured: Profile, actions: Sequence[Action], budget_bytes: int | No
     if budget_bytes is None:
         moves = residency(measured, able).moves
         choices = tuple(
-            Decision(o.action, m, i, i) if m else Decision(o.action)
+            Decision(o.action, m, i, i, o.name, o.ops) if m else Decision(o.action)
             for i, (o, m) in enumerate(zip(able, moves, strict=True))
         )
     else:

@@ -152,7 +152,7 @@ def allowed(ops: Sequence[Op], chosen: tuple[int, ...]) -> bool:
     kept = [i for i in draws if i in chosen]
     return (
         all(ops[i].savable for i in chosen)
-        and all(i in chosen for i, op in enumerate(ops) if op.collective)
+        and all(i in chosen for i, op in enumerate(ops) if op.once)
         and kept == draws[len(draws) - len(kept) :]
     )
 
@@ -170,7 +170,7 @@ def test_the_front_is_that_of_brute_force(seed: int) -> None:
         for _ in range(rng.randrange(1, 11))
     ]
     if seed % 3 == 0:
-        ops.insert(rng.randrange(len(ops)), Op(5, 2.0, savable=rng.random() < 0.8, collective=True))
+        ops.insert(rng.randrange(len(ops)), Op(5, 2.0, savable=rng.random() < 0.8, once=True))
     best: dict[int, float] = {}
     for n in range(len(ops) + 1):
         for chosen in itertools.combinations(range(len(ops)), n):

@@ -958,12 +958,11 @@ class _Fickle(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(64, 64)
-        self.calls = 0
+        self.calls = itertools.count()  # unlike a number, nothing puts it back
         self.what = "same"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls == 1 or self.what == "same":
+        if next(self.calls) == 0 or self.what == "same":
             return torch.tanh(self.linear(x))
         if self.what == "more":
             return torch.tanh(torch.sigmoid(self.linear(x)))
@@ -1269,10 +1268,10 @@ class _Turns(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.first = True
+        self.calls = itertools.count()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, self.first = self.first, False
+        first = next(self.calls) == 0
         return self.b(torch.tanh(self.a(x)) if first else torch.sigmoid(self.a(x * 2)))
 
 

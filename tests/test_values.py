@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
 from collections.abc import Callable
@@ -357,12 +358,13 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.calls = nn.Linear(WIDTH, WIDTH), 0
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.calls = itertools.count(1)  # unlike a number, nothing puts it back
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        calls = next(self.calls)
         hidden = torch.tanh(self.inner(x))
-        return hidden[: self.calls][hidden[: self.calls] > 0].sum() + hidden
+        return hidden[:calls][hidden[:calls] > 0].sum() + hidden
 
 
 def test_a_step_that_differs_from_run_to_run_is_refused() -> None:

@@ -41,6 +41,7 @@ from ckptplan.profiling.answers import (
 )
 from ckptplan.profiling.compiled import compiled_as_noted
 from ckptplan.profiling.target import ON_CPU, Target
+from ckptplan.runtime.state import Attributes
 
 _MISREPORTED = {torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten._cudnn_rnn.default}
 """Operations whose fake twin gives a workspace of another size than the real one saves for backward."""
@@ -338,7 +339,8 @@ def fake_parameters(model: nn.Module, world: FakeWorld, *, accumulating: bool = 
                                 twin.grad = torch.empty_like(twin, requires_grad=False)
                     saved.append((table, name, tensor))
                     table[name] = twins[id(tensor)]  # type: ignore[assignment]
-        yield
+        with Attributes(model.modules()).restored():  # a forward may leave fake tensors in them
+            yield
     finally:
         for table, name, tensor in saved:
             table[name] = tensor

@@ -5,7 +5,8 @@ operations take together, less what the saved ones take, and the best choices fo
 
 Views and writes in place are never saved themselves: they run again on what is. Random operations may be saved only as
 the last ones of their stage, since one that is skipped doesn't move the generator for those after it. Outputs that
-anything writes to later can't be saved, and those of collectives always are, so that no rank communicates twice.
+anything writes to later can't be saved, and those of collectives always are, so that no rank communicates twice, as are
+those of operations that may give other bits when they run again.
 """
 
 from __future__ import annotations
@@ -32,14 +33,16 @@ class Op:
         What saving its output would hold that isn't held anyway.
     seconds : float
         Time it takes; 0 where a recompute doesn't run it.
-    savable, random, collective : bool
+    savable, random : bool
+    once : bool
+        It must not run again: a collective, or one that may give other bits.
     """
 
     nbytes: int
     seconds: float
     savable: bool
     random: bool = False
-    collective: bool = False
+    once: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ def list_ops(
     held_anyway : callable
         Whether something holds a storage even when its maker is recomputed.
     seconds : dict
-        Operation key -> time; an operation without one is never saved, but for a collective.
+        Operation key -> time; an operation without one is never saved, but for those that must not run again.
     """
     ops = []
     for number, calls in enumerate(zip(*runs, strict=True)):
@@ -95,16 +98,16 @@ def list_ops(
         whole = can_be_saved(func) and all(
             call.fresh and written.isdisjoint(call.made) and any(n for n, _ in call.made.values()) for call in calls
         )
-        collective = _is_collective(func)
+        once = _is_collective(func) or not all(call.repeatable for call in calls)
         nbytes = max(sum(n for sid, (n, _) in call.made.items() if not held_anyway(sid)) for call in calls)
         again = number < rerun
         ops.append(
             Op(
                 nbytes=nbytes,
                 seconds=seconds.get(calls[0].key, 0.0) if again else 0.0,
-                savable=whole and (collective or (timed and again)),
+                savable=whole and (once or (timed and again)),
                 random=is_random(func),
-                collective=collective,
+                once=once,
             )
         )
     return ops
@@ -127,12 +130,12 @@ def front(ops: Sequence[Op]) -> list[Choice]:
     Returns
     -------
     list of Choice
-        Empty if a collective's output can't be saved.
+        Empty if an output that must be can't be saved.
     """
-    if any(op.collective and not op.savable for op in ops):
+    if any(op.once and not op.savable for op in ops):
         return []
-    always = [i for i, op in enumerate(ops) if op.collective]
-    free = [i for i, op in enumerate(ops) if op.savable and not op.random and not op.collective and op.seconds > 0]
+    always = [i for i, op in enumerate(ops) if op.once]
+    free = [i for i, op in enumerate(ops) if op.savable and not op.random and not op.once and op.seconds > 0]
     sums: list[tuple[int, float, int]] = [(0, 0.0, 0)]
     for i in free:
         sums = _undominated([*sums, *((b + ops[i].nbytes, s + ops[i].seconds, m | 1 << i) for b, s, m in sums)])
@@ -154,7 +157,7 @@ def _suffixes(random: list[int], ops: Sequence[Op]) -> list[list[int]]:
             break
         out.append(random[at:])
     # Random collectives don't exist; were there one, only suffixes that contain it would do.
-    return [way for way in out if all(i in way for i in random if ops[i].collective)]
+    return [way for way in out if all(i in way for i in random if ops[i].once)]
 
 
 def _undominated(sums: list[tuple[int, float, int]]) -> list[tuple[int, float, int]]:

@@ -188,6 +188,12 @@ class _Timing:
 
         ways: tuple[Way, ...] = (None, *self.again.get(kind, ()))
         parameters = [p for p in module.parameters() if p.requires_grad]
+        # A weight that a hook has made lies outside of the stage, and its graph can't run backward each time.
+        for m in module.modules():
+            for name, value in m.__dict__.items():
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    m.__dict__[name] = value.detach().requires_grad_()
+                    parameters.append(m.__dict__[name])
         spent, count = 0.0, 0
         while count < self.repeats or (self.repeats > 1 and spent < _STAGE_S * len(ways) / 2 and count < 20):
             for way in ways:

@@ -400,8 +400,13 @@ class _Tracing:
         n = len(names)
         self.program = self._run((KEEP,) * n, saves=False)
         self.kept = self._run((KEEP,) * n)
+        # These can't run a second time, and those not as a whole: what must not run again has to be saved.
+        self.once = self._not_repeatable()
         self.recomputed = self._run(
-            tuple(KEEP if 2 * j + 1 in self.kept.modifies else Decision("recompute") for j in range(n))
+            tuple(
+                KEEP if {2 * j + 1} & (self.kept.modifies | self.once.keys()) else Decision("recompute")
+                for j in range(n)
+            )
         )
         self.resident_bytes += self.kept.wrapped_bytes
         self.segments = self._nonempty()
@@ -410,6 +415,21 @@ class _Tracing:
 
     def _run(self, choices: tuple[Decision, ...], *, saves: bool = True) -> Replay:
         return replay(self.step, self.names, choices, self.target, saves=saves)
+
+    def _not_repeatable(self) -> dict[int, tuple[str, ...]]:
+        """Stages with operations that may give other bits when run again (repeatable.py), and which; a note, too."""
+        found: dict[int, tuple[str, ...]] = {}
+        for g in range(1, 2 * len(self.names), 2):
+            keys = [op.key for op in self.kept.forward[g].ops if not op.repeatable]
+            if keys:
+                found[g] = tuple(dict.fromkeys(str(key[0]) for key in keys if isinstance(key, tuple)))
+        for funcs in dict.fromkeys(found.values()):
+            stages = ", ".join(self._name(g) for g, those in found.items() if those == funcs)
+            self.notes.append(
+                f"not recomputed as wholes: {stages}: {', '.join(funcs)} may give other bits when run again; "
+                "torch.use_deterministic_algorithms(True) makes PyTorch's own operations repeatable"
+            )
+        return found
 
     def _nonempty(self) -> list[int]:
         """Segments that are stages or do something."""
@@ -575,7 +595,9 @@ class _Tracing:
                     menu += self._half_moved(keep, "swap-1")
                 if g not in self.kept.modifies:
                     again = self._recompute(g)
-                    menu += [again, *self._all_moved(again, "recompute+swap"), *self._selective(g, again)]
+                    if g not in self.once:
+                        menu += [again, *self._all_moved(again, "recompute+swap")]
+                    menu += self._selective(g, again)
             again_held = {s for option in menu if option.name == "recompute" for s in option.held}
             linked = (self.index[s] for s in self.kept.linked.get(g, ()) if s in self.index)
             stages.append(
@@ -688,7 +710,7 @@ class _Tracing:
                 hidden_again -= difference
         if self.state_bytes:
             for k, stage in enumerate(stages):
-                if stage.recompute is not None:
+                if any(option.recomputes for option in stage.options):
                     s = self._extra(self.state_bytes, f"{stage.name}/random state", k)
                     stages[k] = _pin(stage, s, lambda option: option.recomputes)
         complete = dataclasses.replace(draft, stages=tuple(stages), storages=tuple(self.storages))

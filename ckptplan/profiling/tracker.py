@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from ckptplan.profiling.answers import with_seen
 from ckptplan.profiling.fake import FakeWorld
 from ckptplan.profiling.operations import op_key, writes
+from ckptplan.profiling.repeatable import is_repeatable
 from ckptplan.profiling.target import ON_CPU, Target
 from ckptplan.runtime.selective import is_numbered
 from ckptplan.runtime.swap import movable
@@ -55,6 +56,8 @@ class OpTrace:
         It has a number at run time (NOTE [Numbering] in runtime/selective.py).
     asks : bool
         Its result was asked of a real run (NOTE [Answers] in answers.py).
+    repeatable : bool
+        It gives the same bits when it runs again (repeatable.py).
     """
 
     before: int
@@ -65,6 +68,7 @@ class OpTrace:
     fresh: bool = False
     numbered: bool = False
     asks: bool = False
+    repeatable: bool = True
 
 
 @dataclass(slots=True)
@@ -268,7 +272,8 @@ class Tracker(FakeWorld):
         else:
             fresh = bool(made) and not written and all(self.sid(t) in made for t in returned)
             counts = is_numbered(func, args)
-            trace.ops.append(OpTrace(before, self.live_bytes, key, made, written, fresh, counts, asks))
+            again = is_repeatable(func, args, kwargs, on_cuda=self._target.is_cuda)
+            trace.ops.append(OpTrace(before, self.live_bytes, key, made, written, fresh, counts, asks, again))
         return result
 
     def runs_compiled(self, kind: str) -> None:

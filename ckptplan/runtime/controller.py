@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.chain import InputTensor, Phase, Segment, Tier
@@ -18,6 +17,7 @@ from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Decision
 from ckptplan.runtime.engine import OldGraph
 from ckptplan.runtime.meter import BACKWARD, KINDS
+from ckptplan.runtime.own import OwnStorages
 from ckptplan.runtime.patching import PatchedForward
 from ckptplan.runtime.recompute import Call, run_recomputed
 from ckptplan.runtime.segments import OpenSegment
@@ -66,8 +66,9 @@ def is_glue(name: str) -> bool:
 class _Pass:
     """One forward pass and its backward."""
 
-    def __init__(self, session: SwapSession) -> None:
+    def __init__(self, session: SwapSession, own: OwnStorages) -> None:
         self.session = session
+        self.own = own
         self.calls: dict[nn.Module, int] = {}
         self.backward_begun = False
         self.open: OpenSegment | None = None
@@ -242,6 +243,11 @@ class Controller:
         return torch.is_grad_enabled() and self._model.training == self._training
 
     def _begin(self) -> _Pass:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise UnsupportedModelError(
+                "the model runs inside a transform of torch.func, which has no saved tensors that a plan could move or "
+                "make again; call it inside `with handle.paused():`"
+            )
         self._drop_leftovers()
         bypassed = next((patch.module for patch in self._patches if patch.bypassed), None)
         if bypassed is not None:
@@ -249,25 +255,13 @@ class Controller:
                 f"a {type(bypassed).__name__} that is a stage of the plan was compiled anew, or no longer is, since "
                 "the plan was applied; call remove() on its handle, then solve and apply again"
             )
-        # By storage, and anew each pass: parameters may have been moved or replaced since.
-        # Weak references, so that the address of a buffer that the forward replaces stays nobody else's meanwhile.
-        own = (
-            {
-                storage._cdata: StorageWeakRef(storage)
-                for t in (*self._model.parameters(), *self._model.buffers())
-                for storage in (t.untyped_storage(),)
-            }
-            if self._asks_what_is_own
-            else {}
-        )
+        own = OwnStorages(self._model if self._asks_what_is_own else None)
         self.counters.forwards += 1
         tell = self.counters.meter.begin()
         for tier, store in self._stores.items():
             store.on_copy = None if tell is None else functools.partial(tell, tier)
-        session = SwapSession(
-            self._stores, self._device, lambda storage: storage._cdata in own, self.counters, self._saved
-        )
-        self._session, self._pass = session, _Pass(session)
+        session = SwapSession(self._stores, self._device, own, self.counters, self._saved)
+        self._session, self._pass = session, _Pass(session, own)
         return self._pass
 
     def _run_model(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -331,11 +325,12 @@ class Controller:
         kwargs: dict[str, Any],
     ) -> Any:
         choice = self._choices[index]
+        current.own.enter(module)
         if index in self._segments:
             segment, inside = self._segments[index]
             if current.open is None or current.open.segment is not segment:
                 current.open = OpenSegment(segment, inside, current.session, moves=self._moves)
-            call = Call(module, original, self.counters, index)
+            call = Call(module, original, self.counters, index, functools.partial(current.own.whole, module))
             output = current.open.stage(
                 index, self._stages[index], call, call.split(args, kwargs), choice.moves, choice.tier
             )

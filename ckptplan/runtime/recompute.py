@@ -8,14 +8,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from ckptplan.core.chain import Tier
 from ckptplan.runtime.meter import KINDS, RECOMPUTE
+from ckptplan.runtime.own import storages_of
 from ckptplan.runtime.selective import Selection
-from ckptplan.runtime.swap import Counters, SwapSession, modified_error
+from ckptplan.runtime.state import Attributes
+from ckptplan.runtime.swap import Counters, SwapSession, modified_error, version_of
 
 
 class Call:
@@ -25,11 +29,21 @@ class Call:
     ----------
     index : int
         The stage, for `counters`.
+    whole : callable
+        A context in which the module's parameters are all there, for runs outside of its own backward.
     """
 
-    def __init__(self, module: nn.Module, original: Callable[..., Any], counters: Counters, index: int = 0) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        original: Callable[..., Any],
+        counters: Counters,
+        index: int = 0,
+        whole: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
         self._module, self._original = module, original
         self._counters, self._index = counters, index
+        self._whole = whole
         self._rest: list[Any] = []
         self._where: list[tuple[int, ...]] = []
         self._spec: pytree.TreeSpec | None = None
@@ -70,7 +84,7 @@ class Call:
         self._counters.recomputed_stages += 1
         before = self._counters.meter.mark(self._index * KINDS + RECOMPUTE)
         try:
-            with self._state.as_in_forward():
+            with self._whole(), self._state.as_in_forward():
                 return self._original(*args, **kwargs)
         finally:
             self._counters.meter.mark(before)
@@ -169,14 +183,16 @@ class Surroundings:
 
 
 class _State:
-    """What a stage's forward reads besides its inputs: buffers, training flags, the versions of its parameters."""
+    """What a stage's forward reads besides its inputs: parameters, buffers, attributes."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._flags = [(m, m.training) for m in module.modules()]
-        self._parameters = [(p, p._version) for p in module.parameters()]
+        self._attributes = Attributes(module.modules())
+        self._versions = [_versions(attributes) for _, attributes in self._attributes.found]
+        parameters = [(m, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None]
+        self._parameters = [(m, name, p, version_of(p), _storage(p)) for m, name, p in parameters]
         # Copies, since only after the forward is it known which buffers it updates; the others' go at once then.
         self._before = [
-            (m, name, buffer, buffer._version, buffer.detach().clone())
+            (m, name, buffer, version_of(buffer), buffer.detach().clone())
             for m in module.modules()
             for name, buffer in m._buffers.items()
             if buffer is not None
@@ -188,7 +204,7 @@ class _State:
         """Tell the buffers that the forward updated (running statistics, load counters) from the others."""
         for m, name, buffer, version, copy in self._before:
             # Batch norm's kernels update running statistics without a new version.
-            if m._buffers.get(name) is not buffer or buffer._version != version or isinstance(m, _NormBase):
+            if m._buffers.get(name) is not buffer or version_of(buffer) != version or isinstance(m, _NormBase):
                 self._updated.append((m, name, copy))
             else:
                 self._untouched.append((m, name, buffer, version))
@@ -204,30 +220,52 @@ class _State:
         """The state as the forward found it; what the recompute updates in it is dropped.
 
         Copies take the place of updated buffers, rather than the originals being written, since graphs may hold those.
+        Parameters that were replaced since are back meanwhile.
 
         Raises
         ------
         RuntimeError
-            If a parameter, or a buffer that the forward only read, was written to since: the recompute would differ.
+            If a parameter, or a buffer or an attribute that the forward only read, was written to since: the recompute
+            would differ.
         """
-        for p, version in self._parameters:
-            if p._version != version:
-                raise modified_error(p.shape, version, p._version)
+        for _, name, p, version, storage in self._parameters:
+            if version_of(p) != version:
+                raise modified_error(p.shape, version, version_of(p))
+            if _storage(p) != storage:
+                raise RuntimeError(
+                    f"the data of parameter {name!r} {list(p.shape)} was replaced between forward and backward, which "
+                    "runs this stage again with it: the gradient would be another; write to .data between steps"
+                )
         for _, _, buffer, version in self._untouched:
-            if buffer._version != version:
-                raise modified_error(buffer.shape, version, buffer._version)
-        now = [(m, dict(m._buffers)) for m in {m for m, _, _ in self._updated} | {m for m, _, _, _ in self._untouched}]
-        flags = [(m, m.training) for m, _ in self._flags]
+            if version_of(buffer) != version:
+                raise modified_error(buffer.shape, version, version_of(buffer))
+        for (_, attributes), versions in zip(self._attributes.found, self._versions, strict=True):
+            for name, version in versions.items():
+                if version_of(attributes[name]) != version:
+                    raise modified_error(attributes[name].shape, version, version_of(attributes[name]))
+        tables: list[dict[str, Any]] = [t for m, _ in self._attributes.found for t in (m._buffers, m._parameters)]  # type: ignore[list-item]
+        now = [(table, dict(table)) for table in tables]
+        for m, name, p, _, _ in self._parameters:
+            # Parameters are a sharded unit's to replace: where it has gathered or freed them since, others are right.
+            if is_traceable_wrapper_subclass(m._parameters.get(name)) == is_traceable_wrapper_subclass(p):
+                m._parameters[name] = p
         for m, name, copy in self._updated:
             m._buffers[name] = copy.clone()
         for m, name, buffer, _ in self._untouched:
             m._buffers[name] = buffer
-        for m, training in self._flags:
-            m.training = training
         try:
-            yield
+            with self._attributes.restored():
+                yield
         finally:
-            for m, buffers in now:
-                m._buffers.update(buffers)
-            for m, training in flags:
-                m.training = training
+            for table, former in now:
+                table.update(former)
+
+
+def _versions(attributes: dict[str, Any]) -> dict[str, int]:
+    """Versions of the tensors among a module's attributes."""
+    return {name: version_of(value) for name, value in attributes.items() if isinstance(value, torch.Tensor)}
+
+
+def _storage(parameter: torch.Tensor) -> tuple[StorageWeakRef, ...]:
+    """Where a parameter's values are; weak references, so that the address stays nobody else's meanwhile."""
+    return tuple(StorageWeakRef(storage) for storage in storages_of(parameter))

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ckptplan.core.errors import PlanMismatchError
 from ckptplan.runtime.swap import Held, Packed, version_of
 
-_ASKING = {torch.ops.prim.device.default, *FunctionalTensor.metadata_fns}
+_ASKING = {torch.ops.prim.device.default, torch.ops.prim.layout.default, *FunctionalTensor.metadata_fns}
 
 
 class NumberedOps(TorchDispatchMode):

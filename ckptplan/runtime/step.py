@@ -206,6 +206,12 @@ def training_config(model: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
+def _class_name(model: nn.Module) -> str:
+    """The model's class; `fully_shard` puts one of its own, made for each model, in front of it."""
+    kind = next(c for c in type(model).__mro__ if not c.__module__.startswith("torch.distributed.fsdp"))
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def fingerprint(step: TrainingStep, device_name: str | None = None) -> Fingerprint:
     """What a profile of `step` is bound to; `device_name` stands for a device that isn't here."""
     model = step.model
@@ -223,8 +229,7 @@ def fingerprint(step: TrainingStep, device_name: str | None = None) -> Fingerpri
     name = device_name or (torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
     compiled = ", ".join(compiled_modules(model))
     return Fingerprint(
-        model=f"{type(model).__module__}.{type(model).__qualname__}"
-        + (f" with {compiled} compiled" if compiled else ""),
+        model=_class_name(model) + (f" with {compiled} compiled" if compiled else ""),
         parameters=f"{count} in {digest.hexdigest()[:16]}",
         training=model.training,
         inputs=inputs if step.fn is None else "step()",

@@ -1,0 +1,104 @@
+"""Which storages are the model's own: never moved, and given back as they are where a stage runs again.
+
+Sharded units (FSDP2, `torch.distributed.fsdp.fully_shard`) have other parameters while they run: whole tensors take the
+shards' places in the unit's pre-forward hook, and go in its post-forward hook. So what belongs to a stage is looked at
+when it runs, and units inside of it, which gather once it runs, when something is saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """The storages that hold a tensor's values: for a wrapper such as DTensor, those of the tensors it wraps."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor.untyped_storage()]
+    names, _ = tensor.__tensor_flatten__()
+    inside = [getattr(tensor, name) for name in names]
+    return [storage for t in inside if isinstance(t, torch.Tensor) for storage in storages_of(t)]
+
+
+def is_sharded_unit(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on `module`."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # nobody can have called it where it wasn't imported
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+class OwnStorages:
+    """The storages of a model's parameters and buffers during one pass.
+
+    By storage, since a linear layer saves a tensor that is no parameter but a view of one, and anew each pass, since
+    parameters may have been moved or replaced.
+
+    Parameters
+    ----------
+    model : nn.Module or None
+        None: nobody will ask.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        # Weak references, so that the address of a buffer that the forward replaces stays nobody else's meanwhile.
+        self._known: dict[int, StorageWeakRef] = {}
+        self._units: list[Any] = []
+        self._stage: nn.Module | None = None
+        if model is not None:
+            self._units += [m for m in model.modules() if is_sharded_unit(m)]
+            self._add((*model.parameters(), *model.buffers()))
+
+    def __call__(self, storage: torch.UntypedStorage) -> bool:
+        """Whether `storage` is the model's own."""
+        if storage._cdata in self._known:
+            return True
+        if self._stage is None:
+            return False
+        self._add(self._stage.parameters())
+        return storage._cdata in self._known
+
+    def enter(self, stage: nn.Module) -> None:
+        """The forward of `stage` begins, its unit's parameters being whole."""
+        if self._units:
+            self._stage = stage
+            self._add(stage.parameters())
+
+    def whole(self, stage: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Inside, the parameters of `stage` are whole: to run it again before its unit's own backward gathers them."""
+        inside = set(stage.modules())
+        units = [unit for unit in self._units if unit in inside]
+        if stage not in units:  # its own parameters are those of the nearest unit around it
+            units += [unit for unit in self._units if any(m is stage for m in unit.modules())][-1:]
+        return _gathered(units)
+
+    def _add(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                if storage._cdata not in self._known:
+                    self._known[storage._cdata] = StorageWeakRef(storage)
+
+
+@contextlib.contextmanager
+def _gathered(units: list[Any]) -> Iterator[None]:
+    sharded = [unit for unit in units if any(map(is_traceable_wrapper_subclass, _managed(unit)))]
+    for unit in sharded:
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in sharded:
+            unit.reshard()
+
+
+def _managed(unit: nn.Module) -> Iterator[torch.Tensor]:
+    """The parameters below `unit` but for those of units inside of it."""
+    yield from unit.parameters(recurse=False)
+    for child in unit.children():
+        if not is_sharded_unit(child):
+            yield from _managed(child)

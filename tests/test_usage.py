@@ -1,0 +1,1049 @@
+"""PyTorch as people use it, under every action: bitwise what the plain model gives, or an error that says why not."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import functools
+import gc
+import io
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from small_models import build, plan_of, scheduled
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ckptplan.core.chain import Segment
+from ckptplan.core.errors import InvalidInputError, PlanMismatchError, UnsupportedModelError
+from ckptplan.core.plan import KEEP, Decision, Plan
+from ckptplan.core.profile import Profile
+from ckptplan.profiling import profiler, trace
+from ckptplan.profiling.fake import FakeWorld, fake_parameters
+from ckptplan.profiling.profiler import profile
+from ckptplan.profiling.repeatable import is_repeatable
+from ckptplan.runtime.apply import Handle, apply
+from ckptplan.runtime.selective import NumberedOps
+from ckptplan.runtime.state import restored
+from ckptplan.runtime.step import default_loss, fingerprint, make_step
+
+WHATS = ("keep", "swap", "recompute", "recompute+swap", "segment", "selective")
+AGAIN = ("recompute", "recompute+swap", "segment", "selective")
+
+
+@pytest.fixture(autouse=True)
+def no_leak() -> Iterator[None]:
+    """No thread and no file outlives a test."""
+
+    def left() -> list[str]:
+        threads = [t.name for t in threading.enumerate() if t.name.startswith("ckptplan")]
+        links = [os.readlink(p) for fd in os.listdir("/proc/self/fd") if os.path.islink(p := f"/proc/self/fd/{fd}")]
+        return sorted([*threads, *(link for link in links if "(deleted)" in link)])
+
+    before = left()
+    yield
+    if left() != before:
+        gc.collect()
+    assert left() == before
+
+
+_CHAINS: dict[Any, Profile] = {}
+
+
+def plan_for(model: nn.Module, inputs: Any, what: str, amp: torch.dtype | None = None) -> Plan:
+    """A plan that does the same in every stage that can; in a segment, from the first stage to the last."""
+    key = (repr(model), fingerprint(make_step(model, inputs)), amp)
+    if key not in _CHAINS:
+        _CHAINS[key] = profile(model, inputs, menus=False, amp=amp)
+    chain = _CHAINS[key]
+    name = "recompute" if what in ("segment", "selective") else what
+    options = [stage.find(name) or stage.keep for stage in chain.stages]
+    if what == "segment":
+        able = [i for i, o in enumerate(options) if o.recomputes]
+        last = able[0]
+        while last + 1 < len(options) and (chain.stages[last + 1].is_glue or options[last + 1].recomputes):
+            last += 1
+        while chain.stages[last].is_glue:
+            last -= 1
+        assert last > able[0]
+        return scheduled(chain, options, (Segment(able[0], last),))
+    plan = plan_of(chain, [o.name for o in options])  # type: ignore[misc]
+    if what == "selective":
+        with torch.autocast("cpu", amp, enabled=amp is not None):
+            products = _products(model, inputs)
+        choices = [
+            Decision("recompute", ops=products[name]) if c.action == "recompute" and products.get(name) else c
+            for name, c in zip(plan.stages, plan.choices, strict=True)
+        ]
+        assert any(c.ops for c in choices)
+        plan = dataclasses.replace(plan, choices=tuple(choices))
+    return plan
+
+
+_SOUGHT = ("addmm", "mm", "bmm", "convolution")
+
+
+def _products(model: nn.Module, inputs: Any) -> dict[str, tuple[int, ...]]:
+    """Per stage, by name and call, the numbers of its products, whose outputs a selective plan saves."""
+    found: dict[str, tuple[int, ...]] = {}
+    calls: collections.Counter[str] = collections.Counter()
+
+    def counted(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            numbers: list[int] = []
+
+            def note(number: int, func: Any, given: Any, more: Any) -> Any:
+                if str(func).split(".")[1] in _SOUGHT:
+                    numbers.append(number)
+                return func(*given, **more)
+
+            calls[name] += 1
+            with NumberedOps(note):
+                result = forward(*args, **kwargs)
+            found[name if calls[name] == 1 else f"{name}#{calls[name]}"] = tuple(numbers)
+            return result
+
+        return run
+
+    with restored(model):
+        for name, module in model.named_modules():
+            module.forward = counted(name, module.forward)  # type: ignore[method-assign]
+        model(inputs)
+    for module in model.modules():
+        del module.forward
+    return found
+
+
+@functools.cache
+def planned(name: str, what: str, amp: torch.dtype | None = None) -> Plan:
+    return plan_for(*build(name), what, amp)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same(found: Any, wanted: Any) -> None:
+    """Bit for bit, through lists and dicts."""
+    if isinstance(wanted, torch.Tensor):
+        assert torch.equal(found, wanted)
+    elif isinstance(wanted, dict):
+        assert found.keys() == wanted.keys()
+        assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
+    elif isinstance(wanted, (list, tuple)):
+        assert len(found) == len(wanted)
+        for a, b in zip(found, wanted, strict=True):
+            same(a, b)
+    else:
+        assert found == wanted
+
+
+def really_did(handle: Handle, what: str) -> None:
+    """The actions happened, exactly as often as planned (a plan that does nothing is bitwise right, too)."""
+    stats = handle.stats()
+    assert stats.forwards > 0
+    if what in AGAIN:
+        assert stats.planned_recomputed_stages > 0
+        assert stats.recomputed_stages > 0
+    if what in ("swap", "recompute+swap"):
+        assert stats.planned_swapped_bytes > 0
+        assert stats.swapped_out_bytes > 0
+
+
+def check(make: Callable[[], tuple[nn.Module, Any]], what: str, run: Callable[[nn.Module, Any], Any]) -> None:
+    """`run` twice under a plan gives what it gives on the plain model."""
+
+    def built() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        return make()
+
+    plan = plan_for(*built(), what)
+    model, inputs = built()
+    torch.manual_seed(5)
+    wanted = [run(model, inputs), run(model, inputs)]
+    model, inputs = built()
+    with apply(model, plan) as handle:
+        torch.manual_seed(5)
+        same([run(model, inputs), run(model, inputs)], wanted)
+        really_did(handle, what)
+
+
+def step(model: nn.Module, inputs: Any) -> list[Any]:
+    model.zero_grad()
+    loss = default_loss(model(inputs))
+    loss.backward()
+    return [loss.detach(), gradients(model), {n: b.clone() for n, b in model.named_buffers()}]
+
+
+# Ways to train
+
+
+def autocast(model: nn.Module, x: Any, dtype: torch.dtype) -> Any:
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=dtype):
+        loss = default_loss(model(x))
+    loss.backward()
+    return [loss.detach(), gradients(model)]
+
+
+def scaled(model: nn.Module, x: Any) -> Any:
+    """Under a GradScaler; the second update is skipped, since its gradients are infinite."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    out: list[Any] = []
+    for k in range(4):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = default_loss(model(x)) * (float("inf") if k == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        before = next(model.parameters()).clone()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(before, next(model.parameters())) == (k == 1)
+        out.append([p.detach().clone() for p in model.parameters()])
+    return [out, scaler.get_scale()]
+
+
+def accumulated(model: nn.Module, x: Any) -> Any:
+    """Over micro-batches of several sizes, into gradients that are zeroed in place."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    out = []
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=False)
+        for part in (x[:2], x, x[:3]):
+            (default_loss(model(part)) / 3).backward()
+        out.append(gradients(model))
+        optimizer.step()
+    return out
+
+
+def interleaved(model: nn.Module, x: Any) -> Any:
+    """One forward, one backward, two graphs alive."""
+    model.zero_grad()
+    losses = [default_loss(model(part)) for part in (x, x[:2])]
+    out = []
+    for part in (x[:3], x):
+        losses.append(default_loss(model(part)))
+        losses.pop(0).backward()
+        out.append(gradients(model))
+    for loss in reversed(losses):
+        loss.backward()
+        out.append(gradients(model))
+    return out
+
+
+def several(model: nn.Module, x: Any) -> Any:
+    model.zero_grad()
+    losses = [default_loss(model(x)) for _ in range(3)]
+    (losses[0] + 2 * losses[2]).backward()  # one graph never runs backward
+    return [gradients(model), {n: b.clone() for n, b in model.named_buffers()}]
+
+
+def twice(model: nn.Module, x: Any) -> Any:
+    model.zero_grad()
+    loss = default_loss(model(x))
+    loss.backward(retain_graph=True)
+    first = gradients(model)
+    loss.backward()
+    return [first, gradients(model)]
+
+
+def doubly(model: nn.Module, x: Any) -> Any:
+    """A gradient penalty."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    return [slope.detach(), gradients(model)]
+
+
+def partly(model: nn.Module, x: Any) -> Any:
+    """The gradients of some parameters first, in another order than the graph's; then all."""
+    model.zero_grad()
+    loss = default_loss(model(x))
+    parameters = list(model.parameters())
+    part = torch.autograd.grad(loss, [parameters[-1], parameters[len(parameters) // 2]], retain_graph=True)
+    loss.backward()
+    return [list(part), gradients(model)]
+
+
+def evaluated(model: nn.Module, x: Any) -> Any:
+    """Evaluation in every form between a forward and its backward."""
+    model.zero_grad()
+    loss = default_loss(model(x))
+    state = torch.get_rng_state()
+    out = []
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            out.append(model(x).clone())  # still in training mode: buffers move on
+        model.eval()
+        with context():
+            out.append(model(x).clone())
+        model.train()
+    torch.set_rng_state(state)
+    loss.backward()
+    return [out, gradients(model), {n: b.clone() for n, b in model.named_buffers()}]
+
+
+def updated(model: nn.Module, x: Any) -> Any:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=True)
+    out = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        default_loss(model(x)).backward()
+        optimizer.step()
+        out.append([p.detach().clone() for p in model.parameters()])
+    return [*out, {n: b.clone() for n, b in model.named_buffers()}]
+
+
+USES: dict[str, tuple[str, Callable[[nn.Module, Any], Any]]] = {
+    "autocast bfloat16": ("transformer", functools.partial(autocast, dtype=torch.bfloat16)),
+    "autocast float16": ("transformer", functools.partial(autocast, dtype=torch.float16)),
+    "GradScaler, float16": ("mlp", scaled),
+    "accumulation": ("transformer", accumulated),
+    "interleaved": ("transformer", interleaved),
+    "several forwards": ("conv_norm", several),
+    "retain_graph": ("mlp", twice),
+    "double backward": ("mlp", doubly),
+    "partial backward": ("transformer", partly),
+    "evaluation": ("routed", evaluated),
+    "evaluation, batch norm": ("conv_norm", evaluated),
+    "frozen": ("low_rank", updated),
+    "tied": ("tied", updated),
+    "state": ("routed", updated),
+    "in place, batch norm": ("conv_norm", updated),
+}
+
+
+@pytest.mark.parametrize("what", WHATS)
+@pytest.mark.parametrize("use", USES)
+def test_a_way_to_train(use: str, what: str) -> None:
+    name, run = USES[use]
+    plain, inputs = build(name)
+    torch.manual_seed(5)
+    wanted = [run(plain, inputs), run(plain, inputs)]
+    model, _ = build(name)
+    with apply(model, planned(name, what, getattr(torch, use.split()[1], None) if "float" in use else None)) as handle:
+        torch.manual_seed(5)
+        same([run(model, inputs), run(model, inputs)], wanted)
+        really_did(handle, what)
+
+
+# Modules with state
+
+
+class _Counts(nn.Module):
+    """Keeps state in plain attributes: a number that the output depends on, a list, a tensor, and its last output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.calls = 0
+        self.sizes: list[int] = []
+        self.mean: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.sizes.append(len(x))
+        y = torch.tanh(self.linear(x) * self.calls / len(self.sizes) ** 0.5)
+        if self.mean is not None:
+            y = y * torch.sigmoid(self.mean)
+        self.mean = y.detach().mean() if self.mean is None else self.mean * 0.9 + y.detach().mean() * 0.1
+        return x + y
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_state_in_attributes(what: str) -> None:
+    """Updated once per forward; a recompute finds what its own forward found, not what a later one left."""
+
+    def run(model: nn.Module, x: torch.Tensor) -> Any:
+        model.zero_grad()
+        losses = [default_loss(model(part)) for part in (x, x[:5])]
+        before = [m.mean for m in model]
+        sum(losses).backward()
+        assert all(a is m.mean for a, m in zip(before, model, strict=True))
+        return [gradients(model), [(m.calls, list(m.sizes), float(m.mean)) for m in model]]
+
+    check(lambda: (nn.Sequential(*(_Counts() for _ in range(4))), torch.randn(32, 64)), what, run)
+
+
+class _Lazy(nn.Module):
+    """Makes a table when it runs first, as rotary embeddings do, and uses it in place of its input then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0, 1, x.numel()).view_as(x).exp()
+        return torch.tanh(self.linear(x) * self.table)
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_tables_made_when_first_needed(what: str) -> None:
+    """Every replay of a profile makes its own, and none stays."""
+    model = nn.Sequential(_Lazy())
+    world = FakeWorld()
+    with fake_parameters(model, world), world:
+        model(torch.empty(2, 64))
+        assert model[0].table is not None
+    assert model[0].table is None
+    check(lambda: (nn.Sequential(*(_Lazy() for _ in range(4))), torch.randn(32, 64)), what, step)
+
+
+def test_profiling_leaves_attributes_alone() -> None:
+    """The very objects, and nothing new in them, though the forward writes to all of them."""
+    model, x = nn.Sequential(*(_Counts() for _ in range(3))), torch.randn(32, 64)
+    model(x)
+    before = [(m.calls, m.sizes, list(m.sizes), m.mean) for m in model]
+    profile(model, x)
+    for m, (calls, sizes, content, mean) in zip(model, before, strict=True):
+        assert m.calls == calls == 1
+        assert m.sizes is sizes
+        assert sizes == content
+        assert m.mean is mean
+    assert all(type(m.mean) is torch.Tensor for m in model)
+
+
+@pytest.mark.parametrize("what", WHATS)
+@pytest.mark.parametrize(
+    "norm", [torch.nn.utils.spectral_norm, torch.nn.utils.parametrizations.spectral_norm, torch.nn.utils.weight_norm]
+)
+def test_normalised_weights(norm: Callable[[nn.Module], nn.Module], what: str) -> None:
+    """As in a discriminator: two forwards, then one backward. The older ones set the weight in a hook."""
+
+    def make() -> tuple[nn.Module, Any]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            # Stages are the layers themselves, and blocks around one.
+            layers = [norm(nn.Linear(64, 64)) for _ in range(4)]
+            return nn.Sequential(layers[0], nn.Tanh(), *(nn.Sequential(m, nn.Tanh()) for m in layers[1:])), x
+
+    def run(model: nn.Module, x: torch.Tensor) -> Any:
+        model.zero_grad()
+        real, fake = model(x), model(x * 0.5)
+        (real.mean() - fake.mean()).backward()
+        return [gradients(model), {n: b.clone() for n, b in model.named_buffers()}]
+
+    x = torch.randn(32, 64)
+    # A hook that writes to a buffer outside of the stage's forward: nobody can tell whether that forward reads it.
+    writes = norm is torch.nn.utils.spectral_norm and what in ("recompute", "segment", "selective")
+    with pytest.raises(RuntimeError, match="modified by") if writes else contextlib.nullcontext():
+        check(make, what, run)
+    check(make, what, step)
+
+
+class _Experts(nn.Module):
+    """Noisy top-2 routing: every token runs through the experts it is sent to, by index, and the load is counted."""
+
+    load: torch.Tensor
+
+    def __init__(self, width: int = 32, experts: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts)
+        self.experts = nn.Parameter(torch.randn(experts, width, width) / width**0.5)
+        self.register_buffer("load", torch.zeros(experts, dtype=torch.long))
+        self.routes: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.router(x)
+        weights, chosen = torch.softmax(logits + torch.rand_like(logits), -1).topk(2, -1)
+        self.routes.append(chosen)
+        self.load += torch.bincount(chosen.flatten(), minlength=len(self.experts))
+        out = torch.zeros_like(x)
+        for k, expert in enumerate(self.experts):
+            token, place = torch.where(chosen == k)
+            out = out.index_add(0, token, x[token] @ expert * weights[token, place, None])
+        return x + torch.tanh(out)
+
+
+@pytest.mark.parametrize("what", ["keep", "swap", "recompute", "segment"])
+def test_routing(what: str) -> None:
+    """A recompute sends every token where forward sent it; loads and routes are counted once."""
+
+    def run(model: nn.Module, x: torch.Tensor) -> Any:
+        model.zero_grad()
+        losses = [default_loss(model(x)) for _ in range(2)]
+        sum(losses).backward()
+        return [gradients(model), [(m.load.clone(), list(m.routes)) for m in model]]
+
+    check(lambda: (nn.Sequential(*(_Experts() for _ in range(3))), torch.randn(64, 32)), what, run)
+
+
+# What a recompute would read is replaced
+
+
+@pytest.mark.parametrize("what", WHATS)
+@pytest.mark.parametrize("how", ["assign", "new", "data"])
+def test_parameters_replaced_before_backward(how: str, what: str) -> None:
+    """The gradient is that of the old parameters, as in the plain model, or an error says why it can't be."""
+
+    def run(model: nn.Module, inputs: Any) -> Any:
+        parameters = list(model.parameters())
+        torch.manual_seed(5)
+        loss = default_loss(model(inputs))
+        if how == "assign":
+            model.load_state_dict({n: v * 2 for n, v in model.state_dict().items()}, assign=True)
+        elif how == "new":
+            model[1][0].weight = nn.Parameter(torch.zeros(128, 64))
+        else:
+            model[1][0].weight.data = torch.zeros(128, 64)
+        now = list(model.parameters())
+        gradients = torch.autograd.grad(loss, parameters)
+        assert all(a is b for a, b in zip(model.parameters(), now, strict=True))
+        return gradients
+
+    wanted = run(*build("mlp"))
+    model, inputs = build("mlp")
+    with apply(model, planned("mlp", what)):
+        if how == "data" and what in AGAIN:
+            with pytest.raises(RuntimeError, match="replaced between forward and backward"):
+                run(model, inputs)
+        else:
+            same(run(model, inputs), wanted)
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(64, 64), torch.full((64,), 2.0)  # neither parameter nor buffer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x) + self.scale)
+
+
+@pytest.mark.parametrize("what", AGAIN)
+def test_tensor_attributes_written_before_backward(what: str) -> None:
+    model, x = nn.Sequential(*(_Scaled() for _ in range(3))), torch.randn(32, 64)
+    with apply(model, plan_for(model, x, what)):
+        loss = default_loss(model(x))
+        model[1].scale.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        model.zero_grad()
+        loss = default_loss(model(x))
+        former, model[1].scale = model[1].scale, torch.zeros(64)
+        loss.backward()  # as in forward
+        found = gradients(model)
+        assert float(model[1].scale.sum()) == 0
+        model[1].scale = former
+    same(found, step(model, x)[1])
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_between_steps(what: str) -> None:
+    """State saved and loaded, in place and by assignment, another data type and back, while the plan is applied."""
+    model, inputs = build("mlp")
+    plain, _ = build("mlp")
+
+    def run(model: nn.Module) -> Any:
+        torch.manual_seed(3)
+        out = [step(model, inputs)]
+        buffer = io.BytesIO()
+        torch.save(model.state_dict(), buffer)
+        buffer.seek(0)
+        state = torch.load(buffer)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.5)
+        out.append(step(model, inputs))
+        model.load_state_dict(state)
+        out.append(step(model, inputs))
+        model.load_state_dict({n: v * 2 for n, v in state.items()}, assign=True)
+        out.append(step(model, inputs))
+        model.to(torch.bfloat16)
+        model.zero_grad()
+        loss = model(inputs.bfloat16()).float().mean()
+        loss.backward()
+        out.append([loss.detach(), gradients(model)])
+        model.zero_grad()
+        model.to(torch.float32)
+        out.append(step(model, inputs))
+        return [out, list(model.state_dict()), state]
+
+    wanted = run(plain)
+    with apply(model, planned("mlp", what)) as handle:
+        same(run(model), wanted)
+        really_did(handle, what)
+        assert repr(model) == repr(plain)
+
+
+# Hooks of the user's own
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_hooks(what: str) -> None:
+    """Each runs as often, and sees the same, as without a plan; a recompute calls no hook of a stage's own."""
+
+    def run(model: nn.Module, x: Any) -> Any:
+        seen: list[Any] = []
+        handles = []
+        for m in model.layers:
+            handles += [
+                m.register_forward_pre_hook(lambda _, args: (seen.append(args[0].detach().sum()), (args[0] * 1.5,))[1]),
+                m.register_forward_hook(lambda _, args, out: (seen.append(out.detach().sum()), out * 0.5)[1]),
+                m.register_full_backward_pre_hook(lambda _, g: seen.append(g[0].sum())),
+                m.register_full_backward_hook(lambda _, gi, go: seen.append(go[0].sum())),
+                m.down.weight.register_hook(lambda g: (seen.append(g.sum()), g * 2)[1]),
+                m.down.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum())),
+            ]
+        hidden: list[torch.Tensor] = []
+        handles.append(model.layers[1].register_forward_hook(lambda _, args, out: hidden.append(out)))
+        model.zero_grad()
+        out = model(x)
+        hidden[0].retain_grad()
+        hidden[0].register_hook(lambda g: seen.append(g.sum()))
+        default_loss(out).backward()
+        for handle in handles:
+            handle.remove()
+        assert len(seen) == 4 * 6 + 1
+        return [seen, hidden[0].grad, gradients(model)]
+
+    model, inputs = build("transformer")
+    plain, _ = build("transformer")
+    torch.manual_seed(5)
+    wanted = run(plain, inputs)
+    with apply(model, planned("transformer", what)) as handle:
+        torch.manual_seed(5)
+        same(run(model, inputs), wanted)
+        really_did(handle, what)
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_saved_tensors_hooks_around_the_step(what: str) -> None:
+    """The user's hooks get what no stage saves; the plan's own lie inside of them."""
+
+    def run(model: nn.Module, x: Any) -> Any:
+        out = []
+        model.zero_grad()
+        with torch.autograd.graph.save_on_cpu():
+            default_loss(model(x)).backward()
+        out.append(gradients(model))
+        model.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (t * 1, t.shape), lambda packed: packed[0]):
+            default_loss(model(x)).backward()
+        out.append(gradients(model))
+        return out
+
+    model, inputs = build("transformer")
+    plain, _ = build("transformer")
+    torch.manual_seed(5)
+    wanted = run(plain, inputs)
+    with apply(model, planned("transformer", what)) as handle:
+        torch.manual_seed(5)
+        same(run(model, inputs), wanted)
+        really_did(handle, what)
+
+
+class _Checkpoints(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Dropout(0.1), nn.Linear(96, 64))
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.norm(x + checkpoint(self.inner, x, use_reentrant=False)))
+
+
+@pytest.mark.parametrize("what", ["keep", "swap", "recompute", "segment"])
+def test_stages_that_checkpoint_inside(what: str) -> None:
+    """Whole blocks, around a checkpoint of the user's own, which a profile would leave outside of its stages."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(_Checkpoints() for _ in range(4))), torch.randn(32, 64)
+    plain = copy.deepcopy(model)
+    choice = {
+        "keep": [KEEP] * 4,
+        "swap": [Decision("swap", (0, 1), i, i) for i in range(4)],
+        "recompute": [Decision("recompute")] * 4,
+        "segment": [Decision("recompute")] * 4,
+    }[what]
+    plan = dataclasses.replace(
+        plan_for(model, x, "keep"),
+        stages=("0", "1", "2", "3"),
+        choices=tuple(choice),
+        input_bytes=(x.nbytes,) * 4,
+        segments=(Segment(0, 3, (Segment(1, 2),)),) if what == "segment" else (),
+        host_bytes=1 << 16 if what == "swap" else 0,
+    )
+    torch.manual_seed(5)
+    wanted = [step(plain, x), step(plain, x)]
+    with apply(model, plan) as handle:
+        torch.manual_seed(5)
+        same([step(model, x), step(model, x)], wanted)
+        really_did(handle, what)
+
+
+# Tensor subclasses
+
+
+@contextlib.contextmanager
+def or_names_another_path(what: str) -> Iterator[None]:
+    """Where the plan names storages or operations that other types of tensors don't have: an error that says so."""
+    try:
+        yield
+    except PlanMismatchError as error:
+        if what not in ("swap", "recompute+swap", "selective"):
+            raise
+        assert "took another path" in str(error)  # noqa: PT017 - either outcome is right
+
+
+class _Tagged(torch.Tensor):
+    """A subclass by `__torch_function__`, which is passed on to results."""
+
+
+class _Keeps(nn.Module):
+    """Saves what comes in and what it makes; whether its input's type arrives is seen in the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.linear(x)) * torch.sigmoid(x)
+        return y * 2 if isinstance(x, _Tagged) else y
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_a_subclass_by_torch_function(what: str) -> None:
+    model, x = nn.Sequential(*(_Keeps() for _ in range(4))), torch.randn(32, 64)
+    plan = plan_for(model, x, what)
+    plain = copy.deepcopy(model)
+    given = x.as_subclass(_Tagged)
+    wanted = step(plain, given)
+    assert not torch.equal(wanted[0], step(plain, x)[0])
+    with apply(model, plan):
+        with or_names_another_path(what):
+            same(step(model, given), wanted)
+            assert type(model(given)) is _Tagged
+        same(step(model, x), step(plain, x))
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_a_wrapper_subclass(what: str) -> None:
+    """Its values lie in tensors of its own, so it stays where it is, and comes back as it was."""
+    two = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
+    model, x = nn.Sequential(*(_Keeps() for _ in range(4))), torch.randn(32, 64)
+    plan = plan_for(model, x, what)
+    plain = copy.deepcopy(model)
+    given = two(x.clone(), x * 2)
+
+    def run(model: nn.Module) -> Any:
+        model.zero_grad()
+        x = given.clone().requires_grad_()
+        loss = model(x).mean()
+        loss.backward()
+        grads = [p.grad for p in (x, *model.parameters())]
+        assert all(type(g) is two for g in grads)
+        return [[g.a.clone(), g.b.clone()] for g in grads if isinstance(g, two)]
+
+    wanted = run(plain)
+    assert not torch.equal(wanted[0][0], wanted[0][1])
+    with apply(model, plan), or_names_another_path(what):
+        same(run(model), wanted)
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_nested_tensors(what: str) -> None:
+    """Sequences of several lengths in one tensor, inside a stage and between stages."""
+    model = nn.Sequential(*(_Keeps() for _ in range(4)))
+    plan = plan_for(model, torch.randn(32, 64), what)
+    plain = copy.deepcopy(model)
+    parts = [torch.randn(n, 64) for n in (3, 7, 12)]
+
+    def run(model: nn.Module) -> Any:
+        model.zero_grad()
+        given = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+        model(given).values().mean().backward()
+        return [given.grad.values().clone(), gradients(model)]
+
+    wanted = run(plain)
+    with apply(model, plan), or_names_another_path(what):
+        same(run(model), wanted)
+
+
+class _Quantised(nn.Module):
+    """A frozen base, in eight bits where asked for, under a trained correction."""
+
+    base: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("base", torch.randn(64, 64) / 8)
+        self.a, self.b = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        base = self.base.dequantize() if self.base.is_quantized else self.base.clone()
+        return torch.tanh(nn.functional.linear(x, base) + self.b(self.a(x)))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize("what", WHATS)
+def test_quantised_buffers(what: str) -> None:
+    """PyTorch's own quantised tensors can't be traced; a plan made without them runs with them."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(_Quantised() for _ in range(4))), torch.randn(32, 64)
+    plain = copy.deepcopy(model)
+    plan = plan_for(model, x, what)
+    for m in (*model, *plain):
+        m.base = torch.quantize_per_tensor(m.base, 0.01, 0, torch.qint8)
+    with pytest.raises(InvalidInputError, match="quantized"):
+        profile(model, x)
+
+    def run(model: nn.Module) -> Any:
+        model.zero_grad()
+        loss = default_loss(model(x))
+        loss.backward()
+        return [loss.detach(), gradients(model)]
+
+    wanted = run(plain)
+    with apply(model, plan) as handle:
+        same([run(model), run(model)], [wanted, wanted])
+        really_did(handle, what)
+    assert all(m.base.is_quantized for m in model)
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_sparse_gradients(what: str) -> None:
+    """They can't be traced, which is said; a plan made without them runs with them."""
+    model, inputs = build("transformer")
+    model.embedding.sparse = True
+    with pytest.raises(UnsupportedModelError, match="use sparse=False"):
+        profile(model, inputs)
+    plain, _ = build("transformer")
+    plain.embedding.sparse = True
+
+    def run(model: nn.Module) -> Any:
+        torch.manual_seed(5)
+        default_loss(model(inputs)).backward()
+        assert model.embedding.weight.grad.is_sparse
+        return {n: p.grad.to_dense() for n, p in model.named_parameters()}
+
+    wanted = run(plain)
+    with apply(model, planned("transformer", what)):
+        same(run(model), wanted)
+
+
+# Function transforms, threads
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_functional_call(what: str) -> None:
+    """Other parameters for one call: backward, too, runs with them."""
+    model, inputs = build("mlp")
+    plain, _ = build("mlp")
+    other = {n: (p.detach() * 2).requires_grad_() for n, p in model.named_parameters()}
+
+    def run(model: nn.Module) -> Any:
+        torch.manual_seed(5)
+        loss = torch.func.functional_call(model, other, (inputs,)).mean()
+        return torch.autograd.grad(loss, list(other.values()))
+
+    wanted = run(plain)
+    with apply(model, planned("mlp", what)):
+        same(run(model), wanted)
+        torch.manual_seed(5)
+        found = step(model, inputs)
+    torch.manual_seed(5)
+    same(found, step(plain, inputs))
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_function_transforms(what: str) -> None:
+    model, inputs = build("views")
+    plain, _ = build("views")
+    parameters = {n: p.detach() for n, p in model.named_parameters()}
+
+    def run(model: nn.Module) -> Any:
+        return torch.func.grad(lambda p: torch.func.functional_call(model, p, (inputs,)).mean())(parameters)
+
+    wanted = run(plain)
+    with apply(model, planned("views", what)) as handle:
+        with pytest.raises(UnsupportedModelError, match=r"torch\.func.*paused"):
+            run(model)
+        with handle.paused():
+            same(run(model), wanted)
+        same(step(model, inputs), step(plain, inputs))
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_two_models_in_two_threads(what: str) -> None:
+    """Each has its own plan, its own graphs and its own copies."""
+    built = [build("views", seed) for seed in (0, 1)]
+    plain = [build("views", seed) for seed in (0, 1)]
+    wanted = [[step(model, x) for _ in range(6)] for model, x in plain]
+    found: list[list[Any]] = [[], []]
+    errors: list[BaseException] = []
+    start = threading.Barrier(2)
+
+    def work(k: int) -> None:
+        try:
+            start.wait()
+            for _ in range(6):
+                found[k].append(step(*built[k]))
+        except BaseException as error:
+            errors.append(error)
+
+    with apply(built[0][0], planned("views", what)), apply(built[1][0], planned("views", what)):
+        threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+    same(found, wanted)
+
+
+# Operations that may give other bits when they run again
+
+
+class _Gathers(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(64, 256), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.linear(x))
+        index = torch.arange(256) % 64
+        if self.how == "index_add":
+            return x + torch.tanh(torch.zeros_like(x).index_add(1, index, y))
+        if self.how == "cumsum":
+            return x + torch.tanh(torch.sigmoid(y.cumsum(1)) * y)[:, :64]
+        if self.how == "custom":
+            return x + torch.tanh(torch.ops.ckptplan_tests.fickle(y) * y)[:, :64]
+        return x + torch.tanh(y)[:, :64]
+
+
+@pytest.fixture(scope="module")
+def fickle() -> Iterator[None]:
+    """A custom operation that says of itself that its bits may differ."""
+    library = torch.library.Library("ckptplan_tests", "DEF")
+    library.define("fickle(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_bitwise,))
+    library.impl("fickle", lambda x: x * 2, "CompositeExplicitAutograd")
+    library.impl("fickle", torch.empty_like, "Meta")
+    torch.library.register_autograd("ckptplan_tests::fickle", lambda ctx, g: g * 2, lib=library)
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("device", [None, "a100-40gb"])
+@pytest.mark.parametrize("how", ["index_add", "cumsum", "custom", "neither"])
+def test_what_may_differ_is_not_recomputed(how: str, device: str | None, fickle: None) -> None:
+    """No option runs it again, in no segment either, and the profile says which stage and why."""
+    model, x = nn.Sequential(*(_Gathers(how) for _ in range(3)), nn.Linear(64, 8)), torch.randn(32, 64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace, "_MENU_BYTES", 0)
+        patch.setattr(profiler, "_beaten", lambda *_: False)  # by times, which are noise here
+        chain = profile(model, x, device=device)
+    once = how == "custom" or (how != "neither" and device is not None)
+    stages = [s for s in chain.stages if s.name in "012" and not s.is_glue]
+    assert len(stages) == 3
+    assert all((s.recompute is None) == once for s in stages)
+    name = {"index_add": "aten.index_add", "cumsum": "aten.cumsum", "custom": "ckptplan_tests.fickle"}.get(how, "-")
+    notes = [note for note in chain.notes if "may give other bits" in note]
+    assert len(notes) == once
+    assert not once or ("0, 1, 2" in notes[0] and name in notes[0])
+    ops = {o.ops for s in stages for o in s.options if o.recomputes}
+    if device is not None and how in ("cumsum", "custom"):
+        # Saved, it may be part of a stage that recomputes the rest.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys.modules[__name__], "_SOUGHT", (name.partition(".")[2],))
+            (number,) = _products(model, x)["0"]
+        assert ops, "options that save it would do"
+        assert all(number in chosen for chosen in ops)
+
+
+def test_deterministic_algorithms_repeat() -> None:
+    model, x = nn.Sequential(*(_Gathers("index_add") for _ in range(2))), torch.randn(32, 64)
+    torch.use_deterministic_algorithms(True)
+    try:
+        chain = profile(model, x, device="a100-40gb")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(s.recompute is not None for s in chain.stages if not s.is_glue)
+
+
+def test_saved_operations_that_may_differ_are_not_run_again(fickle: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan with such an option: the operation runs once, and everything is bitwise right."""
+    model, x = nn.Sequential(*(_Gathers("neither") for _ in range(3))), torch.randn(32, 64)
+    plan = plan_for(model, x, "recompute")
+    for m in model:
+        m.how = "custom"
+    monkeypatch.setattr(sys.modules[__name__], "_SOUGHT", ("fickle",))
+    numbers = _products(model, x)
+    choices = [Decision("recompute", ops=numbers[n]) if n in numbers else KEEP for n in plan.stages]
+    assert sum(len(c.ops) for c in choices) == 3
+    plan = dataclasses.replace(plan, choices=tuple(choices))
+    plain = copy.deepcopy(model)
+    runs = [0]
+
+    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            runs[0] += "fickle" in str(func)
+            return func(*args, **(kwargs or {}))
+
+    wanted = step(plain, x)
+    with apply(model, plan) as handle, Counting():
+        same(step(model, x), wanted)
+        assert handle.stats().recomputed_stages > 0
+    assert runs[0] == 3
+
+
+def test_calls_that_cannot_differ() -> None:
+    """Where no place is named twice, where one value goes everywhere, sums of integers."""
+    aten = torch.ops.aten
+    x, index = torch.zeros(4, 4), torch.tensor([0, 0])
+    again = functools.partial(is_repeatable, on_cuda=True)
+    assert again(aten.index_put_.default, (x, [x > 0], torch.zeros(())), {})
+    assert again(aten.index_put_.default, (x, [x > 0], torch.zeros(3)), {})
+    assert again(aten.index_put_.default, (x, [index], torch.zeros(())), {})
+    assert not again(aten.index_put_.default, (x, [index], torch.zeros(2, 4)), {})
+    assert again(aten.index_put_.default, (x, [index], torch.zeros(2, 4), True), {})
+    assert not again(aten.scatter_add_.default, (x, 0, index, x), {})
+    assert again(aten.scatter_add_.default, (x.long(), 0, index, x.long()), {})
+    assert again(aten.scatter_.value, (x, 0, index, 1.0), {})
+    assert not again(aten.scatter_.src, (x, 0, index, x), {})
+    assert again(aten.cumsum.default, (x.long(), 0), {})
+    assert not again(aten.cumsum.default, (x, 0), {})
+    assert again(aten.median.default, (x,), {})
+    assert not again(aten.median.dim, (x, 0), {})
+    assert again(aten.bincount.default, (index,), {})
+    assert not again(aten.bincount.default, (index, x[0]), {})
+    convolution = (x, x, None, [1], [0], [1])
+    assert again(aten.convolution.default, (*convolution, False, [0], 1), {})
+    assert not again(aten.convolution.default, (*convolution, True, [0], 1), {})
+    assert is_repeatable(aten.cumsum.default, (x, 0), {}, on_cuda=False)
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        once = is_repeatable(aten.index_put_.default, (x, [index], torch.zeros(2, 4), True), {}, on_cuda=False)
+        assert once == (threads == 1)
+    torch.set_num_threads(before)
+
+
+# Errors of applying
+
+
+def test_plans_that_do_not_belong() -> None:
+    model, _ = build("mlp")
+    plan = planned("mlp", "recompute")
+    with apply(model, plan), pytest.raises(UnsupportedModelError, match="already"):
+        apply(model, plan)
+    other, _ = build("transformer")
+    with pytest.raises(PlanMismatchError, match=r"small_models\.Transformer"):
+        apply(other, plan)
+    model[1] = nn.Identity()
+    with pytest.raises(PlanMismatchError):
+        apply(model, plan)
+    assert "forward" not in model[0].__dict__
