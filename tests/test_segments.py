@@ -954,16 +954,26 @@ def test_a_stage_that_runs_backward_inside() -> None:
         model(torch.randn(4, 8))
 
 
+class _Calls:
+    """What changes beyond a module's own attributes, where nothing puts it back."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def first(self) -> bool:
+        self.count += 1
+        return self.count == 1
+
+
 class _Fickle(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(64, 64)
-        self.calls = 0
+        self.calls = _Calls()
         self.what = "same"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls == 1 or self.what == "same":
+        if self.calls.first() or self.what == "same":
             return torch.tanh(self.linear(x))
         if self.what == "more":
             return torch.tanh(torch.sigmoid(self.linear(x)))
@@ -1269,10 +1279,10 @@ class _Turns(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.first = True
+        self.calls = _Calls()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, self.first = self.first, False
+        first = self.calls.first()
         return self.b(torch.tanh(self.a(x)) if first else torch.sigmoid(self.a(x * 2)))
 
 

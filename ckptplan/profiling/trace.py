@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.chain import InputTensor, Link, Option, Segment, Stage, Storage
@@ -35,6 +36,7 @@ from ckptplan.profiling.menus import Choice, choose, front, list_ops, numbered
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.timing import Times
 from ckptplan.profiling.tracker import SegmentTrace, Sid, Tracker, owners_of_a_lone_gradient
+from ckptplan.runtime.attributes import tensor_attributes
 from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.shapes import input_tensors
 from ckptplan.runtime.step import TrainingStep
@@ -64,7 +66,8 @@ class Replay:
     arguments : dict
         Segment -> the tensors passed in.
     modifies : set
-        Segments that write to what is passed in: such a stage can't run a second time.
+        Segments that write to what is passed in or to tensors that are plain attributes, or use up an iterator: such a
+        stage can't run a second time.
     sizes : dict
         Storage -> bytes.
     output : set
@@ -118,7 +121,8 @@ class _Names:
 class _Watcher:
     """Tells the tracker where the program is, and notes what goes into stages and comes out."""
 
-    def __init__(self, tracker: Tracker, names: _Names, replay: Replay) -> None:
+    def __init__(self, tracker: Tracker, names: _Names, replay: Replay, modules: Sequence[nn.Module | None]) -> None:
+        self._modules = modules
         self._tracker = tracker
         self._names = names
         self._replay = replay
@@ -131,8 +135,11 @@ class _Watcher:
         self._position += 1
         self._segments[stage] = self._position
         self._tracker.enter_segment(self._position)
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        self._given = [(t, t._version) for t in tensors]
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(leaf, Iterator) for leaf in leaves):
+            self._replay.modifies.add(self._position)
+        tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+        self._given = [(t, t._version) for t in [*tensors, *tensor_attributes(self._modules[stage])]]
         inputs = self._replay.inputs.setdefault(self._position, {})
         linked = self._replay.linked.setdefault(self._position, set())
         for tensor in tensors:
@@ -201,7 +208,8 @@ def replay(
         for tensor in (*own, *(p.grad for p in own if p.grad is not None)):
             tracker.outside(tensor)
         names = _Names(tracker, device, {t.untyped_storage()._cdata for t in own})
-        watcher = _Watcher(tracker, names, out)
+        modules = dict(step.model.named_modules())
+        watcher = _Watcher(tracker, names, out, [modules.get(name.partition("#")[0]) for name in stages])
         controller = Controller(
             step.model,
             stages,

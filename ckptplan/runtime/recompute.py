@@ -13,6 +13,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from ckptplan.core.chain import Tier
+from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.runtime.attributes import Attributes
 from ckptplan.runtime.meter import KINDS, RECOMPUTE
 from ckptplan.runtime.selective import Selection
 from ckptplan.runtime.swap import Counters, SwapSession, modified_error
@@ -34,13 +36,26 @@ class Call:
         self._where: list[tuple[int, ...]] = []
         self._spec: pytree.TreeSpec | None = None
         self._state: _State | None = None
+        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Keep the arguments but for the tensors anywhere in them, each of which is returned once, in order.
 
         Once, since a stage may ask whether two of its arguments are the same, as attention does.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If an argument is an iterator, which the first run uses up.
         """
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        used_up = next((leaf for leaf in leaves if isinstance(leaf, Iterator)), None)
+        if used_up is not None:
+            raise UnsupportedModelError(
+                f"a {type(self._module).__name__} that is to run again gets a {type(used_up).__name__}, which its "
+                "first run uses up; pass it a list, or keep this stage"
+            )
+        self._first = args, kwargs
         places: dict[int, list[int]] = {}
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
@@ -53,20 +68,20 @@ class Call:
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """Run the stage on `tensors`, in the order of `split`: the first time as it is, then as it was."""
         assert self._spec is not None
+        if self._first is not None:
+            # The caller's own lists and dictionaries, since the stage may add to them.
+            (args, kwargs), self._first = self._first, None
+            del tensors
+            return self._run_first(args, kwargs)
         leaves = list(self._rest)
         for same, tensor in zip(self._where, tensors, strict=True):
             for i in same:
                 leaves[i] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         del leaves, tensors
+        if self._state is None:  # another mode of PyTorch's runs it anew
+            return self._run_first(args, kwargs)
         self._counters.runs[self._index] += 1
-        if self._state is None:
-            state = _State(self._module)
-            result = self._original(*args, **kwargs)
-            state.forward_done()
-            self._state = state
-            self._counters.copied_bytes[self._index] = state.copied_bytes
-            return result
         self._counters.recomputed_stages += 1
         before = self._counters.meter.mark(self._index * KINDS + RECOMPUTE)
         try:
@@ -74,6 +89,15 @@ class Call:
                 return self._original(*args, **kwargs)
         finally:
             self._counters.meter.mark(before)
+
+    def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._counters.runs[self._index] += 1
+        state = _State(self._module)
+        result = self._original(*args, **kwargs)
+        state.forward_done()
+        self._state = state
+        self._counters.copied_bytes[self._index] = state.copied_bytes
+        return result
 
 
 def run_recomputed(
@@ -169,10 +193,12 @@ class Surroundings:
 
 
 class _State:
-    """What a stage's forward reads besides its inputs: buffers, training flags, the versions of its parameters."""
+    """What a stage's forward reads besides its inputs: buffers, training flags, parameters, plain attributes."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._flags = [(m, m.training) for m in module.modules()]
+        modules = list(module.modules())
+        self._flags = [(m, m.training) for m in modules]
+        self._attributes = Attributes(modules)
         self._parameters = [(p, p._version) for p in module.parameters()]
         # Copies, since only after the forward is it known which buffers it updates; the others' go at once then.
         self._before = [
@@ -193,6 +219,13 @@ class _State:
             else:
                 self._untouched.append((m, name, buffer, version))
         self._before = []
+        written = self._attributes.written()
+        if written is not None:
+            raise UnsupportedModelError(
+                f"a stage that is to run again writes to its tensor attribute {written[0]!r}, of which no copy is "
+                "kept; register it as a buffer, or keep this stage"
+            )
+        self._attributes.settle()
 
     @property
     def copied_bytes(self) -> tuple[int, ...]:
@@ -216,6 +249,11 @@ class _State:
         for _, _, buffer, version in self._untouched:
             if buffer._version != version:
                 raise modified_error(buffer.shape, version, buffer._version)
+        written = self._attributes.written()
+        if written is not None:
+            _, tensor, version = written
+            raise modified_error(tensor.shape, version, tensor._version)
+        attributes = self._attributes.now()
         now = [(m, dict(m._buffers)) for m in {m for m, _, _ in self._updated} | {m for m, _, _, _ in self._untouched}]
         flags = [(m, m.training) for m, _ in self._flags]
         for m, name, copy in self._updated:
@@ -225,8 +263,10 @@ class _State:
         for m, training in self._flags:
             m.training = training
         try:
+            self._attributes.put_back()
             yield
         finally:
+            attributes.put_back()
             for m, buffers in now:
                 m._buffers.update(buffers)
             for m, training in flags:

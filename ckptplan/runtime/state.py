@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from ckptplan.runtime.attributes import Attributes
+
 
 def random_state() -> Callable[[], None]:
     """Remember the state of torch's (CPU and CUDA), Python's and numpy's generators; calling the result restores it."""
@@ -53,14 +55,15 @@ _ONE_AT_A_TIME = threading.RLock()
 
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Give the model back, whatever happens inside: gradients, buffers, training flags, random states.
+    """Give the model back, whatever happens inside: gradients, buffers, training flags, attributes, random states.
 
     Inside, autograd is on, and no other thread is: a second one waits until the first has left.
 
     Yields
     ------
     callable
-        Rewinds buffers and random states to the start and drops gradients: every run inside can start alike.
+        Rewinds buffers, attributes and random states to the start and drops gradients, so that every run inside can
+        start alike.
     """
     with _ONE_AT_A_TIME, torch.inference_mode(False), torch.enable_grad():
         yield from _restored(model)
@@ -69,11 +72,12 @@ def restored(model: nn.Module) -> Iterator[Callable[[], None]]:
 def _restored(model: nn.Module) -> Iterator[Callable[[], None]]:
     gradients = [(p, p.grad) for p in model.parameters()]
     flags = [(module, module.training) for module in model.modules()]
-    buffers, generators = buffer_state(model), random_state()
+    buffers, generators, attributes = buffer_state(model), random_state(), Attributes(model.modules())
 
     def rewind() -> None:
         for p, _ in gradients:
             p.grad = None
+        attributes.put_back()
         buffers()
         generators()
 
