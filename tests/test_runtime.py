@@ -794,6 +794,27 @@ def test_paused() -> None:
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
+def test_paused_within_paused() -> None:
+    model, x = build("mlp")
+    with apply(model, uniform(model, x, "recompute")) as handle:
+        with handle.paused():
+            with handle.paused():
+                pass
+            model(x)
+            assert handle.stats().forwards == 0
+        model(x)
+        assert handle.stats().forwards == 1
+
+
+@pytest.mark.parametrize("name", ["checksums", "synchronous"])
+@pytest.mark.parametrize("value", [None, 1, "no"])
+def test_switches_are_true_or_false(name: str, value: Any) -> None:
+    model, x = build("mlp")
+    plan = uniform(model, x, "swap")
+    with pytest.raises(InvalidInputError, match=f"{name}={value!r}; it is True or False"):
+        apply(model, plan, **{name: value})
+
+
 def test_stats_read_well() -> None:
     model, inputs = build("transformer")
     plan = planned("transformer", "mixed 0")
