@@ -109,6 +109,7 @@ class Record:
         self._storage = StorageWeakRef(tensor.untyped_storage())
         self.version = tensor._version
         self._modified: int | None = None
+        self._returned: int | None = None
         self._ticket: Ticket | None = None
         self._stream: Any = None
 
@@ -164,6 +165,8 @@ class Record:
             self._store.finish_in(self._ticket)
             self._counters.meter.mark(before)
             self._counters.host_wait_s += time.perf_counter() - begin
+            assert self._whole is not None
+            self._returned = version_of(self._whole)
             self.state = State.ON_DEVICE
 
     def whole(self) -> torch.Tensor:
@@ -183,6 +186,8 @@ class Record:
         if self._modified is not None:
             raise modified_error([self.nbytes], self.version, self._modified)
         assert self._whole is not None
+        if self._returned is not None and version_of(self._whole) != self._returned:  # a backward wrote to it
+            raise modified_error([self.nbytes], self._returned, self._whole._version)
         return self._whole
 
     def _stream_of_target(self) -> contextlib.AbstractContextManager[Any]:
