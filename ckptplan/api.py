@@ -476,6 +476,7 @@ def _job(
             "device": device,
             "step": step,
             "amp": amp,
+            "swap_dir": swap_dir,
         }
         extra = [name for name, value in given.items() if value is not None]
         if extra:

@@ -19,14 +19,15 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import BUILDERS, Transformer, build, plan_of, uniform
+from small_models import BUILDERS, Transformer, build, plan_of, plan_with, uniform
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckptplan.core.chain import ACTIONS, Action
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError, SwapError, UnsupportedModelError
-from ckptplan.core.plan import Plan
+from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.schedule import residency
 from ckptplan.profiling.profiler import profile
 from ckptplan.runtime import swap
 from ckptplan.runtime.apply import apply
@@ -794,6 +795,27 @@ def test_paused() -> None:
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
+def test_paused_within_paused() -> None:
+    model, x = build("mlp")
+    with apply(model, uniform(model, x, "recompute")) as handle:
+        with handle.paused():
+            with handle.paused():
+                pass
+            model(x)
+            assert handle.stats().forwards == 0
+        model(x)
+        assert handle.stats().forwards == 1
+
+
+@pytest.mark.parametrize("name", ["checksums", "synchronous"])
+@pytest.mark.parametrize("value", [None, 1, "no"])
+def test_switches_are_true_or_false(name: str, value: Any) -> None:
+    model, x = build("mlp")
+    plan = uniform(model, x, "swap")
+    with pytest.raises(InvalidInputError, match=f"{name}={value!r}; it is True or False"):
+        apply(model, plan, **{name: value})
+
+
 def test_stats_read_well() -> None:
     model, inputs = build("transformer")
     plan = planned("transformer", "mixed 0")
@@ -1062,3 +1084,73 @@ def test_what_stays_is_given_as_it_was_saved(seen_as: Callable[[torch.Tensor], t
     for packed in (first, again, part):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             swap.unpack(packed)
+
+
+class _WritesToWhatItSaved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        result = gradient * x
+        x.mul_(3)
+        return result
+
+
+class _Overwriting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _WritesToWhatItSaved.apply(self.linear(x))
+
+
+@pytest.mark.parametrize("what", [None, "keep", "swap"])
+def test_a_backward_that_writes_to_what_came_back(what: Action | None) -> None:
+    model, x = nn.Sequential(_Overwriting(), _Overwriting()), torch.randn(32, 64)
+    with contextlib.nullcontext() if what is None else apply(model, uniform(model, x, what)):
+        loss = model(x).sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+class _Skipping(nn.Module):
+    """Layers that are left out now and then, as stochastic depth does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(8)
+        )
+        self.skip = -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            if i != self.skip:
+                x = layer(x)
+        return x
+
+
+def test_a_skipped_stage_delays_no_release() -> None:
+    model, x = _Skipping(), torch.randn(512, 64)
+    measured = profile(model, x)
+    choices = []
+    for i, stage in enumerate(measured.stages):
+        moves = residency(measured, [s.find("swap") or s.keep for s in measured.stages]).moves[i]
+        choices.append(Decision("swap", moves, min(i + 1, 7), i) if moves and not stage.is_glue else Decision("keep"))
+    plan = plan_with(measured, tuple(choices))
+
+    def peak(skip: int) -> int:
+        model.skip = skip
+        model.zero_grad()
+        return peak_above_start(lambda: model(x).sum().backward(), torch.device("cpu"))
+
+    with apply(model, plan):
+        peak(-1)
+        whole = peak(-1)
+        assert all(peak(skip) <= whole for skip in range(8))

@@ -954,6 +954,17 @@ def test_a_stage_that_runs_backward_inside() -> None:
         model(torch.randn(4, 8))
 
 
+class _Calls:
+    """What changes beyond a module's own attributes, where nothing puts it back."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def first(self) -> bool:
+        self.count += 1
+        return self.count == 1
+
+
 class _Fickle(nn.Module):
     def __init__(self) -> None:
         super().__init__()

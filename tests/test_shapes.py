@@ -178,7 +178,7 @@ def session(planned: list[int]) -> SwapSession:
     [
         ([16, 16, 16], [0]),  # as planned, and smaller: by position
         ([8, 64], []),  # of another path, no more than was to stay: all stays
-        ([64, 64], [0, 1]),  # no more than was to leave: all leaves
+        ([64, 64], [1]),  # no more than planned in all: what is more than was to stay leaves
         ([8, 64, 8], []),
     ],
 )

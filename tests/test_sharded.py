@@ -110,9 +110,9 @@ def test_a_sharded_model(mesh: Any, where: str, policy: str, what: str, monkeypa
     moved: list[torch.Tensor] = []
     record = SwapSession.record
 
-    def watched(self: SwapSession, tensor: torch.Tensor) -> Any:
+    def watched(self: SwapSession, tensor: torch.Tensor, *key: Any) -> Any:
         moved.append(tensor)
-        return record(self, tensor)
+        return record(self, tensor, *key)
 
     monkeypatch.setattr(SwapSession, "record", watched)
     expected = wanted(mesh, where, policy)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.chain import InputTensor, Link, Option, Segment, Stage, Storage
@@ -64,7 +65,8 @@ class Replay:
     arguments : dict
         Segment -> the tensors passed in.
     modifies : set
-        Segments that write to what is passed in: such a stage can't run a second time.
+        Segments that write to what is passed in or to tensors that are plain attributes, or use up an iterator: such a
+        stage can't run a second time.
     sizes : dict
         Storage -> bytes.
     output : set
@@ -115,10 +117,17 @@ class _Names:
         return sid, can
 
 
+def _tensor_attributes(module: nn.Module | None) -> list[torch.Tensor]:
+    """Tensors that are plain attributes of `module` or of those inside."""
+    inside = () if module is None else module.modules()
+    return [value for m in inside for value in m.__dict__.values() if isinstance(value, torch.Tensor)]
+
+
 class _Watcher:
     """Tells the tracker where the program is, and notes what goes into stages and comes out."""
 
-    def __init__(self, tracker: Tracker, names: _Names, replay: Replay) -> None:
+    def __init__(self, tracker: Tracker, names: _Names, replay: Replay, modules: Sequence[nn.Module | None]) -> None:
+        self._modules = modules
         self._tracker = tracker
         self._names = names
         self._replay = replay
@@ -131,8 +140,11 @@ class _Watcher:
         self._position += 1
         self._segments[stage] = self._position
         self._tracker.enter_segment(self._position)
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        self._given = [(t, t._version) for t in tensors]
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(leaf, Iterator) for leaf in leaves):
+            self._replay.modifies.add(self._position)
+        tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+        self._given = [(t, t._version) for t in [*tensors, *_tensor_attributes(self._modules[stage])]]
         inputs = self._replay.inputs.setdefault(self._position, {})
         linked = self._replay.linked.setdefault(self._position, set())
         for tensor in tensors:
@@ -201,7 +213,8 @@ def replay(
         for tensor in (*own, *(p.grad for p in own if p.grad is not None)):
             tracker.outside(tensor)
         names = _Names(tracker, device, {t.untyped_storage()._cdata for t in own})
-        watcher = _Watcher(tracker, names, out)
+        modules = dict(step.model.named_modules())
+        watcher = _Watcher(tracker, names, out, [modules.get(name.partition("#")[0]) for name in stages])
         controller = Controller(
             step.model,
             stages,
@@ -424,7 +437,7 @@ class _Tracing:
             if keys:
                 found[g] = tuple(dict.fromkeys(str(key[0]) for key in keys if isinstance(key, tuple)))
         for funcs in dict.fromkeys(found.values()):
-            stages = ", ".join(self._name(g) for g, those in found.items() if those == funcs)
+            stages = ", ".join(segment_name(self.names, g) for g, those in found.items() if those == funcs)
             self.notes.append(
                 f"not recomputed as wholes: {stages}: {', '.join(funcs)} may give other bits when run again; "
                 "torch.use_deterministic_algorithms(True) makes PyTorch's own operations repeatable"

@@ -334,12 +334,12 @@ class Handle:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """The plain model inside; the plan goes on afterwards."""
+        was_applied, self._applied = self._applied, False
         self._controller.remove()
-        self._applied = False
         try:
             yield
         finally:
-            if not self._removed:
+            if was_applied and not self._removed:
                 self._controller.install()
                 self._applied = True
 
@@ -508,6 +508,9 @@ def apply(
         If the swap directory can't be written or is too small, the plan needs more than a limit allows, or a tier that
         its device doesn't have. The model is unchanged after any of these.
     """
+    for name, value in (("checksums", checksums), ("synchronous", synchronous)):
+        if not isinstance(value, bool):
+            raise InvalidInputError(f"{name}={value!r}; it is True or False")
     device = model_device(model)
     if not plan.fingerprint.model:
         raise PlanMismatchError(

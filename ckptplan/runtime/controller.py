@@ -72,6 +72,7 @@ class _Pass:
         self.calls: dict[nn.Module, int] = {}
         self.backward_begun = False
         self.open: OpenSegment | None = None
+        self.last = -1  # the furthest stage that has begun
 
 
 class Controller:
@@ -297,6 +298,12 @@ class Controller:
         self.counters.meter.mark(index * KINDS)
         try:
             self._limits[index].check(self._stages[index], args, kwargs)
+            for skipped in range(
+                current.last + 1, index
+            ):  # by this forward, but what was due there is due all the same
+                for stage in (*self._release_before.get(skipped, ()), *self._release_after.get(skipped, ())):
+                    current.session.release(stage)
+            current.last = max(current.last, index)
             for stage in self._release_before.get(index, ()):
                 current.session.release(stage)
             if self._observer is not None:

@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from ckptplan.core.chain import Tier
+from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.runtime.generators import Generators
 from ckptplan.runtime.meter import KINDS, RECOMPUTE
 from ckptplan.runtime.own import storages_of
 from ckptplan.runtime.selective import Selection
@@ -48,13 +50,26 @@ class Call:
         self._where: list[tuple[int, ...]] = []
         self._spec: pytree.TreeSpec | None = None
         self._state: _State | None = None
+        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Keep the arguments but for the tensors anywhere in them, each of which is returned once, in order.
 
         Once, since a stage may ask whether two of its arguments are the same, as attention does.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If an argument is an iterator, which the first run uses up.
         """
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        used_up = next((leaf for leaf in leaves if isinstance(leaf, Iterator)), None)
+        if used_up is not None:
+            raise UnsupportedModelError(
+                f"a {type(self._module).__name__} that is to run again gets a {type(used_up).__name__}, which its "
+                "first run uses up; pass it a list, or keep this stage"
+            )
+        self._first = args, kwargs
         places: dict[int, list[int]] = {}
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
@@ -67,20 +82,20 @@ class Call:
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """Run the stage on `tensors`, in the order of `split`: the first time as it is, then as it was."""
         assert self._spec is not None
+        if self._first is not None:
+            # The caller's own lists and dictionaries, since the stage may add to them.
+            (args, kwargs), self._first = self._first, None
+            del tensors
+            return self._run_first(args, kwargs)
         leaves = list(self._rest)
         for same, tensor in zip(self._where, tensors, strict=True):
             for i in same:
                 leaves[i] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         del leaves, tensors
+        if self._state is None:  # another mode of PyTorch's runs it anew
+            return self._run_first(args, kwargs)
         self._counters.runs[self._index] += 1
-        if self._state is None:
-            state = _State(self._module)
-            result = self._original(*args, **kwargs)
-            state.forward_done()
-            self._state = state
-            self._counters.copied_bytes[self._index] = state.copied_bytes
-            return result
         self._counters.recomputed_stages += 1
         before = self._counters.meter.mark(self._index * KINDS + RECOMPUTE)
         try:
@@ -88,6 +103,15 @@ class Call:
                 return self._original(*args, **kwargs)
         finally:
             self._counters.meter.mark(before)
+
+    def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._counters.runs[self._index] += 1
+        state = _State(self._module)
+        result = self._original(*args, **kwargs)
+        state.forward_done()
+        self._state = state
+        self._counters.copied_bytes[self._index] = state.copied_bytes
+        return result
 
 
 def run_recomputed(
@@ -183,11 +207,13 @@ class Surroundings:
 
 
 class _State:
-    """What a stage's forward reads besides its inputs: parameters, buffers, attributes."""
+    """What a stage's forward reads besides its inputs: parameters, buffers, attributes, random generators."""
 
     def __init__(self, module: nn.Module) -> None:
         self._attributes = Attributes(module.modules())
+        self._generators = Generators(module.modules())
         self._versions = [_versions(attributes) for _, attributes in self._attributes.found]
+        self._children = [(m, dict(m._modules)) for m in module.modules()]
         parameters = [(m, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None]
         self._parameters = [(m, name, p, version_of(p), _storage(p)) for m, name, p in parameters]
         # Copies, since only after the forward is it known which buffers it updates; the others' go at once then.
@@ -209,6 +235,14 @@ class _State:
             else:
                 self._untouched.append((m, name, buffer, version))
         self._before = []
+        self._generators.settle()
+        for (_, attributes), versions in zip(self._attributes.found, self._versions, strict=True):
+            written = [name for name, version in versions.items() if version_of(attributes[name]) != version]
+            if written:
+                raise UnsupportedModelError(
+                    f"a stage that is to run again writes to its tensor attribute {written[0]!r}, of which no copy is "
+                    "kept; register it as a buffer, or keep this stage"
+                )
 
     @property
     def copied_bytes(self) -> tuple[int, ...]:
@@ -243,8 +277,14 @@ class _State:
             for name, version in versions.items():
                 if version_of(attributes[name]) != version:
                     raise modified_error(attributes[name].shape, version, version_of(attributes[name]))
-        tables: list[dict[str, Any]] = [t for m, _ in self._attributes.found for t in (m._buffers, m._parameters)]  # type: ignore[list-item]
+        tables: list[dict[str, Any]] = [
+            table
+            for m, _ in self._attributes.found
+            for table in (m._buffers, m._parameters, m._modules)  # type: ignore[list-item]
+        ]
         now = [(table, dict(table)) for table in tables]
+        for m, children in self._children:
+            m._modules.update(children)
         for m, name, p, _, _ in self._parameters:
             # Parameters are a sharded unit's to replace: where it has gathered or freed them since, others are right.
             if is_traceable_wrapper_subclass(m._parameters.get(name)) == is_traceable_wrapper_subclass(p):
@@ -253,10 +293,12 @@ class _State:
             m._buffers[name] = copy.clone()
         for m, name, buffer, _ in self._untouched:
             m._buffers[name] = buffer
+        back = self._generators.put()
         try:
             with self._attributes.restored():
                 yield
         finally:
+            back()
             for table, former in now:
                 table.update(former)
 

@@ -21,8 +21,7 @@ _NO_TENSOR = frozenset({type(None), bool, int, float, complex, str, bytes, torch
 
 def input_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[InputTensor, ...]:
     """The tensors among the arguments of a call."""
-    leaves, _ = pytree.tree_flatten_with_path((args, kwargs))
-    return tuple(described(pytree.keystr(path), t) for path, t in leaves if isinstance(t, torch.Tensor))
+    return tuple(described(path, tensor) for path, tensor in tensors_at((args, kwargs)))
 
 
 def described(path: str, tensor: torch.Tensor) -> InputTensor:
@@ -50,11 +49,16 @@ def _add_tensors(tree: Any, path: str, found: list[tuple[str, torch.Tensor]]) ->
         for key, item in tree.items():
             _add_tensors(item, f"{path}[{key!r}]", found)
     elif isinstance(tree, torch.Tensor):
-        found.append((path, tree))
+        found.append((path, _measurable(tree)))
     else:
         for below, leaf in pytree.tree_flatten_with_path(tree)[0]:
             if isinstance(leaf, torch.Tensor):
-                found.append((path + pytree.keystr(below), leaf))
+                found.append((path + pytree.keystr(below), _measurable(leaf)))
+
+
+def _measurable(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with sizes that are numbers: of a nested one its values, all rows together."""
+    return tensor.values() if tensor.is_nested else tensor
 
 
 class Limits:

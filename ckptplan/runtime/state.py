@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from ckptplan.runtime.generators import Generators
+
 
 def random_state() -> Callable[[], None]:
     """Remember the state of torch's (CPU and CUDA), Python's and numpy's generators; calling the result restores it."""
@@ -48,7 +50,7 @@ def buffer_state(model: nn.Module) -> Callable[[], None]:
     return restore
 
 
-_MODULES_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"forward"}
+_MODULES_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"forward", "_compiled_call_impl"}
 """Attributes of every module, which have rules of their own or don't change from call to call."""
 
 
@@ -90,10 +92,20 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
 def _copied(found: list[tuple[nn.Module, dict[str, Any]]]) -> list[tuple[nn.Module, dict[str, Any]]]:
     copies: dict[int, Any] = {}  # what several modules share they go on sharing
 
+    def alone(value: Any) -> Any:
+        graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
+        return value.detach().requires_grad_() if graph else value
+
     def copied(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-            return value.detach().requires_grad_()
-        return copies.setdefault(id(value), value.copy()) if type(value) in (list, dict, set) else value
+        if type(value) not in (list, dict, set):
+            return alone(value)
+        if id(value) not in copies:
+            copies[id(value)] = (
+                {key: alone(item) for key, item in value.items()}
+                if isinstance(value, dict)
+                else type(value)(map(alone, value))
+            )
+        return copies[id(value)]
 
     return [(module, {name: copied(value) for name, value in given.items()}) for module, given in found]
 
@@ -129,13 +141,14 @@ def restored(model: nn.Module) -> Iterator[Callable[[], None]]:
 def _restored(model: nn.Module) -> Iterator[Callable[[], None]]:
     gradients = [(p, p.grad) for p in model.parameters()]
     buffers, generators = buffer_state(model), random_state()
-    attributes = Attributes(model.modules())
+    attributes, held_generators = Attributes(model.modules()), Generators(model.modules())
 
     def rewind() -> None:
         for p, _ in gradients:
             p.grad = None
         buffers()
         generators()
+        held_generators.put()
         attributes.put()
 
     try:
@@ -144,5 +157,6 @@ def _restored(model: nn.Module) -> Iterator[Callable[[], None]]:
     finally:
         buffers()
         generators()
+        held_generators.put()
         for p, gradient in gradients:
             p.grad = gradient

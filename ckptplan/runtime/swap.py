@@ -109,6 +109,7 @@ class Record:
         self._storage: StorageWeakRef | None = None
         self.version = tensor._version
         self._modified: int | None = None
+        self._returned: int | None = None
         self._ticket: Ticket | None = None
         self._stream: Any = None
 
@@ -170,6 +171,8 @@ class Record:
             self._store.finish_in(self._ticket)
             self._counters.meter.mark(before)
             self._counters.host_wait_s += time.perf_counter() - begin
+            assert self._whole is not None
+            self._returned = version_of(self._whole)
             self.state = State.ON_DEVICE
 
     def whole(self) -> torch.Tensor:
@@ -203,6 +206,8 @@ class Record:
         self._check_version()
         if self._modified is not None:
             raise modified_error([self.nbytes], self.version, self._modified)
+        if self._returned is not None and self._whole is not None and version_of(self._whole) != self._returned:
+            raise modified_error([self.nbytes], self._returned, version_of(self._whole))  # a backward wrote to it
 
     def _stream_of_target(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -480,13 +485,13 @@ class SwapSession:
         """Positions to move so that no more is held than planned, whatever path the forward took.
 
         Smaller inputs may save other storages, in another order: one sample needs no copy where several do, a mask
-        without padding is dropped. Then positions mean nothing, and bytes decide: all stays where that is no more than
-        was to stay; all leaves where that is no more than was to leave.
+        without padding is dropped. Then positions mean nothing, and bytes decide: the smallest stay, as many as are no
+        more than was to stay, and the others leave.
 
         Raises
         ------
         PlanMismatchError
-            If neither holds.
+            If there is more in all than planned.
         """
         sizes = [0 if record is None else record.nbytes for record in records]
         if len(sizes) == len(planned):
@@ -494,11 +499,14 @@ class SwapSession:
             if sum(sizes) <= sum(planned) and all(sizes[i] <= planned[i] for i in stays):
                 return moves
         self._counters.other_paths += 1
-        leaving_bytes = sum(planned[i] for i in moves)
-        if sum(sizes) <= sum(planned) - leaving_bytes:
-            return ()
-        if sum(sizes) <= leaving_bytes:
-            return tuple(i for i, record in enumerate(records) if record is not None)
+        if sum(sizes) <= sum(planned):
+            room = sum(planned) - sum(planned[i] for i in moves)
+            leaving = []
+            for i in sorted(range(len(sizes)), key=sizes.__getitem__):
+                room -= sizes[i]
+                if room < 0 and records[i] is not None:
+                    leaving.append(i)
+            return tuple(sorted(leaving))
         raise PlanMismatchError(
             f"the stage saved {len(sizes)} storages of {sum(sizes)} bytes, the plan reckons with {len(planned)} of "
             f"{sum(planned)}: its forward took another path than the one profiled; solve again with such inputs"
