@@ -233,6 +233,7 @@ class Controller:
         self.place = Place("forward", 0)
 
     def _drop_leftovers(self) -> None:
+        """Free what a backward left behind if it failed (NOTE [Leftovers of a failed backward])."""
         if self._old_graph is not None and torch._C._current_graph_task_id() == -1:
             self._old_graph.drop_leftovers()
 
@@ -298,9 +299,8 @@ class Controller:
         self.counters.meter.mark(index * KINDS)
         try:
             self._limits[index].check(self._stages[index], args, kwargs)
-            for skipped in range(
-                current.last + 1, index
-            ):  # by this forward, but what was due there is due all the same
+            # What was due in a stage that this forward leaves out is due all the same.
+            for skipped in range(current.last + 1, index):
                 for stage in (*self._release_before.get(skipped, ()), *self._release_after.get(skipped, ())):
                     current.session.release(stage)
             current.last = max(current.last, index)
