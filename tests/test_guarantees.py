@@ -1,4 +1,4 @@
-"""The list of safeguards says what is so: whether each test fails without its safeguard, `experiments/mutations.py` tries."""
+"""The list of safeguards is up to date; whether a test fails without its safeguard, experiments/mutations.py tries."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "experiments"))
 
-from mutations import table
-from safeguards import REQUIREMENTS, SAFEGUARDS, Safeguard
+from mutations import table  # noqa: E402
+from safeguards import REQUIREMENTS, SAFEGUARDS, Safeguard  # noqa: E402
 
 
 @functools.cache
