@@ -505,7 +505,7 @@ class _Tracing:
             for sid in self.program.forward[g].present:
                 last_seen[sid] = k
         wanted: dict[Sid, int] = {}
-        for sids in (*self.kept.saved.values(), *self.kept.inputs.values(), self.kept.output):
+        for sids in (*self.kept.saved.values(), *self.kept.inputs.values(), sorted(self.kept.output)):
             for sid in sids:
                 if sid[0] != "backward":
                     wanted.setdefault(sid, self.kept.sizes[sid])
