@@ -127,7 +127,11 @@ def main() -> None:
     noticed = sum(row["outcome"] == "failed" for row in rows)
     print(f"{noticed} of {len(rows)} safeguards are missed by a test when they are taken out")
     if given.out is not None:
-        (given.out / "mutations.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        path = given.out / "mutations.json"
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() and wanted is not None else []
+        latest = {(row["item"], row["safeguard"]): row for row in (*known, *rows)}
+        kept = [latest[key] for s in SAFEGUARDS if (key := (s.item, s.what)) in latest]
+        path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     if noticed < len(rows):
         raise SystemExit(1)
 

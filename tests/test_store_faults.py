@@ -194,8 +194,8 @@ def test_checksums_of_an_applied_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = build("transformer")
     real = disk._read
 
-    def spoilt(after: Any, fd: int, view: memoryview, offset: int) -> None:
-        real(after, fd, view, offset)
+    def spoilt(fd: int, view: memoryview, offset: int) -> None:
+        real(fd, view, offset)
         view[len(view) // 2] ^= 1
 
     with apply(model, planned("transformer", "swap"), checksums=True):

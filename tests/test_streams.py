@@ -109,6 +109,28 @@ def test_records_in_random_order(seed: int, kind: str, tmp_path: Path) -> None:
     assert all(look() for look in looks)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_memory_given_back_under_a_copy_is_written_only_behind_it(seed: int, tmp_path: Path) -> None:
+    """As where an interrupt keeps anybody from waiting for the copy in."""
+    looks: list[Callable[[], bool]] = []
+    with on_device(seed, "pinned", tmp_path) as (gpu, store):
+        targets = []
+        for value in range(1, 12):
+            source = made(gpu, value)
+            ticket = store.start_out(source)
+            store.finish_out(ticket)
+            target = gpu.empty(source.numel(), torch.uint8)
+            store.start_in(ticket, target)
+            targets.append((ticket.in_done, target, value))
+            store.free(ticket)  # the next copy out takes this memory
+        for in_done, target, value in targets:
+            torch.cuda.current_stream(fake_cuda.DEVICE).wait_event(in_done)
+            looks.append(gpu.look(target, value))
+        gpu.synchronize()
+        del targets, target, source
+    assert all(look() for look in looks)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_copies_in_any_order(seed: int, kind: str, tmp_path: Path) -> None:

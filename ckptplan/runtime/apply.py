@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckptplan.core.chain import Phase, Tier, is_int
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, OutOfMemoryError, PlanMismatchError
@@ -364,7 +365,8 @@ class Handle:
             One step, forward and backward, as you train; it is run once, and changes what it changes.
         inputs, optimizer
             What the step holds on the device besides the model: tensors anywhere in `inputs`, and the optimizer's
-            state. They count to the memory, which on the CPU nothing else tells.
+            state. They count to the memory, which on the CPU nothing else tells. Nor can it tell when gradients from
+            before the step go: call `zero_grad` before, or the trace says so and knows no peak.
 
         Raises
         ------
@@ -374,9 +376,16 @@ class Handle:
         if not self._applied:
             raise InvalidInputError("the plan isn't applied now, so no step of it can be traced")
         held = unique_bytes([*held_tensors(self._model), *optimizer_tensors(optimizer), *tensors_in(inputs)])
+        before = [StorageWeakRef(p.grad.untyped_storage()) for p in self._model.parameters() if p.grad is not None]
         step, notes = record_step(self._controller.counters.meter, run, self._device, held, self.plan.stages)
-        if self._device.type == "cpu" and inputs is not None:
-            self._peaks.traced(step.peak_bytes)
+        if self._device.type == "cpu":
+            if any(gradient.expired() for gradient in before):
+                notes += (
+                    "gradients from before the step went in it, unrecorded, so memory is drawn too high from then on; "
+                    "call zero_grad() before the traced step",
+                )
+            elif inputs is not None:
+                self._peaks.traced(step.peak_bytes)
         return Trace(step, None if self._adviser is None else self._adviser.drawn(self.plan), notes)
 
     def refine(self, threshold: float = 0.1) -> Refinement:

@@ -215,9 +215,9 @@ class DiskStore(OfOneProcess):
         self._require_owner()
         fd, data, after = self._file.fileno(), target.view(torch.uint8), ticket.out_done
         if self._stages is None:
-            work = functools.partial(_read, after, fd, memoryview(data.numpy()), ticket.offset)  # type: ignore[arg-type]
+            work = functools.partial(_read, fd, memoryview(data.numpy()), ticket.offset)  # type: ignore[arg-type]
         else:
-            work = functools.partial(_staged_in, self._stages[1], self._ready(), data, after, fd, ticket.offset)
+            work = functools.partial(_staged_in, self._stages[1], self._ready(), data, fd, ticket.offset)
         ticket.in_done = self._in.submit(_timed, self.on_copy, "in", ticket.extent, work, after)
 
     def finish_in(self, ticket: Ticket) -> None:
@@ -263,7 +263,7 @@ def _allocate(fd: int, held: int, nbytes: int) -> None:
 def _timed(tell: OnCopy | None, way: Way, extent: Extent, work: Callable[[], None], after: Done | None = None) -> None:
     """Do `work`, holding `extent` as long, and tell how long it took."""
     if after is not None:
-        after.settle()  # waiting isn't copying
+        after.wait("the copy out")  # its own; before the clock starts, since waiting isn't copying
     begin = time.perf_counter()
     work()
     if tell is not None:
@@ -274,8 +274,8 @@ def _staged_out(staging: Staging, ready: Any, data: torch.Tensor, fd: int, offse
     staging.out(ready, data, lambda view, at: _write(fd, view, offset + at))
 
 
-def _staged_in(staging: Staging, ready: Any, data: torch.Tensor, after: Done, fd: int, offset: int) -> None:
-    staging.back(ready, data, lambda view, at: _read(after, fd, view, offset + at))
+def _staged_in(staging: Staging, ready: Any, data: torch.Tensor, fd: int, offset: int) -> None:
+    staging.back(ready, data, lambda view, at: _read(fd, view, offset + at))
 
 
 def _write(fd: int, view: memoryview, offset: int) -> None:
@@ -287,8 +287,7 @@ def _write(fd: int, view: memoryview, offset: int) -> None:
         done += count
 
 
-def _read(after: Done, fd: int, view: memoryview, offset: int) -> None:
-    after.wait("the copy out")
+def _read(fd: int, view: memoryview, offset: int) -> None:
     done = 0
     while done < len(view):
         count = os.preadv(fd, [view[done:]], offset + done)
