@@ -199,11 +199,13 @@ def killed_worker(subject: Subject, rng: random.Random, fault: Fault) -> Iterato
         thread = ctypes.c_ulong(worker.thread.ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(SystemExit))
 
-    with contextlib.nullcontext(kill()) if rng.random() < 0.5 else between(subject, kill):
-        yield
-    for _ in range(3):  # an idle one dies with the first of these, and a later one has a new one
-        worker.submit(lambda: None).settle()
-        time.sleep(5e-3)
+    try:
+        with contextlib.nullcontext(kill()) if rng.random() < 0.5 else between(subject, kill):
+            yield
+    finally:
+        for _ in range(3):  # an idle one dies with the first of these, in its own time, and a later one has a new one
+            worker.submit(lambda: None).settle()
+            time.sleep(5e-3)
 
 
 @contextlib.contextmanager
@@ -362,9 +364,14 @@ def run_one(subject: Subject, kind: str, seed: int) -> dict[str, Any]:
             wrong += ["random state moved in backward"] * moved
     raised_as = type(error).__name__ if error is not None else ""
     error = None
-    after = surroundings(subject)
+    # A thread takes a moment to die, and a copy that nobody waits for any more to end.
+    deadline = time.monotonic() + 2
+    while (after := surroundings(subject)) != before and time.monotonic() < deadline:
+        time.sleep(0.01)
     wrong += [f"{name}: {before[name]} before, {after[name]} after" for name in after if after[name] != before[name]]
     in_backward = raised_as and "forward ended" in states and kind != "out of memory, handled"
+    while not in_backward and subject.used_bytes and time.monotonic() < deadline:
+        time.sleep(0.01)
     if not in_backward and subject.used_bytes:
         wrong.append("swap space is still in use")
     subject.rewind()

@@ -1,6 +1,6 @@
 """Do memory, threads and files stay flat over thousands of steps of random shapes?
 
-    python experiments/soak.py --steps 2000 --out experiments/results/soak.json
+    python experiments/soak.py --steps 2000 --out experiments/results
 
 A small transformer trains under a plan of keep, swap, recompute and a segment, on batches of 1 to 8 samples of 1 to 48
 tokens. The first tenth of the steps grows lengths under `on_larger="replan"`; what the rest holds at each sample is
@@ -149,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="JSON with every sample")
+    parser.add_argument("--out", type=Path, help="directory for soak.json")
     args = parser.parse_args()
     if args.steps < 100:
         parser.error(f"--steps {args.steps}: fewer than 100 say nothing")
@@ -167,8 +167,8 @@ def main() -> None:
         f"{len(found['replans'])} new plans, {found['took_s']:.0f} s"
     )
     if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "soak.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     acted = found["swapped_out_bytes"] > 0 and found["recomputed_stages"] > 0
     sys.exit(0 if acted and all(row["flat"] for row in found["verdicts"]) else 1)
 

@@ -456,7 +456,12 @@ class SwapSession:
         PlanMismatchError
             If there is no such position, or it stands for what the stage doesn't hold.
         """
-        records = list(order.values())
+        held = [record is not None for record in order.values()]
+        alive = [None if record is None else weakref.ref(record) for record in order.values()]
+        # Autograd keeps the pack hook, and so the order, as long as any of the stage's saved tensors (rule 3). Records
+        # of graphs that the stage has dropped itself end here: nothing of them is held.
+        order.clear()
+        records = [None if record is None else record() for record in alive]
         if moves and self._planned:
             moves = self._as_planned(records, moves, self._planned[index])
         if moves and max(moves) >= len(records):
@@ -467,17 +472,16 @@ class SwapSession:
         leaving = []
         for position in moves:
             record = records[position]
-            if record is None:
+            if not held[position]:
                 raise PlanMismatchError(
                     f"the plan moves storage number {position + 1} of the stage, which its segment makes again instead "
                     "of holding it; solve again with this step"
                 )
-            leaving.append(record)
+            if record is not None:
+                leaving.append(record)
         for record in leaving:
             record.start_leaving(self._stores[tier])
         self._moved[index] = [weakref.ref(record) for record in leaving]
-        # Autograd keeps the pack hook, and so the order, as long as any of the stage's saved tensors (rule 3).
-        order.clear()
 
     def _as_planned(
         self, records: Sequence[Record | None], moves: tuple[int, ...], planned: Sequence[int]
