@@ -664,6 +664,24 @@ def test_what_a_failed_backward_leaves_in_the_engine_goes(ends: str, monkeypatch
         assert not any(record() is not None for record in records[:before])
 
 
+@pytest.mark.parametrize("name", ["tied", "conv_norm", "routed"])
+def test_nothing_of_the_models_own_is_a_record(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[int] = []
+    original = swap.SwapSession.record
+
+    def noted(self: swap.SwapSession, tensor: torch.Tensor, *key: Any) -> Any:
+        packed.append(tensor.untyped_storage().data_ptr())
+        return original(self, tensor, *key)
+
+    monkeypatch.setattr(swap.SwapSession, "record", noted)
+    model, inputs = build(name)
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    with apply(model, planned(name, "swap")):
+        assert_same(clean_step(model, inputs), plain_step(name))
+    assert packed
+    assert not own.intersection(packed)
+
+
 def test_a_model_dropped_with_its_plan_applied() -> None:
     model, inputs = build("mlp")
     apply(model, planned("mlp", "swap"))
