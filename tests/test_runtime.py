@@ -276,8 +276,8 @@ def test_swapped_bytes_go_to_the_file(tmp_path: Path, monkeypatch: pytest.Monkey
     """What comes back is what the file held, not something kept aside."""
     real = disk._read
 
-    def spoilt(after: Any, fd: int, view: memoryview, offset: int) -> None:
-        real(after, fd, view, offset)
+    def spoilt(fd: int, view: memoryview, offset: int) -> None:
+        real(fd, view, offset)
         view[:] = bytes(len(view))
 
     model, inputs = build("mlp")
@@ -975,8 +975,8 @@ def test_verify_tells_wrong_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else every test above that trusts it would prove nothing."""
     real = disk._read
 
-    def spoilt(after: Any, fd: int, view: memoryview, offset: int) -> None:
-        real(after, fd, view, offset)
+    def spoilt(fd: int, view: memoryview, offset: int) -> None:
+        real(fd, view, offset)
         view[0] ^= 1
 
     monkeypatch.setattr(disk, "_read", spoilt)
