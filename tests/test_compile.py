@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import scheduled
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -22,7 +23,6 @@ from ckptplan.profiling.target import find_target
 from ckptplan.runtime.apply import apply
 from ckptplan.runtime.step import make_step
 from ckptplan.runtime.verify import verify
-from tests.small_models import scheduled
 
 # What the compiler itself warns about is not ours; profiling with memory events warns on blocks from before.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
