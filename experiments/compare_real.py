@@ -16,10 +16,8 @@ import argparse
 import copy
 import functools
 import gc
-import json
 import math
 import os
-import platform
 import statistics
 import sys
 import time
@@ -30,9 +28,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import documents
 import torch
 import torch._functorch.config as functorch_config
-import transformers
 from models import MODELS
 from torch import Tensor, nn
 from torch._inductor.compile_fx import compile_fx
@@ -476,18 +474,6 @@ def complaints(name: str, pairs: Sequence[Pair]) -> list[str]:
     return found
 
 
-def environment(threads: int) -> dict[str, Any]:
-    return {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "transformers": transformers.__version__,
-        "ckptplan": ckptplan.__version__,
-        "cpus": os.cpu_count(),
-        "threads": threads,
-        "load_average": os.getloadavg(),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for compare_real.json")
@@ -501,15 +487,14 @@ def main() -> None:
     began = time.perf_counter()
     torch.set_num_threads(args.threads)
     torch._dynamo.config.recompile_limit = 64  # every ratio compiles the same forward anew
-    args.out.mkdir(parents=True, exist_ok=True)
     quick = {"models": "gpt2", "rounds": 3, "budgets": "0.5", "segments": "2"} if args.quick else {}
     for key, value in quick.items():
         if getattr(args, key) == parser.get_default(key):
             setattr(args, key, value)
     document: dict[str, Any] = {
         "schema": SCHEMA,
-        "command": " ".join(["python", *sys.argv]),
-        "environment": environment(args.threads),
+        "command": documents.command(),
+        "environment": documents.environment(args.threads),
         "rounds": args.rounds,
         "quick": args.quick,
         "dropout": 0,
@@ -533,7 +518,7 @@ def main() -> None:
             "pairs": [asdict(pair) for pair in pairs],
         }
         document["wrong"] += complaints(name, pairs)
-        (args.out / "compare_real.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        documents.write(document, args.out / "compare_real.json")
         print(table(name, pairs), flush=True)
     for text in document["wrong"]:
         print(f"VIOLATION {text}")

@@ -19,17 +19,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import json
 import math
-import os
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import documents
 import torch
 from torch import nn
 
@@ -38,7 +35,6 @@ from ckptplan.profiling.profiler import profile
 from ckptplan.runtime.apply import apply
 from ckptplan.runtime.controller import is_glue
 from ckptplan.runtime.meter import Meter
-from ckptplan.runtime.stores import NullStore
 from ckptplan.runtime.swap import Counters, SwapSession
 
 SCHEMA = "ckptplan.overhead/2"
@@ -102,7 +98,7 @@ def per_packed_tensor(rounds: int, count: int = 200) -> dict[str, float]:
         y.sum().backward()
 
     def packed() -> None:
-        session = SwapSession(NullStore(), torch.device("cpu"), lambda storage: False, counters)
+        session = SwapSession({}, torch.device("cpu"), lambda storage: False, counters)
         with session.packing().hooks():
             step()
 
@@ -212,21 +208,14 @@ def main() -> None:
             f"quartiles {q['first']:+.2%} {q['third']:+.2%}; least {q['least']:+.2%})"
         )
     if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
         document = {
             "schema": SCHEMA,
-            "command": " ".join(["python", *sys.argv]),
-            "environment": {
-                "python": platform.python_version(),
-                "torch": str(torch.__version__),
-                "cpus": os.cpu_count(),
-                "threads": args.threads,
-                "load": os.getloadavg()[0],
-            },
+            "command": documents.command(),
+            "environment": documents.environment(args.threads),
             "rounds": rounds,
             "results": results,
         }
-        (args.out / "overhead.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        documents.write(document, args.out / "overhead.json")
 
 
 if __name__ == "__main__":

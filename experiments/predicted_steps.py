@@ -18,16 +18,13 @@ Where the second is above 5 %, the parts of the step (`handle.stats()`) that dif
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import documents
 import torch
 from models import MODELS
 
@@ -166,22 +163,15 @@ def main() -> None:
             f"{summary[field]['within_promise']:.0%} of {len(errors)} cases"
         )
     if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
         document = {
             "schema": SCHEMA,
-            "command": " ".join(["python", *sys.argv]),
-            "environment": {
-                "python": platform.python_version(),
-                "torch": str(torch.__version__),
-                "cpus": os.cpu_count(),
-                "threads": args.threads,
-                "load": os.getloadavg()[0],
-            },
+            "command": documents.command(),
+            "environment": documents.environment(args.threads),
             "took_s": time.perf_counter() - began,
             "summary": summary,
             "cases": [asdict(case) for case in cases],
         }
-        (args.out / "predicted_steps.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        documents.write(document, args.out / "predicted_steps.json")
 
 
 if __name__ == "__main__":
