@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import gc
+import os
+import threading
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import settings
@@ -10,6 +15,22 @@ settings.load_profile("ckptplan")
 
 # The models are tiny: threads only wait for each other, on a busy machine many times as long as the work takes.
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def no_leak() -> Iterator[None]:
+    """No thread and no file outlives a test, whatever it did."""
+
+    def left() -> list[str]:
+        threads = [t.name for t in threading.enumerate() if t.name.startswith("ckptplan")]
+        links = [os.readlink(p) for fd in os.listdir("/proc/self/fd") if os.path.islink(p := f"/proc/self/fd/{fd}")]
+        return sorted([*threads, *(link for link in links if "(deleted)" in link)])
+
+    before = left()
+    yield
+    if left() != before:
+        gc.collect()
+    assert left() == before
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -375,3 +375,23 @@ def uniform(model: nn.Module, inputs: Any, action: Action) -> Plan:
     """Every stage with the same action."""
     measured = profile(model, inputs)
     return plan_of(measured, [action] * len(measured.stages))
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies, by name."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    """Bit for bit, through lists and dicts."""
+    if isinstance(wanted, torch.Tensor):
+        assert torch.equal(found, wanted)
+    elif isinstance(wanted, dict):
+        assert found.keys() == wanted.keys()
+        assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
+    elif isinstance(wanted, (list, tuple)):
+        assert len(found) == len(wanted)
+        for a, b in zip(found, wanted, strict=True):
+            assert_same(a, b)
+    else:
+        assert found == wanted

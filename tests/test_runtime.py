@@ -10,16 +10,15 @@ import io
 import os
 import pickle
 import random
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_models import BUILDERS, Transformer, build, plan_of, plan_with, uniform
+from small_models import BUILDERS, Transformer, build, gradients, plan_of, plan_with, uniform
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -40,20 +39,7 @@ from ckptplan.runtime.verify import verify
 MIXED = ("recompute", "swap", "mixed 0", "mixed 1")
 
 
-@pytest.fixture(autouse=True)
-def no_leak() -> Iterator[None]:
-    """No thread and no file outlives a test, whatever it did."""
-
-    def left() -> list[str]:
-        threads = [t.name for t in threading.enumerate() if t.name.startswith("ckptplan")]
-        links = [os.readlink(p) for fd in os.listdir("/proc/self/fd") if os.path.islink(p := f"/proc/self/fd/{fd}")]
-        return sorted([*threads, *(link for link in links if "(deleted)" in link)])
-
-    before = left()
-    yield
-    if left() != before:
-        gc.collect()
-    assert left() == before
+pytestmark = pytest.mark.usefixtures("no_leak")
 
 
 @functools.cache
@@ -75,10 +61,6 @@ def planned(name: str, what: str) -> Plan:
 def call(model: nn.Module, inputs: Any) -> torch.Tensor:
     output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
     return default_loss(output)
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_same(found: Any, wanted: Any) -> None:

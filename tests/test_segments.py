@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import build
+from small_models import assert_same, build, gradients
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -69,22 +69,6 @@ def call(model: nn.Module, inputs: Any) -> torch.Tensor:
     return default_loss(model(**inputs) if isinstance(inputs, dict) else model(inputs))
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def same(found: Any, wanted: Any) -> None:
-    if isinstance(wanted, torch.Tensor):
-        assert torch.equal(found, wanted)
-    elif isinstance(wanted, dict):
-        assert found.keys() == wanted.keys()
-        assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
-    else:
-        assert len(found) == len(wanted)
-        for a, b in zip(found, wanted, strict=True):
-            same(a, b)
-
-
 def train(model: nn.Module, inputs: Any, steps: int = 2, context: Callable[[], Any] = contextlib.nullcontext) -> Any:
     """Loss, gradients and buffers of each step, parameters updated in between; then the generator's next numbers."""
     torch.manual_seed(7)
@@ -114,7 +98,7 @@ def check(
     want = run(copy.deepcopy(model), inputs)
     with applied(model, stages, choices, segments) as controller:
         found = run(model, inputs)
-        same(found, want)
+        assert_same(found, want)
     counted = [controller.counters.runs[i] for i in range(len(stages))]
     assert counted == [steps * n for n in planned_runs(stages, choices, segments)]
     return controller
@@ -412,7 +396,7 @@ def test_two_backwards_through_one_graph() -> None:
     model, x, stages = make("loop")
     want = run(copy.deepcopy(model), x)
     with applied(model, stages, segments=NESTED) as controller:
-        same(run(model, x), want)
+        assert_same(run(model, x), want)
     assert [controller.counters.runs[i] for i in range(6)] == [1 + 2 * NESTED[0].depth(i) for i in range(6)]
 
 
@@ -427,7 +411,7 @@ def test_double_backward() -> None:
     model, x, stages = make("loop")
     want = run(copy.deepcopy(model), x)
     with applied(model, stages, segments=NESTED):
-        same(run(model, x), want)
+        assert_same(run(model, x), want)
 
 
 @pytest.mark.parametrize("at", range(6))
@@ -451,7 +435,7 @@ def test_partial_backward_then_the_rest(at: int) -> None:
     with applied(model, stages, segments=NESTED) as controller:
         counters.append(controller.counters)
         found, between = run(model, x)
-        same(found, want)
+        assert_same(found, want)
         assert all(between[i] == 1 for i in range(at + 1, 6))
         assert all(2 <= between[i] <= 4 for i in range(at + 1))
 
@@ -464,7 +448,7 @@ def test_gradients_of_some_parameters_alone() -> None:
     model, x, stages = make("loop")
     want = run(copy.deepcopy(model), x)
     with applied(model, stages, segments=NESTED):
-        same(run(model, x), want)
+        assert_same(run(model, x), want)
 
 
 def test_several_forwards_before_one_backward() -> None:
@@ -512,7 +496,7 @@ def test_training_flags_and_buffers_are_those_of_forward() -> None:
         loss.backward()
         assert not any(m.training for m in model.modules())
         model.train()
-        same([gradients(model), dict(model.named_buffers())], [gradients(plain), dict(plain.named_buffers())])
+        assert_same([gradients(model), dict(model.named_buffers())], [gradients(plain), dict(plain.named_buffers())])
         loss = call(model, x)
         with torch.no_grad():
             model.blocks[1][0].weight.mul_(2)
@@ -634,7 +618,7 @@ def test_applied_plans_count_their_runs() -> None:
     )
     want = train(copy.deepcopy(model), x, 3)
     with apply(model, plan) as handle:
-        same(train(model, x, 3), want)
+        assert_same(train(model, x, 3), want)
         stats = handle.stats()
         assert stats.planned_runs == (2, 3, 3, 2, 2, 1, 0)
         assert stats.runs == tuple(3 * n for n in stats.planned_runs)
@@ -654,7 +638,7 @@ def test_removed_between_forward_and_backward() -> None:
         torch.manual_seed(7)
         loss = call(model, x)
     loss.backward()
-    same([loss.detach(), gradients(model)], want[0][:2])
+    assert_same([loss.detach(), gradients(model)], want[0][:2])
 
 
 @pytest.mark.gpu
@@ -915,9 +899,9 @@ def test_after_an_exception_the_next_step_is_right(stage: int, run: int) -> None
         if loss is not None:
             model.zero_grad()
             loss.backward()
-            same([loss.detach(), gradients(model)], want[0][:2])
+            assert_same([loss.detach(), gradients(model)], want[0][:2])
         model.zero_grad()
-        same(train(model, x, 1), want)
+        assert_same(train(model, x, 1), want)
 
 
 class _InPlace(nn.Module):
@@ -1335,7 +1319,7 @@ def test_selective_with_two_backwards() -> None:
         twin = copy.deepcopy(model)
         want = run(copy.deepcopy(model), x)
         with applied(twin, stages, [choice] * 6):
-            same(run(twin, x), want)
+            assert_same(run(twin, x), want)
 
 
 def test_steps_leave_nothing_behind() -> None:

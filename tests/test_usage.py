@@ -7,9 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import gc
 import io
-import os
 import sys
 import threading
 import warnings
@@ -18,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import build, plan_of, scheduled
+from small_models import assert_same, build, gradients, plan_of, scheduled
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -39,20 +37,7 @@ WHATS = ("keep", "swap", "recompute", "recompute+swap", "segment", "selective")
 AGAIN = ("recompute", "recompute+swap", "segment", "selective")
 
 
-@pytest.fixture(autouse=True)
-def no_leak() -> Iterator[None]:
-    """No thread and no file outlives a test."""
-
-    def left() -> list[str]:
-        threads = [t.name for t in threading.enumerate() if t.name.startswith("ckptplan")]
-        links = [os.readlink(p) for fd in os.listdir("/proc/self/fd") if os.path.islink(p := f"/proc/self/fd/{fd}")]
-        return sorted([*threads, *(link for link in links if "(deleted)" in link)])
-
-    before = left()
-    yield
-    if left() != before:
-        gc.collect()
-    assert left() == before
+pytestmark = pytest.mark.usefixtures("no_leak")
 
 
 _CHAINS: dict[Any, Profile] = {}
@@ -127,25 +112,6 @@ def planned(name: str, what: str, amp: torch.dtype | None = None) -> Plan:
     return plan_for(*build(name), what, amp)
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def same(found: Any, wanted: Any) -> None:
-    """Bit for bit, through lists and dicts."""
-    if isinstance(wanted, torch.Tensor):
-        assert torch.equal(found, wanted)
-    elif isinstance(wanted, dict):
-        assert found.keys() == wanted.keys()
-        assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
-    elif isinstance(wanted, (list, tuple)):
-        assert len(found) == len(wanted)
-        for a, b in zip(found, wanted, strict=True):
-            same(a, b)
-    else:
-        assert found == wanted
-
-
 def really_did(handle: Handle, what: str) -> None:
     """The actions happened, exactly as often as planned (a plan that does nothing is bitwise right, too)."""
     stats = handle.stats()
@@ -172,7 +138,7 @@ def check(make: Callable[[], tuple[nn.Module, Any]], what: str, run: Callable[[n
     model, inputs = built()
     with apply(model, plan) as handle:
         torch.manual_seed(5)
-        same([run(model, inputs), run(model, inputs)], wanted)
+        assert_same([run(model, inputs), run(model, inputs)], wanted)
         really_did(handle, what)
 
 
@@ -335,7 +301,7 @@ def test_a_way_to_train(use: str, what: str) -> None:
     model, _ = build(name)
     with apply(model, planned(name, what, getattr(torch, use.split()[1], None) if "float" in use else None)) as handle:
         torch.manual_seed(5)
-        same([run(model, inputs), run(model, inputs)], wanted)
+        assert_same([run(model, inputs), run(model, inputs)], wanted)
         really_did(handle, what)
 
 
@@ -511,7 +477,7 @@ def test_parameters_replaced_before_backward(how: str, what: str) -> None:
             with pytest.raises(RuntimeError, match="replaced between forward and backward"):
                 run(model, inputs)
         else:
-            same(run(model, inputs), wanted)
+            assert_same(run(model, inputs), wanted)
 
 
 class _Scaled(nn.Module):
@@ -538,7 +504,7 @@ def test_tensor_attributes_written_before_backward(what: str) -> None:
         found = gradients(model)
         assert float(model[1].scale.sum()) == 0
         model[1].scale = former
-    same(found, step(model, x)[1])
+    assert_same(found, step(model, x)[1])
 
 
 @pytest.mark.parametrize("what", WHATS)
@@ -574,7 +540,7 @@ def test_between_steps(what: str) -> None:
 
     wanted = run(plain)
     with apply(model, planned("mlp", what)) as handle:
-        same(run(model), wanted)
+        assert_same(run(model), wanted)
         really_did(handle, what)
         assert repr(model) == repr(plain)
 
@@ -616,7 +582,7 @@ def test_hooks(what: str) -> None:
     wanted = run(plain, inputs)
     with apply(model, planned("transformer", what)) as handle:
         torch.manual_seed(5)
-        same(run(model, inputs), wanted)
+        assert_same(run(model, inputs), wanted)
         really_did(handle, what)
 
 
@@ -642,7 +608,7 @@ def test_saved_tensors_hooks_around_the_step(what: str) -> None:
     wanted = run(plain, inputs)
     with apply(model, planned("transformer", what)) as handle:
         torch.manual_seed(5)
-        same(run(model, inputs), wanted)
+        assert_same(run(model, inputs), wanted)
         really_did(handle, what)
 
 
@@ -681,7 +647,7 @@ def test_stages_that_checkpoint_inside(what: str) -> None:
     wanted = [step(plain, x), step(plain, x)]
     with apply(model, plan) as handle:
         torch.manual_seed(5)
-        same([step(model, x), step(model, x)], wanted)
+        assert_same([step(model, x), step(model, x)], wanted)
         really_did(handle, what)
 
 
@@ -725,9 +691,9 @@ def test_a_subclass_by_torch_function(what: str) -> None:
     assert not torch.equal(wanted[0], step(plain, x)[0])
     with apply(model, plan):
         with or_names_another_path(what):
-            same(step(model, given), wanted)
+            assert_same(step(model, given), wanted)
             assert type(model(given)) is _Tagged
-        same(step(model, x), step(plain, x))
+        assert_same(step(model, x), step(plain, x))
 
 
 @pytest.mark.parametrize("what", WHATS)
@@ -751,7 +717,7 @@ def test_a_wrapper_subclass(what: str) -> None:
     wanted = run(plain)
     assert not torch.equal(wanted[0][0], wanted[0][1])
     with apply(model, plan), or_names_another_path(what):
-        same(run(model), wanted)
+        assert_same(run(model), wanted)
 
 
 @pytest.mark.parametrize("what", WHATS)
@@ -770,7 +736,7 @@ def test_nested_tensors(what: str) -> None:
 
     wanted = run(plain)
     with apply(model, plan), or_names_another_path(what):
-        same(run(model), wanted)
+        assert_same(run(model), wanted)
 
 
 class _Quantised(nn.Module):
@@ -809,7 +775,7 @@ def test_quantised_buffers(what: str) -> None:
 
     wanted = run(plain)
     with apply(model, plan) as handle:
-        same([run(model), run(model)], [wanted, wanted])
+        assert_same([run(model), run(model)], [wanted, wanted])
         really_did(handle, what)
     assert all(m.base.is_quantized for m in model)
 
@@ -832,7 +798,7 @@ def test_sparse_gradients(what: str) -> None:
 
     wanted = run(plain)
     with apply(model, planned("transformer", what)):
-        same(run(model), wanted)
+        assert_same(run(model), wanted)
 
 
 # Function transforms, threads
@@ -852,11 +818,11 @@ def test_functional_call(what: str) -> None:
 
     wanted = run(plain)
     with apply(model, planned("mlp", what)):
-        same(run(model), wanted)
+        assert_same(run(model), wanted)
         torch.manual_seed(5)
         found = step(model, inputs)
     torch.manual_seed(5)
-    same(found, step(plain, inputs))
+    assert_same(found, step(plain, inputs))
 
 
 @pytest.mark.parametrize("what", WHATS)
@@ -873,8 +839,8 @@ def test_function_transforms(what: str) -> None:
         with pytest.raises(UnsupportedModelError, match=r"torch\.func.*paused"):
             run(model)
         with handle.paused():
-            same(run(model), wanted)
-        same(step(model, inputs), step(plain, inputs))
+            assert_same(run(model), wanted)
+        assert_same(step(model, inputs), step(plain, inputs))
 
 
 @pytest.mark.parametrize("what", WHATS)
@@ -902,7 +868,7 @@ def test_two_models_in_two_threads(what: str) -> None:
         for thread in threads:
             thread.join()
     assert errors == []
-    same(found, wanted)
+    assert_same(found, wanted)
 
 
 # Operations that may give other bits when they run again
@@ -995,7 +961,7 @@ def test_saved_operations_that_may_differ_are_not_run_again(fickle: None, monkey
 
     wanted = step(plain, x)
     with apply(model, plan) as handle, Counting():
-        same(step(model, x), wanted)
+        assert_same(step(model, x), wanted)
         assert handle.stats().recomputed_stages > 0
     assert runs[0] == 3
 
