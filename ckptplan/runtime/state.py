@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from ckptplan.runtime.generators import Generators
 
 
-def random_state() -> Callable[[], None]:
-    """Remember the state of torch's (CPU and CUDA), Python's and numpy's generators; calling the result restores it."""
+def random_state(modules: Iterable[nn.Module] = ()) -> Callable[[], None]:
+    """Remember the state of random generators; calling the result restores it.
+
+    Torch's (CPU and CUDA), Python's and numpy's, and those that `modules` hold in attributes.
+    """
     torch_state = torch.get_rng_state()
     cuda_state = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()  # noqa: NPY002 - the user's steps may draw from it
+    others = Generators(modules)
 
     def restore() -> None:
         torch.set_rng_state(torch_state)
         if cuda_state is not None:
             torch.cuda.set_rng_state_all(cuda_state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
+        others.put()
 
     return restore
 
@@ -140,15 +139,14 @@ def restored(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 def _restored(model: nn.Module) -> Iterator[Callable[[], None]]:
     gradients = [(p, p.grad) for p in model.parameters()]
-    buffers, generators = buffer_state(model), random_state()
-    attributes, held_generators = Attributes(model.modules()), Generators(model.modules())
+    buffers, generators = buffer_state(model), random_state(model.modules())
+    attributes = Attributes(model.modules())
 
     def rewind() -> None:
         for p, _ in gradients:
             p.grad = None
         buffers()
         generators()
-        held_generators.put()
         attributes.put()
 
     try:
@@ -157,6 +155,5 @@ def _restored(model: nn.Module) -> Iterator[Callable[[], None]]:
     finally:
         buffers()
         generators()
-        held_generators.put()
         for p, gradient in gradients:
             p.grad = gradient

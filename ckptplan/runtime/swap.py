@@ -92,6 +92,16 @@ class Counters:
     host_wait_s: float = 0.0
     meter: Meter = field(default_factory=Meter)
 
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Compute waits for a copy inside."""
+        begin, before = time.perf_counter(), self.meter.stall()
+        try:
+            yield
+        finally:
+            self.meter.mark(before)
+            self.host_wait_s += time.perf_counter() - begin
+
 
 class Record:
     """One storage under swap (NOTE [States of a swapped storage])."""
@@ -138,10 +148,8 @@ class Record:
             return
         assert self._ticket is not None
         assert self._store is not None
-        begin, before = time.perf_counter(), self._counters.meter.stall()
-        self._store.finish_out(self._ticket)
-        self._counters.meter.mark(before)
-        self._counters.host_wait_s += time.perf_counter() - begin
+        with self._counters.waiting():
+            self._store.finish_out(self._ticket)
         self._check_version()
         assert self._whole is not None
         self._storage = StorageWeakRef(self._whole.untyped_storage())
@@ -167,10 +175,8 @@ class Record:
         if self.state is State.RETURNING:
             assert self._ticket is not None
             assert self._store is not None
-            begin, before = time.perf_counter(), self._counters.meter.stall()
-            self._store.finish_in(self._ticket)
-            self._counters.meter.mark(before)
-            self._counters.host_wait_s += time.perf_counter() - begin
+            with self._counters.waiting():
+                self._store.finish_in(self._ticket)
             assert self._whole is not None
             self._returned = version_of(self._whole)
             self.state = State.ON_DEVICE

@@ -7,6 +7,7 @@ A store moves bytes and says when it is done; it knows nothing of stages. The or
 
 from __future__ import annotations
 
+import abc
 import os
 import threading
 import weakref
@@ -167,7 +168,7 @@ class Extents:
             return extent
 
 
-class OfOneProcess:
+class OfOneProcess(abc.ABC):
     """A store that works in the process that made it, and whose space goes when it is closed and no ticket holds it."""
 
     on_copy: OnCopy | None = None
@@ -178,8 +179,8 @@ class OfOneProcess:
         self._peak = 0
 
     @property
-    def used_bytes(self) -> int:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def used_bytes(self) -> int: ...
 
     @property
     def peak_bytes(self) -> int:

@@ -87,14 +87,12 @@ class PinnedStore(OfOneProcess):
 
     def _take(self, nbytes: int) -> tuple[Extent, torch.Tensor]:
         """A piece within one area, a new one if need be, and its memory."""
-        for attempt in range(2):
-            for extents, area in self._areas[-attempt:]:
-                extent = extents.take(nbytes)
-                if extent is not None:
-                    return extent, area[extent.offset : extent.offset + nbytes]
-            if attempt == 0:
-                self._grow(nbytes)
-        raise SwapError(f"a new area of pinned memory doesn't hold {format_bytes(nbytes)}: please report it")
+        piece = _piece(self._areas, nbytes)
+        if piece is None:
+            self._grow(nbytes)
+            piece = _piece(self._areas[-1:], nbytes)
+        assert piece is not None, "a new area holds what it was made for"
+        return piece
 
     def start_out(self, source: torch.Tensor) -> Ticket:
         space = self._open()
@@ -146,6 +144,14 @@ class PinnedStore(OfOneProcess):
 
     def free(self, ticket: Ticket) -> None:
         ticket.let_go()
+
+
+def _piece(areas: list[tuple[Extents, torch.Tensor]], nbytes: int) -> tuple[Extent, torch.Tensor] | None:
+    for extents, area in areas:
+        extent = extents.take(nbytes)
+        if extent is not None:
+            return extent, area[extent.offset : extent.offset + nbytes]
+    return None
 
 
 def _close_pinned(
