@@ -66,9 +66,10 @@ def is_glue(name: str) -> bool:
 class _Pass:
     """One forward pass and its backward."""
 
-    def __init__(self, session: SwapSession, own: OwnStorages) -> None:
+    def __init__(self, session: SwapSession, own: OwnStorages, *, watched: bool) -> None:
         self.session = session
         self.own = own
+        self.watched = watched  # whether every stage's backward is of interest
         self.calls: dict[nn.Module, int] = {}
         self.backward_begun = False
         self.open: OpenSegment | None = None
@@ -161,6 +162,7 @@ class Controller:
         real = sorted(i for indices in self._indices.values() for i in indices)
         if not real:
             raise PlanMismatchError("the plan has no stage that is a module of the model")
+        self._first = real[0]
         self._segments: dict[int, tuple[Segment, tuple[int, ...]]] = {}
         for segment in segments:
             inside = tuple(i for i in real if segment.first <= i <= segment.last)
@@ -181,8 +183,13 @@ class Controller:
                 self._release_before.setdefault(later[0], []).append(index)
             self._prefetch_at.setdefault(max(i for i in real if i <= choice.prefetch), []).insert(0, index)
         self._patches = [PatchedForward(module, self._runner(module)) for module in self._indices]
-        if one_forward and model not in self._indices:
+        self._compiled = [patch for patch in self._patches if patch.is_compiled]
+        self._told_by_calls = not one_forward or model in self._indices
+        if not self._told_by_calls:
             self._patches.append(PatchedForward(model, self._run_model))
+        # A hook costs as much as all the rest of a call, so where nothing waits for a stage's backward it has none. One
+        # at least tells that a backward has begun.
+        self._always_watched = frozenset((*self._prefetch_at, real[-1]))
 
     def _check_segment(self, segment: Segment, inside: tuple[int, ...]) -> None:
         waiting = [segment]
@@ -251,7 +258,7 @@ class Controller:
                 "make again; call it inside `with handle.paused():`"
             )
         self._drop_leftovers()
-        bypassed = next((patch.module for patch in self._patches if patch.bypassed), None)
+        bypassed = next((patch.module for patch in self._compiled if patch.bypassed), None)
         if bypassed is not None:
             raise UnsupportedModelError(
                 f"a {type(bypassed).__name__} that is a stage of the plan was compiled anew, or no longer is, since "
@@ -263,7 +270,11 @@ class Controller:
         for tier, store in self._stores.items():
             store.on_copy = None if tell is None else functools.partial(tell, tier)
         session = SwapSession(self._stores, self._device, own, self.counters, self._saved)
-        self._session, self._pass = session, _Pass(session, own)
+        # Who counts bytes or takes times, who is to say where memory ran out, whose segments end when backward begins,
+        # and whose passes are told by their calls, all go by the stages' backwards.
+        asked = self._observer is not None or tell is not None or self.on_backward is not None
+        watched = asked or self._told_by_calls or bool(self._segments)
+        self._session, self._pass = session, _Pass(session, own, watched=watched)
         return self._pass
 
     def _run_model(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -285,7 +296,8 @@ class Controller:
     ) -> Any:
         current = self._pass
         index = None if current is None else self._next_call(current, module)
-        if index is None and (current is None or current.backward_begun or self._first_of_step(module)):
+        # One call too many of what a step may begin with is the next step's first.
+        if index is None and (current is None or current.backward_begun or self._indices[module][0] == self._first):
             current = self._begin()
             index = self._next_call(current, module)
         if current is None or index is None:
@@ -318,7 +330,8 @@ class Controller:
             current.open = self._pass = None
             raise
         self.place = behind
-        self._watch_backward(current, index, output)
+        if current.watched or index in self._always_watched:
+            self._watch_backward(current, index, output)
         self.counters.meter.mark(min(index + 1, len(self._stages) - 1) * KINDS)
         return output
 
@@ -369,12 +382,6 @@ class Controller:
         indices = self._indices[module]
         call = current.calls.get(module, 0)
         return indices[call] if call < len(indices) else None
-
-    def _first_of_step(self, module: nn.Module) -> bool:
-        """Whether a step may begin with `module`, so that one call too many is the next step's first."""
-        return 0 in self._indices[module] or self._indices[module][0] == min(
-            i for x in self._indices.values() for i in x
-        )
 
     def _watch_backward(self, current: _Pass, index: int, output: Any) -> None:
         def begin(_: Any) -> None:

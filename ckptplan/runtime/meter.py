@@ -8,8 +8,9 @@ NOTE [Accounts]
    forward or backward was under way, also where a sweep runs another stage on its behalf.
 3. A step is the time from the beginning of a pass to the end of its backward. What didn't run in that order (a forward
    without backward, two forwards before one backward) is no step.
-4. On the CPU a mark is a time. On CUDA it is an event on the stream that computes, read in `steps` alone, so nothing
-   waits in a step. Events cost some microseconds each: the first steps are measured and then one in `_EVERY`.
+4. Marks cost some microseconds each: the first steps are measured and then one in `_EVERY`. They are summed in `steps`
+   alone, not while anything trains. On the CPU a mark is a time. On CUDA it is an event on the stream that computes, so
+   nothing waits in a step.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ KINDS = 4
 NONE = -KINDS
 """No step is under way, or its backward has ended."""
 
-_KEPT = {"cpu": 32, "cuda": 8}
-"""So many steps' times are remembered."""
+_KEPT = {"cpu": 16, "cuda": 8}
+"""So many steps are remembered."""
 _FIRST, _EVERY = 9, 8
-_MOST_MARKS = 1 << 17  # a pass through which backward runs again and again must not grow without bound
+_MOST_MARKS = 1 << 15  # a pass through which backward runs again and again must not grow without bound
 
 Way = Literal["out", "in"]
 
@@ -67,7 +68,7 @@ OnCopy = Callable[[Way, int, Any, Any], None]
 
 @dataclass
 class Step:
-    """The marks of one pass and its backward."""
+    """The marks of one pass and its backward; a regular one has all of them, in order."""
 
     regular: bool
     marks: list[tuple[int, Any]] = field(default_factory=list)
@@ -115,7 +116,7 @@ class Meter:
         self._passes = 0
         self._left_out = False
         self._every = False
-        self._kept: deque[Step | StepTimes] = deque(maxlen=_KEPT["cuda" if self._cuda else "cpu"])
+        self._kept: deque[Step] = deque(maxlen=_KEPT["cuda" if self._cuda else "cpu"])
 
     def begin(self) -> Callable[[Tier, Way, int, Any, Any], None] | None:
         """A pass begins; returns what is to be told of copies, None where this step isn't measured."""
@@ -127,11 +128,8 @@ class Meter:
         unfinished = self._now != NONE
         self._now = self._base = NONE
         self._passes += 1
-        if (
-            self._cuda
-            and not self._every
-            and ((self._passes > _FIRST and self._passes % _EVERY) or torch.cuda.is_current_stream_capturing())
-        ):
+        left_out = self._passes > _FIRST and self._passes % _EVERY != 0
+        if not self._every and (left_out or (self._cuda and torch.cuda.is_current_stream_capturing())):
             self._now = FORWARD  # so that the next pass sees whether this one has ended
             return None
         self._step = Step(regular=not unfinished, memory=[] if self._cuda and self._every else None)
@@ -144,10 +142,14 @@ class Meter:
         if account & 1 == 0:  # forward, backward, none
             self._base = account
         step = self._step
-        if step is not None and len(step.marks) < _MOST_MARKS:
-            step.marks.append((account, self._clock()))
-            if step.memory is not None:
-                step.memory.append(torch.cuda.memory_allocated(self._device))
+        if step is None or (before == account and step.memory is None):
+            return before
+        if len(step.marks) == _MOST_MARKS:
+            step.regular = False
+            return before
+        step.marks.append((account, self._clock()))
+        if step.memory is not None:
+            step.memory.append(torch.cuda.memory_allocated(self._device))
         return before
 
     def stall(self) -> int:
@@ -176,11 +178,8 @@ class Meter:
 
     def steps(self) -> list[StepTimes]:
         """What the last steps took, oldest first; the very first is left out. On CUDA this waits for the device."""
-        out = [_summed(kept) if isinstance(kept, Step) else kept for kept in self._kept]
-        last = self.last
-        if last is not None and self._left_out and last.regular:
-            out.append(_summed(last))
-        return out
+        last = self.last if self._left_out else None
+        return [_summed(step) for step in (*self._kept, last) if step is not None and step.regular]
 
     def _keep(self, step: Step) -> None:
         if not step.regular:
@@ -188,7 +187,7 @@ class Meter:
         if not self._left_out:
             self._left_out = True  # caches, allocators and libraries warm up in it
         else:
-            self._kept.append(step if self._cuda else _summed(step))
+            self._kept.append(step)
 
     def _event(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)

@@ -70,13 +70,14 @@ class PatchedForward:
         self._placed = True
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether the module was compiled when this was made."""
+        return self.attribute == "_compiled_call_impl"
+
+    @property
     def bypassed(self) -> bool:
-        """Whether the module was compiled anew since, so that calls no longer come by here."""
-        return (
-            self._active
-            and self.attribute == "_compiled_call_impl"
-            and self.module.__dict__.get(self.attribute) is not self
-        )
+        """Whether a compiled module was compiled anew since, so that calls no longer come by here."""
+        return self._active and self.module.__dict__.get(self.attribute) is not self
 
     def remove(self) -> None:
         """Put the former forward back; nothing is left in the instance where nothing was."""
