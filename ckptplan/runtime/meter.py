@@ -8,7 +8,7 @@ NOTE [Accounts]
    forward or backward was under way, also where a sweep runs another stage on its behalf.
 3. A step is the time from the beginning of a pass to the end of its backward. What didn't run in that order (a forward
    without backward, two forwards before one backward) is no step.
-4. Marks cost some microseconds each: the first steps are measured and then one in `_EVERY`. They are summed in `steps`
+4. Marks cost some microseconds each: the first steps are measured and then one in `EVERY`. They are summed in `steps`
    alone, not while anything trains. On the CPU a mark is a time. On CUDA it is an event on the stream that computes, so
    nothing waits in a step.
 """
@@ -35,7 +35,9 @@ NONE = -KINDS
 
 _KEPT = {"cpu": 16, "cuda": 8}
 """So many steps are remembered."""
-_FIRST, _EVERY = 9, 8
+_FIRST = 9
+EVERY = 8
+"""All of the first `_FIRST` steps are measured, then one in `EVERY`."""
 _MOST_MARKS = 1 << 15  # a pass through which backward runs again and again must not grow without bound
 
 Way = Literal["out", "in"]
@@ -128,7 +130,7 @@ class Meter:
         unfinished = self._now != NONE
         self._now = self._base = NONE
         self._passes += 1
-        left_out = self._passes > _FIRST and self._passes % _EVERY != 0
+        left_out = self._passes > _FIRST and self._passes % EVERY != 0
         if not self._every and (left_out or (self._cuda and torch.cuda.is_current_stream_capturing())):
             self._now = FORWARD  # so that the next pass sees whether this one has ended
             return None
