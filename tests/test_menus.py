@@ -22,6 +22,7 @@ from ckptplan.profiling.menus import Choice, Op
 from ckptplan.profiling.target import Target
 from ckptplan.runtime.measure import recorded_allocations
 from ckptplan.runtime.selective import NumberedOps, can_be_saved, is_random
+from ckptplan.solving.planner import smallest_peak
 
 
 class Mlp(nn.Module):
@@ -387,3 +388,29 @@ def test_peaks_and_gradients_under_any_mixture_of_options(name: str) -> None:
         # Never under; 2 % over at most, and the random states that checkpoint keeps a stage that recomputes.
         assert report.measured_peak_bytes <= report.predicted_peak_bytes, mixture
         assert report.predicted_peak_bytes <= 1.02 * report.measured_peak_bytes + 2 * state, mixture
+
+
+class _Counts(nn.Module):
+    """Counts where its largest values are: on real tensors `one_hot` runs other operations than on fake ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(256, 256)
+        self.register_buffer("count", torch.zeros(256, dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.count.add_(nn.functional.one_hot(y.argmax(1), 256).sum(0))
+        return x + torch.tanh(torch.sigmoid(y) * torch.exp(-y * y))
+
+
+def test_operations_that_run_otherwise_than_traced_are_not_offered() -> None:
+    model, inputs = nn.Sequential(*(_Counts() for _ in range(4))), torch.randn(512, 256)
+    profile = ckptplan.profile(model, inputs)
+    least = smallest_peak(profile, actions=("keep", "recompute")).peak_bytes
+    for times in (1.0, 1.2, 1.5):
+        plan = ckptplan.solve(profile, times * least / 2**30, actions=("keep", "recompute"), time_limit_s=2)
+        assert "recompute" in {choice.action for choice in plan.choices}
+        found = ckptplan.verify(model, plan, inputs, repeats=1)
+        assert found.gradients_equal
+        assert found.measured_peak_bytes <= plan.budget_bytes

@@ -22,7 +22,7 @@ from ckptplan.profiling.links import measure_links, sharing_note
 from ckptplan.profiling.optimizers import OptimizerLike, make_optimizer, trace_updates
 from ckptplan.profiling.real_run import answered
 from ckptplan.profiling.target import DeviceLike, Target, find_target
-from ckptplan.profiling.timing import Times, time_stages
+from ckptplan.profiling.timing import Again, Times, time_stages
 from ckptplan.profiling.trace import find_stages, replay, trace_chain
 from ckptplan.profiling.tracker import Tracker
 from ckptplan.runtime.measure import Outside, held_tensors, optimizer_tensors, unique_bytes
@@ -187,10 +187,12 @@ def _profile(
         return _planned(chain, on_devices[0], target.spec, notes)
     report("timing stages")
     kinds = {stage.name: stage.kind for stage in chain.stages if not stage.is_glue}
-    again: dict[str, dict[tuple[int, ...], None]] = {}
+    again: dict[str, Again] = {}
     for stage in chain.stages:
-        again.setdefault(stage.kind, {}).update((o.ops, None) for o in stage.options if o.recomputes)
-    times = time_stages(step, kinds, {kind: tuple(ways) for kind, ways in again.items()}, target.device, rewind)
+        again.setdefault(stage.kind, {}).update(
+            (o.ops, tuple(chain.storages[s].nbytes for s in o.saved)) for o in stage.options if o.recomputes
+        )
+    times = time_stages(step, kinds, again, target.device, rewind)
     rewind()
     report("measuring bandwidth")
     # Two blocks are on the device at once: within what the largest stage adds in any plan.
@@ -307,6 +309,7 @@ def _with_times(chain: Profile, times: Times) -> Profile:
             if option.recomputes
             else option
             for option in stage.options
+            if not option.recomputes or (stage.kind, option.ops) in times.recompute_s
         ]
         menu = [option for option in menu if not (option.ops and _beaten(option, menu, chain.storages))]
         stages.append(dataclasses.replace(stage, options=tuple(menu), forward_s=seconds[0], backward_s=seconds[1]))

@@ -25,6 +25,9 @@ from ckptplan.runtime.swap import Counters
 Way = tuple[int, ...] | None
 """How a stage is run: plain, or recomputed with these operations' outputs saved."""
 
+Again = dict[tuple[int, ...], tuple[int, ...]]
+"""The operations whose outputs a recomputing option saves -> the bytes of each storage that it saves."""
+
 _ROUNDS = 3
 _LEAST = 0.02
 """Least share of forward that a recompute with saved outputs is taken to cost, whatever the noise says."""
@@ -33,7 +36,10 @@ _STAGE_S = 0.5  # enough measured time per kind and quantity
 
 @dataclass
 class Times:
-    """Seconds by kind of stage and by segment of glue; of recompute also by the operations whose outputs are saved."""
+    """Seconds by kind of stage and by segment of glue; of recompute also by the operations whose outputs are saved.
+
+    What can't be saved on the device as it was traced has no time.
+    """
 
     forward_s: dict[str, float] = field(default_factory=dict)
     backward_s: dict[str, float] = field(default_factory=dict)
@@ -62,7 +68,7 @@ class _Timing:
         self,
         step: TrainingStep,
         kinds: dict[str, str],
-        again: dict[str, tuple[tuple[int, ...], ...]],
+        again: dict[str, Again],
         device: torch.device,
         rewind: Callable[[], None],
     ) -> None:
@@ -70,6 +76,7 @@ class _Timing:
         self.rewind = rewind
         self.names = tuple(kinds)
         self.samples: dict[tuple[str, Way, str], list[float]] = {}
+        self.otherwise: set[tuple[str, Way]] = set()  # what ran other operations than were traced
         self.glue: dict[tuple[str, int], list[float]] = {}
         self.anchors: list[torch.Tensor] = []
         self.done: set[str] = set()
@@ -186,7 +193,8 @@ class _Timing:
                 made[id(tensor)] = self._joined(tensor, leaves) if tensor.requires_grad else tensor.detach()
             return made[id(tensor)]
 
-        ways: tuple[Way, ...] = (None, *self.again.get(kind, ()))
+        again = self.again.get(kind, {})
+        ways: list[Way] = [None, *(way for way in again if (kind, way) not in self.otherwise)]
         parameters = [p for p in module.parameters() if p.requires_grad]
         # A weight that a hook has made lies outside of the stage, and its graph can't run backward each time.
         for m in module.modules():
@@ -204,7 +212,12 @@ class _Timing:
                 if way is None:
                     output = original(*new_args, **new_kwargs)
                 else:
-                    output = run_recomputed(module, original, new_args, new_kwargs, Counters(), ops=way)
+                    counters = Counters()
+                    output = run_recomputed(
+                        module, original, new_args, new_kwargs, counters, ops=way, planned=again[way]
+                    )
+                    if counters.other_paths:
+                        self.otherwise.add((kind, way))
                 middle = self.now()
                 outputs = [
                     t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None
@@ -239,7 +252,7 @@ def _falling(values: Iterable[float]) -> list[float]:
 def time_stages(
     step: TrainingStep,
     kinds: dict[str, str],
-    again: dict[str, tuple[tuple[int, ...], ...]],
+    again: dict[str, Again],
     device: torch.device,
     rewind: Callable[[], None],
 ) -> Times:
@@ -250,8 +263,8 @@ def time_stages(
     kinds : dict
         Stage name -> kind, in call order; each kind is timed once, on the first stage that has it.
     again : dict
-        Kind -> the operations whose outputs each of its recomputing options saves, by rising bytes and so, noise
-        aside, falling time; none of them first. Empty where it can't be recomputed.
+        Kind -> what its recomputing options save, by rising bytes and so, noise aside, falling time; no operations'
+        outputs first. Empty where it can't be recomputed.
     rewind : callable
         Puts buffers and random states back between rounds.
 
@@ -278,7 +291,7 @@ def time_stages(
         # memory touched for the first time, which a step in a running training has behind it, whatever it saves.
         scale = min(1.0, forward_s / whole_s) if whole_s > 0 else 1.0
         out.recompute_s[kind, ()] = max(scale * whole_s, 0.1 * forward_s)
-        chosen = [way for way in again[kind] if way]
+        chosen = [way for way in again[kind] if way and (kind, way) not in timing.otherwise]
         measured = (max(scale * timing.excess_s(kind, way), _LEAST * forward_s) for way in chosen)
         out.recompute_s.update(((kind, way), s) for way, s in zip(chosen, _falling(measured), strict=True))
     for (direction, index), values in timing.glue.items():

@@ -153,7 +153,7 @@ class Record:
         self._check_version()
         assert self._whole is not None
         self._storage = StorageWeakRef(self._whole.untyped_storage())
-        self._dtype, self._count = self._whole.dtype, self._whole.numel()
+        self._like, self._count = self._whole.new_empty(0), self._whole.numel()
         self._whole = self._watch = None
         self.state = State.AWAY
 
@@ -165,7 +165,7 @@ class Record:
             assert self._store is not None
             if self._device.type == "cuda":
                 self._stream = torch.cuda.current_stream(self._device)
-            self._whole = torch.empty(self._count, dtype=self._dtype, device=self._device)
+            self._whole = self._like.new_empty(self._count)
             self._store.start_in(self._ticket, self._whole)
             self.state = State.RETURNING
             self._counters.swapped_in_bytes += self.nbytes
