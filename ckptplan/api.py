@@ -13,10 +13,10 @@ import psutil
 import torch
 from torch import nn
 
-from ckptplan.core.chain import ACTIONS, Action, InputTensor, Phase
+from ckptplan.core.chain import ACTIONS, Action, InputTensor, Phase, is_int
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError, PlanMismatchError
 from ckptplan.core.measured import Measured, StageTimes
-from ckptplan.core.plan import Plan
+from ckptplan.core.plan import Plan, require_plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.shortage import Shortage
 from ckptplan.core.trace import DrawnStep, Trace
@@ -40,6 +40,7 @@ from ckptplan.runtime.step import LossFn, TrainingStep, check_supported, fingerp
 from ckptplan.runtime.stores import STAGING_BYTES
 from ckptplan.solving.evaluate import menus as menus_of
 from ckptplan.solving.frontier import frontier_profile, smallest_within
+from ckptplan.solving.peak import check_request
 from ckptplan.solving.planner import solve_profile
 from ckptplan.solving.prices import lower_bound
 from ckptplan.solving.tiers import all_bytes, check_disk
@@ -614,6 +615,12 @@ def apply(
         If the swap directory can't be written or is too small, or an argument is impossible. The model is unchanged
         after any of these.
     """
+    require_plan(plan)
+    if profile is not None and not isinstance(profile, Profile):
+        raise InvalidInputError(f"profile is a {type(profile).__name__}; pass what ckptplan.profile returned")
+    check_request(actions, time_limit_s)
+    if not isinstance(segments, bool):
+        raise InvalidInputError(f"segments={segments!r}; it is True or False")
     if plan.fingerprint.device.startswith(PLANNED):
         plan = _arrived(model, plan, inputs, loss_fn, optimizer, step, amp)
     if on_oom not in ("raise", "report", "replan"):
@@ -623,8 +630,8 @@ def apply(
             "on_oom='replan' solves again, for which it needs the profile that the plan was made from: "
             "p = ckptplan.profile(model, ...); plan = ckptplan.solve(p, ...); pass profile=p"
         )
-    if on_oom == "replan" and retries == 0:
-        raise InvalidInputError("retries=0 never tries another plan; raise it, or pass on_oom='report'")
+    if not is_int(retries) or retries < 1:
+        raise InvalidInputError(f"retries={retries!r}; give the number of plans to try for a step, 1 or more")
     if on_larger not in ("raise", "replan"):
         raise InvalidInputError(f"on_larger={on_larger!r}; it is 'raise' or 'replan'")
     disk_bytes = (plan.disk_bytes or None) if disk_gb is None else host_limit(disk_gb, name="disk_gb")
@@ -692,6 +699,7 @@ def trace(
     """
     if inputs is None and step is None:
         raise InvalidInputError("trace needs the inputs the plan was made for: pass inputs= (or step=)")
+    require_plan(plan)
     training = make_step(model, inputs, loss_fn=loss_fn, step=step)
     plan.fingerprint.require(fingerprint(training))
     with restored(model) as rewind, apply(model, plan, swap_dir=swap_dir, profile=profile) as handle:

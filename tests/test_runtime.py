@@ -22,6 +22,7 @@ from small_models import BUILDERS, Transformer, build, gradients, plan_of, plan_
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import ckptplan
 from ckptplan.core.chain import ACTIONS, Action
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError, SwapError, UnsupportedModelError
 from ckptplan.core.plan import Decision, Plan
@@ -1155,3 +1156,24 @@ def test_a_skipped_stage_delays_no_release() -> None:
         peak(-1)
         whole = peak(-1)
         assert all(peak(skip) <= whole for skip in range(8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"retries": -1}, "retries=-1"),
+        ({"actions": ("keep", "bogus")}, "'bogus'"),
+        ({"segments": 3}, "segments=3"),
+        ({"time_limit_s": 0}, "time_limit_s=0"),
+        ({"swap_dir": 3}, "swap_dir=3"),
+        ({"profile": 3}, "profile is a int"),
+        ({"plan": "plan.json"}, "plan is a str"),
+    ],
+    ids=str,
+)
+def test_arguments_are_checked_also_where_they_are_not_needed(arguments: dict[str, Any], text: str) -> None:
+    model, _ = build("mlp")
+    given = {"plan": plan_of(measured("mlp"), ["keep"] * len(measured("mlp").stages)), **arguments}
+    with pytest.raises(InvalidInputError, match=text):
+        ckptplan.apply(model, **given)
+    assert "forward" not in vars(model[0])

@@ -292,6 +292,14 @@ def saved_bytes(profile: Profile, choices: Sequence[Decision]) -> tuple[tuple[in
     return tuple(() if o is None else tuple(profile.storages[s].nbytes for s in o.saved) for o in options)
 
 
+def require_plan(plan: object) -> None:
+    """Raise `InvalidInputError` unless `plan` is a Plan."""
+    if not isinstance(plan, Plan):
+        raise InvalidInputError(
+            f"plan is a {type(plan).__name__}; pass a Plan, as ckptplan.solve returns it or Plan.load reads it"
+        )
+
+
 def check_stages(planned: tuple[str, ...], found: tuple[str, ...]) -> None:
     """Raise `PlanMismatchError` unless the two lists of stage names agree; name the first that doesn't."""
     if planned == found:

@@ -520,6 +520,8 @@ def apply(
     for name, value in (("checksums", checksums), ("synchronous", synchronous)):
         if not isinstance(value, bool):
             raise InvalidInputError(f"{name}={value!r}; it is True or False")
+    if swap_dir is not None and not isinstance(swap_dir, (str, Path)):
+        raise InvalidInputError(f"swap_dir={swap_dir!r}; pass a directory's path")
     device = model_device(model)
     if not plan.fingerprint.model:
         raise PlanMismatchError(

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckptplan.core.chain import is_int
 from ckptplan.core.errors import InvalidInputError
-from ckptplan.core.plan import Plan
+from ckptplan.core.plan import Plan, require_plan
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.runtime.apply import apply
 from ckptplan.runtime.measure import (
@@ -129,8 +130,9 @@ def verify(
     InvalidInputError
         If the inputs don't fit.
     """
-    if repeats < 1:
-        raise InvalidInputError(f"repeats={repeats}; at least 1 step has to be timed")
+    require_plan(plan)
+    if not is_int(repeats) or repeats < 1:
+        raise InvalidInputError(f"repeats={repeats!r}; at least 1 step has to be timed")
     if inputs is None and step is None:
         raise InvalidInputError("verify needs the inputs the plan was made for: pass inputs= (or step=)")
     training = make_step(model, inputs, loss_fn=loss_fn, step=step)
