@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from brute_force import combinations, fastest, smallest_peak
@@ -242,6 +244,15 @@ def test_fluid_model_takes_a_hint_and_stops() -> None:
     assert segments == (segment,)  # which no search begins with by itself
     assert codes[2:6] == (model.chain.inside(2),) * 4
     assert bound_s * ROUNDING >= profile.baseline_step_s
+
+
+def test_an_interrupt_after_a_search_is_python_s_to_handle() -> None:
+    profile = homogeneous_chain(6, link_ratio=0.5)
+    budget = (peak_of(profile, "recompute") + peak_of(profile, "keep")) // 2
+    found = FluidModel(profile, menu_of(profile), budget).solve(lambda *_: False, deadline=time.monotonic() + 5)
+    assert found.codes is not None
+    caught = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt"))
+    assert int(caught.split()[1], 16) >> (signal.SIGINT - 1) & 1, "Ctrl-C would end the process at once"
 
 
 def test_fluid_model_knows_that_nothing_fits() -> None:

@@ -253,6 +253,8 @@ class FluidModel:
         solver.parameters.interleave_search = (workers or 1) > 1
         # The last units of an amount that flows take long to prove and mean nothing.
         solver.parameters.relative_gap_limit = 1e-7
+        # Catching it, CP-SAT would leave the process without Python's handler: the next Ctrl-C would kill it.
+        solver.parameters.catch_sigint_signal = False
         status = solver.solve(self.model, Watch())
         if status == self.cp.INFEASIBLE:
             return ModelResult(None, (), math.inf, True)
