@@ -630,7 +630,7 @@ def apply(
             "on_oom='replan' solves again, for which it needs the profile that the plan was made from: "
             "p = ckptplan.profile(model, ...); plan = ckptplan.solve(p, ...); pass profile=p"
         )
-    if not is_int(retries) or retries < 1:
+    if not is_int(retries) or retries < (on_oom == "replan"):
         raise InvalidInputError(f"retries={retries!r}; give the number of plans to try for a step, 1 or more")
     if on_larger not in ("raise", "replan"):
         raise InvalidInputError(f"on_larger={on_larger!r}; it is 'raise' or 'replan'")

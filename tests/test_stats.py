@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from random_chains import random_chain, random_options, random_segments
-from small_models import build, plan_of, scheduled
+from small_models import assert_same, build, plan_of, scheduled
 from torch import nn
 
 import ckptplan
@@ -240,6 +240,48 @@ def test_memory_of_steps_is_bounded() -> None:
     assert meter.steps() == steps[-16:]  # what has marks left out is no step
 
 
+class Parts(nn.Module):
+    """Three outputs, each of stages of its own behind the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        first = self.parts[0](x)
+        return [part(first.detach()) for part in self.parts[1:]] + [first]
+
+
+@pytest.mark.parametrize("action", ["keep", "recompute", "swap"])
+@pytest.mark.parametrize(("which", "also"), [(-1, None), (2, None), (1, None), (2, 1), (2, 0)])
+def test_a_backward_by_few_stages_is_noticed_also_when_not_all_are_watched(
+    which: int, also: int | None, action: str
+) -> None:
+    """Through the first stage alone, the last, or neither; with a stage called by itself behind the step."""
+
+    def loss_of(output: list[torch.Tensor]) -> torch.Tensor:
+        return output[which].square().mean()
+
+    def steps(model: nn.Module) -> list[torch.Tensor]:
+        found = []
+        for _ in range(30):
+            model.zero_grad()
+            loss_of(model(inputs)).backward()
+            if also is not None:
+                model.parts[also](inputs).square().mean().backward()  # type: ignore[operator, index]
+            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        return found
+
+    torch.manual_seed(0)
+    model, inputs = Parts(), torch.randn(256, 32)
+    wanted = steps(model)
+    profile = ckptplan.profile(model, inputs, loss_fn=loss_of)
+    with ckptplan.apply(model, plan_of(profile, [action] * len(profile.stages))) as handle:
+        assert_same(steps(model), wanted)
+        assert handle._controller.place.phase == "update"
+        assert len(handle._controller.counters.meter.steps()) >= 10
+
+
 def test_a_wait_inside_a_recompute_goes_to_the_stage_that_asked() -> None:
     times = iter(range(100))
     meter = Meter(CPU, clock=lambda: float(next(times)))
@@ -263,12 +305,16 @@ def test_only_some_steps_are_measured(device: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     meter = Meter(torch.device(device))
     measured = []
-    for k in range(1, 41):
+    for k in range(1, 1610):
         if meter.begin() is not None:
             measured.append(k)
         meter.mark(BACKWARD)
         meter.backward_ended()
-    assert measured == [*range(1, 10), 16, 24, 32, 40]
+    later = measured[9:]
+    assert measured[:9] == [*range(1, 10)]
+    assert 170 <= len(later) <= 230
+    for passes in range(2, 17):  # that make one step: each has its turn
+        assert {k % passes for k in later} == set(range(passes))
 
 
 def test_no_other_thread_s_wait_is_a_stall(made: Made) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -520,7 +521,7 @@ def apply(
     for name, value in (("checksums", checksums), ("synchronous", synchronous)):
         if not isinstance(value, bool):
             raise InvalidInputError(f"{name}={value!r}; it is True or False")
-    if swap_dir is not None and not isinstance(swap_dir, (str, Path)):
+    if swap_dir is not None and not isinstance(swap_dir, (str, os.PathLike)):
         raise InvalidInputError(f"swap_dir={swap_dir!r}; pass a directory's path")
     device = model_device(model)
     if not plan.fingerprint.model:

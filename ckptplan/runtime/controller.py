@@ -1,4 +1,13 @@
-"""Runs a model's stages as decided: the one place where program steps, actions and transfers meet."""
+"""Runs a model's stages as decided: the one place where program steps, actions and transfers meet.
+
+NOTE [Watching backward]
+A hook on a stage's output tells that its backward begins. It costs as much as all else that is done for a stage which
+is kept, so every stage of a pass has one only where somebody goes by them: whoever counts bytes or takes times, a
+report of where memory ran out, segments, which end when a backward begins, and passes that are told by their stages'
+calls. Any pass has one where a prefetch is due, and on the first and the last stage, which tell that a backward has
+begun, and with it when it has ended. A model whose backward goes by neither is noticed at its next forward: from then
+on every stage is watched.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +78,8 @@ class _Pass:
     def __init__(self, session: SwapSession, own: OwnStorages, *, watched: bool) -> None:
         self.session = session
         self.own = own
-        self.watched = watched  # whether every stage's backward is of interest
+        self.watched = watched  # NOTE [Watching backward]
+        self.first_watched = False
         self.calls: dict[nn.Module, int] = {}
         self.backward_begun = False
         self.open: OpenSegment | None = None
@@ -184,12 +194,10 @@ class Controller:
             self._prefetch_at.setdefault(max(i for i in real if i <= choice.prefetch), []).insert(0, index)
         self._patches = [PatchedForward(module, self._runner(module)) for module in self._indices]
         self._compiled = [patch for patch in self._patches if patch.is_compiled]
-        self._told_by_calls = not one_forward or model in self._indices
-        if not self._told_by_calls:
+        if one_forward and model not in self._indices:
             self._patches.append(PatchedForward(model, self._run_model))
-        # A hook costs as much as all the rest of a call, so where nothing waits for a stage's backward it has none. One
-        # at least tells that a backward has begun.
         self._always_watched = frozenset((*self._prefetch_at, real[-1]))
+        self._watches = bool(self._segments) or observer is not None
 
     def _check_segment(self, segment: Segment, inside: tuple[int, ...]) -> None:
         waiting = [segment]
@@ -251,7 +259,7 @@ class Controller:
     def _active(self) -> bool:
         return torch.is_grad_enabled() and self._model.training == self._training
 
-    def _begin(self) -> _Pass:
+    def _begin(self, *, by_call: bool = False) -> _Pass:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise UnsupportedModelError(
                 "the model runs inside a transform of torch.func, which has no saved tensors that a plan could move or "
@@ -270,10 +278,9 @@ class Controller:
         for tier, store in self._stores.items():
             store.on_copy = None if tell is None else functools.partial(tell, tier)
         session = SwapSession(self._stores, self._device, own, self.counters, self._saved)
-        # Who counts bytes or takes times, who is to say where memory ran out, whose segments end when backward begins,
-        # and whose passes are told by their calls, all go by the stages' backwards.
-        asked = self._observer is not None or tell is not None or self.on_backward is not None
-        watched = asked or self._told_by_calls or bool(self._segments)
+        former = self._pass
+        self._watches |= former is not None and not former.watched and not former.backward_begun
+        watched = self._watches or by_call or tell is not None or self.on_backward is not None
         self._session, self._pass = session, _Pass(session, own, watched=watched)
         return self._pass
 
@@ -298,7 +305,7 @@ class Controller:
         index = None if current is None else self._next_call(current, module)
         # One call too many of what a step may begin with is the next step's first.
         if index is None and (current is None or current.backward_begun or self._indices[module][0] == self._first):
-            current = self._begin()
+            current = self._begin(by_call=True)
             index = self._next_call(current, module)
         if current is None or index is None:
             raise PlanMismatchError(
@@ -330,8 +337,8 @@ class Controller:
             current.open = self._pass = None
             raise
         self.place = behind
-        if current.watched or index in self._always_watched:
-            self._watch_backward(current, index, output)
+        if current.watched or not current.first_watched or index in self._always_watched:
+            current.first_watched |= self._watch_backward(current, index, output)
         self.counters.meter.mark(min(index + 1, len(self._stages) - 1) * KINDS)
         return output
 
@@ -383,7 +390,9 @@ class Controller:
         call = current.calls.get(module, 0)
         return indices[call] if call < len(indices) else None
 
-    def _watch_backward(self, current: _Pass, index: int, output: Any) -> None:
+    def _watch_backward(self, current: _Pass, index: int, output: Any) -> bool:
+        """Have the beginning of a stage's backward noticed; returns whether it can have one."""
+
         def begin(_: Any) -> None:
             current.backward_begun = True
             current.open = None
@@ -399,6 +408,7 @@ class Controller:
         nodes = {t.grad_fn for t in leaves if isinstance(t, torch.Tensor)} - {None}
         for node in nodes:
             node.register_prehook(begin)  # type: ignore[union-attr]
+        return bool(nodes)
 
     def _enter_backward(self, index: int) -> None:
         self.place = self._places[index][2]

@@ -15,6 +15,7 @@ NOTE [Accounts]
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections import deque
@@ -37,7 +38,8 @@ _KEPT = {"cpu": 16, "cuda": 8}
 """So many steps are remembered."""
 _FIRST = 9
 EVERY = 8
-"""All of the first `_FIRST` steps are measured, then one in `EVERY`."""
+"""All of the first `_FIRST` passes are measured, then one in `EVERY` on average, at random: each of several passes that
+make one step has its turn."""
 _MOST_MARKS = 1 << 15  # a pass through which backward runs again and again must not grow without bound
 
 Way = Literal["out", "in"]
@@ -118,6 +120,8 @@ class Meter:
         self._passes = 0
         self._left_out = False
         self._every = False
+        self._random = random.Random(0)
+        self._next = _FIRST + EVERY
         self._kept: deque[Step] = deque(maxlen=_KEPT["cuda" if self._cuda else "cpu"])
 
     def begin(self) -> Callable[[Tier, Way, int, Any, Any], None] | None:
@@ -130,7 +134,9 @@ class Meter:
         unfinished = self._now != NONE
         self._now = self._base = NONE
         self._passes += 1
-        left_out = self._passes > _FIRST and self._passes % EVERY != 0
+        left_out = _FIRST < self._passes < self._next
+        if self._passes == self._next:
+            self._next += self._random.randint(EVERY // 2, EVERY + EVERY // 2)
         if not self._every and (left_out or (self._cuda and torch.cuda.is_current_stream_capturing())):
             self._now = FORWARD  # so that the next pass sees whether this one has ended
             return None

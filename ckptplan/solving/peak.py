@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -268,6 +268,8 @@ def nothing_fits(space: PlanSpace, budget_bytes: int, host_bytes: int | None, de
 
 def check_request(actions: Sequence[str], time_limit_s: float, **whole: int | None) -> None:
     """Raise `InvalidInputError` on actions, limits or whole numbers that can't be used."""
+    if not isinstance(actions, Iterable):
+        raise InvalidInputError(f"actions={actions!r}: give 'keep' and any of 'swap', 'recompute'")
     unknown = [a for a in actions if a not in ACTIONS]
     if unknown or "keep" not in actions:
         wrong = (
