@@ -40,7 +40,7 @@ from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.profiling.answers import VALUES_LIMIT, Layout
 from ckptplan.runtime.compiled import compiled_modules, out_of_sight
 from ckptplan.runtime.measure import no_cycles_collected, recorded_allocations
-from ckptplan.runtime.patching import PatchedForward
+from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.state import random_state
 from ckptplan.runtime.step import TrainingStep
 
@@ -211,14 +211,8 @@ class _StandIn(PatchedForward):
 @contextlib.contextmanager
 def _patched(modules: dict[str, nn.Module], runner: Callable[[str, nn.Module], Callable[..., Any]]) -> Iterator[None]:
     _lone_owners()  # found now: inside a backward it would be in its own way
-    patches = [_StandIn(module, runner(name, module)) for name, module in modules.items()]
-    try:
-        for patch in patches:
-            patch.install()
+    with installed([_StandIn(module, runner(name, module)) for name, module in modules.items()]):
         yield
-    finally:
-        for patch in reversed(patches):
-            patch.remove()
 
 
 def _key(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:

@@ -9,7 +9,7 @@ plus every stage's inputs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import UnsupportedModelError
-from ckptplan.runtime.patching import PatchedForward
+from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.step import TrainingStep
 
 _WORTH = 0.01  # a call outside of the blocks becomes a stage from this share of all saved bytes on
@@ -141,19 +141,8 @@ def _record(step: TrainingStep, world: Callable[[], contextlib.AbstractContextMa
 
     patches = [PatchedForward(module, runner(name, module)) for name, module in modules.items() if name]
     try:
-        with _installed(patches), world(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with installed(patches), world(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             step.forward()
     finally:
         keep_alive.clear()  # the graph holds `pack`, and so these, which hold the graph: out of the collector's sight
     return root
-
-
-@contextlib.contextmanager
-def _installed(patches: list[PatchedForward]) -> Iterator[None]:
-    try:
-        for patch in patches:
-            patch.install()
-        yield
-    finally:
-        for patch in reversed(patches):
-            patch.remove()

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ckptplan.runtime.patching import PatchedForward
+from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.recompute import run_recomputed
 from ckptplan.runtime.step import TrainingStep
 from ckptplan.runtime.swap import Counters
@@ -101,26 +101,21 @@ class _Timing:
         """One forward of the step; `repeats` timings of each kind, none when 0."""
         self.repeats, self.stage, self.done, self.anchors = repeats, 0, set(), []
         self.rewind()
-        patches = []
         calls: dict[nn.Module, list[int]] = {}
         modules = dict(self.step.model.named_modules())
         for index, name in enumerate(self.names):
             calls.setdefault(modules[name.partition("#")[0]], []).append(index)
-        for module, indices in calls.items():
-            patches.append(PatchedForward(module, self._runner(module, indices)))
+        patches = [PatchedForward(module, self._runner(module, indices)) for module, indices in calls.items()]
         try:
-            for patch in patches:
-                patch.install()
-            self.left = self.now()
-            output, loss = self.step.forward()
-            self._glue_forward(len(self.names))
-            begin = self.now()
-            self._backward([loss])
-            self.glue.setdefault(("backward", len(self.names)), []).append(self.now() - begin)
-            del output, loss
+            with installed(patches):
+                self.left = self.now()
+                output, loss = self.step.forward()
+                self._glue_forward(len(self.names))
+                begin = self.now()
+                self._backward([loss])
+                self.glue.setdefault(("backward", len(self.names)), []).append(self.now() - begin)
+                del output, loss
         finally:
-            for patch in patches:
-                patch.remove()
             self.anchors = []
 
     def _runner(self, module: nn.Module, indices: list[int]) -> Callable[..., Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -89,3 +90,15 @@ class PatchedForward:
             setattr(self.module, self.attribute, self.original)
         else:
             delattr(self.module, self.attribute)
+
+
+@contextlib.contextmanager
+def installed(patches: Sequence[PatchedForward]) -> Iterator[None]:
+    """Inside, all of `patches` are in place."""
+    try:
+        for patch in patches:
+            patch.install()
+        yield
+    finally:
+        for patch in reversed(patches):
+            patch.remove()
