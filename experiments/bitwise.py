@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import random
 import sys
 import time
@@ -28,6 +27,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+import documents
 import models
 import small_models
 
@@ -261,7 +261,7 @@ def main() -> None:
         f"{len(rows) - len(wrong_rows)} of {len(rows)} bitwise equal"
     )
     if given.out is not None:
-        (given.out / "bitwise.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        documents.write(rows, given.out / "bitwise.json")
     if wrong_rows:
         raise SystemExit(1)
 

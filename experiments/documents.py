@@ -33,7 +33,7 @@ def environment(threads: int) -> dict[str, Any]:
     }
 
 
-def write(document: dict[str, Any], path: Path) -> None:
+def write(document: dict[str, Any] | list[dict[str, Any]], path: Path) -> None:
     """Write `document`, making its folder where there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -21,7 +21,6 @@ import contextlib
 import ctypes
 import errno
 import gc
-import json
 import os
 import random
 import signal
@@ -40,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+import documents
 import small_models
 from bitwise import plans, two_files
 
@@ -459,7 +459,7 @@ def main() -> None:
             "steps": number, "faults": hit, "silent": silent, "wrong": bad, "threads_left": left[0],
             "files_left": left[1], "outcomes": [[kind, what, n] for (kind, what), n in sorted(table.items())],
         }  # fmt: skip
-        (given.out / "faults.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        documents.write(summary, given.out / "faults.json")
     if bad or any(left):
         raise SystemExit(1)
 

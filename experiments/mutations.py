@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import documents
 from safeguards import REQUIREMENTS, SAFEGUARDS, Safeguard
 
 ROOT = Path(__file__).parent.parent
@@ -131,7 +132,7 @@ def main() -> None:
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() and wanted is not None else []
         latest = {(row["item"], row["safeguard"]): row for row in (*known, *rows)}
         kept = [latest[key] for s in SAFEGUARDS if (key := (s.item, s.what)) in latest]
-        path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        documents.write(kept, path)
     if noticed < len(rows):
         raise SystemExit(1)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import random
 import statistics
@@ -22,6 +21,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import documents
 import psutil
 import torch
 from rich.console import Console
@@ -167,8 +167,7 @@ def main() -> None:
         f"{len(found['replans'])} new plans, {found['took_s']:.0f} s"
     )
     if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "soak.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        documents.write(found, args.out / "soak.json")
     acted = found["swapped_out_bytes"] > 0 and found["recomputed_stages"] > 0
     sys.exit(0 if acted and all(row["flat"] for row in found["verdicts"]) else 1)
 

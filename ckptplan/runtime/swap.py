@@ -153,7 +153,8 @@ class Record:
         self._check_version()
         assert self._whole is not None
         self._storage = StorageWeakRef(self._whole.untyped_storage())
-        self._like, self._count = self._whole.new_empty(0), self._whole.numel()
+        self._dtype, self._count = self._whole.dtype, self._whole.numel()
+        self._fake = self._whole.new_empty(0) if isinstance(self._whole, FakeTensor) else None
         self._whole = self._watch = None
         self.state = State.AWAY
 
@@ -165,7 +166,10 @@ class Record:
             assert self._store is not None
             if self._device.type == "cuda":
                 self._stream = torch.cuda.current_stream(self._device)
-            self._whole = self._like.new_empty(self._count)
+            if self._fake is None:
+                self._whole = torch.empty(self._count, dtype=self._dtype, device=self._device)
+            else:  # where whole numbers that are made from nothing would be real (profiling/fake.py)
+                self._whole = self._fake.new_empty(self._count)
             self._store.start_in(self._ticket, self._whole)
             self.state = State.RETURNING
             self._counters.swapped_in_bytes += self.nbytes
