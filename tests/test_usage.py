@@ -576,14 +576,7 @@ def test_hooks(what: str) -> None:
         assert len(seen) == 4 * 6 + 1
         return [seen, hidden[0].grad, gradients(model)]
 
-    model, inputs = build("transformer")
-    plain, _ = build("transformer")
-    torch.manual_seed(5)
-    wanted = run(plain, inputs)
-    with apply(model, planned("transformer", what)) as handle:
-        torch.manual_seed(5)
-        assert_same(run(model, inputs), wanted)
-        really_did(handle, what)
+    check(functools.partial(build, "transformer"), what, run)
 
 
 @pytest.mark.parametrize("what", WHATS)
@@ -602,14 +595,7 @@ def test_saved_tensors_hooks_around_the_step(what: str) -> None:
         out.append(gradients(model))
         return out
 
-    model, inputs = build("transformer")
-    plain, _ = build("transformer")
-    torch.manual_seed(5)
-    wanted = run(plain, inputs)
-    with apply(model, planned("transformer", what)) as handle:
-        torch.manual_seed(5)
-        assert_same(run(model, inputs), wanted)
-        really_did(handle, what)
+    check(functools.partial(build, "transformer"), what, run)
 
 
 class _Checkpoints(nn.Module):
