@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 import threading
 from collections.abc import Iterator
 
@@ -31,6 +32,19 @@ def no_leak() -> Iterator[None]:
     if left() != before:
         gc.collect()
     assert left() == before
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # once, for all processes that run tests
+        folder = tempfile.TemporaryDirectory(prefix="ckptplan-profiles-")
+        os.environ["CKPTPLAN_TEST_PROFILES"] = folder.name
+        config.add_cleanup(folder.cleanup)
+
+
+def pytest_collection_finish() -> None:
+    """Take what the imports made out of garbage collection, which would walk through all of it in every test."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,10 +5,14 @@ Each builder returns the model (in training mode) and its inputs, as `profile` t
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import nn
 
 from ckptplan.core.chain import Action, Option, Segment
@@ -164,7 +168,7 @@ class _Recurrent(nn.Module):
 
 
 def recurrent() -> Built:
-    return nn.Sequential(*(_Recurrent() for _ in range(3))), torch.randn(8, 12, 32)
+    return nn.Sequential(*(_Recurrent() for _ in range(3))), torch.randn(24, 4, 32)
 
 
 class _Views(nn.Module):
@@ -299,7 +303,17 @@ def build(name: str, seed: int = 0) -> Built:
     return model.train(), inputs
 
 
-def plan_of(measured: Profile, actions: Sequence[Action], budget_bytes: int | None = None) -> Plan:
+@functools.cache
+def measured(name: str) -> Profile:
+    """The profile of `build(name)`, made once for all tests and for all processes that run them."""
+    path = Path(os.environ["CKPTPLAN_TEST_PROFILES"], f"{name}.json")
+    with FileLock(path.with_suffix(".lock")):
+        if not path.exists():
+            profile(*build(name)).save(path)
+        return Profile.load(path)
+
+
+def plan_of(chain: Profile, actions: Sequence[Action], budget_bytes: int | None = None) -> Plan:
     """A plan from actions alone; no solver is involved.
 
     Parameters
@@ -310,22 +324,22 @@ def plan_of(measured: Profile, actions: Sequence[Action], budget_bytes: int | No
         For the laziest schedule that fits it. By default every transfer's bytes are away in all steps but its own
         stage's, whether that lowers the peak or not.
     """
-    able = [stage.find(a) or stage.keep for a, stage in zip(actions, measured.stages, strict=True)]
+    able = [stage.find(a) or stage.keep for a, stage in zip(actions, chain.stages, strict=True)]
     if budget_bytes is None:
-        moves = residency(measured, able).moves
+        moves = residency(chain, able).moves
         choices = tuple(
             Decision(o.action, m, i, i, o.name, o.ops) if m else Decision(o.action)
             for i, (o, m) in enumerate(zip(able, moves, strict=True))
         )
     else:
-        found = schedule(measured, able, budget_bytes)
+        found = schedule(chain, able, budget_bytes)
         assert isinstance(found, tuple), found
         choices = found
-    return plan_with(measured, choices, budget_bytes)
+    return plan_with(chain, choices, budget_bytes)
 
 
 def scheduled(
-    measured: Profile, options: Sequence[Option], segments: tuple[Segment, ...] = (), share: float = 0.0
+    chain: Profile, options: Sequence[Option], segments: tuple[Segment, ...] = (), share: float = 0.0
 ) -> Plan:
     """A plan of these options and segments, with the laziest schedule for its budget.
 
@@ -334,25 +348,25 @@ def scheduled(
     share : float
         0: the least budget that fits them; 1: so much that nothing needs to move.
     """
-    r = residency(measured, options, segments)
-    least = max(*r.forward_bytes, *r.backward_bytes, measured.update_peak_bytes)
+    r = residency(chain, options, segments)
+    least = max(*r.forward_bytes, *r.backward_bytes, chain.update_peak_bytes)
     budget_bytes = least + int(share * sum(r.moved_bytes))
-    choices = schedule(measured, options, budget_bytes, segments)
+    choices = schedule(chain, options, budget_bytes, segments)
     assert isinstance(choices, tuple), choices
-    return plan_with(measured, choices, budget_bytes, segments)
+    return plan_with(chain, choices, budget_bytes, segments)
 
 
 def plan_with(
-    measured: Profile,
+    chain: Profile,
     choices: tuple[Decision, ...],
     budget_bytes: int | None = None,
     segments: tuple[Segment, ...] = (),
 ) -> Plan:
     """A plan of these decisions, whatever they are worth."""
-    timeline = simulate(measured, choices, segments)
+    timeline = simulate(chain, choices, segments)
     budget_bytes = budget_bytes or timeline.peak_bytes
     return Plan(
-        stages=tuple(stage.name for stage in measured.stages),
+        stages=tuple(stage.name for stage in chain.stages),
         choices=choices,
         status="feasible",
         budget_bytes=budget_bytes,
@@ -360,21 +374,21 @@ def plan_with(
         host_bytes=timeline.host_bytes,
         disk_bytes=timeline.disk_bytes,
         step_s=timeline.makespan_s,
-        baseline_step_s=measured.baseline_step_s,
+        baseline_step_s=chain.baseline_step_s,
         lower_bound_s=0.0,
         space="one choice",
         planner="tests",
-        fingerprint=measured.fingerprint,
-        inputs=tuple(stage.inputs for stage in measured.stages),
+        fingerprint=chain.fingerprint,
+        inputs=tuple(stage.inputs for stage in chain.stages),
         segments=segments,
-        saved_bytes=saved_bytes(measured, choices),
+        saved_bytes=saved_bytes(chain, choices),
     )
 
 
 def uniform(model: nn.Module, inputs: Any, action: Action) -> Plan:
     """Every stage with the same action."""
-    measured = profile(model, inputs)
-    return plan_of(measured, [action] * len(measured.stages))
+    chain = profile(model, inputs, menus=False)
+    return plan_of(chain, [action] * len(chain.stages))
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:

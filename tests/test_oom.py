@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import build, plan_of
+from small_models import build, measured, plan_of
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptplan
-from ckptplan import InfeasibleBudgetError, InvalidInputError, OutOfMemoryError, Plan, Profile
+from ckptplan import InfeasibleBudgetError, InvalidInputError, OutOfMemoryError, Plan
 from ckptplan.core.shortage import Shortage
 from ckptplan.report.shortage import Correction, corrections, planned_bytes
 from ckptplan.runtime import oom
@@ -34,11 +34,6 @@ CUDA_TEXT = (
 
 
 pytestmark = pytest.mark.usefixtures("no_leak")
-
-
-@functools.cache
-def measured(name: str) -> Profile:
-    return ckptplan.profile(*build(name))
 
 
 def planned(name: str, action: Any) -> Plan:

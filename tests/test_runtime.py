@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import BUILDERS, Transformer, build, gradients, plan_of, plan_with, uniform
+from small_models import BUILDERS, Transformer, build, gradients, measured, plan_of, plan_with, uniform
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -26,7 +26,6 @@ import ckptplan
 from ckptplan.core.chain import ACTIONS, Action
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError, SwapError, UnsupportedModelError
 from ckptplan.core.plan import Decision, Plan
-from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import residency
 from ckptplan.profiling.profiler import profile
 from ckptplan.runtime import swap
@@ -41,11 +40,6 @@ MIXED = ("recompute", "swap", "mixed 0", "mixed 1")
 
 
 pytestmark = pytest.mark.usefixtures("no_leak")
-
-
-@functools.cache
-def measured(name: str) -> Profile:
-    return profile(*build(name))
 
 
 @functools.cache
@@ -415,7 +409,7 @@ def test_buffers_written_before_backward() -> None:
     """PyTorch doesn't notice, for nothing saved was written to; a recompute would read the new value."""
     model = nn.Sequential(*(_Scaled() for _ in range(3)))
     x = torch.randn(32, 64)
-    plan = plan_of(chain := profile(model, x), ["recompute"] * len(chain.stages))
+    plan = plan_of(chain := profile(model, x, menus=False), ["recompute"] * len(chain.stages))
     with apply(model, plan):
         loss = call(model, x)
         model[1].temperature.fill_(3.0)
@@ -454,7 +448,7 @@ def test_activations_written_over(what: Action) -> None:
     """PyTorch's error, or the right gradient; nothing else."""
     torch.manual_seed(0)
     model, x = _Spoils(), torch.randn(32, 64)
-    chain = profile(model, x)
+    chain = profile(model, x, menus=False)
     with apply(model, plan_of(chain, [what] * len(chain.stages))):
         model.spoil = 1
         try:
@@ -744,7 +738,7 @@ def test_a_forward_of_the_users_own_survives() -> None:
     model, inputs = build("mlp")
     model[2].forward = doubled
     want = clean_step(model, inputs)
-    chain = profile(model, inputs)
+    chain = profile(model, inputs, menus=False)
     assert model[2].__dict__["forward"] is doubled
     with apply(model, plan_of(chain, ["recompute"] * len(chain.stages))) as handle:
         assert_same(clean_step(model, inputs), want)
@@ -799,7 +793,7 @@ def test_paused() -> None:
 
 def test_paused_within_paused() -> None:
     model, x = build("mlp")
-    with apply(model, uniform(model, x, "recompute")) as handle:
+    with apply(model, planned("mlp", "recompute")) as handle:
         with handle.paused():
             with handle.paused():
                 pass
@@ -812,8 +806,8 @@ def test_paused_within_paused() -> None:
 @pytest.mark.parametrize("name", ["checksums", "synchronous"])
 @pytest.mark.parametrize("value", [None, 1, "no"])
 def test_switches_are_true_or_false(name: str, value: Any) -> None:
-    model, x = build("mlp")
-    plan = uniform(model, x, "swap")
+    model, _ = build("mlp")
+    plan = planned("mlp", "swap")
     with pytest.raises(InvalidInputError, match=f"{name}={value!r}; it is True or False"):
         apply(model, plan, **{name: value})
 
@@ -991,7 +985,7 @@ def test_a_step_of_two_forwards(what: Action) -> None:
 
     want = run(*make())
     model, step = make()
-    chain = profile(model, step=step)
+    chain = profile(model, step=step, menus=False)
     plan = plan_of(chain, [what] * len(chain.stages))
     assert sum(not name.startswith("(") for name in plan.stages) == 8
     with apply(model, plan) as handle:
@@ -1127,7 +1121,7 @@ class _Skipping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(8)
+            nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(5)
         )
         self.skip = -1
 
@@ -1140,12 +1134,12 @@ class _Skipping(nn.Module):
 
 def test_a_skipped_stage_delays_no_release() -> None:
     model, x = _Skipping(), torch.randn(512, 64)
-    measured = profile(model, x)
+    chain = profile(model, x, menus=False)
     choices = []
-    for i, stage in enumerate(measured.stages):
-        moves = residency(measured, [s.find("swap") or s.keep for s in measured.stages]).moves[i]
-        choices.append(Decision("swap", moves, min(i + 1, 7), i) if moves and not stage.is_glue else Decision("keep"))
-    plan = plan_with(measured, tuple(choices))
+    for i, stage in enumerate(chain.stages):
+        moves = residency(chain, [s.find("swap") or s.keep for s in chain.stages]).moves[i]
+        choices.append(Decision("swap", moves, min(i + 1, 4), i) if moves and not stage.is_glue else Decision("keep"))
+    plan = plan_with(chain, tuple(choices))
 
     def peak(skip: int) -> int:
         model.skip = skip
@@ -1155,7 +1149,7 @@ def test_a_skipped_stage_delays_no_release() -> None:
     with apply(model, plan):
         peak(-1)
         whole = peak(-1)
-        assert all(peak(skip) <= whole for skip in range(8))
+        assert all(peak(skip) <= whole for skip in range(5))
 
 
 @pytest.mark.parametrize(

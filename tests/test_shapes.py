@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Transformer, build, plan_of, scheduled
+from small_models import build, measured, plan_of, scheduled
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -36,11 +36,6 @@ from ckptplan.runtime.stores import NULL_STORES
 from ckptplan.runtime.swap import Alias, Counters, State, SwapSession
 
 # Smaller inputs
-
-
-@functools.cache
-def measured(name: str) -> Profile:
-    return profile(*build(name))
 
 
 @functools.cache
@@ -139,7 +134,7 @@ def test_a_path_that_would_hold_more_than_planned_is_an_error() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Forked() for _ in range(3)))
     x = torch.randn(32, 64)
-    chain = profile(model, x)
+    chain = profile(model, x, menus=False)
     with (
         apply(model, plan_of(chain, ["swap"] * len(chain.stages))),
         pytest.raises(PlanMismatchError, match=r"saved 14 storages .* another path than the one profiled"),
@@ -153,7 +148,7 @@ def test_selective_stages_on_another_path_hold_least() -> None:
     plain = nn.Sequential(*(Forked() for _ in range(3)))
     plain.load_state_dict(model.state_dict())
     x = torch.randn(32, 64)
-    chain = profile(model, x)
+    chain = profile(model, x, menus=False)
     plan = plan_of(chain, ["recompute"] * len(chain.stages))
     # The output of operation 1, the tanh, is to be saved; with fewer rows that number is a sine's.
     choices = [dataclasses.replace(c, ops=(1,)) if c.action == "recompute" else c for c in plan.choices]
@@ -313,11 +308,17 @@ def test_tiled_values_are_real_ones_and_an_argument_given_twice_stays_one() -> N
 
 
 class Text(nn.Module):
-    """A transformer with positions that end, and dropout."""
+    """Blocks of a text model without attention, with positions that end, and dropout."""
 
     def __init__(self, positions: int = 64) -> None:
         super().__init__()
-        self.body = Transformer(depth=2, width=16)
+        blocks = (
+            nn.Sequential(
+                nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16), nn.Dropout(0.2)
+            )
+            for _ in range(3)
+        )
+        self.body = nn.Sequential(nn.Embedding(50, 16), *blocks, nn.Linear(16, 50, bias=False))
         self.positions = nn.Embedding(positions, 50)
 
     def forward(self, tokens: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -441,7 +442,7 @@ def test_loss_and_autocast_are_those_of_the_step(profiles: list[str]) -> None:
     with applied(model, text_plan(4, 16, 0.7), loss_fn=loss), pytest.warns(RuntimeWarning, match="goes beyond"):
         assert same(step(model), step(made()))
     assert seen
-    # `body.head` gives bfloat16 under autocast, to which float32 positions are added.
+    # The last layer of `body` gives bfloat16 under autocast, to which float32 positions are added.
     assert profiles == ["[4, 20]"]
 
 

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Transformer, build, plan_of, scheduled
+from small_models import Transformer, build, measured, plan_of, scheduled
 from torch import nn
 
 from ckptplan.core.chain import Segment
 from ckptplan.core.plan import Plan
-from ckptplan.core.profile import Profile
-from ckptplan.profiling.profiler import profile
 from ckptplan.runtime.apply import apply
 from ckptplan.runtime.swap import SwapSession
 
@@ -38,20 +36,16 @@ def mesh() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-@functools.cache
-def chain() -> Profile:
-    return profile(*build("transformer"), menus=False)
-
-
 def planned(what: str) -> Plan:
     """Made for the model as it was before anybody sharded it."""
-    stages = chain().stages
+    chain = measured("transformer")
+    stages = chain.stages
     if "segment" not in what:
-        return plan_of(chain(), [what] * len(stages))  # type: ignore[list-item]
+        return plan_of(chain, [what] * len(stages))  # type: ignore[list-item]
     blocks = [i for i, stage in enumerate(stages) if stage.name.startswith("layers.")]
     options = [stage.find("recompute") if i in blocks else stage.keep for i, stage in enumerate(stages)]
     inner = (Segment(blocks[1], blocks[2]),) if what.startswith("nested") else ()
-    return scheduled(chain(), options, (Segment(blocks[0], blocks[-1], inner),))  # type: ignore[arg-type]
+    return scheduled(chain, options, (Segment(blocks[0], blocks[-1], inner),))  # type: ignore[arg-type]
 
 
 def sharded(mesh: Any, where: str, policy: Any = None) -> nn.Module:

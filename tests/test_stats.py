@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from random_chains import random_chain, random_options, random_segments
-from small_models import assert_same, build, plan_of, scheduled
+from small_models import assert_same, build, measured, plan_of, scheduled
 from torch import nn
 
 import ckptplan
@@ -87,7 +87,7 @@ class Made:
         monkeypatch.setattr(meters.Meter.__init__, "__defaults__", (None, self.clock))
         self.model = Chain(self.clock)
         self.inputs = torch.randn(512, 64)
-        found = profile(self.model, self.inputs, menus=False)
+        found = traced_chain()
         stages = iter(TIMES)
 
         def timed(stage: Any) -> Any:
@@ -107,6 +107,11 @@ class Made:
         for i, action in zip(self.modules, actions, strict=True):
             by_stage[i] = action
         return plan_of(self.profile, by_stage)
+
+
+@functools.cache
+def traced_chain() -> Profile:
+    return profile(Chain(FakeClock()), torch.randn(512, 64), menus=False)
 
 
 @pytest.fixture
@@ -275,7 +280,7 @@ def test_a_backward_by_few_stages_is_noticed_also_when_not_all_are_watched(
     torch.manual_seed(0)
     model, inputs = Parts(), torch.randn(256, 32)
     wanted = steps(model)
-    profile = ckptplan.profile(model, inputs, loss_fn=loss_of)
+    profile = ckptplan.profile(model, inputs, loss_fn=loss_of, menus=False)
     with ckptplan.apply(model, plan_of(profile, [action] * len(profile.stages))) as handle:
         assert_same(steps(model), wanted)
         assert handle._controller.place.phase == "update"
@@ -522,15 +527,10 @@ def test_refine_puts_the_better_plan_in_place(made: Made) -> None:
     assert "forward" not in made.model.stages[0].__dict__
 
 
-@functools.cache
-def small() -> Profile:
-    return profile(*build("transformer"))
-
-
 def test_pools_and_peaks_are_laid_beside_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores.DiskStore, "reserved_bytes", 1 << 20, raising=False)
     monkeypatch.setattr(stores.DiskStore, "peak_bytes", 1 << 19, raising=False)
-    chain = small()
+    chain = measured("transformer")
     plan = plan_of(chain, ["swap"] * len(chain.stages))
     model, _ = build("transformer")
     with ckptplan.apply(model, plan, profile=chain) as handle:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import functools
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import build, plan_of, scheduled
+from small_models import build, measured, plan_of, scheduled
 from typer.testing import CliRunner
 
 import ckptplan
@@ -17,18 +16,11 @@ from ckptplan.core.chain import Segment
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.measured import StageTimes
 from ckptplan.core.plan import Plan
-from ckptplan.core.profile import Profile
 from ckptplan.core.trace import DrawnStep, Span, Trace
-from ckptplan.profiling.profiler import profile
 from ckptplan.referee import simulate
 from ckptplan.report.refine import drawn
 
 PLANS = ("keep", "swap", "recompute", "mixed", "segment")
-
-
-@functools.cache
-def measured(name: str) -> Profile:
-    return profile(*build(name))
 
 
 def planned(name: str, what: str) -> Plan:
