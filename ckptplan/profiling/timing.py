@@ -259,7 +259,7 @@ def time_stages(
         Stage name -> kind, in call order; each kind is timed once, on the first stage that has it.
     again : dict
         Kind -> what its recomputing options save, by rising bytes and so, noise aside, falling time; no operations'
-        outputs first. Empty where it can't be recomputed.
+        outputs first, unless some must not run again. Empty where it can't be recomputed.
     rewind : callable
         Puts buffers and random states back between rounds.
 
@@ -279,16 +279,18 @@ def time_stages(
             continue
         forward_s = out.forward_s[kind] = statistics.median(timing.samples[kind, None, "forward"])
         out.backward_s[kind] = statistics.median(timing.samples[kind, None, "backward"])
-        if not again.get(kind):
+        ways = [way for way in again.get(kind, {}) if (kind, way) not in timing.otherwise]
+        if not ways:
             continue
-        whole_s = timing.excess_s(kind, ())
+        # The way that saves least runs most again: the whole stage, where all of it may run again.
+        longest_s = timing.excess_s(kind, ways[0])
         # Recompute stops at the last saved tensor, so it is forward at most; what the difference shows beyond that is
         # memory touched for the first time, which a step in a running training has behind it, whatever it saves.
-        scale = min(1.0, forward_s / whole_s) if whole_s > 0 else 1.0
-        out.recompute_s[kind, ()] = max(scale * whole_s, 0.1 * forward_s)
-        chosen = [way for way in again[kind] if way and (kind, way) not in timing.otherwise]
-        measured = (max(scale * timing.excess_s(kind, way), _LEAST * forward_s) for way in chosen)
-        out.recompute_s.update(((kind, way), s) for way, s in zip(chosen, _falling(measured), strict=True))
+        scale = min(1.0, forward_s / longest_s) if longest_s > 0 else 1.0
+        if ways[0] == ():
+            out.recompute_s[kind, ways.pop(0)] = max(scale * longest_s, 0.1 * forward_s)
+        measured_s = (max(scale * timing.excess_s(kind, way), _LEAST * forward_s) for way in ways)
+        out.recompute_s.update(((kind, way), s) for way, s in zip(ways, _falling(measured_s), strict=True))
     for (direction, index), values in timing.glue.items():
         table = out.glue_forward_s if direction == "forward" else out.glue_backward_s
         table[index] = statistics.median(values[1:] or values)
