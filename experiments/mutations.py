@@ -24,6 +24,7 @@ from typing import Any
 
 import documents
 from safeguards import REQUIREMENTS, SAFEGUARDS, Safeguard
+from source import AddressError, Package
 
 ROOT = Path(__file__).parent.parent
 HANGS_S = 60
@@ -60,18 +61,18 @@ def run_tests(tests: list[str], at: Path, timeout_s: float = TIMEOUT_S) -> tuple
     return {0: "passed", 1: "failed"}.get(done.returncode, "failed" if done.returncode < 0 else "error"), last
 
 
-def mutated(safeguard: Safeguard, at: Path) -> tuple[str, str]:
-    """The tests' outcome without `safeguard`."""
-    path = at / safeguard.file
-    text = path.read_text(encoding="utf-8")
-    found = text.count(safeguard.old)
-    if found != 1:
-        return "error", f"{safeguard.file} has the safeguard's text {found} times"
+def mutated(safeguard: Safeguard, package: Package, at: Path) -> tuple[str, str]:
+    """The tests' outcome without `safeguard` in the copy at `at`, which is `package`."""
     try:
-        path.write_text(text.replace(safeguard.old, safeguard.new), encoding="utf-8")
+        definition = package.find(safeguard.where, safeguard.old)
+    except AddressError as error:
+        return "error", str(error)
+    text = definition.path.read_text(encoding="utf-8")
+    try:
+        definition.path.write_text(definition.replaced(safeguard.old, safeguard.new), encoding="utf-8")
         return run_tests(list(safeguard.tests), at)
     finally:
-        path.write_text(text, encoding="utf-8")
+        definition.path.write_text(text, encoding="utf-8")
 
 
 def table() -> str:
@@ -90,7 +91,7 @@ def table() -> str:
         for s in SAFEGUARDS:
             if s.item == number:
                 tests = "<br>".join(f"`{test.removeprefix('tests/')}`" for test in s.tests + s.gpu_tests)
-                lines.append(f"| {s.what} | `{s.file.removeprefix('ckptplan/')}` | {tests} |")
+                lines.append(f"| {s.what} | `{s.where}` | {tests} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -113,6 +114,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         at = copied(Path(scratch))
+        package = Package(at)
         if not given.tests_pass:
             outcome, last = run_tests(sorted({test for s in chosen for test in s.tests}), at, 4 * TIMEOUT_S)
             print(f"unchanged: {outcome} ({last})", flush=True)
@@ -120,7 +122,7 @@ def main() -> None:
                 raise SystemExit("the tests must pass before a safeguard is taken out")
         for s in chosen:
             begin = time.perf_counter()
-            outcome, last = mutated(s, at)
+            outcome, last = mutated(s, package, at)
             rows.append({"item": s.item, "safeguard": s.what, "tests": s.tests, "outcome": outcome, "last": last})
             print(f"{s.item:>3}  {outcome:<7} {time.perf_counter() - begin:5.1f} s  {s.what}", flush=True)
             if outcome != "failed":

@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT / "experiments"))
 
 from mutations import table  # noqa: E402
 from safeguards import REQUIREMENTS, SAFEGUARDS, Safeguard  # noqa: E402
+from source import AddressError, Package  # noqa: E402
 
 
 @functools.cache
@@ -21,11 +22,15 @@ def functions(path: Path) -> set[str]:
     return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
 
 
+@functools.cache
+def package() -> Package:
+    return Package(ROOT)
+
+
 @pytest.mark.parametrize("safeguard", SAFEGUARDS, ids=lambda s: f"{s.item}-{s.what[:40]}")
 def test_a_safeguard_is_there_and_so_are_its_tests(safeguard: Safeguard) -> None:
-    text = (ROOT / safeguard.file).read_text()
-    assert text.count(safeguard.old) == 1, f"{safeguard.file} has changed: take the safeguard out in another way"
-    ast.parse(text.replace(safeguard.old, safeguard.new))
+    # An AddressError says that the code has changed: take the safeguard out in another way.
+    ast.parse(package().find(safeguard.where, safeguard.old).replaced(safeguard.old, safeguard.new))
     for test in (*safeguard.tests, *safeguard.gpu_tests):
         file, _, name = test.partition("::")
         assert name in functions(ROOT / file), test
@@ -40,3 +45,26 @@ def test_the_page_is_the_list() -> None:
     assert (ROOT / "docs" / "guarantees.md").read_text() == table(), (
         "run python experiments/mutations.py --docs docs/guarantees.md"
     )
+
+
+def test_definitions_are_found_in_whichever_file_they_lie(tmp_path: Path) -> None:
+    (tmp_path / "ckptplan" / "deep").mkdir(parents=True)
+    (tmp_path / "ckptplan" / "one.py").write_text("class A:\n    LIMIT = 3\n\n    def go(self):\n        return 1\n")
+    (tmp_path / "ckptplan" / "deep" / "two.py").write_text(
+        "if True:\n    @cache\n    def go():\n        x = 1\n        x = 1\n\n\ndef both():\n    return 1\n"
+    )
+    (tmp_path / "ckptplan" / "three.py").write_text("def both():\n    return 2\n")
+    found = Package(tmp_path)
+    assert found.find("A.LIMIT").text == "    LIMIT = 3\n"
+    assert found.find("go").first_line == 2  # with its decorator
+    assert found.find("both", "return 2").path.name == "three.py"
+    assert found.find("A.go").lines_of("return 1") == (5, 5)
+    assert found.find("A.go").replaced("return 1", "return 2").endswith("        return 2\n")
+    with pytest.raises(AddressError, match=r"defines no B\.go; there is A\.go, go"):
+        found.find("B.go")
+    with pytest.raises(AddressError, match=r"both: 2 definitions have this name.*three\.py:1"):
+        found.find("both")
+    with pytest.raises(AddressError, match="both: 0 definitions have this text"):
+        found.find("both", "return 3")
+    with pytest.raises(AddressError, match="2 times, not once"):
+        found.find("go", "x = 1")
