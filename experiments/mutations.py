@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,23 +23,13 @@ from typing import Any
 
 import documents
 from safeguards import REQUIREMENTS, SAFEGUARDS, Safeguard
-from source import AddressError, Package
+from source import AddressError, Package, copied
 
 ROOT = Path(__file__).parent.parent
 HANGS_S = 60
 """A test that hangs without its safeguard has failed, too."""
 TIMEOUT_S = 900.0
 """So long may the tests of one safeguard take; more is no answer."""
-
-
-def copied(into: Path) -> Path:
-    """A copy of what the tests need."""
-    for name in ("ckptplan", "tests", "experiments"):
-        shutil.copytree(ROOT / name, into / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, into / name)
-    shutil.copytree(ROOT / "docs", into / "docs")
-    return into
 
 
 def run_tests(tests: list[str], at: Path, timeout_s: float = TIMEOUT_S) -> tuple[str, str]:
@@ -113,7 +102,7 @@ def main() -> None:
         raise SystemExit(f"--items {given.items}: no such requirement; there are 1 to {max(REQUIREMENTS)}")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
-        at = copied(Path(scratch))
+        at = copied(ROOT, Path(scratch))
         package = Package(at)
         if not given.tests_pass:
             outcome, last = run_tests(sorted({test for s in chosen for test in s.tests}), at, 4 * TIMEOUT_S)

@@ -8,6 +8,7 @@ of changes of the source, as in safeguards.py and mutants.json, stays valid when
 from __future__ import annotations
 
 import ast
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,3 +117,13 @@ class Package:
         if text is not None:
             holding[0].lines_of(text)
         return holding[0]
+
+
+def copied(checkout: Path, into: Path) -> Path:
+    """Copy what the tests of `checkout` need to the folder `into`, and return that."""
+    for name in ("ckptplan", "tests", "experiments"):
+        shutil.copytree(checkout / name, into / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(checkout / name, into / name)
+    shutil.copytree(checkout / "docs", into / "docs")
+    return into
