@@ -4,7 +4,7 @@
     python experiments/mutants.py --measure /tmp/covered                           # which test runs which line; an hour
     python experiments/mutants.py --measured /tmp/covered --label before --out experiments/results
     python experiments/mutants.py --measured /tmp/covered --only 3,17-20           # some, and write nothing
-    python experiments/mutants.py --measured /tmp/other --tests-from ../other      # package and tests of another checkout
+    python experiments/mutants.py --measured /tmp/other --tests-from ../other      # package, tests of another
 
 The draw takes equally many mutants of each area. Within an area an operator is drawn uniformly of those that still have
 a site, then a site of that operator uniformly, at most one in a statement (operators.py says what is never a site). The
