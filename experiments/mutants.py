@@ -46,8 +46,6 @@ from typing import Any
 from operators import Site, Source, texts
 from source import AddressError, Package, copied
 
-os.environ["OMP_NUM_THREADS"] = "1"  # a pool of threads doesn't survive a fork
-
 ROOT = Path(__file__).parent.parent
 FROZEN = Path(__file__).with_name("mutants.json")
 AREAS = {
@@ -419,7 +417,8 @@ def _run_in_child(at: Path, tests: tuple[str, ...], report: Path, output: Path, 
         importlib.invalidate_caches()
         import pytest
 
-        fixed = ["-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", *options]
+        imported = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"  # plugins, before the fork
+        fixed = ["-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-W", imported, *options]
         code = int(pytest.main([*fixed, *tests], plugins=[Reporter(report)]))
     except BaseException as error:  # whatever ends the run must not go on as the parent
         print(repr(error), flush=True)
@@ -467,7 +466,10 @@ class Worker:
                 run = self._run(self.mutated, left)
                 if run.outcome == "passed" or not left:
                     break
-                if run.test is None or self._is_noticed_by(run, dict(left)[run.test]):
+                if run.test is None:
+                    self._must_collect(tuple(test for test, _ in left))
+                    break
+                if self._is_noticed_by(run, dict(left)[run.test]):
                     break
                 unreliable.append(run.test)
         finally:
@@ -486,6 +488,12 @@ class Worker:
         hangs_s = max(HANGS_S, 4 * max(seconds for _, seconds in tests))
         deadline_s = 2 * hangs_s + 4 * sum(seconds for _, seconds in tests)
         return run_pytest(at, tuple(test for test, _ in tests), deadline_s, "-x", f"--timeout={hangs_s:.0f}")
+
+    def _must_collect(self, tests: tuple[str, ...]) -> None:
+        """A run that ended before its first test says something of the mutant only if it begins without."""
+        missing = set(tests).difference(run_pytest(self.plain, tests, 10 * HANGS_S, "--collect-only").collected)
+        if missing:
+            raise SystemExit(f"without the mutant these tests aren't collected either: {' '.join(sorted(missing))}")
 
     def _is_noticed_by(self, run: Run, seconds: float) -> bool:
         """Whether the test that stopped `run` fails alone with the mutant, and passes alone without."""
@@ -578,6 +586,7 @@ def record(results: dict[int, dict[str, Any]], label: str, about: dict[str, Any]
 
 def run(given: argparse.Namespace) -> None:
     """Try the mutants that were asked for."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: a pool of threads doesn't survive a fork
     checkout = given.tests_from.resolve()
     mutants = frozen()
     chosen = numbers(given.only, mutants)

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "experiments"))
 
+from mutants import AREAS, Mutant, frozen  # noqa: E402
 from mutations import table  # noqa: E402
 from safeguards import REQUIREMENTS, SAFEGUARDS, Safeguard  # noqa: E402
 from source import AddressError, Package  # noqa: E402
@@ -35,6 +36,18 @@ def test_a_safeguard_is_there_and_so_are_its_tests(safeguard: Safeguard) -> None
         file, _, name = test.partition("::")
         assert name in functions(ROOT / file), test
     assert safeguard.tests
+
+
+@pytest.mark.parametrize("mutant", frozen(), ids=lambda m: f"{m.area}-{m.operator}-{m.name}")
+def test_a_mutant_can_still_be_made(mutant: Mutant) -> None:
+    # An AddressError says that the code has changed: make the same mistake in its new form (experiments/mutants.json).
+    definition = package().find(mutant.name, mutant.old)
+    compile(definition.replaced(mutant.old, mutant.new), definition.path, "exec")
+
+
+def test_mutants_are_of_all_areas() -> None:
+    areas = [mutant.area for mutant in frozen()]
+    assert {area: areas.count(area) for area in AREAS} == dict.fromkeys(AREAS, 20)
 
 
 def test_every_requirement_has_a_safeguard() -> None:
