@@ -557,12 +557,12 @@ def line(task: Task, row: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]], labels: list[str]) -> str:
-    """How many mutants of each area are noticed."""
-    lines = [f"{'area':<10} {'mutants':>7}" + "".join(f" {label:>8}" for label in labels)]
+    """How many mutants of each area are noticed, of those that were tried."""
+    lines = [f"{'area':<10} {'mutants':>7}" + "".join(f" {label:>12}" for label in labels)]
     for area in [*AREAS, "all"]:
         of = [row for row in rows if area in (row["area"], "all")]
-        counts = [sum(row.get(label, {}).get("outcome") == "noticed" for row in of) for label in labels]
-        lines.append(f"{area:<10} {len(of):>7}" + "".join(f" {count:>8}" for count in counts))
+        counts = [f"{sum(noticed(row, label) for row in of)} of {sum(label in row for row in of)}" for label in labels]
+        lines.append(f"{area:<10} {len(of):>7}" + "".join(f" {count:>12}" for count in counts))
     return "\n".join(lines)
 
 

@@ -1,9 +1,13 @@
-"""The list of safeguards is up to date; whether a test fails without its safeguard, experiments/mutations.py tries."""
+"""The lists of promises, safeguards and mutants name what is there, and docs/guarantees.md is written from them.
+
+Whether a test fails without its safeguard, experiments/mutations.py tries; with a mutant, experiments/mutants.py.
+"""
 
 from __future__ import annotations
 
 import ast
 import functools
+import re
 import sys
 from pathlib import Path
 
@@ -12,8 +16,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "experiments"))
 
-from mutants import AREAS, Mutant, frozen  # noqa: E402
+from mutants import AREAS as MUTATED  # noqa: E402
+from mutants import Mutant, frozen  # noqa: E402
 from mutations import table  # noqa: E402
+from promises import AREAS, AT_SCALE, EXPERIMENTS, PROMISES, Promise  # noqa: E402
 from safeguards import REQUIREMENTS, SAFEGUARDS, Safeguard  # noqa: E402
 from source import AddressError, Package  # noqa: E402
 
@@ -47,15 +53,40 @@ def test_a_mutant_can_still_be_made(mutant: Mutant) -> None:
 
 def test_mutants_are_of_all_areas() -> None:
     areas = [mutant.area for mutant in frozen()]
-    assert {area: areas.count(area) for area in AREAS} == dict.fromkeys(AREAS, 20)
+    assert {area: areas.count(area) for area in MUTATED} == dict.fromkeys(MUTATED, 20)
 
 
 def test_every_requirement_has_a_safeguard() -> None:
     assert {s.item for s in SAFEGUARDS} == set(REQUIREMENTS) == set(range(1, 32))
 
 
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda p: f"{p.area}-{p.what[:40]}")
+def test_what_holds_a_promise_is_there(promise: Promise) -> None:
+    assert promise.area in AREAS
+    assert promise.tests or promise.contracts
+    for test in promise.tests:
+        file, _, name = test.partition("::")
+        assert name in functions(ROOT / "tests" / file), test
+    for contract in promise.contracts:
+        assert f'name = "{contract}"' in (ROOT / "pyproject.toml").read_text()
+    assert set(promise.experiments) <= {experiment.name for experiment in EXPERIMENTS}
+
+
+def test_every_area_has_promises_and_every_script_is_an_experiment() -> None:
+    assert {promise.area for promise in PROMISES} == set(AREAS)
+    scripts = {path.stem for path in (ROOT / "experiments").glob("*.py") if "main" in functions(path)}
+    assert {experiment.name for experiment in EXPERIMENTS} == scripts
+    named = [name for promise in PROMISES for name in promise.experiments]
+    assert scripts == {*named, *(name for names in AT_SCALE.values() for name in names), "mutations"}
+    assert set(AT_SCALE) <= set(REQUIREMENTS)
+
+
 def test_the_page_is_the_list() -> None:
-    assert (ROOT / "docs" / "guarantees.md").read_text() == table(), (
+    """But for the dates: no git is needed to test."""
+    results = {experiment.result for experiment in EXPERIMENTS if experiment.result is not None}
+    there = {name: "date" for name in results if (ROOT / "experiments" / "results" / name).exists()}
+    page = (ROOT / "docs" / "guarantees.md").read_text()
+    assert re.sub(r"\| \d{4}-\d\d-\d\d \|", "| date |", page) == table(there), (
         "run python experiments/mutations.py --docs docs/guarantees.md"
     )
 
