@@ -262,7 +262,7 @@ PROMISES: tuple[Promise, ...] = (
     ),
     Promise(
         "Solving",
-        "The end of the time leaves the best plan so far, and progress is reported until then",
+        "A search that runs out of time leaves sound bounds and plans, and progress is reported until then",
         _in(
             "test_bounds",
             "test_a_deadline_that_has_passed_leaves_the_baseline",
