@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ def environment(threads: int) -> dict[str, Any]:
 
 
 def write(document: dict[str, Any] | list[dict[str, Any]], path: Path) -> None:
-    """Write `document`, making its folder where there is none."""
+    """Write `document`, with today's date if it has a place for it, making its folder where there is none."""
+    if isinstance(document, dict):
+        document = {"date": time.strftime("%Y-%m-%d"), **document}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -2,7 +2,7 @@
 
     python experiments/mutations.py --out experiments/results          # all of them, some minutes
     python experiments/mutations.py --items 8,12                        # some
-    python experiments/mutations.py --docs docs/guarantees.md           # write the table
+    python experiments/mutations.py --docs docs/guarantees.md           # write the page of promises
 
 `safeguards.py` lists, for each requirement, the safeguard, its tests, and a change of the source that takes it out. In
 a copy of the package each change is made in turn and the tests are run: at least one must fail. On the unchanged copy
@@ -14,32 +14,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import documents
+from promises import AREAS, AT_SCALE, EXPERIMENTS, PROMISES
 from safeguards import REQUIREMENTS, SAFEGUARDS, Safeguard
+from source import AddressError, Package, copied
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "experiments" / "results"
 HANGS_S = 60
 """A test that hangs without its safeguard has failed, too."""
 TIMEOUT_S = 900.0
 """So long may the tests of one safeguard take; more is no answer."""
-
-
-def copied(into: Path) -> Path:
-    """A copy of what the tests need."""
-    for name in ("ckptplan", "tests", "experiments"):
-        shutil.copytree(ROOT / name, into / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, into / name)
-    shutil.copytree(ROOT / "docs", into / "docs")
-    return into
 
 
 def run_tests(tests: list[str], at: Path, timeout_s: float = TIMEOUT_S) -> tuple[str, str]:
@@ -60,37 +53,74 @@ def run_tests(tests: list[str], at: Path, timeout_s: float = TIMEOUT_S) -> tuple
     return {0: "passed", 1: "failed"}.get(done.returncode, "failed" if done.returncode < 0 else "error"), last
 
 
-def mutated(safeguard: Safeguard, at: Path) -> tuple[str, str]:
-    """The tests' outcome without `safeguard`."""
-    path = at / safeguard.file
-    text = path.read_text(encoding="utf-8")
-    found = text.count(safeguard.old)
-    if found != 1:
-        return "error", f"{safeguard.file} has the safeguard's text {found} times"
+def mutated(safeguard: Safeguard, package: Package, at: Path) -> tuple[str, str]:
+    """The tests' outcome without `safeguard` in the copy at `at`, which is `package`."""
     try:
-        path.write_text(text.replace(safeguard.old, safeguard.new), encoding="utf-8")
+        definition = package.find(safeguard.where, safeguard.old)
+    except AddressError as error:
+        return "error", str(error)
+    text = definition.path.read_text(encoding="utf-8")
+    try:
+        definition.path.write_text(definition.replaced(safeguard.old, safeguard.new), encoding="utf-8")
         return run_tests(list(safeguard.tests), at)
     finally:
-        path.write_text(text, encoding="utf-8")
+        definition.path.write_text(text, encoding="utf-8")
 
 
-def table() -> str:
-    """docs/guarantees.md."""
+def last_runs() -> dict[str, str]:
+    """The date of each committed result: its own, or where it has none, of the last commit that changed it."""
+    dates = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        runs = [document, *document.get("runs", {}).values()] if isinstance(document, dict) else []
+        known = max((run["date"] for run in runs if "date" in run), default="")
+        command = ["git", "log", "-1", "--format=%cs", "--", str(path)]
+        dates[path.name] = known or subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return dates
+
+
+def table(dates: Mapping[str, str]) -> str:
+    """docs/guarantees.md, with the dates of the results by the names of their files."""
     lines = [
         "# Guarantees",
         "",
-        "What the runtime must get right, what makes it so, and the tests that fail without it. This page is written",
-        "by `python experiments/mutations.py --docs docs/guarantees.md` from `experiments/safeguards.py`, which also",
-        "has, for each row, the change that takes the safeguard out. `python experiments/mutations.py` makes each",
-        "change in a copy of the package and runs the tests named here: `experiments/results/mutations.json`.",
+        "What may be relied on, and the tests that hold it. What is too slow for the tests is repeated at scale by",
+        "experiments, listed first. The runtime's promises come last, with what makes each of them so: its tests fail",
+        "without that.",
         "",
+        "This page is written by `python experiments/mutations.py --docs docs/guarantees.md` from",
+        "`experiments/promises.py` and `experiments/safeguards.py`, which also has, for each safeguard of the runtime,",
+        "the change that takes it out. `python experiments/mutations.py` makes each change in a copy of the package",
+        "and runs the tests named here.",
+        "",
+        "## Experiments",
+        "",
+        "Results are in `experiments/results/`. A date is that of the result, or where it has none, of the last commit",
+        "that changed it.",
+        "",
+        "| experiment | question | command | last run |",
+        "|---|---|---|---|",
     ]
+    for experiment in EXPERIMENTS:
+        last = "prints alone" if experiment.result is None else dates.get(experiment.result, "no result yet")
+        lines.append(f"| {experiment.name} | {experiment.question} | `{experiment.command}` | {last} |")
+    for area in AREAS:
+        lines += ["", f"## {area}", "", "| promise | held by | at scale |", "|---|---|---|"]
+        for promise in PROMISES:
+            if promise.area == area:
+                held = [f"`{test}`" for test in promise.tests]
+                held += [f"import-linter: {contract}" for contract in promise.contracts]
+                lines.append(f"| {promise.what} | {'<br>'.join(held)} | {', '.join(promise.experiments)} |")
+    lines += ["", "## The runtime", "", "All are repeated by `mutations`.", ""]
     for number, requirement in REQUIREMENTS.items():
-        lines += [f"## {number}. {requirement}", "", "| safeguard | where | tests |", "|---|---|---|"]
+        lines += [f"### {number}. {requirement}", ""]
+        if number in AT_SCALE:
+            lines += [f"At scale: {', '.join(AT_SCALE[number])}.", ""]
+        lines += ["| safeguard | where | tests |", "|---|---|---|"]
         for s in SAFEGUARDS:
             if s.item == number:
                 tests = "<br>".join(f"`{test.removeprefix('tests/')}`" for test in s.tests + s.gpu_tests)
-                lines.append(f"| {s.what} | `{s.file.removeprefix('ckptplan/')}` | {tests} |")
+                lines.append(f"| {s.what} | `{s.where}` | {tests} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -104,7 +134,7 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, help="write the table there, and run nothing")
     given = parser.parse_args()
     if given.docs is not None:
-        given.docs.write_text(table(), encoding="utf-8")
+        given.docs.write_text(table(last_runs()), encoding="utf-8")
         return
     wanted = None if given.items is None else {int(item) for item in given.items.split(",")}
     chosen = [s for s in SAFEGUARDS if wanted is None or s.item in wanted]
@@ -112,7 +142,8 @@ def main() -> None:
         raise SystemExit(f"--items {given.items}: no such requirement; there are 1 to {max(REQUIREMENTS)}")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
-        at = copied(Path(scratch))
+        at = copied(ROOT, Path(scratch))
+        package = Package(at)
         if not given.tests_pass:
             outcome, last = run_tests(sorted({test for s in chosen for test in s.tests}), at, 4 * TIMEOUT_S)
             print(f"unchanged: {outcome} ({last})", flush=True)
@@ -120,7 +151,7 @@ def main() -> None:
                 raise SystemExit("the tests must pass before a safeguard is taken out")
         for s in chosen:
             begin = time.perf_counter()
-            outcome, last = mutated(s, at)
+            outcome, last = mutated(s, package, at)
             rows.append({"item": s.item, "safeguard": s.what, "tests": s.tests, "outcome": outcome, "last": last})
             print(f"{s.item:>3}  {outcome:<7} {time.perf_counter() - begin:5.1f} s  {s.what}", flush=True)
             if outcome != "failed":

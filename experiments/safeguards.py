@@ -52,8 +52,10 @@ class Safeguard:
         The requirement.
     what : str
         What it does.
-    file, old, new : str
-        `old`, once in `file`, with `new` in its place leaves the safeguard out.
+    where : str
+        Qualified name of the innermost definition that holds it, in whichever file (source.py).
+    old, new : str
+        `old`, once in that definition, with `new` in its place leaves the safeguard out.
     tests : tuple of str
         Of which at least one fails then.
     gpu_tests : tuple of str
@@ -62,7 +64,7 @@ class Safeguard:
 
     item: int
     what: str
-    file: str
+    where: str
     old: str
     new: str
     tests: tuple[str, ...]
@@ -73,7 +75,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         1,
         "the current compute stream is asked for at every copy",
-        "ckptplan/runtime/stores/pinned.py",
+        "PinnedStore.start_out",
         "        compute = torch.cuda.current_stream(self._device)\n",
         '        compute = self.__dict__.setdefault("_first", torch.cuda.current_stream(self._device))\n',
         ("tests/test_streams.py::test_the_stream_that_computes_now_is_asked",),
@@ -82,7 +84,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         1,
         "it is asked for before the copy stream is entered",
-        "ckptplan/runtime/stores/pinned.py",
+        "PinnedStore.start_in",
         "        self._in.wait_stream(torch.cuda.current_stream(self._device))\n",
         "        with torch.cuda.stream(self._in):\n            self._in.wait_stream(torch.cuda.current_stream(self._device))\n",
         ("tests/test_streams.py::test_records_in_random_order", "tests/test_streams.py::test_copies_in_any_order"),
@@ -91,7 +93,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         1,
         "a staged copy waits for what compute was given when it was asked for",
-        "ckptplan/runtime/stores/disk.py",
+        "DiskStore._ready",
         "        event.record(streams.current_stream(self._device))\n",
         "",
         ("tests/test_streams.py::test_records_in_random_order", "tests/test_streams.py::test_copies_in_any_order"),
@@ -100,7 +102,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         2,
         "a copy out waits for compute; nothing is cloned in between",
-        "ckptplan/runtime/stores/pinned.py",
+        "PinnedStore.start_out",
         "        self._out.wait_stream(compute)\n",
         "",
         ("tests/test_streams.py::test_records_in_random_order", "tests/test_streams.py::test_copies_in_any_order"),
@@ -109,7 +111,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         3,
         "the source is held until compute has waited for its copy",
-        "ckptplan/runtime/stores/pinned.py",
+        "PinnedStore.finish_out",
         "        torch.cuda.current_stream(self._device).wait_event(ticket.out_done)\n",
         "        pass\n",
         ("tests/test_streams.py::test_records_in_random_order", "tests/test_streams.py::test_copies_in_any_order"),
@@ -118,7 +120,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         3,
         "a returning buffer is written only after compute, whose memory it was",
-        "ckptplan/runtime/stores/pinned.py",
+        "PinnedStore.start_in",
         "        self._in.wait_stream(torch.cuda.current_stream(self._device))\n",
         "",
         ("tests/test_streams.py::test_records_in_random_order", "tests/test_streams.py::test_copies_in_any_order"),
@@ -127,7 +129,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         3,
         "a target is not freed under its copy, on the stream it came from",
-        "ckptplan/runtime/swap.py",
+        "Record.__del__",
         "        with contextlib.suppress(CkptPlanError), self._stream_of_target():",
         "        with contextlib.suppress(CkptPlanError):",
         ("tests/test_streams.py::test_records_in_random_order", "tests/test_streams.py::test_copies_in_any_order"),
@@ -136,7 +138,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         4,
         "a return waits for its own copy out",
-        "ckptplan/runtime/stores/pinned.py",
+        "PinnedStore.start_in",
         "        self._in.wait_event(ticket.out_done)\n",
         "",
         ("tests/test_streams.py::test_records_in_random_order", "tests/test_streams.py::test_copies_in_any_order"),
@@ -145,7 +147,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         4,
         "compute waits for the copy in",
-        "ckptplan/runtime/stores/pinned.py",
+        "PinnedStore.finish_in",
         "        torch.cuda.current_stream(self._device).wait_event(ticket.in_done)\n",
         "        pass\n",
         ("tests/test_streams.py::test_records_in_random_order", "tests/test_streams.py::test_copies_in_any_order"),
@@ -154,7 +156,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         4,
         "a read waits for its own write",
-        "ckptplan/runtime/stores/disk.py",
+        "_timed",
         '        after.wait("the copy out")  # its own',
         "        pass  # its own",
         ("tests/test_store_faults.py::test_a_return_waits_for_its_own_copy_out",),
@@ -162,7 +164,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         5,
         "memory taken again is written only after the copy that read it",
-        "ckptplan/runtime/stores/pinned.py",
+        "PinnedStore.start_out",
         "            self._out.wait_event(self._last_read)\n",
         "            pass\n",
         ("tests/test_streams.py::test_memory_given_back_under_a_copy_is_written_only_behind_it",),
@@ -171,7 +173,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         5,
         "an extent is nobody else's as long as a copy holds it",
-        "ckptplan/runtime/stores/base.py",
+        "Extents._alive",
         "return [piece for piece in self._taken if piece[2]() is not None]",
         "return [piece for piece in self._taken if piece[2]() is not None and len(self._taken) < 3]",
         (
@@ -182,7 +184,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         5,
         "a staging chunk is written again only when it has been copied",
-        "ckptplan/runtime/stores/disk.py",
+        "Staging.back",
         "                        used[number % 2].synchronize()\n",
         "                        pass\n",
         ("tests/test_streams.py::test_records_in_random_order", "tests/test_streams.py::test_copies_in_any_order"),
@@ -190,7 +192,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         6,
         "a copy out is waited for where it is issued",
-        "ckptplan/runtime/stores/checks.py",
+        "SynchronousStore.start_out",
         "            self.inner.finish_out(ticket)\n            self._synchronize()\n",
         "            pass\n",
         (
@@ -202,7 +204,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         6,
         "so is a copy in",
-        "ckptplan/runtime/stores/checks.py",
+        "SynchronousStore.start_in",
         "        self.inner.finish_in(ticket)\n        self._synchronize()\n",
         "        pass\n",
         (
@@ -214,7 +216,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         7,
         "areas have their exact size",
-        "ckptplan/runtime/stores/pinned.py",
+        "PinnedStore._grow",
         "        nbytes = -(-nbytes // CUDA_ALIGN) * CUDA_ALIGN\n",
         "        nbytes = 1 << nbytes.bit_length()\n",
         ("tests/test_streams.py::test_pool_is_exact_bounded_and_given_back",),
@@ -223,7 +225,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         7,
         "host memory has a limit",
-        "ckptplan/runtime/stores/pinned.py",
+        "PinnedStore._grow",
         "        if room is not None and nbytes > room:",
         "        if room is not None and nbytes < 0:",
         (
@@ -235,7 +237,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         7,
         "what the plan needs is there before the first step",
-        "ckptplan/runtime/stores/pinned.py",
+        "PinnedStore.__init__",
         "            self._grow(max(capacity_bytes, CUDA_ALIGN))\n",
         "            self._grow(CUDA_ALIGN)\n",
         ("tests/test_streams.py::test_pool_is_exact_bounded_and_given_back",),
@@ -243,7 +245,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         7,
         "page locks are given back",
-        "ckptplan/runtime/stores/pinned.py",
+        "unlock",
         "        torch.cuda.cudart().cudaHostUnregister(areas.pop().data_ptr())",
         "        areas.pop()",
         ("tests/test_streams.py::test_pool_is_exact_bounded_and_given_back",),
@@ -252,7 +254,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         7,
         "ordinary memory serves where page-locking fails",
-        "ckptplan/runtime/stores/pinned.py",
+        "host_area",
         "    if warn:\n",
         '    raise SwapError("page-locking failed")\n    if warn:\n',
         ("tests/test_streams.py::test_without_page_locking_ordinary_memory_serves",),
@@ -261,7 +263,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         8,
         "a tensor that stays is compared by its version",
-        "ckptplan/runtime/swap.py",
+        "Held.tensor",
         "        if version_of(self.value) != self.version:",
         "        if False:",
         (
@@ -272,7 +274,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         8,
         "so is one that was to leave",
-        "ckptplan/runtime/swap.py",
+        "Record._check_version",
         "        if self._watch is not None and self._watch._version != self.version:",
         "        if False:",
         ("tests/test_stores.py::test_modified_before_it_left", "tests/test_runtime.py::test_activations_written_over"),
@@ -280,7 +282,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         8,
         "what came back is watched as well",
-        "ckptplan/runtime/swap.py",
+        "Record.finish_returning",
         "            self._returned = version_of(self._whole)\n",
         "",
         ("tests/test_runtime.py::test_a_backward_that_writes_to_what_came_back",),
@@ -288,7 +290,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         9,
         "aliases share one record",
-        "ckptplan/runtime/swap.py",
+        "SwapSession.record",
         "record = self._records.get(key)",
         "record = None",
         ("tests/test_stores.py::test_aliases_share_one_copy",),
@@ -296,7 +298,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         9,
         "each alias has its own size, stride and offset",
-        "ckptplan/runtime/swap.py",
+        "Geometry.on",
         "            plain = typed.as_strided(self.size, self.stride, self.offset)",
         "            plain = typed.as_strided(self.size, self.stride, 0)",
         ("tests/test_runtime.py::test_steps_are_bitwise_those_of_the_plain_model",),
@@ -304,7 +306,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         9,
         "device bytes go when the copy is out",
-        "ckptplan/runtime/swap.py",
+        "Record.finish_leaving",
         "        self._whole = self._watch = None\n        self.state = State.AWAY",
         "        self._watch = None\n        self.state = State.AWAY",
         ("tests/test_runtime.py::test_peak_is_as_predicted",),
@@ -312,7 +314,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         10,
         "parameters and buffers are known by their storage",
-        "ckptplan/runtime/own.py",
+        "OwnStorages.__call__",
         "        if storage._cdata in self._known:\n            return True",
         "        if False:\n            return True",
         ("tests/test_runtime.py::test_nothing_of_the_models_own_is_a_record",),
@@ -320,7 +322,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         10,
         "a sharded unit's gathered parameters are the model's own",
-        "ckptplan/runtime/own.py",
+        "OwnStorages.enter",
         "        if self._units:\n            self._stage = stage",
         "        if False:\n            self._stage = stage",
         ("tests/test_sharded.py::test_a_sharded_model",),
@@ -328,7 +330,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         10,
         "tensor subclasses stay",
-        "ckptplan/runtime/swap.py",
+        "plain",
         "        type(tensor) in _PLAIN\n        and",
         "        True\n        and",
         ("tests/test_usage.py::test_a_wrapper_subclass", "tests/test_usage.py::test_nested_tensors"),
@@ -336,7 +338,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         11,
         "a record gives its bytes as often as it is asked",
-        "ckptplan/runtime/swap.py",
+        "Record.whole",
         "            self._whole = whole_storage(self._watch)\n        return self._whole",
         "            self._whole = whole_storage(self._watch)\n        whole, self._whole = self._whole, None\n        return whole",
         (
@@ -349,7 +351,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         12,
         "a pass holds its records weakly: the graph owns them",
-        "ckptplan/runtime/swap.py",
+        "SwapSession.leave",
         "        self._moved[index] = [weakref.ref(record) for record in leaving]",
         '        self._moved[index] = [weakref.ref(record) for record in leaving]\n        self.__dict__.setdefault("_all", []).extend(leaving)',
         (
@@ -361,7 +363,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         12,
         "autograd's hooks don't keep a stage's records",
-        "ckptplan/runtime/swap.py",
+        "SwapSession.leave",
         "        order.clear()\n",
         "",
         ("tests/test_runtime.py::test_a_record_goes_with_its_own_saved_tensor_and_not_with_its_stages_last",),
@@ -369,7 +371,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         13,
         "a forward without gradients, or in the other mode, is left alone",
-        "ckptplan/runtime/controller.py",
+        "Controller._active",
         "        return torch.is_grad_enabled() and self._model.training == self._training",
         "        return True",
         ("tests/test_runtime.py::test_forwards_that_train_nothing_count_nothing",),
@@ -377,7 +379,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         14,
         "what a recompute changes is put back although it always ends by an exception",
-        "ckptplan/runtime/recompute.py",
+        "_State.as_in_forward",
         "        try:\n            with self._attributes.restored():\n                yield\n        finally:\n            back()\n            for table, former in now:\n                table.update(former)",
         "        with self._attributes.restored():\n            yield\n        back()\n        for table, former in now:\n            table.update(former)",
         (
@@ -391,7 +393,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         15,
         "a recompute calls the stage's own forward, past the plan",
-        "ckptplan/runtime/recompute.py",
+        "Call.__call__",
         "            with self._whole(), self._state.as_in_forward():\n                return self._original(*args, **kwargs)",
         "            with self._whole(), self._state.as_in_forward():\n                return self._module(*args, **kwargs)",
         (
@@ -402,7 +404,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         16,
         "tensors inside tuples, dictionaries and keywords go to the checkpoint one by one",
-        "ckptplan/runtime/recompute.py",
+        "Call.split",
         "            if isinstance(leaf, torch.Tensor):\n                places",
         "            if isinstance(leaf, torch.Tensor) and i == 0:\n                places",
         (
@@ -413,7 +415,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         16,
         "the first run has the caller's own lists and dictionaries",
-        "ckptplan/runtime/recompute.py",
+        "Call.split",
         "        self._first = args, kwargs\n",
         "        self._first = None\n",
         ("tests/test_attributes.py::test_what_a_stage_adds_to_its_callers_containers_gets_there",),
@@ -421,7 +423,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         17,
         "a recompute draws the random numbers of its forward",
-        "ckptplan/runtime/recompute.py",
+        "run_recomputed",
         "preserve_rng_state=True",
         "preserve_rng_state=False",
         ("tests/test_runtime.py::test_steps_are_bitwise_those_of_the_plain_model",),
@@ -430,7 +432,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         17,
         "so does a segment's sweep",
-        "ckptplan/runtime/segments.py",
+        "Frame._again",
         "        with self._surroundings.restored(), torch.enable_grad(), hooks:",
         "        with torch.enable_grad(), hooks:",
         ("tests/test_segments.py::test_gradients_and_runs",),
@@ -438,7 +440,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         17,
         "Python's, numpy's and modules' own generators too",
-        "ckptplan/runtime/recompute.py",
+        "_State.as_in_forward",
         "        back = self._generators.put()\n",
         "        back = type(self._generators)(()).put\n",
         ("tests/test_attributes.py::test_gradients_are_those_of_plain_steps",),
@@ -446,7 +448,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         18,
         "buffers that a forward updates are copies while it runs again",
-        "ckptplan/runtime/recompute.py",
+        "_State.as_in_forward",
         "            m._buffers[name] = copy.clone()",
         "            pass",
         ("tests/test_runtime.py::test_steps_are_bitwise_those_of_the_plain_model",),
@@ -454,7 +456,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         18,
         "attributes are as the forward found them",
-        "ckptplan/runtime/recompute.py",
+        "_State.as_in_forward",
         "            with self._attributes.restored():\n                yield",
         "            if True:\n                yield",
         (
@@ -465,7 +467,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         18,
         "parameters that were replaced since are back while the stage runs again",
-        "ckptplan/runtime/recompute.py",
+        "_State.as_in_forward",
         "                m._parameters[name] = p\n",
         "                pass\n",
         ("tests/test_usage.py::test_parameters_replaced_before_backward", "tests/test_usage.py::test_functional_call"),
@@ -473,7 +475,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         18,
         "a stage with an operation that may give other bits is not run again",
-        "ckptplan/profiling/trace.py",
+        "_Tracing._draft",
         "if g not in self.once:",
         "if True:",
         ("tests/test_usage.py::test_what_may_differ_is_not_recomputed",),
@@ -481,7 +483,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         19,
         "a sweep gathers what it needs",
-        "ckptplan/runtime/recompute.py",
+        "Call.__call__",
         "with self._whole(), self._state.as_in_forward():",
         "with self._state.as_in_forward():",
         ("tests/test_sharded.py::test_a_sharded_model",),
@@ -489,7 +491,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         19,
         "and gathers no more",
-        "ckptplan/runtime/own.py",
+        "_managed",
         "        if not is_sharded_unit(child):",
         "        if True:",
         ("tests/test_sharded.py::test_gathers",),
@@ -497,7 +499,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         19,
         "a plan fits the model after sharding",
-        "ckptplan/runtime/step.py",
+        "fingerprint",
         "model=_class_name(model)",
         'model=f"{type(model).__module__}.{type(model).__qualname__}"',
         ("tests/test_sharded.py::test_a_sharded_model",),
@@ -505,7 +507,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         20,
         "every run of a stage is counted",
-        "ckptplan/runtime/recompute.py",
+        "Call.__call__",
         "        self._counters.recomputed_stages += 1\n",
         "",
         (
@@ -518,7 +520,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         20,
         "a stage that is to be recomputed is",
-        "ckptplan/runtime/controller.py",
+        "Controller._run_choice",
         '        if choice.action == "recompute":\n            return run_recomputed(',
         '        if choice.action == "nothing":\n            return run_recomputed(',
         (
@@ -529,7 +531,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         21,
         "generation caches are off meanwhile",
-        "ckptplan/runtime/step.py",
+        "training_config",
         "        config.use_cache = False\n",
         "        pass\n",
         ("tests/test_runtime.py::test_generation_caches_are_off_meanwhile",),
@@ -537,7 +539,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         21,
         "a model that checkpoints by itself is refused",
-        "ckptplan/runtime/step.py",
+        "check_supported",
         '        if getattr(module, "gradient_checkpointing", False) is True:',
         "        if False:",
         ("tests/test_runtime.py::test_models_that_checkpoint",),
@@ -545,7 +547,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         22,
         "what a call of a compiled module runs is replaced, not its forward",
-        "ckptplan/runtime/patching.py",
+        "entry_point",
         'return "forward" if getattr(module, "_compiled_call_impl", None) is None else "_compiled_call_impl"',
         'return "forward"',
         ("tests/test_compile.py::test_every_action_on_compiled_stages",),
@@ -554,7 +556,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         22,
         "the compiler does not follow our code",
-        "ckptplan/runtime/patching.py",
+        "PatchedForward.__call__",
         "        check_not_compiling(self.module)\n",
         "",
         ("tests/test_compile.py::test_compiling_after_apply_is_an_error_and_never_a_plan_that_does_nothing",),
@@ -562,7 +564,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         22,
         "nor our hooks",
-        "ckptplan/runtime/swap.py",
+        "Packing.hooks",
         "out_of_sight(self.pack)",
         "self.pack",
         ("tests/test_compile.py::test_the_compiler_leaves_hooks_alone",),
@@ -570,7 +572,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         22,
         "a stage that is compiled after apply is noticed",
-        "ckptplan/runtime/controller.py",
+        "Controller._begin",
         "if bypassed is not None:",
         "if False:",
         ("tests/test_compile.py::test_compiling_a_compiled_stage_again_after_apply",),
@@ -578,7 +580,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         22,
         "a model compiled as a whole is refused",
-        "ckptplan/runtime/step.py",
+        "check_supported",
         "    check_compiled(model)\n",
         "",
         ("tests/test_compile.py::test_a_model_compiled_as_a_whole_is_refused",),
@@ -586,7 +588,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         22,
         "what compiled code needs while it runs is in the peak",
-        "ckptplan/profiling/compiled.py",
+        "_Played.forward",
         "    _lift(noted.forward_bytes",
         "    _lift(0 * noted.forward_bytes",
         ("tests/test_compile.py::test_what_compiled_code_needs_while_it_runs_counts",),
@@ -594,7 +596,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         23,
         "compute waits at a stage's release point until the copy out is done",
-        "ckptplan/runtime/controller.py",
+        "Controller._run_stage",
         "            for stage in self._release_after.get(index, ()):\n                current.session.release(stage)\n",
         "",
         (
@@ -606,7 +608,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         23,
         "bytes come back at the prefetch point, not before",
-        "ckptplan/runtime/controller.py",
+        "Controller._watch_backward.begin",
         "            for stage in self._prefetch_at.get(index, ()):\n                current.session.prefetch(stage)\n",
         "",
         ("tests/test_runtime.py::test_release_and_prefetch_points_are_met",),
@@ -614,7 +616,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         23,
         "releases of a stage that is skipped happen all the same",
-        "ckptplan/runtime/controller.py",
+        "Controller._run_stage",
         "range(current.last + 1, index)",
         "range(0)",
         ("tests/test_runtime.py::test_a_skipped_stage_delays_no_release",),
@@ -622,7 +624,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         24,
         "swaps that gain nothing are dropped from the plan",
-        "ckptplan/solving/planner.py",
+        "_Search.result",
         "        self.drop_what_gains_nothing()\n",
         "",
         (
@@ -633,7 +635,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         24,
         "the last stage never swaps",
-        "ckptplan/core/schedule.py",
+        "schedule",
         "bool(r.moves[i]) and (release[i] < n - 1 or prefetch[i] < n - 1)",
         "bool(r.moves[i])",
         ("tests/test_tiers.py::test_the_last_stage_never_swaps",),
@@ -641,7 +643,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         25,
         "inputs are compared in every dimension",
-        "ckptplan/runtime/shapes.py",
+        "Limits.first_beyond",
         "            if size > limit_size:",
         "            if size > 2 * limit_size:",
         ("tests/test_shapes.py::test_what_is_larger_is_found",),
@@ -649,7 +651,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         25,
         "smaller inputs that take another path hold no more than planned",
-        "ckptplan/runtime/swap.py",
+        "SwapSession._as_planned",
         "        if sum(sizes) <= sum(planned):\n            room",
         "        if True:\n            room",
         ("tests/test_shapes.py::test_a_path_that_would_hold_more_than_planned_is_an_error",),
@@ -657,7 +659,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         25,
         "sizes that grow are planned for with room to grow",
-        "ckptplan/profiling/enlarge.py",
+        "_sizes",
         "            to = max(n, -(-5 *",
         "            to = n if n else max(n, -(-5 *",
         ("tests/test_shapes.py::test_growing_lengths_are_planned_for_a_logarithm_of_times",),
@@ -665,7 +667,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         25,
         "plans that were made stay known",
-        "ckptplan/api.py",
+        "_Enlarger.enlarged",
         "        if earlier is not None:",
         "        if False:",
         ("tests/test_shapes.py::test_shapes_in_turn_are_met_by_one_plan_or_by_two_that_are_kept",),
@@ -673,7 +675,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         26,
         "both directions are measured at once",
-        "ckptplan/profiling/links.py",
+        "measure_links",
         "                more.append(store.start_out(source))\n                store.start_in(ticket, target)\n",
         "                store.start_in(ticket, target)\n                store.finish_in(ticket)\n                more.append(store.start_out(source[:1]))\n",
         ("tests/test_store_faults.py::test_a_link_through_staging",),
@@ -682,7 +684,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         27,
         "what a failed backward leaves in the engine's queue goes with the next forward",
-        "ckptplan/runtime/controller.py",
+        "Controller._drop_leftovers",
         "            self._old_graph.drop_leftovers()",
         "            pass",
         ("tests/test_runtime.py::test_what_a_failed_backward_leaves_in_the_engine_goes",),
@@ -690,7 +692,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         27,
         "a copy that failed is an error for whoever waits",
-        "ckptplan/runtime/stores/workers.py",
+        "Done.wait",
         "        if self.error is not None:\n            full",
         "        if False:\n            full",
         ("tests/test_store_faults.py::test_a_disk_that_fails", "tests/test_runtime.py::test_a_failed_copy"),
@@ -698,7 +700,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         27,
         "a thread that died leaves nobody waiting",
-        "ckptplan/runtime/stores/workers.py",
+        "Done.settle",
         "            if not self._thread.is_alive() and not self.event.is_set():",
         "            if False:",
         (
@@ -709,7 +711,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         27,
         "it is replaced",
-        "ckptplan/runtime/stores/workers.py",
+        "Worker.submit",
         "        if not self.thread.is_alive():\n            self._start()\n",
         "",
         (
@@ -720,7 +722,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         27,
         "the swap file has no name",
-        "ckptplan/runtime/stores/disk.py",
+        "DiskStore.__init__",
         "tempfile.TemporaryFile(dir=where, buffering=0)",
         "tempfile.NamedTemporaryFile(dir=where, buffering=0, delete=False)",
         ("tests/test_store_faults.py::test_nothing_is_left_of_a_process_that_was_killed",),
@@ -728,15 +730,15 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         27,
         "a write that stops short goes on",
-        "ckptplan/runtime/stores/disk.py",
-        "        done += count\n\n\ndef _read",
-        "        done = len(view)\n\n\ndef _read",
+        "_write",
+        "        done += count\n",
+        "        done = len(view)\n",
         ("tests/test_store_faults.py::test_short_writes_go_on_where_they_stopped",),
     ),
     Safeguard(
         27,
         "a file that was cut is an error",
-        "ckptplan/runtime/stores/disk.py",
+        "_read",
         '        if count == 0:\n            raise OSError(f"the swap file ends',
         '        if count == 0:\n            return\n            raise OSError(f"the swap file ends',
         (
@@ -747,7 +749,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         27,
         "the file grows to its limit and no further",
-        "ckptplan/runtime/stores/disk.py",
+        "DiskStore._reserve",
         "        if self._limit is not None and nbytes > self._limit:",
         "        if self._limit is not None and nbytes < 0:",
         (
@@ -758,7 +760,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         27,
         "damage is found in the checking mode",
-        "ckptplan/runtime/stores/checks.py",
+        "ChecksumStore.finish_in",
         "        if (found := _checksum(target)) != self._left[ticket]:",
         "        if (found := _checksum(target)) is None:",
         (
@@ -771,7 +773,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         27,
         "a forked process leaves its parent's space alone",
-        "ckptplan/runtime/stores/disk.py",
+        "_close_disk",
         "    if os.getpid() != pid:\n        return",
         "    if False:\n        return",
         (
@@ -782,7 +784,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         27,
         "nothing that an interrupt cuts short stays taken",
-        "ckptplan/runtime/stores/base.py",
+        "Extents.__init__",
         "        self._lock = threading.RLock()",
         "        self._lock = threading.Lock()",
         ("tests/test_stores.py::test_extents_survive_an_interrupt_anywhere",),
@@ -790,7 +792,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         27,
         "remove() puts every forward back",
-        "ckptplan/runtime/patching.py",
+        "PatchedForward.remove",
         "        else:\n            delattr(self.module, self.attribute)",
         "        else:\n            pass",
         ("tests/test_runtime.py::test_remove_restores_exactly",),
@@ -798,7 +800,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         28,
         "a copy of a stage gets its own forward",
-        "ckptplan/runtime/patching.py",
+        "PatchedForward.__deepcopy__",
         "    def __deepcopy__(self, memo: dict[int, Any]) -> Any:\n",
         "    def __deepcopy__(self, memo: dict[int, Any]) -> Any:\n        return self\n",
         ("tests/test_runtime.py::test_copies_are_plain_models",),
@@ -806,7 +808,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         28,
         "so does a pickle",
-        "ckptplan/runtime/patching.py",
+        "PatchedForward.__reduce__",
         "    def __reduce__(self) -> Any:\n",
         "    def __reduce__(self) -> Any:\n        return object.__reduce_ex__(self, 2)\n",
         ("tests/test_runtime.py::test_copies_are_plain_models",),
@@ -814,7 +816,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         29,
         "a model with a plan on it takes no second one",
-        "ckptplan/runtime/controller.py",
+        "Controller.install",
         "type(patch.module.__dict__.get(patch.attribute)) is PatchedForward",
         "False",
         ("tests/test_runtime.py::test_applying_twice",),
@@ -822,7 +824,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         29,
         "a plan belongs to its model and device",
-        "ckptplan/runtime/apply.py",
+        "apply",
         '    plan.fingerprint.require(fingerprint(TrainingStep(model)), ignore=("inputs",))\n',
         "",
         (
@@ -833,7 +835,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         29,
         "a stage that is no module of the model is an error",
-        "ckptplan/runtime/controller.py",
+        "Controller.__init__",
         "            if module is None:\n                raise PlanMismatchError(",
         "            if module is None:\n                continue\n                raise PlanMismatchError(",
         ("tests/test_runtime.py::test_a_plan_for_another_model",),
@@ -841,7 +843,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         30,
         "time goes to the stage that runs backward",
-        "ckptplan/runtime/controller.py",
+        "Controller._watch_backward.begin",
         "            self.counters.meter.mark(index * KINDS + BACKWARD)\n",
         "",
         ("tests/test_stats.py::test_each_stage_has_its_own_seconds",),
@@ -849,7 +851,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         30,
         "a stall is the waiting stage's",
-        "ckptplan/runtime/meter.py",
+        "Meter.stall",
         "self.mark(self._base + STALL - self._base % KINDS)",
         "self.mark(self._now)",
         ("tests/test_stats.py::test_stalls_are_the_waiting_stage_s",),
@@ -857,7 +859,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         30,
         "every copy is told of with its own seconds",
-        "ckptplan/runtime/stores/disk.py",
+        "_timed",
         "        tell(way, extent.size, begin, time.perf_counter())",
         "        pass",
         ("tests/test_stats.py::test_copies_are_counted_with_their_own_seconds",),
@@ -865,7 +867,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         30,
         "a trace has the copies' lanes",
-        "ckptplan/runtime/traced.py",
+        "record_step",
         "(*_compute(step, names), *copies)",
         "tuple(_compute(step, names))",
         ("tests/test_trace.py::test_bytes_are_those_of_stats_and_verify",),
@@ -873,7 +875,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         30,
         "a refined plan has the measured link",
-        "ckptplan/report/refine.py",
+        "corrected",
         "link=_link(profile.link, measured.host)",
         "link=profile.link",
         ("tests/test_stats.py::test_a_link_said_to_be_fast_is_found_slow_and_recompute_is_chosen",),
@@ -881,7 +883,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         30,
         "measured bytes above the prediction count",
-        "ckptplan/report/refine.py",
+        "corrected",
         "over = max((measured.peak_bytes or 0) - timeline.peak_bytes, 0)",
         "over = 0",
         ("tests/test_stats.py::test_measured_bytes_lead_to_a_leaner_plan_or_to_none",),
@@ -889,7 +891,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         31,
         "tests compare every bit, so a gradient that is off by the last one is seen",
-        "ckptplan/runtime/swap.py",
+        "Alias.tensor",
         "        return self.geometry.on(self.record.whole())",
         "        found = self.geometry.on(self.record.whole())\n        return found.nextafter(found.new_tensor(9.0)) if found.dtype == torch.float32 else found",
         ("tests/test_runtime.py::test_steps_are_bitwise_those_of_the_plain_model",),

@@ -1,0 +1,731 @@
+"""What the product promises besides the runtime's requirements, which tests hold it, which experiments repeat it.
+
+`mutations.py --docs` writes docs/guarantees.md from this list and from safeguards.py, which has the runtime's promises;
+tests/test_guarantees.py checks that all that is named here exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """A script that is too slow for the tests.
+
+    Attributes
+    ----------
+    name : str
+        The script's, without its ending.
+    question : str
+        What it finds out.
+    result : str or None
+        The file it writes in experiments/results/, whether or not it is there yet; None where it only prints.
+    options : str
+        With which it is run.
+    """
+
+    name: str
+    question: str
+    result: str | None
+    options: str = ""
+
+    @property
+    def command(self) -> str:
+        """How to run it."""
+        out = "" if self.result is None else "--out experiments/results"
+        return " ".join(part for part in (f"python experiments/{self.name}.py", self.options, out) if part)
+
+
+EXPERIMENTS: tuple[Experiment, ...] = (
+    Experiment(
+        "exactness",
+        "Plans against every plan there is, and against the recompute-only optimum",
+        "exactness.json",
+        "--chains 500 --rotor 200",
+    ),
+    Experiment(
+        "certificate",
+        "The proven gap, the time to a first plan and memory, on chains of 12 to 1000 stages",
+        "certificate.json",
+    ),
+    Experiment(
+        "pooch_questions",
+        "The greedy's distance from the optimum, up to what size, and what repeated patterns buy",
+        "pooch_questions.json",
+        "--only homogeneous-100,resnet-50,unet-14,heterogeneous-48",
+    ),
+    Experiment(
+        "compare_greedy",
+        "Steps of the published planners beside ours, on real models",
+        "compare_greedy_link_4.json",
+        "--models all --link-ratio 4 --budgets 10,30,50 --time-limit 4",
+    ),
+    Experiment(
+        "compare_real",
+        "Step and peak beside what PyTorch users have",
+        "compare_real.json",
+        "--models gpt2 --rounds 5 --budgets 0.5 --segments 2,4 --threads 1",
+    ),
+    Experiment("predicted_steps", "Predicted step times against measured ones", "predicted_steps.json"),
+    Experiment(
+        "overhead",
+        "The time that the machinery adds to a step that keeps everything",
+        "overhead.json",
+        "--rounds 60",
+    ),
+    Experiment("roofline_check", "Times of a roofline against real ones on this machine", None),
+    Experiment(
+        "estimate_accuracy",
+        "Estimated bytes against the allocator's events: 264 peaks of 11 architectures",
+        "estimate_accuracy.json",
+    ),
+    Experiment(
+        "estimate_large",
+        "Time and memory that estimates of models of 8 and 70 billion parameters take",
+        "estimate_large.json",
+    ),
+    Experiment(
+        "estimate_gpu",
+        "Estimates and the allocator's model against a real CUDA device",
+        "estimate_gpu.json",
+    ),
+    Experiment("published", "Estimates beside figures that others measured and published", "published.json"),
+    Experiment(
+        "bitwise",
+        "Losses, gradients and buffers against plain training, bit for bit, in 19 architectures",
+        "bitwise.json",
+    ),
+    Experiment("faults", "1500 injected faults, each followed by a clean step", "faults.json", "--faults 1500"),
+    Experiment(
+        "soak", "Memory, threads and files over thousands of steps of random shapes", "soak.json", "--steps 2000"
+    ),
+    Experiment(
+        "gpu_suite",
+        "The tests marked gpu, and plans and baselines measured on a GPU",
+        "gpu_suite.json",
+        "--minutes 9",
+    ),
+    Experiment("mutations", "Each of the runtime's safeguards taken out: does a test fail?", "mutations.json"),
+    Experiment(
+        "mutants",
+        "120 random changes of solving, referee, core, profiling, memory and cli: does a test fail?",
+        "mutants.json",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Something a user may rely on.
+
+    Attributes
+    ----------
+    area : str
+        One of AREAS.
+    what : str
+        The promise.
+    tests : tuple of str
+        That hold it, as "file::function" in tests/.
+    experiments : tuple of str
+        Names in EXPERIMENTS of those that repeat it at scale.
+    contracts : tuple of str
+        Contracts of import-linter in pyproject.toml that hold it.
+    """
+
+    area: str
+    what: str
+    tests: tuple[str, ...]
+    experiments: tuple[str, ...] = ()
+    contracts: tuple[str, ...] = ()
+
+
+AREAS = (
+    "Solving",
+    "The referee and the published planners",
+    "Profiles, plans and their files",
+    "Profiling",
+    "Estimates of memory",
+    "Reports",
+    "Command line",
+    "What is measured",
+)
+PURE = "Planning is pure: no torch in core, solving, baselines, referee and report"
+ONE_WAY = "Imports go one way; runtime, solving, baselines and referee don't know each other"
+
+
+def _in(file: str, *tests: str) -> tuple[str, ...]:
+    return tuple(f"{file}.py::{test}" for test in tests)
+
+
+PROMISES: tuple[Promise, ...] = (
+    # Solving
+    Promise(
+        "Solving",
+        "On small chains a plan is the fastest of all plans there are",
+        _in("test_solver", "test_equals_brute_force", "test_no_other_points_are_faster", "test_small_chains_are_quick")
+        + _in("test_tiers", "test_equals_brute_force", "test_exchanges_come_close_to_the_best_division"),
+        ("exactness", "mutants"),
+    ),
+    Promise(
+        "Solving",
+        "With recompute alone no plan is slower than the optimum of the published dynamic program",
+        _in(
+            "test_solver",
+            "test_recompute_only_is_never_slower_than_rotor",
+            "test_segment_dp_is_the_optimum_on_textbook_chains",
+        ),
+        ("exactness",),
+    ),
+    Promise(
+        "Solving",
+        "The searches for long chains find sound plans, and on small chains nearly always the fastest",
+        _in(
+            "test_solver",
+            "test_label_dp_finds_the_optimum_of_most_small_chains",
+            "test_local_search_never_gets_worse_and_stays_in_the_space",
+            "test_the_way_for_long_chains_is_sound_on_short_ones",
+        )
+        + _in("test_tiers", "test_the_way_for_long_chains_is_sound_on_short_ones"),
+        ("exactness", "certificate"),
+    ),
+    Promise(
+        "Solving",
+        "No bound is above the optimum, so no plan is further from it than the gap printed beside it",
+        _in(
+            "test_bounds",
+            "test_never_above_the_optimum_of_small_chains",
+            "test_never_above_any_plan_of_longer_chains",
+            "test_a_smaller_space_has_no_smaller_bound",
+            "test_fluid_model_is_between_the_linear_bound_and_the_optimum",
+        )
+        + _in("test_tiers", "test_bounds_with_a_slower_link_hold"),
+        ("exactness", "certificate"),
+    ),
+    Promise(
+        "Solving",
+        "Long chains have a plan from the start, and end with a small proven gap within the time limit",
+        _in(
+            "test_solver",
+            "test_a_long_chain_has_a_plan_from_the_start",
+            "test_longer_chains_are_sound_and_in_time",
+            "test_homogeneous_blocks_come_within_a_percent",
+        )
+        + _in("test_tiers", "test_longer_chains_are_sound_and_in_time"),
+        ("certificate", "pooch_questions"),
+    ),
+    Promise(
+        "Solving",
+        "Where no plan fits, the error names the smallest budget that works and the stage that binds",
+        _in(
+            "test_solver",
+            "test_smallest_peak_and_the_error_below_it",
+            "test_error_of_a_long_chain_says_whether_the_peak_is_proven",
+            "test_no_plan_is_below_the_peak_bounds",
+            "test_the_update_can_bind",
+        )
+        + _in("test_bounds", "test_infinite_only_where_nothing_fits")
+        + _in("test_profile", "test_the_error_for_too_small_a_budget_names_one_that_works"),
+    ),
+    Promise(
+        "Solving",
+        "The same call gives the same plan",
+        _in("test_solver", "test_same_seed_same_plan") + _in("test_bounds", "test_equal_calls_give_equal_answers"),
+    ),
+    Promise(
+        "Solving",
+        "A larger budget is never slower, and no option is used that gains nothing",
+        _in(
+            "test_solver",
+            "test_makespan_never_rises_with_the_budget",
+            "test_everything_kept_when_it_fits",
+            "test_options_that_gain_nothing_do_not_appear_without_need",
+        )
+        + _in("test_tiers", "test_more_room_is_never_slower", "test_no_disk_where_the_host_has_room"),
+    ),
+    Promise(
+        "Solving",
+        "Limits of host and disk memory are kept",
+        _in("test_solver", "test_host_limit", "test_no_room_on_the_host_tier_means_nothing_moves")
+        + _in("test_tiers", "test_staging_buffers_count_against_the_host", "test_limits_that_cannot_be_used"),
+    ),
+    Promise(
+        "Solving",
+        "The frontier runs from the smallest peak to everything kept; a slowdown in place of a budget is kept",
+        _in(
+            "test_frontier",
+            "test_frontier_runs_from_the_smallest_peak_to_everything_kept",
+            "test_smallest_peak_within_a_slowdown",
+            "test_more_slowdown_never_needs_more_memory",
+            "test_referee_agrees_with_the_slowdown",
+        ),
+    ),
+    Promise(
+        "Solving",
+        "A search that runs out of time leaves sound bounds and plans, and progress is reported until then",
+        _in(
+            "test_bounds",
+            "test_a_deadline_that_has_passed_leaves_the_baseline",
+            "test_fluid_model_takes_a_hint_and_stops",
+        )
+        + _in("test_solver", "test_progress_is_reported"),
+    ),
+    # Referee
+    Promise(
+        "The referee and the published planners",
+        "The referee replays plans by its own code, which shares none with the solver",
+        _in(
+            "test_referee",
+            "test_keep_all",
+            "test_recompute_all",
+            "test_swap_hides_behind_compute",
+            "test_segment_of_three",
+            "test_nested_segment",
+            "test_selective_option",
+            "test_agrees_with_core_on_random_plans",
+            "test_a_thousand_stages_are_replayed_at_once",
+        )
+        + _in("test_solver", "test_evaluator_equals_residency_and_referee")
+        + _in("test_tiers", "test_tiered_evaluator_equals_referee"),
+        ("exactness", "mutants"),
+        (ONE_WAY,),
+    ),
+    Promise(
+        "The referee and the published planners",
+        "Each rule that a plan breaks is named, with its stage",
+        _in(
+            "test_referee",
+            "test_broken_plans_are_named",
+            "test_budgets_are_exact",
+            "test_an_option_the_stage_lacks",
+            "test_a_segment_needs_stages_that_recompute",
+            "test_a_storage_that_is_to_stay",
+        )
+        + _in("test_tiers", "test_violations_of_tiers"),
+    ),
+    Promise(
+        "The referee and the published planners",
+        "Every plan of every published planner passes the referee, and says where the rule is from",
+        _in(
+            "test_baselines",
+            "test_every_plan_passes_the_referee",
+            "test_every_baseline_says_what_it_is_from",
+            "test_times_and_peak_equal_the_referee_and_waits_add_up",
+            "test_smallest_peak_named_is_feasible_and_one_byte_less_is_not",
+        ),
+        ("compare_greedy",),
+    ),
+    Promise(
+        "The referee and the published planners",
+        "The published planners do what their papers say",
+        _in(
+            "test_baselines",
+            "test_rotor_equals_brute_force",
+            "test_pofo_swaps_and_is_never_slower_than_rotor",
+            "test_pooch_lies_between_brute_force_and_swap_all",
+            "test_chen_sqrt_keeps_the_last_of_sqrt_segments",
+            "test_capuchin_swaps_by_free_time_then_recomputes",
+            "test_dtr_evicts_the_stalest",
+            "test_nested_constraints_agree_with_a_linear_program",
+        ),
+    ),
+    Promise(
+        "The referee and the published planners",
+        "The brute force that all are compared with tries every plan",
+        _in(
+            "test_referee",
+            "test_brute_force_tries_every_segment",
+            "test_brute_force_knows_the_compute_time_of_what_it_tries",
+        ),
+    ),
+    # Core
+    Promise(
+        "Profiles, plans and their files",
+        "What is written is read back; unknown, missing and wrong fields and other versions are named",
+        _in(
+            "test_core",
+            "test_what_is_written_is_read_back",
+            "test_values_of_another_type_are_refused",
+            "test_unknown_and_missing_fields_are_named",
+            "test_other_schema_versions_are_named",
+            "test_files_that_are_neither",
+        )
+        + _in("test_devices", "test_a_description_survives_its_file", "test_impossible_numbers_are_named"),
+    ),
+    Promise(
+        "Profiles, plans and their files",
+        "The documented examples load and agree with the text beside them; all fields are documented",
+        _in(
+            "test_cli",
+            "test_the_documented_examples_load_and_agree",
+            "test_the_documented_fields_are_those_written",
+        )
+        + _in(
+            "test_devices",
+            "test_the_documented_device_loads_and_takes_the_documented_times",
+            "test_the_documented_fields_of_a_device_are_those_written",
+        ),
+    ),
+    Promise(
+        "Profiles, plans and their files",
+        "Contradictions and impossible numbers are refused where the data is made",
+        _in(
+            "test_core",
+            "test_no_bytes",
+            "test_no_seconds",
+            "test_no_bandwidth",
+            "test_no_indices",
+            "test_contradictions",
+            "test_impossible_profiles_and_plans",
+        ),
+        ("mutants",),
+    ),
+    Promise(
+        "Profiles, plans and their files",
+        "A plan for something else is refused with the name of what differs",
+        _in(
+            "test_runtime",
+            "test_the_fingerprint_names_what_differs",
+            "test_a_plan_for_another_model",
+        )
+        + _in("test_referee", "test_a_plan_of_another_chain_is_refused")
+        + _in("test_cli", "test_simulate_refuses_the_plan_of_another_profile"),
+    ),
+    Promise(
+        "Profiles, plans and their files",
+        "Budgets in GiB round down to whole bytes; what is no size is refused with its unit",
+        _in("test_core", "test_budgets_round_down", "test_no_budget")
+        + _in("test_cli", "test_a_budget_that_is_no_size_is_refused_with_its_unit"),
+    ),
+    Promise(
+        "Profiles, plans and their files",
+        "The modules that plan, replay and check import no torch",
+        (),
+        contracts=(PURE,),
+    ),
+    # Profiling
+    Promise(
+        "Profiling",
+        "Profiling, solving and verifying leave model, gradients and random states as they were, on errors too",
+        _in(
+            "test_profile",
+            "test_profiling_and_solving_change_nothing",
+            "test_an_error_inside_the_model_changes_nothing_either",
+        )
+        + _in("test_attributes", "test_profiling_leaves_attributes_as_they_were")
+        + _in("test_usage", "test_profiling_leaves_attributes_alone")
+        + _in("test_values", "test_nothing_is_left_changed")
+        + _in("test_runtime", "test_verify_changes_nothing")
+        + _in("test_gpu", "test_profiling_leaves_no_trace"),
+    ),
+    Promise(
+        "Profiling",
+        "Predicted peaks are those of the allocator, and a solved plan holds its budget",
+        _in(
+            "test_profile",
+            "test_the_plain_peak_is_predicted",
+            "test_forward_peaks_are_predicted_too",
+            "test_any_plan_holds_its_predicted_peak_and_gradients",
+            "test_a_solved_plan_holds_its_budget_and_gradients",
+        )
+        + _in("test_models", "test_the_promises_hold")
+        + _in("test_runtime", "test_peak_is_as_predicted", "test_predicted_peaks_differ_by_action")
+        + _in("test_gpu", "test_peak_is_within_the_budget"),
+        ("estimate_accuracy", "compare_real", "gpu_suite"),
+    ),
+    Promise(
+        "Profiling",
+        "Profiling itself needs less memory than the leanest plan",
+        _in("test_profile", "test_profiling_stays_below_the_smallest_feasible_peak")
+        + _in("test_values", "test_the_real_run_takes_less_than_the_smallest_plan"),
+    ),
+    Promise(
+        "Profiling",
+        "Stages, who holds what and until when, are found as the program has them",
+        _in(
+            "test_profile",
+            "test_stages_are_blocks_and_what_is_worth_it_around_them",
+            "test_inputs_are_held_in_the_order_passed_and_linked_to_their_makers",
+            "test_skips_are_held_by_the_program_until_their_last_use",
+            "test_later_calls_of_a_shared_module_are_stages_of_their_own",
+            "test_a_stage_that_writes_to_its_input_is_never_recomputed",
+        )
+        + _in("test_attributes", "test_stages_that_can_not_run_again_have_no_such_option"),
+    ),
+    Promise(
+        "Profiling",
+        "A stage's options are the exact trade-off of its operations, and hold what they say",
+        _in(
+            "test_menus",
+            "test_the_front_is_that_of_brute_force",
+            "test_the_points_offered_follow_the_hull",
+            "test_a_menu_saves_exactly_what_its_operations_make",
+            "test_an_option_holds_what_it_says",
+            "test_peaks_and_gradients_under_any_mixture_of_options",
+        ),
+        ("bitwise",),
+    ),
+    Promise(
+        "Profiling",
+        "Models that read values to decide what to run are planned for the path of their batch",
+        _in(
+            "test_values",
+            "test_the_promises_hold",
+            "test_estimates_hold_too",
+            "test_what_a_real_run_writes_to_comes_back",
+            "test_without_values_there_is_a_clear_error",
+        ),
+    ),
+    Promise(
+        "Profiling",
+        "Models compiled stage by stage are planned and run; those compiled as a whole are refused",
+        _in(
+            "test_compile",
+            "test_every_action_on_compiled_stages",
+            "test_inductor",
+            "test_everything_is_as_before",
+            "test_a_model_compiled_as_a_whole_is_refused",
+        ),
+    ),
+    Promise(
+        "Profiling",
+        "Times of devices that aren't here follow documented rules and lie within the device's bounds",
+        _in(
+            "test_devices",
+            "test_every_number_of_a_known_device_has_a_source",
+            "test_a_product_is_bound_by_operations_or_by_memory",
+            "test_no_operation_of_a_model_is_faster_than_its_bounds",
+            "test_calibration_measures_this_machine",
+            "test_calibration_leaves_the_program_as_it_was",
+        ),
+        ("roofline_check",),
+    ),
+    # Memory
+    Promise(
+        "Estimates of memory",
+        "Every phase of a step is estimated as the allocator counts it",
+        _in(
+            "test_estimate",
+            "test_every_phase_is_what_the_allocator_counts",
+            "test_every_optimizer_s_state_and_temporaries",
+            "test_plans",
+            "test_gradients_that_stay",
+            "test_autocast_and_its_cache_of_cast_weights",
+            "test_accumulation_adds_to_gradients_that_are_there",
+            "test_categories_add_up_in_every_phase",
+        )
+        + _in("test_measure_phases", "test_every_phase_of_an_mlp_with_momentum", "test_measuring_twice_gives_the_same"),
+        ("estimate_accuracy", "mutants"),
+    ),
+    Promise(
+        "Estimates of memory",
+        "Estimates agree with the formulas and figures of the literature",
+        _in(
+            "test_formulas",
+            "test_transformer_layer_without_flash_attention_saves_s_b_h_34_plus_5_a_s_over_h",
+            "test_full_recompute_holds_2_s_b_h",
+            "test_bytes_a_parameter_at_rest",
+            "test_ddp_holds_one_more_copy_of_the_gradients_unless_they_are_views_of_its_buckets",
+        ),
+        ("published",),
+    ),
+    Promise(
+        "Estimates of memory",
+        "The caching allocator's rules are PyTorch's, in every state it can get into",
+        _in(
+            "test_allocator",
+            "test_best_fit_then_lowest_address",
+            "test_free_merges_with_free_neighbours",
+            "test_several_oversize_blocks_are_released_largest_first",
+            "test_garbage_collection_releases_the_older_half",
+            "test_expandable_segments_grow_by_pages",
+            "test_out_of_memory_says_what_and_how_to_help",
+            "test_state_is_sound_after_every_call",
+            "test_a_plain_list_search_does_the_same",
+            "test_replay_of_recorded_history",
+        ),
+        ("estimate_gpu",),
+    ),
+    Promise(
+        "Estimates of memory",
+        "Repeated layers are recorded once, and written out exactly as the full record has them",
+        _in(
+            "test_estimate",
+            "test_repeated_layers_are_written_out_exactly",
+            "test_the_number_of_operations_recorded_does_not_grow_with_depth",
+            "test_layers_that_differ_are_not_folded",
+            "test_a_forward_may_treat_a_layer_specially",
+        ),
+        ("estimate_large",),
+    ),
+    Promise(
+        "Estimates of memory",
+        "The device need not be here, nor the model have memory; what is reserved counts on CUDA",
+        _in(
+            "test_estimate",
+            "test_a_device_that_is_not_here_and_a_model_without_memory",
+            "test_cuda_chooses_other_operations",
+            "test_the_reserved_peak_is_what_solve_compares_with_the_budget",
+            "test_a_plan_for_another_device_is_checked_on_arrival",
+        ),
+        ("published", "estimate_gpu"),
+    ),
+    Promise(
+        "Estimates of memory",
+        "An estimate changes nothing and leaves nothing behind",
+        _in("test_estimate", "test_nothing_is_changed", "test_nothing_is_left_behind", "test_two_threads_at_once"),
+    ),
+    Promise(
+        "Estimates of memory",
+        "The largest batch fits, the next one was tried and doesn't",
+        _in(
+            "test_fit",
+            "test_the_search_ends_between_a_batch_that_fits_and_the_next",
+            "test_kept_is_the_largest_by_brute_force",
+            "test_a_plan_lets_more_in_and_is_measured",
+            "test_no_plan_is_returned_whose_replay_exceeds_the_budget",
+            "test_survey_agrees_with_estimates_and_plans",
+        ),
+    ),
+    Promise(
+        "Estimates of memory",
+        "What distributed training adds is counted, and plans work on sharded and replicated models",
+        _in("test_estimate", "test_ddp_buckets", "test_ddp_fills_its_buckets_in_reverse")
+        + _in("test_sharded", "test_a_sharded_model", "test_gathers", "test_data_parallel"),
+    ),
+    # Reports
+    Promise(
+        "Reports",
+        "What binds, what more memory is worth and the next choices are those that the referee finds",
+        _in(
+            "test_frontier",
+            "test_explanation_adds_up",
+            "test_alternatives_are_what_the_referee_finds",
+            "test_memory_price_is_what_more_budget_saves",
+        ),
+    ),
+    Promise(
+        "Reports",
+        "A trace is a step in the trace event format, and its bytes are those of statistics and plan",
+        _in(
+            "test_trace",
+            "test_trace_is_a_step_in_the_trace_event_format",
+            "test_bytes_are_those_of_stats_and_verify",
+            "test_predicted_memory_is_the_referee_s",
+            "test_trace_gives_the_model_back",
+        ),
+    ),
+    Promise(
+        "Reports",
+        "Measured bytes and times correct the profile, and a better plan takes the place of the old one",
+        _in(
+            "test_stats",
+            "test_corrected_profile_predicts_what_was_measured",
+            "test_a_link_said_to_be_fast_is_found_slow_and_recompute_is_chosen",
+            "test_refine_puts_the_better_plan_in_place",
+            "test_refine_changes_nothing_within_the_threshold",
+        ),
+    ),
+    Promise(
+        "Reports",
+        "Tables and plots show every planner, and say what is lacking",
+        _in(
+            "test_baselines",
+            "test_comparison_table_has_a_line_per_planner_and_a_dash_where_nothing_fits",
+            "test_plot_is_a_png",
+            "test_plot_without_matplotlib_names_the_extra",
+        )
+        + _in("test_tiers", "test_command_line_and_tables")
+        + _in("test_runtime", "test_stats_read_well"),
+    ),
+    Promise(
+        "Reports",
+        "A step that runs out of memory is undone, reported where it ran short, or planned again",
+        _in(
+            "test_oom",
+            "test_reported_undone_and_the_next_step_is_right",
+            "test_where_in_the_swapped_step_it_was",
+            "test_replans_until_it_fits",
+            "test_no_plan_fits",
+        ),
+        ("faults",),
+    ),
+    # Command line
+    Promise(
+        "Command line",
+        "Every command has help and an example, and does what its function does",
+        _in(
+            "test_cli",
+            "test_help_names_every_command_and_version_prints",
+            "test_each_command_has_an_example",
+            "test_solve_writes_a_plan_that_fits_and_simulate_accepts_it",
+            "test_frontier_prints_saves_and_draws_its_plans",
+            "test_explain_says_what_binds_and_the_next_choices",
+            "test_show_prints_stages_and_totals_of_a_profile",
+            "test_compare_lists_every_planner",
+            "test_demo_trains_with_identical_losses_within_its_budget",
+        )
+        + _in("test_fit", "test_estimate_prints_and_saves", "test_fit_answers_on_one_screen")
+        + _in("test_trace", "test_command_line_writes_a_trace"),
+        ("mutants",),
+    ),
+    Promise(
+        "Command line",
+        "An error is one line with what to do, and exit code 2",
+        _in(
+            "test_cli",
+            "test_a_budget_that_is_too_small_names_the_smallest_that_works",
+            "test_unknown_actions_are_named",
+            "test_files_that_are_none_of_ours_are_refused",
+            "test_a_directory_is_no_output_file",
+            "test_solve_wants_a_budget_or_a_slowdown",
+        )
+        + _in("test_fit", "test_errors_are_one_line"),
+    ),
+    Promise(
+        "Command line",
+        "A plan that breaks its promises exits with 1, and the broken rules are named",
+        _in("test_cli", "test_simulate_names_what_a_plan_breaks"),
+    ),
+    # Measured
+    Promise(
+        "What is measured",
+        "Predicted step times are near the measured ones",
+        _in("test_stats", "test_each_stage_has_its_own_seconds", "test_corrected_profile_predicts_what_was_measured"),
+        ("predicted_steps",),
+    ),
+    Promise(
+        "What is measured",
+        "A plan that keeps everything makes a step at most 1 % longer",
+        _in("test_stats", "test_only_some_steps_are_measured")
+        + _in("test_shapes", "test_a_check_is_cheap_and_keeps_nothing"),
+        ("overhead",),
+    ),
+    Promise(
+        "What is measured",
+        "Plans are held against the published rules, and against PyTorch's own switches at the peak they reach",
+        _in("test_baselines", "test_pofo_swaps_and_is_never_slower_than_rotor")
+        + _in("test_solver", "test_recompute_only_is_never_slower_than_rotor"),
+        ("compare_greedy", "compare_real", "pooch_questions"),
+    ),
+)
+
+AT_SCALE: dict[int, tuple[str, ...]] = {
+    1: ("gpu_suite",),
+    2: ("bitwise", "gpu_suite"),
+    3: ("gpu_suite",),
+    4: ("bitwise", "gpu_suite"),
+    5: ("bitwise",),
+    7: ("faults", "soak"),
+    9: ("bitwise",),
+    12: ("faults", "soak"),
+    14: ("faults",),
+    17: ("bitwise",),
+    18: ("bitwise",),
+    25: ("soak",),
+    27: ("faults",),
+    29: ("faults",),
+    30: ("predicted_steps",),
+    31: ("bitwise", "faults"),
+}
+"""Which experiments repeat the runtime's requirements, by number, besides `mutations`, which is about all of them."""
