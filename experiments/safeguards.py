@@ -665,7 +665,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         25,
         "plans that were made stay known",
-        "ckptplan/api.py",
+        "ckptplan/enlarging.py",
         "        if earlier is not None:",
         "        if False:",
         ("tests/test_shapes.py::test_shapes_in_turn_are_met_by_one_plan_or_by_two_that_are_kept",),

@@ -407,11 +407,12 @@ def textbook(rate: float, **more: Any) -> Profile:
 
 def test_a_link_said_to_be_fast_is_found_slow_and_recompute_is_chosen() -> None:
     """The whole of refine but the model: the false profile swaps, the corrected one recomputes."""
-    from ckptplan.api import Job, _Adviser
+    from ckptplan.adviser import Adviser
+    from ckptplan.job import Job
 
     true, false = textbook(2e8), textbook(2e10)
     budget = simulate(false, [ckptplan.Decision("keep")] * 8).peak_bytes // 2
-    adviser = _Adviser(Job(false, None, False, ("keep", "swap", "recompute"), True, None, 2.0, 0, 1, lambda text: None))
+    adviser = Adviser(Job(false, None, False, ("keep", "swap", "recompute"), True, None, 2.0, 0, 1, lambda text: None))
     plan = adviser._job.solved(budget)
     assert plan.host_bytes
     truth = simulate(true, plan)
@@ -429,23 +430,24 @@ def test_a_link_said_to_be_fast_is_found_slow_and_recompute_is_chosen() -> None:
 
 
 def test_measured_bytes_lead_to_a_leaner_plan_or_to_none() -> None:
-    from ckptplan.api import Job, _Adviser
+    from ckptplan.adviser import Adviser
+    from ckptplan.job import Job
 
     chain = textbook(2e10)
     full = simulate(chain, [ckptplan.Decision("keep")] * 8).peak_bytes
     job = Job(chain, None, False, ("keep", "swap", "recompute"), True, None, 2.0, 0, 1, lambda text: None)
     plan = job.solved(full // 2)
     over = 5 << 20
-    after, told = _Adviser(job).refined(plan, as_if_measured(chain, plan, peak_bytes=plan.peak_bytes + over))
+    after, told = Adviser(job).refined(plan, as_if_measured(chain, plan, peak_bytes=plan.peak_bytes + over))
     assert told.peak_bytes == plan.peak_bytes + over
     assert after.peak_bytes <= plan.budget_bytes
     assert simulate(chain, after).peak_bytes <= plan.budget_bytes - over
     # Fewer bytes than predicted aren't taken for granted.
-    same, _ = _Adviser(job).refined(plan, as_if_measured(chain, plan, peak_bytes=plan.peak_bytes - over))
+    same, _ = Adviser(job).refined(plan, as_if_measured(chain, plan, peak_bytes=plan.peak_bytes - over))
     assert same.peak_bytes <= plan.budget_bytes
     assert simulate(chain, same).peak_bytes == same.peak_bytes
     with pytest.raises(InfeasibleBudgetError):
-        _Adviser(job).refined(plan, as_if_measured(chain, plan, peak_bytes=plan.peak_bytes + full))
+        Adviser(job).refined(plan, as_if_measured(chain, plan, peak_bytes=plan.peak_bytes + full))
 
 
 def test_refine_says_when_it_can_t(made: Made) -> None:

@@ -19,14 +19,14 @@ from small_models import conv_norm, transformer
 from typer.testing import CliRunner
 
 import ckptplan
-from ckptplan.api import STAGING_BYTES, beside_staging
 from ckptplan.cli import app
-from ckptplan.core.chain import ACTIONS, Action, Link, Segment
+from ckptplan.core.chain import ACTIONS, STAGING_BYTES, Action, Link, Segment
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import Overflow, residency, schedule
 from ckptplan.core.units import GIB
+from ckptplan.job import beside_staging
 from ckptplan.referee import simulate, validate
 from ckptplan.report.tables import swapped
 from ckptplan.solving import peak, planner, smallest_peak, solve_profile, tiers
