@@ -876,7 +876,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "ckptplan/report/refine.py",
         "link=_link(profile.link, measured.host)",
         "link=profile.link",
-        ("tests/test_stats.py::test_a_link_said_to_be_fast_is_found_slow_and_recompute_is_chosen",),
+        ("tests/test_refine.py::test_a_link_said_to_be_fast_is_found_slow_and_recompute_is_chosen",),
     ),
     Safeguard(
         30,
@@ -884,7 +884,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "ckptplan/report/refine.py",
         "over = max((measured.peak_bytes or 0) - timeline.peak_bytes, 0)",
         "over = 0",
-        ("tests/test_stats.py::test_measured_bytes_lead_to_a_leaner_plan_or_to_none",),
+        ("tests/test_refine.py::test_measured_bytes_lead_to_a_leaner_plan_or_to_none",),
     ),
     Safeguard(
         31,

@@ -23,6 +23,8 @@ from ckptplan.referee import simulate, validate
 from ckptplan.report.plots import plot_step_time
 from ckptplan.report.tables import Row, comparison_table, planners_table
 
+pytestmark = pytest.mark.planning
+
 
 def chain(
     n: int = 3, link: float = 10.0, forward_s: tuple[float, ...] = (), backward_s: tuple[float, ...] = ()

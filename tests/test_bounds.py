@@ -20,6 +20,8 @@ from ckptplan.referee import simulate
 from ckptplan.solving.fluid_model import FluidModel
 from ckptplan.solving.prices import Bound, lower_bound
 
+pytestmark = pytest.mark.planning
+
 # Bounds and makespans are sums of the same seconds in another order.
 ROUNDING = 1 + 1e-9
 

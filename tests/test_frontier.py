@@ -16,6 +16,8 @@ from ckptplan.referee import simulate, validate
 from ckptplan.solving.frontier import everything_kept_bytes, frontier_profile, smallest_within
 from ckptplan.solving.planner import smallest_peak, solve_profile
 
+pytestmark = pytest.mark.planning
+
 CHAINS = {
     "homogeneous": homogeneous_chain(6, link_ratio=0.2),
     "rich": random_chain(7, 6),

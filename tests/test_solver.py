@@ -35,6 +35,8 @@ from ckptplan.solving.label_dp import LabelDp
 from ckptplan.solving.local_search import LocalSearch, even_segments, patterns
 from ckptplan.solving.segment_dp import SegmentDp
 
+pytestmark = pytest.mark.planning
+
 # Times are sums of the same seconds in another order.
 SAME = {"rel": 1e-9, "abs": 1e-9}
 NOTHING_MOVES: tuple[Action, ...] = ("keep", "recompute")
