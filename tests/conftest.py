@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import math
 import os
 import sys
 import threading
@@ -52,6 +53,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not item.get_closest_marker("planning"):
             item.add_marker(pytest.mark.skip(reason="needs PyTorch, which isn't installed"))
+
+
+@pytest.fixture
+def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """End each search after a little work, long before its time limit: the same plans on a busy machine as on another.
+
+    CP-SAT, which takes all the time that it is given, is left out.
+    """
+    from ckptplan.solving import planner
+
+    for name, value in (("ROUNDS_AT_FIRST", 10), ("ROUNDS_AT_LAST", 20), ("MOST_LABELS", 250)):
+        monkeypatch.setattr(planner, name, value)
+    monkeypatch.setattr(planner, "MODEL_LEAST_S", math.inf)
 
 
 @pytest.fixture
