@@ -77,7 +77,7 @@ def test_never_above_the_optimum_of_small_chains(part: int) -> None:
 
 def test_never_above_any_plan_of_longer_chains() -> None:
     compared = 0
-    for seed in range(60):
+    for seed in range(36):  # four of each size, each against sixty plans
         profile, rng = random_chain(seed, 8 + seed % 9), random.Random(seed)
         least = min(peak_of(profile, name) for name in ("recompute", "recompute+swap", "swap"))
         most = peak_of(profile, "keep")
@@ -90,7 +90,7 @@ def test_never_above_any_plan_of_longer_chains() -> None:
             step_s = seconds_of(profile, budget, codes, segments)
             compared += step_s < math.inf
             assert bound_s <= step_s * ROUNDING, (seed, budget)
-    assert compared > 300
+    assert compared > 180
 
 
 def test_a_smaller_space_has_no_smaller_bound() -> None:

@@ -112,10 +112,10 @@ def test_the_way_for_long_chains_is_sound_on_short_ones(monkeypatch: pytest.Monk
         monkeypatch.setattr(planner, name, 0)
     monkeypatch.setattr(tiers, "EXACT", 0)
     monkeypatch.setattr(tiers, "SUMS", 8)
-    monkeypatch.setattr(planner, "ROUNDS_AT_LAST", 40)  # where each search ends, long before its time limit
+    monkeypatch.setattr(planner, "ROUNDS_AT_LAST", 20)  # where each search ends, long before its time limit
     equal = count = on_disk = 0
-    # Sixteen seeds of up to six stages: experiments/exactness.py compares by the hundred.
-    for seed in range(16):
+    # Half of these plans use the disk, of the first thirty seeds' one in six. A search takes 0.4 s.
+    for seed in (1, 3, 6, 8, 9, 12, 14, 15, 20, 26):
         rng = random.Random(seed)
         profile = with_disk(random_chain(seed, 3 + seed % 4, most_options=5), rng)
         host, disk = rng.choice((0, 10, 25)), rng.choice((15, 40, 1000))
@@ -417,7 +417,7 @@ def test_frontier_and_slowdown_with_a_disk() -> None:
 def test_longer_chains_are_sound() -> None:
     for seed in range(3):
         rng = random.Random(seed)
-        profile = with_disk(random_chain(seed, 18), rng)
+        profile = with_disk(random_chain(seed, 13), rng)
         limits = {"host_bytes": 60, "disk_bytes": 1000, "actions": NO_RECOMPUTE}
         least = smallest_peak(profile, time_limit_s=LONG_S, **limits).peak_bytes
         plan = solve_profile(profile, least + 5, time_limit_s=LONG_S, **limits)
@@ -467,21 +467,24 @@ def leaner_choices(profile: Profile, plan: Plan) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.usefixtures("short_search")
 def test_no_swap_gains_nothing() -> None:
     """Chains of all kinds, however little time there was: no swap can be a keep, or a smaller one, and as fast."""
     swaps = 0
     for seed in range(24):
         rng = random.Random(seed)
-        profile = with_disk(random_chain(seed, 4 + seed % 9), rng)
+        cut = seed % 3 > 0  # what is found then is up to the machine
+        profile = with_disk(random_chain(seed, 4 + seed % 9 if cut else 3 + seed % 4), rng)
         host, disk = (None, None) if seed % 2 else (20, 1000)
-        least = smallest_peak(profile, host_bytes=host, disk_bytes=disk, time_limit_s=0.2)
+        least = smallest_peak(profile, host_bytes=host, disk_bytes=disk, time_limit_s=0.2 if cut else LONG_S)
         budget = least.peak_bytes + rng.randint(0, 40)
-        limit_s = 0.02 if seed % 3 else 0.25
+        limit_s = 0.02 if cut else LONG_S
         plan = solve_profile(profile, budget, host_bytes=host, disk_bytes=disk, time_limit_s=limit_s)
         sound(profile, plan, budget, host, disk)
         assert leaner_choices(profile, plan) == [], seed
-        swaps += sum(bool(choice.moves) for choice in plan.choices)
-    assert swaps > 15
+        if not cut:
+            swaps += sum(bool(choice.moves) for choice in plan.choices)
+    assert swaps > 4
 
 
 def test_a_swap_that_gains_nothing_is_dropped() -> None:
