@@ -1,27 +1,38 @@
-"""The fastest way to train within a memory budget: keep, swap or recompute each stage, with a proven bound."""
+"""The fastest way to train within a memory budget: keep, swap or recompute each stage, with a proven bound.
 
-from ckptplan.api import apply, explain, frontier, solve, trace
-from ckptplan.core.device import Device
-from ckptplan.core.errors import (
-    CkptPlanError,
-    InfeasibleBudgetError,
-    InvalidInputError,
-    OutOfMemoryError,
-    PlanMismatchError,
-    SwapError,
-    UnsupportedModelError,
-)
-from ckptplan.core.estimate import Estimate
-from ckptplan.core.plan import Decision, Plan
-from ckptplan.core.profile import Profile
-from ckptplan.core.trace import Trace
-from ckptplan.fit import BatchFit, max_batch_size
-from ckptplan.memory.allocator_settings import AllocatorSettings
-from ckptplan.memory.estimate import DDP, estimate
-from ckptplan.profiling.inputs import record_forward
-from ckptplan.profiling.profiler import profile
-from ckptplan.referee import simulate, validate
-from ckptplan.runtime.verify import verify
+The public names are loaded when they are first used (PEP 562), so `import ckptplan` takes no time, and planning from a
+`Profile` loads no PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckptplan.api import explain, frontier, solve
+    from ckptplan.core.device import Device
+    from ckptplan.core.errors import (
+        CkptPlanError,
+        InfeasibleBudgetError,
+        InvalidInputError,
+        OutOfMemoryError,
+        PlanMismatchError,
+        SwapError,
+        UnsupportedModelError,
+    )
+    from ckptplan.core.estimate import Estimate
+    from ckptplan.core.plan import Decision, Plan
+    from ckptplan.core.profile import Profile
+    from ckptplan.core.trace import Trace
+    from ckptplan.fit import BatchFit, max_batch_size
+    from ckptplan.memory.allocator_settings import AllocatorSettings
+    from ckptplan.memory.estimate import DDP, estimate
+    from ckptplan.model_api import apply, trace
+    from ckptplan.profiling.inputs import record_forward
+    from ckptplan.profiling.profiler import profile
+    from ckptplan.referee import simulate, validate
+    from ckptplan.runtime.verify import verify
 
 __version__ = "0.1.0"
 
@@ -55,3 +66,49 @@ __all__ = [
     "validate",
     "verify",
 ]
+
+_MODULES = {
+    "DDP": "ckptplan.memory.estimate",
+    "AllocatorSettings": "ckptplan.memory.allocator_settings",
+    "BatchFit": "ckptplan.fit",
+    "CkptPlanError": "ckptplan.core.errors",
+    "Decision": "ckptplan.core.plan",
+    "Device": "ckptplan.core.device",
+    "Estimate": "ckptplan.core.estimate",
+    "InfeasibleBudgetError": "ckptplan.core.errors",
+    "InvalidInputError": "ckptplan.core.errors",
+    "OutOfMemoryError": "ckptplan.core.errors",
+    "Plan": "ckptplan.core.plan",
+    "PlanMismatchError": "ckptplan.core.errors",
+    "Profile": "ckptplan.core.profile",
+    "SwapError": "ckptplan.core.errors",
+    "Trace": "ckptplan.core.trace",
+    "UnsupportedModelError": "ckptplan.core.errors",
+    "apply": "ckptplan.model_api",
+    "estimate": "ckptplan.memory.estimate",
+    "explain": "ckptplan.api",
+    "frontier": "ckptplan.api",
+    "max_batch_size": "ckptplan.fit",
+    "profile": "ckptplan.profiling.profiler",
+    "record_forward": "ckptplan.profiling.inputs",
+    "simulate": "ckptplan.referee",
+    "solve": "ckptplan.api",
+    "trace": "ckptplan.model_api",
+    "validate": "ckptplan.referee",
+    "verify": "ckptplan.runtime.verify",
+}
+"""Where each public name is defined. No public name may be that of a module or package in `ckptplan`."""
+
+
+if not TYPE_CHECKING:  # or a type checker would accept any name
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(_MODULES[name]), name)
+        globals()[name] = found  # the next access finds it there
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

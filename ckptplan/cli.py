@@ -39,14 +39,31 @@ OURS = "ckptplan"
 
 
 class _Group(TyperGroup):
-    """Turns the package's own errors into one line and exit code 2; anything else is a bug and keeps its traceback."""
+    """Turns the package's own errors, and PyTorch's absence, into one line and exit code 2.
+
+    Anything else is a bug and keeps its traceback.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except CkptPlanError as error:
-            Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
+            _show_error(str(error))
             raise typer.Exit(2) from error
+        except ModuleNotFoundError as error:
+            if not _is_torch(error):
+                raise
+            _show_error("this needs PyTorch, which isn't installed; install it with: pip install torch")
+            raise typer.Exit(2) from error
+
+
+def _show_error(text: str) -> None:
+    Console(stderr=True).print(f"[red]error:[/red] {escape(text)}", soft_wrap=True, highlight=False)
+
+
+def _is_torch(error: ImportError) -> bool:
+    """Whether PyTorch is what is missing."""
+    return (error.name or "").partition(".")[0] == "torch"
 
 
 app = typer.Typer(
@@ -469,7 +486,7 @@ def trace_command(
     plan = Plan.load(plan_file)
     profile = None if profile_file is None else Profile.load(profile_file)
     model, inputs = _model(source)
-    from ckptplan.api import trace
+    from ckptplan.model_api import trace
     from ckptplan.profiling.inputs import find_inputs
     from ckptplan.runtime.step import model_device
 
@@ -725,6 +742,8 @@ def _import(source: str, module: str, name: str) -> Any:
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and _is_torch(error):
+            raise
         raise InvalidInputError(f"{source} can't be imported: {error}; want package.module:name") from error
     return found
 

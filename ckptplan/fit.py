@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ckptplan.api import Job, Report, free_bytes, host_limit
 from ckptplan.core.chain import ACTIONS, Action
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.units import budget_to_bytes, format_bytes
+from ckptplan.job import Job, Report, host_limit
 from ckptplan.memory.estimate import TrainingBytes
+from ckptplan.model_job import free_bytes, replaying
 from ckptplan.profiling.operations import TensorSpec
 from ckptplan.profiling.optimizers import OptimizerLike
 from ckptplan.profiling.profiler import profile_step, traced_bytes
@@ -485,7 +486,7 @@ class _Search:
             self.report,
         )
         try:
-            plan = job.replaying(step, self.batches.sizes).solved(self.budget_bytes)
+            plan = replaying(job, step, self.batches.sizes).solved(self.budget_bytes)
         except InfeasibleBudgetError as error:
             return max(error.min_peak_bytes, self.budget_bytes + 1)
         except _TooLarge:  # in a replay

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ckptplan.api import Report
 from ckptplan.core.chain import Segment
 from ckptplan.core.device import Device
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.fit import LIMIT, Batches, MakeInputs, largest
+from ckptplan.job import Report
 from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.profiling.optimizers import OptimizerLike
 from ckptplan.profiling.profiler import planned_profiles

@@ -667,7 +667,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         25,
         "plans that were made stay known",
-        "_Enlarger.enlarged",
+        "Enlarger.enlarged",
         "        if earlier is not None:",
         "        if False:",
         ("tests/test_shapes.py::test_shapes_in_turn_are_met_by_one_plan_or_by_two_that_are_kept",),
@@ -878,7 +878,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "corrected",
         "link=_link(profile.link, measured.host)",
         "link=profile.link",
-        ("tests/test_stats.py::test_a_link_said_to_be_fast_is_found_slow_and_recompute_is_chosen",),
+        ("tests/test_refine.py::test_a_link_said_to_be_fast_is_found_slow_and_recompute_is_chosen",),
     ),
     Safeguard(
         30,
@@ -886,7 +886,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "corrected",
         "over = max((measured.peak_bytes or 0) - timeline.peak_bytes, 0)",
         "over = 0",
-        ("tests/test_stats.py::test_measured_bytes_lead_to_a_leaner_plan_or_to_none",),
+        ("tests/test_refine.py::test_measured_bytes_lead_to_a_leaner_plan_or_to_none",),
     ),
     Safeguard(
         31,

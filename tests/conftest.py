@@ -1,21 +1,98 @@
+"""What every test needs; loads no PyTorch, so that planning is tested without it (see `torch_setup` for the rest).
+
+`pytest -m planning` runs the tests that carry the mark, with PyTorch out of reach: a marked test that imports it fails.
+Files without the mark aren't even imported then, nor where PyTorch isn't installed.
+"""
+
 from __future__ import annotations
 
 import gc
+import importlib
+import importlib.util
+import math
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
+from command_line import Run
 from hypothesis import settings
 
 # No deadline: how long an example takes says more about the machine than about the code.
 settings.register_profile("ckptplan", deadline=None)
 settings.load_profile("ckptplan")
 
-# The models are tiny: threads only wait for each other, on a busy machine many times as long as the work takes.
-torch.set_num_threads(1)
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # once, for all processes that run tests
+        folder = tempfile.TemporaryDirectory(prefix="ckptplan-profiles-")
+        os.environ["CKPTPLAN_TEST_PROFILES"] = folder.name
+        config.add_cleanup(folder.cleanup)
+    if config.option.markexpr.strip() == "planning" and "torch" not in sys.modules:
+        importlib.import_module("no_torch")
+    if has_torch():
+        config.pluginmanager.register(importlib.import_module("torch_setup"))
+
+
+def has_torch() -> bool:
+    try:
+        return importlib.util.find_spec("torch") is not None
+    except ModuleNotFoundError:  # put out of reach by no_torch
+        return False
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files without a planning test where no other can run."""
+    if collection_path.suffix != ".py" or has_torch():
+        return None
+    return "mark.planning" not in collection_path.read_text(encoding="utf-8") or None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if has_torch():
+        return
+    for item in items:
+        if not item.get_closest_marker("planning"):
+            item.add_marker(pytest.mark.skip(reason="needs PyTorch, which isn't installed"))
+
+
+def pytest_collection_finish() -> None:
+    """Take what the imports made out of garbage collection, which would walk through all of it in every test."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """End each search after a little work, long before its time limit: the same plans on a busy machine as on another.
+
+    CP-SAT, which takes all the time that it is given, is left out.
+    """
+    from ckptplan.solving import planner
+
+    for name, value in (("ROUNDS_AT_FIRST", 10), ("ROUNDS_AT_LAST", 20), ("MOST_LABELS", 250)):
+        monkeypatch.setattr(planner, name, value)
+    monkeypatch.setattr(planner, "MODEL_LEAST_S", math.inf)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command of the command line."""
+    from typer.testing import CliRunner
+
+    from ckptplan.cli import app
+
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def invoke(*arguments: object) -> Any:
+        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+    return invoke
 
 
 @pytest.fixture
@@ -32,25 +109,3 @@ def no_leak() -> Iterator[None]:
     if left() != before:
         gc.collect()
     assert left() == before
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # once, for all processes that run tests
-        folder = tempfile.TemporaryDirectory(prefix="ckptplan-profiles-")
-        os.environ["CKPTPLAN_TEST_PROFILES"] = folder.name
-        config.add_cleanup(folder.cleanup)
-
-
-def pytest_collection_finish() -> None:
-    """Take what the imports made out of garbage collection, which would walk through all of it in every test."""
-    gc.collect()
-    gc.freeze()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
-        return
-    if not torch.cuda.is_available():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -23,6 +23,8 @@ from ckptplan.referee import simulate, validate
 from ckptplan.report.plots import plot_step_time
 from ckptplan.report.tables import Row, comparison_table, planners_table
 
+pytestmark = pytest.mark.planning
+
 
 def chain(
     n: int = 3, link: float = 10.0, forward_s: tuple[float, ...] = (), backward_s: tuple[float, ...] = ()
@@ -422,7 +424,7 @@ def test_every_plan_passes_the_referee(name: str) -> None:
     rng = random.Random(0)
     found = 0
     too_small: list[tuple[int, int]] = []
-    for seed in range(60):
+    for seed in range(30):  # with three budgets each, for each of the planners
         profile = random_chain(seed, rng.randint(1, 10))
         for budget in some_budgets(rng, profile):
             try:
@@ -435,7 +437,7 @@ def test_every_plan_passes_the_referee(name: str) -> None:
             assert plan.planner == name
             assert plan.budget_bytes == budget
     assert all(smallest > budget for smallest, budget in too_small)
-    assert found >= 60
+    assert found >= 30
 
 
 @pytest.mark.parametrize("name", ["recompute_all", "swap_all", "chen_sqrt"])
@@ -473,7 +475,7 @@ def test_times_and_peak_equal_the_referee_and_waits_add_up() -> None:
 def test_pooch_lies_between_brute_force_and_swap_all() -> None:
     rng = random.Random(3)
     equal = compared = 0
-    for seed in range(100):
+    for seed in range(50):  # each with up to 4**5 plans, tried one by one
         profile = random_chain(seed, rng.randint(1, 5))
         n = len(profile.stages)
         everything = keep_all_peak(profile)
@@ -496,7 +498,7 @@ def test_pooch_lies_between_brute_force_and_swap_all() -> None:
         with suppress(InfeasibleBudgetError):
             swapped = build(profile, named(profile, ["swap"] * n), budget, "swap").step_s
             assert pooch <= swapped * (1 + 1e-9)
-    assert compared >= 40
+    assert compared >= 20
     assert equal >= compared // 2
 
 

@@ -6,7 +6,7 @@ import math
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,8 @@ from ckptplan.core.schedule import Overflow, residency, schedule
 from ckptplan.referee import simulate
 from ckptplan.solving.fluid_model import FluidModel
 from ckptplan.solving.prices import Bound, lower_bound
+
+pytestmark = pytest.mark.planning
 
 # Bounds and makespans are sums of the same seconds in another order.
 ROUNDING = 1 + 1e-9
@@ -75,7 +77,7 @@ def test_never_above_the_optimum_of_small_chains(part: int) -> None:
 
 def test_never_above_any_plan_of_longer_chains() -> None:
     compared = 0
-    for seed in range(60):
+    for seed in range(36):  # four of each size, each against sixty plans
         profile, rng = random_chain(seed, 8 + seed % 9), random.Random(seed)
         least = min(peak_of(profile, name) for name in ("recompute", "recompute+swap", "swap"))
         most = peak_of(profile, "keep")
@@ -88,7 +90,7 @@ def test_never_above_any_plan_of_longer_chains() -> None:
             step_s = seconds_of(profile, budget, codes, segments)
             compared += step_s < math.inf
             assert bound_s <= step_s * ROUNDING, (seed, budget)
-    assert compared > 300
+    assert compared > 180
 
 
 def test_a_smaller_space_has_no_smaller_bound() -> None:
@@ -222,7 +224,7 @@ def test_fluid_model_is_between_the_linear_bound_and_the_optimum() -> None:
         best = fastest(profile, budget, host_bytes=host, within=space)
         assert best is not None
         model = FluidModel(profile, menu_of(profile), budget, host_bytes=host, segments=trees)
-        found = model.solve(lambda *_: False, deadline=time.monotonic() + 30)
+        found = model.solve(lambda *_: False, deadline=time.monotonic() + 60)
         assert found.proven
         assert found.bound_s <= best * ROUNDING, (seed, budget)
         assert found.codes is not None
@@ -238,7 +240,7 @@ def test_fluid_model_takes_a_hint_and_stops() -> None:
     recompute = profile.stages[3].options.index(profile.stages[3].option("recompute"))
     model.hint([recompute] * 30, [segment])
     seen = []
-    model.solve(lambda *solution: bool(seen.append(solution) or True), deadline=time.monotonic() + 20)
+    model.solve(lambda *solution: bool(seen.append(solution) or True), deadline=time.monotonic() + 60)
     assert len(seen) == 1
     codes, segments, bound_s = seen[0]
     assert segments == (segment,)  # which no search begins with by itself
@@ -246,10 +248,19 @@ def test_fluid_model_takes_a_hint_and_stops() -> None:
     assert bound_s * ROUNDING >= profile.baseline_step_s
 
 
+@pytest.fixture
+def python_handles_interrupts() -> Iterator[None]:
+    """As in a shell's foreground; a test run in the background inherits a SIGINT that is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("python_handles_interrupts")
 def test_an_interrupt_after_a_search_is_python_s_to_handle() -> None:
     profile = homogeneous_chain(6, link_ratio=0.5)
     budget = (peak_of(profile, "recompute") + peak_of(profile, "keep")) // 2
-    found = FluidModel(profile, menu_of(profile), budget).solve(lambda *_: False, deadline=time.monotonic() + 5)
+    found = FluidModel(profile, menu_of(profile), budget).solve(lambda *_: False, deadline=time.monotonic() + 60)
     assert found.codes is not None
     caught = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt"))
     assert int(caught.split()[1], 16) >> (signal.SIGINT - 1) & 1, "Ctrl-C would end the process at once"
@@ -257,5 +268,5 @@ def test_an_interrupt_after_a_search_is_python_s_to_handle() -> None:
 
 def test_fluid_model_knows_that_nothing_fits() -> None:
     profile = homogeneous_chain(6, link_ratio=0.5)
-    result = FluidModel(profile, menu_of(profile), 1000).solve(lambda *_: False, deadline=time.monotonic() + 5)
+    result = FluidModel(profile, menu_of(profile), 1000).solve(lambda *_: False, deadline=time.monotonic() + 60)
     assert (result.codes, result.bound_s, result.proven) == (None, math.inf, True)

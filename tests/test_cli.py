@@ -2,19 +2,15 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import importlib.util
 import io
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from command_line import Run, assert_clean_error
 
 from ckptplan.baselines import rotor
-from ckptplan.cli import app
 from ckptplan.core.estimate import CATEGORIES, Estimate, Phase, Tensors
 from ckptplan.core.estimate import SCHEMA as ESTIMATE_SCHEMA
 from ckptplan.core.plan import KEEP, Plan
@@ -22,19 +18,9 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.units import GIB, format_bytes
 from ckptplan.referee import simulate, validate
 
+pytestmark = pytest.mark.planning
+
 FORMATS = Path(__file__).parent.parent / "docs" / "formats.md"
-Run = Callable[..., Result]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "120")
-
-    def invoke(*arguments: object) -> Result:
-        return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-    return invoke
 
 
 @pytest.fixture
@@ -57,16 +43,6 @@ def keep_all_bytes(profile: Profile) -> int:
 
 def keep_all_gb(profile: Profile) -> float:
     return keep_all_bytes(profile) / GIB
-
-
-def assert_clean_error(result: Result, *texts: str) -> None:
-    """One line on stderr, exit code 2, nothing on stdout, no traceback."""
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
-    for text in texts:
-        assert text in result.stderr
 
 
 def plain(text: str) -> str:
@@ -263,23 +239,6 @@ def test_compare_writes_what_it_prints(run: Run, chain: Profile, profile_file: P
         assert f"`{field}`" in FORMATS.read_text(encoding="utf-8")
 
 
-def test_compare_takes_a_model(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tiny_model.py").write_text(
-        "import torch\n"
-        "def make():\n"
-        "    return torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]), (torch.ones(256, 64),)\n"
-        "number = 3\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    result = run("compare", "tiny_model:make", "--budgets", "50", "--planners", "ckptplan,recompute_all")
-    assert result.exit_code == 0, result.output
-    assert "recompute_all" in result.stdout
-    assert_clean_error(
-        run("compare", "tiny_model:absent", "--budgets", "50"), "tiny_model:absent", "package.module:name"
-    )
-    assert_clean_error(run("compare", "tiny_model:number", "--budgets", "50"), "int", "torch.nn.Module")
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -419,18 +378,3 @@ def test_the_documented_fields_are_those_written(chain: Profile, tmp_path: Path)
     assert all(category in " ".join(text.split()) for category in CATEGORIES)
     for schema in (written["profile"]["schema"], written["plan"]["schema"], ESTIMATE_SCHEMA):
         assert f'`"{schema}"`' in text
-
-
-@pytest.mark.skipif(importlib.util.find_spec("ckptplan.api") is None, reason="ckptplan.api is not there yet")
-def test_demo_trains_with_identical_losses_within_its_budget(capsys: pytest.CaptureFixture[str]) -> None:
-    from rich.console import Console
-
-    from ckptplan.demo import Size, run
-
-    size = Size(blocks=3, width=32, heads=2, context=64, batch=8)
-    assert run("cpu", steps=2, size=size, time_limit_s=2.0, console=Console(width=160))
-    out = capsys.readouterr().out
-    assert "same, same" in out
-    assert "DIFFER" not in out
-    for row in ("plain", "ckptplan", "recompute all", "pooch"):
-        assert row in out

@@ -22,6 +22,8 @@ from ckptplan.core.schedule import Overflow, residency, schedule
 from ckptplan.core.units import budget_to_bytes
 from ckptplan.referee import simulate, validate
 
+pytestmark = pytest.mark.planning
+
 NOT_BYTES = (-1, 1.5, float("nan"), float("inf"), True, "12", None, [12], 1 << 60, 10**5000)
 NOT_SECONDS = (-0.5, float("nan"), float("inf"), -float("inf"), True, "1", None, [1.0], 1e10, 10**400)
 NOT_INDICES = ([0], "0", 0, None, (0.0,), (True,), ("0",), (-1,), (0, 0), ((0,),), (1 << 70,))

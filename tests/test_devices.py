@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -9,32 +7,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from device_examples import SIMPLE, example
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from ckptplan.cli import app
-from ckptplan.core.device import OP_CLASSES, SCHEMA, Device, find_device, known_devices
+from ckptplan.core.device import OP_CLASSES, Device, find_device, known_devices
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.profiling.calibrate import calibrate
 from ckptplan.profiling.operations import SeenOperations, TensorSpec, op_key
 from ckptplan.profiling.roofline import NOTHING, flops_rate, op_cost, op_seconds
 
-ROOT = Path(__file__).parent.parent
-FORMATS = ROOT / "docs" / "formats.md"
 aten = torch.ops.aten
-
-SIMPLE = Device(
-    name="simple",
-    description="round numbers",
-    memory_bytes=1 << 30,
-    context_bytes=0,
-    bytes_per_s=1e9,
-    flops_per_s={"float32": 1e10, "tf32": 8e10, "float16": 1e11, "float64": 1e9},
-    out_bytes_per_s=1e8,
-    in_bytes_per_s=1e8,
-    launch_s=1e-6,
-    compute_capability=(8, 0),
-)
 
 
 def key(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -50,92 +34,6 @@ def keys_of(run: Any) -> list[Any]:
 # --- the data file ---
 
 
-@pytest.mark.parametrize("device", known_devices().values(), ids=lambda device: device.name)
-def test_every_number_of_a_known_device_has_a_source(device: Device) -> None:
-    for field in fields(Device):
-        if field.name in ("name", "description", "sources"):
-            continue
-        value = getattr(device, field.name)
-        names = [field.name, *(f"{field.name}.{k}" for k in value)] if isinstance(value, dict) else [field.name]
-        if field.name == "efficiency":  # each share has its own
-            assert all(device.sources.get(name) for name in names[1:]), field.name
-        else:
-            assert device.sources.get(field.name), field.name
-    assert set(OP_CLASSES) <= set(device.efficiency)
-
-
-@pytest.mark.parametrize("device", known_devices().values(), ids=lambda device: device.name)
-def test_known_devices_are_plausible(device: Device) -> None:
-    # The driver never reports what is on the box ("40GB", 10**9 bytes each or 2**30), but never less than 88 % of it.
-    boxed = int(re.search(r"(\d+)GB", device.description)[1])  # type: ignore[index]
-    assert 0.88 * boxed < device.memory_bytes / 2**30 <= boxed
-    rates = device.flops_per_s
-    assert rates["float64"] <= rates["float32"] <= rates.get("tf32", rates["float16"]) <= rates["float16"]
-    assert rates.get("bfloat16", rates["float16"]) <= rates["float16"]
-    # Every one of them computes more than it streams, and streams more than its link carries.
-    assert rates["float32"] > device.bytes_per_s > 10 * device.out_bytes_per_s
-    assert device.is_cuda
-    assert device.usable_bytes < device.memory_bytes
-
-
-def test_the_data_file_is_installed() -> None:
-    tomllib = pytest.importorskip("tomllib")  # Python 3.11
-    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
-        "ckptplan.core"
-    ]
-    installed = {path for pattern in patterns for path in (ROOT / "ckptplan" / "core").glob(pattern)}
-    assert ROOT / "ckptplan" / "core" / "devices.json" in installed
-
-
-def test_devices_are_found_by_name_however_it_is_written() -> None:
-    assert find_device("rtx4090") is find_device("RTX 4090") is find_device("rtx-4090")
-    assert find_device("A100_40GB").name == "a100-40gb"
-    assert find_device(SIMPLE) is SIMPLE
-
-
-@pytest.mark.parametrize(
-    ("asked", "hint"),
-    [("a100", "'a100-40gb' or 'a100-80gb'?"), ("v100", "'v100-16gb' or 'v100-32gb'?"), ("h1000", "'h100'")],
-)
-def test_a_name_that_is_not_known_is_answered_with_near_ones(asked: str, hint: str) -> None:
-    with pytest.raises(InvalidInputError, match="not known") as error:
-        find_device(asked)
-    assert hint in str(error.value)
-    assert "calibrate" in str(error.value)
-
-
-def test_a_description_survives_its_file(tmp_path: Path) -> None:
-    device = known_devices()["t4"]
-    device.save(tmp_path / "t4.json")
-    assert find_device(tmp_path / "t4.json") == device
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"memory_bytes": 0.5}, "memory_bytes"),
-        ({"context_bytes": 1 << 30}, "context_bytes"),
-        ({"bytes_per_s": 0}, "bytes_per_s"),
-        ({"flops_per_s": {"float16": 1e12}}, "'float32'"),
-        ({"efficiency": {"matmul": 1.5}}, "at most 1"),
-        ({"efficiency": {"products": 0.5}}, "'products'"),
-        ({"efficiency": {"matmul.int8": 0.5}}, "'matmul.int8'"),
-        ({"efficiency": {"reduction.float32": 0.5}}, "'reduction.float32'"),
-        ({"compute_capability": (8,)}, "compute_capability"),
-        ({"launch_s": -1}, "launch_s"),
-    ],
-)
-def test_impossible_numbers_are_named(change: dict[str, Any], text: str) -> None:
-    with pytest.raises(InvalidInputError, match=re.escape(text)):
-        replace(SIMPLE, **change)
-
-
-def example() -> str:
-    found = re.search(r"<!-- example: device -->\n```json\n(.*?)```", FORMATS.read_text(encoding="utf-8"), re.DOTALL)
-    assert found is not None
-    return found[1]
-
-
 def test_the_documented_device_loads_and_takes_the_documented_times(tmp_path: Path) -> None:
     path = tmp_path / "desk.json"
     path.write_text(example())
@@ -143,16 +41,6 @@ def test_the_documented_device_loads_and_takes_the_documented_times(tmp_path: Pa
     a = torch.empty(1000, 1000)
     assert op_seconds(key(aten.mm.default, a, a), desk) == pytest.approx(0.025, rel=1e-9)
     assert op_seconds(key(aten.add.Tensor, a, a), desk) == pytest.approx(0.0012, rel=1e-9)
-
-
-def test_the_documented_fields_of_a_device_are_those_written(tmp_path: Path) -> None:
-    text = FORMATS.read_text(encoding="utf-8")
-    SIMPLE.save(tmp_path / "simple.json")
-    written = json.loads((tmp_path / "simple.json").read_text())
-    for name in (*written, *OP_CLASSES):
-        assert f"`{name}`" in text, name
-    assert set(json.loads(example())) <= set(written)
-    assert f'`"{SCHEMA}"`' in text
 
 
 # --- the roofline; SIMPLE reaches 1e10 operations and 1e9 bytes a second ---

@@ -17,6 +17,8 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import Overflow, Residency, residency, schedule
 from ckptplan.referee import Timeline, simulate, validate
 
+pytestmark = pytest.mark.planning
+
 RECOMPUTE = Decision("recompute")
 
 

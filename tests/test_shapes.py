@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import ckptplan
-from ckptplan import api
+from ckptplan import model_job
 from ckptplan.core.chain import InputTensor, Segment
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError, PlanMismatchError
 from ckptplan.core.plan import Plan
@@ -351,13 +351,13 @@ def applied(model: nn.Module, plan: Plan, **more: Any) -> Handle:
 def profiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was profiled for larger inputs."""
     seen: list[str] = []
-    measure = api.profile_step
+    measure = model_job.profile_step
 
     def counting(training: Any, *args: Any, **kwargs: Any) -> Profile:
         seen.append(", ".join(str(list(t.shape)) for t in training.tensors()))
         return measure(training, *args, menus=False, **{k: v for k, v in kwargs.items() if k != "menus"})
 
-    monkeypatch.setattr(api, "profile_step", counting)
+    monkeypatch.setattr(model_job, "profile_step", counting)
     return seen
 
 

@@ -8,6 +8,7 @@ import math
 import random
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import brute_force
 import numpy as np
@@ -15,18 +16,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_chains import homogeneous_chain, random_chain, random_options, random_segments
-from small_models import conv_norm, transformer
 from typer.testing import CliRunner
 
 import ckptplan
-from ckptplan.api import STAGING_BYTES, beside_staging
 from ckptplan.cli import app
-from ckptplan.core.chain import ACTIONS, Action, Link, Segment
+from ckptplan.core.chain import ACTIONS, STAGING_BYTES, Action, Link, Segment
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import Overflow, residency, schedule
 from ckptplan.core.units import GIB
+from ckptplan.job import beside_staging
 from ckptplan.referee import simulate, validate
 from ckptplan.report.tables import swapped
 from ckptplan.solving import peak, planner, smallest_peak, solve_profile, tiers
@@ -35,6 +35,11 @@ from ckptplan.solving.frontier import everything_kept_bytes, frontier_profile, s
 from ckptplan.solving.prices import lower_bound
 from ckptplan.solving.tiers import TieredEvaluator, slower_link
 
+pytestmark = pytest.mark.planning
+
+PROFILES = Path(__file__).parent / "profiles"
+LONG_S = 60.0
+"""A time limit that no search of these tests meets, however busy the machine is."""
 # Times are sums of the same seconds in another order.
 SAME = {"rel": 1e-9, "abs": 1e-9}
 NO_RECOMPUTE: tuple[Action, ...] = ("keep", "swap")
@@ -107,8 +112,10 @@ def test_the_way_for_long_chains_is_sound_on_short_ones(monkeypatch: pytest.Monk
         monkeypatch.setattr(planner, name, 0)
     monkeypatch.setattr(tiers, "EXACT", 0)
     monkeypatch.setattr(tiers, "SUMS", 8)
+    monkeypatch.setattr(planner, "ROUNDS_AT_LAST", 20)  # where each search ends, long before its time limit
     equal = count = on_disk = 0
-    for seed in range(30):
+    # Half of these plans use the disk, of the first thirty seeds' one in six. A search takes 0.4 s.
+    for seed in (1, 3, 6, 8, 9, 12, 14, 15, 20, 26):
         rng = random.Random(seed)
         profile = with_disk(random_chain(seed, 3 + seed % 4, most_options=5), rng)
         host, disk = rng.choice((0, 10, 25)), rng.choice((15, 40, 1000))
@@ -116,10 +123,10 @@ def test_the_way_for_long_chains_is_sound_on_short_ones(monkeypatch: pytest.Monk
         combinations = brute_force.combinations(profile, actions=actions)
         limits = {"actions": actions, "host_bytes": host, "disk_bytes": disk}
         least = brute_force.smallest_peak(profile, within=combinations, **limits)
-        found = smallest_peak(profile, time_limit_s=0.5, **limits)
+        found = smallest_peak(profile, time_limit_s=LONG_S, **limits)
         assert found.bound_bytes <= least <= found.peak_bytes
         budget = found.peak_bytes + rng.randint(0, 20)
-        plan = solve_profile(profile, budget, time_limit_s=0.6, **limits)
+        plan = solve_profile(profile, budget, time_limit_s=LONG_S, **limits)
         sound(profile, plan, budget, host, disk)
         check_host_is_full(profile, plan, host)
         best = brute_force.fastest(profile, budget, within=combinations, **limits)
@@ -149,18 +156,23 @@ def test_bounds_with_a_slower_link_hold(share: float) -> None:
         assert best is not None
         view, more_s = slower_link(profile, host, share)
         menu = menus(view, NO_RECOMPUTE, host_bytes=host + disk)
-        bound = lower_bound(view, menu, budget, host_bytes=host + disk, segments=False, deadline=time.monotonic() + 5)
+        bound = lower_bound(
+            view, menu, budget, host_bytes=host + disk, segments=False, deadline=time.monotonic() + LONG_S
+        )
         assert bound.bound_s - more_s <= best * (1 + 1e-9), seed
         useful += bound.bound_s - more_s > profile.baseline_step_s * 1.01
     assert useful >= 5
 
 
+@pytest.mark.usefixtures("short_search")
 def test_slower_links_tighten_the_bound() -> None:
     profile = homogeneous_chain(24, link_ratio=0.8)
     link = profile.link
     profile = replace(profile, disk=Link(link.out_bytes_per_s / 4, link.in_bytes_per_s / 4))
     budget, host = everything_kept_bytes(profile) // 3, 60 << 20
-    plan = solve_profile(profile, budget, actions=NO_RECOMPUTE, host_bytes=host, disk_bytes=1 << 40, time_limit_s=4)
+    plan = solve_profile(
+        profile, budget, actions=NO_RECOMPUTE, host_bytes=host, disk_bytes=1 << 40, time_limit_s=LONG_S
+    )
     sound(profile, plan, budget, host, 1 << 40)
     check_host_is_full(profile, plan, host)
     assert plan.disk_bytes > 0
@@ -390,29 +402,39 @@ def test_a_disk_makes_smaller_peaks_possible() -> None:
 def test_frontier_and_slowdown_with_a_disk() -> None:
     profile = tight_chain()
     limits = {"actions": NO_RECOMPUTE, "host_bytes": 10, "disk_bytes": 1000}
-    plans = frontier_profile(profile, points=5, time_limit_s=6, **limits)
+    plans = frontier_profile(profile, points=5, time_limit_s=LONG_S, **limits)
     assert plans[0].peak_bytes == smallest_peak(profile, **limits).peak_bytes
     assert plans[0].disk_bytes > 0
     for plan in plans:
         sound(profile, plan, plan.budget_bytes, 10, 1000)
     slow = plans[0].overhead
-    leanest = smallest_within(profile, slow, time_limit_s=3, **limits)
+    leanest = smallest_within(profile, slow, time_limit_s=LONG_S, **limits)
     assert leanest.peak_bytes == plans[0].peak_bytes
     sound(profile, leanest, leanest.budget_bytes, 10, 1000)
 
 
-def test_longer_chains_are_sound_and_in_time() -> None:
+@pytest.mark.usefixtures("short_search")
+def test_longer_chains_are_sound() -> None:
     for seed in range(3):
         rng = random.Random(seed)
-        profile = with_disk(random_chain(seed, 18), rng)
+        profile = with_disk(random_chain(seed, 13), rng)
         limits = {"host_bytes": 60, "disk_bytes": 1000, "actions": NO_RECOMPUTE}
-        least = smallest_peak(profile, time_limit_s=1, **limits).peak_bytes
-        begin = time.monotonic()
-        plan = solve_profile(profile, least + 5, time_limit_s=1.5, **limits)
-        # 1.5 s more: loading OR-Tools on a busy machine.
-        assert time.monotonic() - begin < 3
+        least = smallest_peak(profile, time_limit_s=LONG_S, **limits).peak_bytes
+        plan = solve_profile(profile, least + 5, time_limit_s=LONG_S, **limits)
         sound(profile, plan, least + 5, 60, 1000)
         check_host_is_full(profile, plan, 60)
+
+
+def test_the_time_limit_ends_the_search() -> None:
+    """All its parts together, of which there are more with a disk; in time of this process."""
+    profile = with_disk(random_chain(1, 18), random.Random(1))
+    limits = {"host_bytes": 60, "disk_bytes": 1000, "actions": NO_RECOMPUTE}
+    least = smallest_peak(profile, time_limit_s=0.3, **limits).peak_bytes
+    begin = time.process_time()
+    plan = solve_profile(profile, least + 5, time_limit_s=0.3, **limits)
+    # 0.7 s more: what each part does before it looks at the clock, and loading OR-Tools.
+    assert time.process_time() - begin < 1
+    sound(profile, plan, least + 5, 60, 1000)
 
 
 # ---- Swaps that gain nothing (checklist 24)
@@ -445,21 +467,24 @@ def leaner_choices(profile: Profile, plan: Plan) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.usefixtures("short_search")
 def test_no_swap_gains_nothing() -> None:
     """Chains of all kinds, however little time there was: no swap can be a keep, or a smaller one, and as fast."""
     swaps = 0
-    for seed in range(40):
+    for seed in range(24):
         rng = random.Random(seed)
-        profile = with_disk(random_chain(seed, 4 + seed % 9), rng)
+        cut = seed % 3 > 0  # what is found then is up to the machine
+        profile = with_disk(random_chain(seed, 4 + seed % 9 if cut else 3 + seed % 4), rng)
         host, disk = (None, None) if seed % 2 else (20, 1000)
-        least = smallest_peak(profile, host_bytes=host, disk_bytes=disk, time_limit_s=0.4)
+        least = smallest_peak(profile, host_bytes=host, disk_bytes=disk, time_limit_s=0.2 if cut else LONG_S)
         budget = least.peak_bytes + rng.randint(0, 40)
-        limit_s = 0.02 if seed % 3 else 0.5
+        limit_s = 0.02 if cut else LONG_S
         plan = solve_profile(profile, budget, host_bytes=host, disk_bytes=disk, time_limit_s=limit_s)
         sound(profile, plan, budget, host, disk)
         assert leaner_choices(profile, plan) == [], seed
-        swaps += sum(bool(choice.moves) for choice in plan.choices)
-    assert swaps > 15
+        if not cut:
+            swaps += sum(bool(choice.moves) for choice in plan.choices)
+    assert swaps > 4
 
 
 def test_a_swap_that_gains_nothing_is_dropped() -> None:
@@ -488,6 +513,7 @@ def test_a_swap_that_gains_nothing_is_dropped() -> None:
     assert (again.host_bytes, again.choices[1].option, again.segments) == (0, "recompute", segment)
 
 
+@pytest.mark.usefixtures("short_search")
 def test_the_last_stage_never_swaps() -> None:
     """Its bytes are needed at once: no schedule and no plan has it move any."""
     for seed in range(60):
@@ -506,23 +532,25 @@ def test_the_last_stage_never_swaps() -> None:
         profile = homogeneous_chain(n, link_ratio=0.5)
         kept = everything_kept_bytes(profile)
         for part in (0.5, 0.7, 0.9):
-            plan = solve_profile(profile, int(part * kept), actions=NO_RECOMPUTE, time_limit_s=1)
+            plan = solve_profile(profile, int(part * kept), actions=NO_RECOMPUTE, time_limit_s=LONG_S)
             assert plan.choices[-1].action == "keep"
             assert any(choice.moves for choice in plan.choices)
             assert leaner_choices(profile, plan) == []
 
 
-@pytest.mark.parametrize("build", [conv_norm, transformer])
-def test_no_swap_gains_nothing_in_real_models(build) -> None:  # type: ignore[no-untyped-def]
-    model, inputs = build()
-    measured = ckptplan.profile(model, inputs)
-    least = smallest_peak(measured, time_limit_s=2).peak_bytes
+@pytest.mark.usefixtures("short_search")
+@pytest.mark.parametrize("name", ["conv_norm", "transformer"])
+def test_no_swap_gains_nothing_in_real_models(name: str) -> None:
+    measured = Profile.load(PROFILES / f"{name}.json")
+    least = smallest_peak(measured, time_limit_s=LONG_S).peak_bytes
     kept = everything_kept_bytes(measured)
     swaps = 0
     for actions, share in itertools.product((ACTIONS, NO_RECOMPUTE), (0.05, 0.4, 0.8)):
-        floor = least if actions is ACTIONS else smallest_peak(measured, actions=actions, time_limit_s=2).peak_bytes
+        floor = (
+            least if actions is ACTIONS else smallest_peak(measured, actions=actions, time_limit_s=LONG_S).peak_bytes
+        )
         budget = floor + int(share * (kept - floor))
-        plan = solve_profile(measured, budget, actions=actions, time_limit_s=1)
+        plan = solve_profile(measured, budget, actions=actions, time_limit_s=LONG_S)
         assert leaner_choices(measured, plan) == []
         assert plan.choices[-1].moves == ()
         swaps += sum(bool(choice.moves) for choice in plan.choices)

@@ -16,7 +16,7 @@ from ckptplan.core.chain import Segment
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.measured import StageTimes
 from ckptplan.core.plan import Plan
-from ckptplan.core.trace import DrawnStep, Span, Trace
+from ckptplan.core.trace import Trace
 from ckptplan.referee import simulate
 from ckptplan.report.refine import drawn
 
@@ -193,18 +193,6 @@ def test_what_is_no_step_isn_t_traced() -> None:
         with pytest.raises(InvalidInputError, match="ran 2 training forwards"):
             handle.trace(lambda: [model(inputs).mean().backward() for _ in range(2)])
         assert handle.trace(lambda: model(inputs).mean().backward(), inputs=inputs).measured.spans
-
-
-def test_disk_copies_have_lanes_of_their_own() -> None:
-    spans = (
-        Span("compute", "forward", "a", 0.0, 1.0),
-        Span("disk out", "out", "", 0.5, 0.75, 100),
-        Span("disk in", "in", "", 0.75, 1.0, 100),
-    )
-    trace = Trace(DrawnStep(spans, ((0.0, 1),), 1.0), None)
-    names = [e["args"]["name"] for e in trace.events() if e["name"] == "thread_name"]
-    assert names == ["compute", "device to host", "host to device", "device to disk", "disk to device"]
-    assert [e["tid"] for e in trace.events() if e["ph"] == "X"] == [1, 4, 5]
 
 
 def test_predicted_memory_is_the_referee_s() -> None:

@@ -37,6 +37,9 @@ from typing import Literal, get_args
 
 from ckptplan.core.errors import InvalidInputError
 
+STAGING_BYTES = 64 << 20
+"""Page-locked host memory of a disk tier beside a device: two chunks in each direction."""
+
 Action = Literal["keep", "swap", "recompute"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
 Tier = Literal["host", "disk"]

@@ -10,18 +10,17 @@ from pathlib import Path
 
 import torch
 
-from ckptplan.core.chain import Tier
+from ckptplan.core.chain import STAGING_BYTES, Tier
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.runtime.stores.base import NULL_STORES, Extent, Extents, NullStore, Store, Ticket
 from ckptplan.runtime.stores.checks import ChecksumStore, SynchronousStore
-from ckptplan.runtime.stores.disk import DISK_BLOCK_BYTES, STAGING_BYTES, DiskStore
+from ckptplan.runtime.stores.disk import DISK_BLOCK_BYTES, DiskStore
 from ckptplan.runtime.stores.pinned import PinnedStore
 
 __all__ = [
     "DISK_BLOCK_BYTES",
     "NULL_STORES",
-    "STAGING_BYTES",
     "ChecksumStore",
     "DiskStore",
     "Extent",

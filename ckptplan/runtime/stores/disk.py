@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ckptplan.core.chain import STAGING_BYTES
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.meter import OnCopy, Way
@@ -24,10 +25,8 @@ from ckptplan.runtime.stores.pinned import CUDA_ALIGN, host_area, unlock
 from ckptplan.runtime.stores.workers import Done, Worker
 
 DISK_BLOCK_BYTES = 4096
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = STAGING_BYTES // 4
 """What one copy between a device and its staging moves: some ms, against some µs to issue it."""
-STAGING_BYTES = 4 * CHUNK_BYTES
-"""Page-locked host memory of a disk tier: two chunks in each direction."""
 _NO_RESERVATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 """What file systems that can't reserve answer."""
 

@@ -1,0 +1,257 @@
+"""The public calls that run a model with a plan: apply and trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ckptplan.adviser import Adviser
+from ckptplan.core.chain import ACTIONS, Action, is_int
+from ckptplan.core.errors import InvalidInputError, PlanMismatchError
+from ckptplan.core.plan import Plan, require_plan
+from ckptplan.core.profile import Profile
+from ckptplan.core.trace import Trace
+from ckptplan.core.units import format_bytes
+from ckptplan.enlarging import Enlarger
+from ckptplan.job import Job, PlanLimits, host_limit
+from ckptplan.memory.estimate import TrainingBytes
+from ckptplan.profiling.optimizers import OptimizerLike
+from ckptplan.profiling.profiler import outside_tensors, replayed_bytes, training_step
+from ckptplan.profiling.target import PLANNED, find_target
+from ckptplan.runtime.apply import Handle, OnOom
+from ckptplan.runtime.apply import apply as apply_plan
+from ckptplan.runtime.measure import held_tensors, run_step, unique_bytes
+from ckptplan.runtime.state import restored
+from ckptplan.runtime.step import LossFn, fingerprint, make_step
+from ckptplan.solving.peak import check_request
+
+
+def apply(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    swap_dir: str | Path | None = None,
+    host_gb: float | None = None,
+    disk_gb: float | None = None,
+    checksums: bool = False,
+    synchronous: bool = False,
+    on_oom: Literal["raise", "report", "replan"] = "raise",
+    profile: Profile | None = None,
+    retries: int = 3,
+    on_larger: Literal["raise", "replan"] = "raise",
+    actions: tuple[Action, ...] = ACTIONS,
+    segments: bool = True,
+    time_limit_s: float = 10.0,
+    inputs: Any = None,
+    loss_fn: LossFn | None = None,
+    optimizer: OptimizerLike | None = None,
+    step: Callable[[], torch.Tensor] | None = None,
+    amp: torch.dtype | str | None = None,
+) -> Handle:
+    """Make every training forward of `model` follow `plan`.
+
+    The model's classes, parameter names, `state_dict` and hooks stay as they are; only `forward` of the stages is
+    replaced on the instances. Forwards without gradients, or in evaluation mode, run as if no plan were there. The
+    `use_cache` of a Hugging Face configuration is off while the plan is applied.
+
+    Parameters
+    ----------
+    swap_dir : path, optional
+        Where the swap file of a CPU plan, or of a CUDA plan's disk tier, lives (unnamed, at most the plan's swapped
+        bytes per living graph).
+    host_gb : float, optional
+        Limit on pinned host memory for a CUDA plan, in units of 2**30 bytes; new plans move no more on any device. A
+        disk tier's staging (64 MiB) counts.
+    disk_gb : float, optional
+        Limit on the swap file, in units of 2**30 bytes.
+    checksums : bool
+        Take a checksum of everything that leaves and compare it with what comes back: finds damage on any tier, and
+        costs the time of reading all of it twice.
+    synchronous : bool
+        Wait for every copy where it is issued: the same results without overlap, for finding faults.
+    on_oom : "raise", "report" or "replan"
+        What `handle.step(fn)` does when memory runs out in `fn`. "raise": nothing, the error is the allocator's.
+        "report": undo the step and raise `OutOfMemoryError`, which says what was alive and what was planned. "replan":
+        undo it, correct the profile by what was measured, solve again, and run the step with the new plan. Steps that
+        aren't run through `handle.step` are as with "raise".
+    profile : Profile, optional
+        The one that the plan was made from; needed for "replan" and `handle.refine`. Reports, `handle.stats` and
+        `handle.trace` tell by it what was planned for each stage, rather than for the step.
+    retries : int
+        So many new plans are tried for one step, 1 or more.
+    on_larger : "raise" or "replan"
+        What happens at a forward whose inputs are in some dimension larger than the plan holds for. "raise": a
+        `PlanMismatchError`. "replan": before anything of that forward has run, it is profiled, with what grew extended
+        by a quarter by repeating the inputs, and a plan for the same budget takes the present one's place. It needs
+        `loss_fn`, `optimizer` and `amp` as given to `solve` (autocast around the forward counts as `amp`), and a step
+        of one forward.
+    actions, segments, time_limit_s
+        For new plans, as in `solve`.
+    inputs, loss_fn, optimizer, step, amp
+        As given to `solve`; `inputs` and `step` for a plan made for a device that wasn't there, which is checked again
+        here: it is replayed on this device's operations, and must keep its budget.
+
+    Returns
+    -------
+    Handle
+
+    Raises
+    ------
+    PlanMismatchError
+        If the plan was made for another model, device, library version or profile.
+    UnsupportedModelError
+        If a plan is applied already, or the model checkpoints by itself or is compiled.
+    InvalidInputError
+        If the swap directory can't be written or is too small, or an argument is impossible. The model is unchanged
+        after any of these.
+    """
+    require_plan(plan)
+    if profile is not None and not isinstance(profile, Profile):
+        raise InvalidInputError(f"profile is a {type(profile).__name__}; pass what ckptplan.profile returned")
+    check_request(actions, time_limit_s)
+    if not isinstance(segments, bool):
+        raise InvalidInputError(f"segments={segments!r}; it is True or False")
+    if plan.fingerprint.device.startswith(PLANNED):
+        plan = _arrived(model, plan, inputs, loss_fn, optimizer, step, amp)
+    if on_oom not in ("raise", "report", "replan"):
+        raise InvalidInputError(f"on_oom={on_oom!r}; it is 'raise', 'report' or 'replan'")
+    if on_oom == "replan" and profile is None:
+        raise InvalidInputError(
+            "on_oom='replan' solves again, for which it needs the profile that the plan was made from: "
+            "p = ckptplan.profile(model, ...); plan = ckptplan.solve(p, ...); pass profile=p"
+        )
+    if not is_int(retries) or retries < (on_oom == "replan"):
+        raise InvalidInputError(f"retries={retries!r}; give the number of plans to try for a step, 1 or more")
+    if on_larger not in ("raise", "replan"):
+        raise InvalidInputError(f"on_larger={on_larger!r}; it is 'raise' or 'replan'")
+    disk_bytes = (plan.disk_bytes or None) if disk_gb is None else host_limit(disk_gb, name="disk_gb")
+    limits = PlanLimits(tuple(actions), segments, host_limit(host_gb), time_limit_s, disk_bytes=disk_bytes)
+    adviser = None
+    if profile is not None:
+        plan.require_profile(profile)
+        adviser = Adviser(Job(profile, None, False, *limits))
+    rule = None if on_oom == "raise" else OnOom(adviser, retries if on_oom == "replan" else 0)
+    enlarger = None
+    if on_larger == "replan":
+        enlarger = Enlarger(model, plan, limits, adviser, loss_fn, optimizer, amp, swap_dir)
+    return apply_plan(
+        model,
+        plan,
+        swap_dir=swap_dir,
+        host_gb=host_gb,
+        disk_gb=disk_gb,
+        checksums=checksums,
+        synchronous=synchronous,
+        on_oom=rule,
+        adviser=adviser,
+        on_larger=enlarger,
+    )
+
+
+def trace(
+    model: nn.Module,
+    plan: Plan,
+    inputs: Any = None,
+    loss_fn: LossFn | None = None,
+    *,
+    step: Callable[[], torch.Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    profile: Profile | None = None,
+    swap_dir: str | Path | None = None,
+    warm_up: int = 2,
+) -> Trace:
+    """Run a planned step and draw it: what compute and copies did when, and the bytes on the device.
+
+    Parameters, buffers, gradients and random states are as before afterwards.
+
+    Parameters
+    ----------
+    inputs, loss_fn, step
+        As the plan was made for (see `profile`). What a `step` callable holds on the device doesn't count on the CPU.
+    optimizer : Optimizer, optional
+        Its state counts to the memory; no update is run.
+    profile : Profile, optional
+        The one that the plan was made from: draws the predicted step beside the measured one.
+    warm_up : int
+        Steps before the one that is drawn.
+
+    Returns
+    -------
+    Trace
+        `save(path)` writes it for https://ui.perfetto.dev.
+
+    Raises
+    ------
+    PlanMismatchError
+        If the plan was made for another model, shapes, device, library version or profile.
+    InvalidInputError
+        If the inputs don't fit.
+    """
+    if inputs is None and step is None:
+        raise InvalidInputError("trace needs the inputs the plan was made for: pass inputs= (or step=)")
+    require_plan(plan)
+    training = make_step(model, inputs, loss_fn=loss_fn, step=step)
+    plan.fingerprint.require(fingerprint(training))
+    with restored(model) as rewind, apply(model, plan, swap_dir=swap_dir, profile=profile) as handle:
+        for _ in range(warm_up):
+            rewind()
+            run_step(training)
+        rewind()
+        return handle.trace(lambda: run_step(training), inputs=training.tensors(), optimizer=optimizer)
+
+
+def _arrived(
+    model: nn.Module,
+    plan: Plan,
+    inputs: Any,
+    loss_fn: LossFn | None,
+    optimizer: OptimizerLike | None,
+    step: Callable[[], torch.Tensor] | None,
+    amp: torch.dtype | str | None,
+) -> Plan:
+    """A plan made for a device that wasn't there, bound to the one that is here now.
+
+    Raises
+    ------
+    PlanMismatchError
+        If this is another kind of device, has too little memory, or the plan doesn't keep its budget here.
+    InvalidInputError
+        If the inputs are missing.
+    """
+    target = find_target(model)
+    planned_for = plan.fingerprint.device.removeprefix(PLANNED)
+    if target.is_cuda != (plan.reserved_bytes is not None):
+        raise PlanMismatchError(
+            f"the plan was made for {planned_for!r}, the model is on {str(target.device)!r}, where other operations "
+            "run; move the model to such a device, or solve again"
+        )
+    if inputs is None and step is None:
+        raise InvalidInputError(
+            f"the plan was made for {planned_for!r} without having it; pass inputs= (and loss_fn=, optimizer=, step=, "
+            "amp= as given to solve), so that it can be checked on this device"
+        )
+    training, _ = training_step(model, inputs, loss_fn=loss_fn, step=step, target=target, amp=amp)
+    here = fingerprint(training)
+    plan.fingerprint.require(here, ignore=("device", "torch_version"))
+    bound = replace(plan, fingerprint=here)
+    if target.is_cuda:
+        needs = TrainingBytes(model, target, optimizer=optimizer).reserved(training, bound)
+        bound = replace(bound, reserved_bytes=needs)
+    else:
+        outside = training.tensors() if step is None else outside_tensors(training, target)
+        needs = unique_bytes([*held_tensors(model), *outside]) + replayed_bytes(training, bound, target)
+    allowed = max(plan.budget_bytes, plan.reserved_bytes or 0)
+    has = target.capacity_bytes
+    if needs > allowed or (has is not None and needs + target.context_bytes > has):
+        raise PlanMismatchError(
+            f"the plan, made for {planned_for!r} within {format_bytes(allowed)}, needs {format_bytes(needs)} on "
+            f"{target.description!r}"
+            + ("" if has is None else f", which has {format_bytes(has)}")
+            + "; solve again here"
+        )
+    return bound

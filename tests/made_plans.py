@@ -1,0 +1,83 @@
+"""Plans made without a solver, for tests of what carries a plan out or replays it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckptplan.core.chain import Action, Option, Segment
+from ckptplan.core.plan import Decision, Plan, saved_bytes
+from ckptplan.core.profile import Profile
+from ckptplan.core.schedule import residency, schedule
+from ckptplan.referee import simulate
+
+
+def plan_of(measured: Profile, actions: Sequence[Action], budget_bytes: int | None = None) -> Plan:
+    """A plan from actions alone; no solver is involved.
+
+    Parameters
+    ----------
+    actions : sequence
+        One per stage; "keep" takes the place of what a stage can't do.
+    budget_bytes : int, optional
+        For the laziest schedule that fits it. By default every transfer's bytes are away in all steps but its own
+        stage's, whether that lowers the peak or not.
+    """
+    able = [stage.find(a) or stage.keep for a, stage in zip(actions, measured.stages, strict=True)]
+    if budget_bytes is None:
+        moves = residency(measured, able).moves
+        choices = tuple(
+            Decision(o.action, m, i, i, o.name, o.ops) if m else Decision(o.action)
+            for i, (o, m) in enumerate(zip(able, moves, strict=True))
+        )
+    else:
+        found = schedule(measured, able, budget_bytes)
+        assert isinstance(found, tuple), found
+        choices = found
+    return plan_with(measured, choices, budget_bytes)
+
+
+def scheduled(
+    measured: Profile, options: Sequence[Option], segments: tuple[Segment, ...] = (), share: float = 0.0
+) -> Plan:
+    """A plan of these options and segments, with the laziest schedule for its budget.
+
+    Parameters
+    ----------
+    share : float
+        0: the least budget that fits them; 1: so much that nothing needs to move.
+    """
+    r = residency(measured, options, segments)
+    least = max(*r.forward_bytes, *r.backward_bytes, measured.update_peak_bytes)
+    budget_bytes = least + int(share * sum(r.moved_bytes))
+    choices = schedule(measured, options, budget_bytes, segments)
+    assert isinstance(choices, tuple), choices
+    return plan_with(measured, choices, budget_bytes, segments)
+
+
+def plan_with(
+    measured: Profile,
+    choices: tuple[Decision, ...],
+    budget_bytes: int | None = None,
+    segments: tuple[Segment, ...] = (),
+) -> Plan:
+    """A plan of these decisions, whatever they are worth."""
+    timeline = simulate(measured, choices, segments)
+    budget_bytes = budget_bytes or timeline.peak_bytes
+    return Plan(
+        stages=tuple(stage.name for stage in measured.stages),
+        choices=choices,
+        status="feasible",
+        budget_bytes=budget_bytes,
+        peak_bytes=timeline.peak_bytes,
+        host_bytes=timeline.host_bytes,
+        disk_bytes=timeline.disk_bytes,
+        step_s=timeline.makespan_s,
+        baseline_step_s=measured.baseline_step_s,
+        lower_bound_s=0.0,
+        space="one choice",
+        planner="tests",
+        fingerprint=measured.fingerprint,
+        inputs=tuple(stage.inputs for stage in measured.stages),
+        segments=segments,
+        saved_bytes=saved_bytes(measured, choices),
+    )

@@ -1,0 +1,16 @@
+"""The part of conftest.py that needs PyTorch: a plugin, registered where PyTorch can be imported."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+# The models are tiny: threads only wait for each other, on a busy machine many times as long as the work takes.
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
