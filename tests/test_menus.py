@@ -330,7 +330,7 @@ def test_equal_stages_share_one_measurement(monkeypatch: pytest.MonkeyPatch) -> 
 def test_menus_under_autocast() -> None:
     """Whether a call casts its weights depends on autocast's cache: while profiling, and in each later step."""
     torch.manual_seed(0)
-    model, inputs = attending(1)
+    model, inputs = attending()
 
     def step() -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
