@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Iterator
+from types import CodeType
 from typing import Any
 
 import pytest
 import torch
 from small_models import scheduled
 from torch import nn
+from torch._dynamo import convert_frame
 from torch._dynamo.utils import counters
 
 from ckptplan.core.chain import Segment
@@ -166,7 +169,7 @@ def test_stages_whose_graph_breaks() -> None:
         check(model, plan_of(measured, action), x, slack=0.05)  # saved tensors come back one graph at a time
 
 
-def test_the_compiler_leaves_hooks_alone() -> None:
+def test_the_compiler_leaves_hooks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A container's own call isn't compiled, and what it calls would be: first of all our hooks."""
     torch._dynamo.reset()
     counters.clear()
@@ -174,8 +177,18 @@ def test_the_compiler_leaves_hooks_alone() -> None:
     model, x = nn.Sequential(*layers).train(), torch.randn(512, 64)
     for layer in layers:
         layer.compile(backend="aot_eager")
+    compiled: list[str] = []
+    original = convert_frame._compile
+
+    def noting(code: CodeType, *args: Any, **kwargs: Any) -> Any:
+        compiled.append(code.co_filename)
+        return original(code, *args, **kwargs)
+
+    monkeypatch.setattr(convert_frame, "_compile", noting)
     check(model, plan_of(traced(model, x), "swap", "recompute+swap"), x)
-    assert not counters["frames"]
+    # In torch 2.11 its own checkpoint runs Python's weakref.py where the compiler looks.
+    assert set(compiled) <= {weakref.__file__}
+    assert compiled or not counters["frames"]
 
 
 class _Wide(nn.Module):

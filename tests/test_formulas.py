@@ -15,6 +15,7 @@ import ckptplan
 from ckptplan import DDP, Estimate
 
 DEVICE = "a100-80gb"
+DEPTH = 2
 
 
 class _Layer(nn.Module):
@@ -40,7 +41,7 @@ class _Layer(nn.Module):
 
 
 class _Gpt(nn.Module):
-    def __init__(self, h: int, a: int, *, flash: bool, depth: int = 6) -> None:
+    def __init__(self, h: int, a: int, *, flash: bool, depth: int = DEPTH) -> None:
         super().__init__()
         self.embedding = nn.Embedding(512, h)
         self.layers = nn.ModuleList(_Layer(h, a, flash=flash) for _ in range(depth))
@@ -63,10 +64,9 @@ def _tokens(s: int, b: int) -> tuple[Tensor]:
 
 
 def _layer_bytes(found: Estimate) -> int:
-    """What a layer in the middle saves; all layers save the same."""
-    saved = [found.saved_bytes[f"layers.{i}"] for i in range(6)]
-    assert set(saved) == {saved[3]}
-    return saved[3]
+    """What a layer saves; all layers save the same."""
+    (saved,) = {found.saved_bytes[f"layers.{i}"] for i in range(DEPTH)}
+    return saved
 
 
 SHAPES = [(1024, 4, 1024, 16), (2048, 1, 3072, 24), (512, 8, 768, 12), (2048, 2, 512, 8)]
@@ -109,14 +109,13 @@ def test_under_autocast_a_layer_saves_more(s: int, b: int, h: int, a: int) -> No
     assert _layer_bytes(found) == s * b * h * 38 + 7 * a * s * s * b + 2 * 2 * 4 * s * b + 2 * 12 * h * h
 
 
-@pytest.mark.parametrize(("s", "b", "h", "a"), [SHAPES[2], (256, 2, 512, 8)])
-@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize(("s", "b", "h", "a", "flash"), [(*SHAPES[2], False), (256, 2, 512, 8, True)])
 def test_full_recompute_holds_2_s_b_h(s: int, b: int, h: int, a: int, flash: bool) -> None:
     # Section 5: a layer's input in 16 bit is all that is left, exactly.
     model, inputs = _gpt(h, a, flash=flash), _tokens(s, b)
     measured = ckptplan.profile(model, inputs, device=DEVICE, menus=False)
     plan = plan_of(measured, ["recompute"] * len(measured.stages))
-    assert sum(choice.action == "recompute" for choice in plan.choices) >= 6
+    assert sum(choice.action == "recompute" for choice in plan.choices) >= DEPTH
     assert _layer_bytes(ckptplan.estimate(model, inputs, device=DEVICE, plan=plan)) == 2 * s * b * h
 
 

@@ -30,14 +30,14 @@ def images(batch: int, side: int) -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.randn(batch, 3, side, side), "labels": torch.zeros(batch, dtype=torch.long)}
 
 
-def gpt2(layers: int = 4) -> Made:
+def gpt2(layers: int = 2) -> Made:
     config = transformers.GPT2Config(
         n_layer=layers, n_embd=128, n_head=4, vocab_size=500, n_positions=128, bos_token_id=0, eos_token_id=0
     )
     return transformers.GPT2LMHeadModel(config), ids(4, 128, 500)
 
 
-def bert(layers: int = 4) -> Made:
+def bert(layers: int = 2) -> Made:
     config = transformers.BertConfig(
         num_hidden_layers=layers, hidden_size=128, num_attention_heads=4, intermediate_size=512, vocab_size=500
     )
@@ -46,7 +46,7 @@ def bert(layers: int = 4) -> Made:
 
 def vit() -> Made:
     config = transformers.ViTConfig(
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         hidden_size=96,
         num_attention_heads=3,
         intermediate_size=384,
@@ -58,11 +58,11 @@ def vit() -> Made:
 
 
 def resnet() -> Made:
-    config = transformers.ResNetConfig(embedding_size=32, hidden_sizes=[128, 256, 512, 1024], depths=[2, 2, 2, 2])
+    config = transformers.ResNetConfig(embedding_size=32, hidden_sizes=[128, 256, 512, 1024], depths=[1, 1, 1, 1])
     return transformers.ResNetForImageClassification(config), images(4, 64)
 
 
-def llama(layers: int = 4) -> Made:
+def llama(layers: int = 2) -> Made:
     config = transformers.LlamaConfig(
         num_hidden_layers=layers,
         hidden_size=128,
@@ -89,7 +89,7 @@ def test_the_promises_hold(make: Callable[[], Made]) -> None:
     most = max(*r.forward_bytes, *r.backward_bytes, profile.update_peak_bytes)
     assert least.peak_bytes < most
     steps_s = []
-    for share in (0.0, 0.4, 0.6, 0.8):
+    for share in (0.0, 0.5):
         budget_bytes = least.peak_bytes + int(share * (most - least.peak_bytes))
         plan = ckptplan.solve(profile, budget_bytes / 2**30)
         assert ckptplan.validate(profile, plan, budget_bytes) == ()
@@ -120,7 +120,7 @@ def test_a_cache_for_generation_is_off_while_planning_and_training() -> None:
     model, inputs = llama(1)
     model.train()
     assert model.config.use_cache is True
-    plan = ckptplan.solve(model, budget_gb=1.0, inputs=inputs)
+    plan = ckptplan.solve(model, budget_gb=1.0, inputs=inputs, menus=False)
     assert model.config.use_cache is True
     with ckptplan.apply(model, plan):
         assert model.config.use_cache is False
@@ -153,12 +153,12 @@ def test_a_model_that_checkpoints_already_is_refused() -> None:
     with pytest.raises(ckptplan.UnsupportedModelError, match="gradient_checkpointing_disable"):
         ckptplan.solve(model, budget_gb=1.0, inputs=inputs)
     disable()
-    ckptplan.solve(model, budget_gb=1.0, inputs=inputs)
+    ckptplan.solve(model, budget_gb=1.0, inputs=inputs, menus=False)
 
 
 def test_inputs_come_from_the_config() -> None:
     model, _ = gpt2(1)
     model.train()
-    profile = ckptplan.profile(model)
+    profile = ckptplan.profile(model, menus=False)
     assert profile.notes[0] == "inputs from the model's Hugging Face config"
     assert "input_ids" in profile.fingerprint.inputs
