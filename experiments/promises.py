@@ -397,8 +397,14 @@ PROMISES: tuple[Promise, ...] = (
     ),
     Promise(
         "Profiles, plans and their files",
-        "The modules that plan, replay and check import no torch",
-        (),
+        "Planning, replaying and checking a profile need no PyTorch, in Python and on the command line",
+        _in(
+            "test_without_torch",
+            "test_the_package_and_its_help_load_nothing_heavy",
+            "test_what_plans_a_profile_works_without_torch",
+            "test_commands_that_need_torch_say_so_in_one_line",
+            "test_marked_tests_run_without_torch_and_others_are_left_out",
+        ),
         contracts=(PURE,),
     ),
     # Profiling
