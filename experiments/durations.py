@@ -12,5 +12,7 @@ import pytest
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the main process is told of it, too
+        return
     with open(os.environ["DURATIONS"], "a", encoding="utf-8") as file:
         file.write(json.dumps([report.nodeid, report.when, report.outcome, report.duration]) + "\n")

@@ -415,7 +415,7 @@ def _run_in_child(at: Path, tests: tuple[str, ...], report: Path, output: Path, 
         import pytest
 
         imported = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"  # plugins, before the fork
-        fixed = ["-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-W", imported, *options]
+        fixed = ["-q", "-n0", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-W", imported, *options]
         code = int(pytest.main([*fixed, *tests], plugins=[Reporter(report)]))
     except BaseException as error:  # whatever ends the run must not go on as the parent
         print(repr(error), flush=True)

@@ -37,7 +37,8 @@ TIMEOUT_S = 900.0
 
 def run_tests(tests: list[str], at: Path, timeout_s: float = TIMEOUT_S) -> tuple[str, str]:
     """What became of `tests` in the copy at `at`: "passed", "failed" or "error", and pytest's last line."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout", str(HANGS_S), *tests]
+    options = ["-n0", "-x", "-q", "-p", "no:cacheprovider", "--timeout", str(HANGS_S)]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
     environment = {**os.environ, "PYTHONPATH": str(at), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(

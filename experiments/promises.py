@@ -163,7 +163,12 @@ PROMISES: tuple[Promise, ...] = (
     Promise(
         "Solving",
         "On small chains a plan is the fastest of all plans there are",
-        _in("test_solver", "test_equals_brute_force", "test_no_other_points_are_faster", "test_small_chains_are_solved_by_the_exact_search_alone")
+        _in(
+            "test_solver",
+            "test_equals_brute_force",
+            "test_no_other_points_are_faster",
+            "test_small_chains_are_solved_by_the_exact_search_alone",
+        )
         + _in("test_tiers", "test_equals_brute_force", "test_exchanges_come_close_to_the_best_division"),
         ("exactness", "mutants"),
     ),
