@@ -170,7 +170,16 @@ def test_marked_tests_run_without_torch_and_others_are_left_out(tmp_path: Path, 
     (tmp_path / "test_marked.py").write_text(textwrap.dedent(MARKED))
     (tmp_path / "test_other.py").write_text("import torch\n\n\ndef test_other() -> None:\n    pass\n")
     selected = ["-m", "planning"] if installed else []
-    arguments = ["-q", "-n0", "-p", "no:cacheprovider", "-c", str(TESTS.parent / "pyproject.toml"), "--rootdir", str(tmp_path)]
+    arguments = [
+        "-q",
+        "-n0",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        str(TESTS.parent / "pyproject.toml"),
+        "--rootdir",
+        str(tmp_path),
+    ]
     code = f"""
         {"" if installed else "import no_torch"}
         import contextlib, io, pytest
