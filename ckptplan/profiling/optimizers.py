@@ -92,6 +92,13 @@ def fake_optimizer(
     return twin
 
 
+def _make_early_state(twin: torch.optim.Optimizer) -> None:
+    """Make the state that an optimizer makes at its own making: up to PyTorch 2.11, Adagrad's, for all parameters."""
+    if isinstance(twin, torch.optim.Adagrad):
+        value = twin.defaults["initial_accumulator_value"]
+        twin.state = torch.optim.Adagrad(twin.param_groups, initial_accumulator_value=value).state
+
+
 def trace_updates(
     optimizer: torch.optim.Optimizer,
     tracker: Tracker,
@@ -119,6 +126,7 @@ def trace_updates(
         tracker.numbers_on_host = not any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
         tracker.number_read = 1.0  # an update may read a norm to scale by it; what it runs doesn't hang on that
         with tracker, torch.no_grad():
+            _make_early_state(twin)
             twin.step()
             between()
             twin.step()
