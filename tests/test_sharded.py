@@ -160,7 +160,7 @@ def test_gathers(mesh: Any, where: str, what: str, monkeypatch: pytest.MonkeyPat
     again = {"segment": 3, "nested segment": 4}.get(what, 0)
     if where == "inside":  # two units in each block, and a segment's last block runs again before their backward, too
         again = 2 * {"segment": 4, "nested segment": 6}.get(what, 0)
-        if what == "recompute":  # before PyTorch 2.11 a unit frees after its forward in a recompute, too
+        if what == "recompute":  # in PyTorch 2.9 a unit frees after its forward in a recompute, too
             again = checkpointed - plain
     assert count[0] == plain + again
 

@@ -608,6 +608,7 @@ class _Played(torch.autograd.Function):
             if (lies.origin, lies.number) in returned:
                 there[lies.origin, lies.number] = tensor
         outputs = {leaf[0].number for leaf in noted.outputs if _is_new(leaf)}
+        # Not by `StorageWeakRef`: see `Record.is_gone` in runtime/swap.py.
         dropped = {
             (lies.origin, lies.number): (weakref.ref(t.untyped_storage()), t.untyped_storage().nbytes())
             for lies, t in zip(noted.saved, saved, strict=True)

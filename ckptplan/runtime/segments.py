@@ -386,6 +386,7 @@ class OpenSegment:
         self._run = SegmentRun(segment, modules)
         self._stream = session.stream()
         self._frames: dict[int, Frame] = {}  # a frame without slots lives by this until a link may own it
+        # By Python's weak references: see `Record.is_gone`.
         self._made: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[int, Made]] = weakref.WeakKeyDictionary()
 
     @property

@@ -122,7 +122,7 @@ class TrainingStep:
 def without_graph() -> Iterator[None]:
     """Inside, forwards make no graph, and autocast keeps none of its casts of weights.
 
-    Before PyTorch 2.11 a later forward that makes a graph would take these casts, and the weights lose their gradients.
+    In PyTorch 2.9 a later forward that makes a graph would take these casts, and the weights get no gradients.
     """
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)

@@ -126,7 +126,7 @@ class Record:
     def is_gone(self) -> bool:
         """Whether the storage that was saved is freed; until then it can be saved again.
 
-        By Python's weak reference: before PyTorch 2.11, the C++ one of `StorageWeakRef` keeps the Python object of a
+        By Python's weak reference: in PyTorch 2.9 the C++ one of `StorageWeakRef` keeps the Python object of a
         freed storage alive, whose end tells the tracker that the bytes are free.
         """
         return self._watch is None and self._storage is not None and self._storage() is None
