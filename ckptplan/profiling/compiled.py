@@ -25,13 +25,13 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
@@ -608,14 +608,15 @@ class _Played(torch.autograd.Function):
             if (lies.origin, lies.number) in returned:
                 there[lies.origin, lies.number] = tensor
         outputs = {leaf[0].number for leaf in noted.outputs if _is_new(leaf)}
+        # Not by `StorageWeakRef`: see `Record.is_gone` in runtime/swap.py.
         dropped = {
-            (lies.origin, lies.number): (StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes())
+            (lies.origin, lies.number): (weakref.ref(t.untyped_storage()), t.untyped_storage().nbytes())
             for lies, t in zip(noted.saved, saved, strict=True)
         }
         tensor = None
         del saved
-        if any(origin == "new" and n in outputs and not ref.expired() for (origin, n), (ref, _) in dropped.items()):
-            gone_bytes = sum(nbytes for ref, nbytes in dropped.values() if ref.expired())
+        if any(origin == "new" and n in outputs and ref() is not None for (origin, n), (ref, _) in dropped.items()):
+            gone_bytes = sum(nbytes for ref, nbytes in dropped.values() if ref() is None)
             _lift(noted.backward_held_bytes + more_bytes + gone_bytes, like)
         ctx.hidden = None
         for number, layout in enumerate(noted.made, len(noted.new)):

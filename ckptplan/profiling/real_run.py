@@ -40,7 +40,7 @@ from ckptplan.profiling.trace import find_stages, replay
 from ckptplan.runtime.compiled import compiled_modules
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.measure import peaks_within, recorded_allocations
-from ckptplan.runtime.step import TrainingStep
+from ckptplan.runtime.step import TrainingStep, without_graph
 from ckptplan.runtime.stores import NULL_STORES
 from ckptplan.runtime.swap import whole_storage
 
@@ -127,7 +127,7 @@ def _witness(phase: Phase, answers: Answers, step: TrainingStep, target: Target,
             finally:
                 controller.remove()
         return
-    with torch.set_grad_enabled(phase == "forward"):
+    with torch.enable_grad() if phase == "forward" else without_graph():
         saves_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
         with saves_nothing:
             witness.watch(step.forward)

@@ -475,6 +475,28 @@ _STREAMING = frozenset(
 )
 
 
+_REDUCTION_TAG = getattr(torch.Tag, "reduction", None)
+"""Missing in PyTorch 2.9."""
+_REDUCTIONS = frozenset(
+    (
+        "all",
+        "amax",
+        "amin",
+        "aminmax",
+        "any",
+        "argmax",
+        "argmin",
+        "count_nonzero",
+        "max",
+        "min",
+        "prod",
+        "std",
+        "std_mean",
+    )
+)
+"""Those whose names `_REDUCING` doesn't tell, and that carry no tag there."""
+
+
 def _kind(func: Any) -> str:
     name = func._schema.name.partition("::")[2]
     if "attention" in name:
@@ -483,7 +505,7 @@ def _kind(func: Any) -> str:
         return "convolution"
     if name in _OWN or func._overloadpacket in flop_registry:
         return "matmul"
-    if torch.Tag.reduction in func.tags or any(part in name for part in _REDUCING):
+    if name in _REDUCTIONS or _REDUCTION_TAG in func.tags or any(part in name for part in _REDUCING):
         return "elementwise" if name.startswith(("_foreach", "_fused")) else "reduction"
     if torch.Tag.pointwise in func.tags or name in _STREAMING or name.startswith(("_foreach", "_fused")):
         return "elementwise"

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.recompute import run_recomputed
-from ckptplan.runtime.step import TrainingStep
+from ckptplan.runtime.step import TrainingStep, without_graph
 from ckptplan.runtime.swap import Counters
 
 Way = tuple[int, ...] | None
@@ -158,7 +158,7 @@ class _Timing:
         if self.repeats and kind not in self.done:
             self.done.add(kind)
             self._time(kind, module, original, args, kwargs)
-        with torch.no_grad():
+        with without_graph():
             output = original(*args, **kwargs)
         given = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
 

@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.chain import Segment, Tier
@@ -387,7 +386,8 @@ class OpenSegment:
         self._run = SegmentRun(segment, modules)
         self._stream = session.stream()
         self._frames: dict[int, Frame] = {}  # a frame without slots lives by this until a link may own it
-        self._made: dict[int, tuple[StorageWeakRef, int, Made]] = {}
+        # By Python's weak references: see `Record.is_gone`.
+        self._made: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[int, Made]] = weakref.WeakKeyDictionary()
 
     @property
     def ended(self) -> bool:
@@ -419,11 +419,9 @@ class OpenSegment:
         for place, leaf in enumerate(pytree.tree_leaves(output)):
             if isinstance(leaf, torch.Tensor) and plain(leaf) and not self._session.belongs(leaf):
                 storage = leaf.untyped_storage()
-                known = self._made.get(storage._cdata)
-                if storage._cdata not in given and (known is None or known[1] != version_of(leaf)):
-                    # A weak reference, so that the address stays nobody else's meanwhile.
-                    reference = StorageWeakRef(storage)
-                    self._made[storage._cdata] = (reference, version_of(leaf), (index, place))
+                known = self._made.get(storage)
+                if storage._cdata not in given and (known is None or known[0] != version_of(leaf)):
+                    self._made[storage] = (version_of(leaf), (index, place))
         if packing is not None:
             self._session.leave(index, packing.order, moves, tier)
         return output
@@ -431,7 +429,7 @@ class OpenSegment:
     def _pack(self, index: int, tensor: torch.Tensor, packing: Packing | None) -> Link | Packed:
         if plain(tensor):
             storage = tensor.untyped_storage()
-            _, version, (maker, place) = self._made.get(storage._cdata, (None, -1, (index, 0)))
+            version, (maker, place) = self._made.get(storage, (-1, (index, 0)))
             if version == version_of(tensor) and maker < index:
                 if packing is not None:
                     packing.skip(tensor)

@@ -118,6 +118,21 @@ class TrainingStep:
                 raise InvalidInputError(f"an input lies on {tensor.device}, the model on {device}; move one of them")
 
 
+@contextlib.contextmanager
+def without_graph() -> Iterator[None]:
+    """Inside, forwards make no graph, and autocast keeps none of its casts of weights.
+
+    In PyTorch 2.9 a later forward that makes a graph would take these casts, and the weights get no gradients.
+    """
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
 def make_step(
     model: nn.Module,
     inputs: Any = None,

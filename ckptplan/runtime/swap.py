@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckptplan.core.chain import Tier
 from ckptplan.core.errors import CkptPlanError, PlanMismatchError
@@ -116,7 +115,7 @@ class Record:
         self._whole: torch.Tensor | None = None
         self._watch: torch.Tensor | None = tensor.detach()  # shares the version counter of what was saved
         self._geometry: Geometry | None = None
-        self._storage: StorageWeakRef | None = None
+        self._storage: weakref.ref[torch.UntypedStorage] | None = None
         self.version = tensor._version
         self._modified: int | None = None
         self._returned: int | None = None
@@ -125,11 +124,12 @@ class Record:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the storage that was saved is nobody's any more; as long as it is somebody's, it can be saved again.
+        """Whether the storage that was saved is freed; until then it can be saved again.
 
-        The weak reference keeps its address from becoming another storage's while the record lives.
+        By Python's weak reference: in PyTorch 2.9 the C++ one of `StorageWeakRef` keeps the Python object of a
+        freed storage alive, whose end tells the tracker that the bytes are free.
         """
-        return self._watch is None and self._storage is not None and self._storage.expired()
+        return self._watch is None and self._storage is not None and self._storage() is None
 
     def start_leaving(self, store: Store) -> None:
         """Issue the copy out to `store`, where the bytes stay whoever else sends them away later."""
@@ -152,7 +152,7 @@ class Record:
             self._store.finish_out(self._ticket)
         self._check_version()
         assert self._whole is not None
-        self._storage = StorageWeakRef(self._whole.untyped_storage())
+        self._storage = weakref.ref(self._whole.untyped_storage())
         self._dtype, self._count = self._whole.dtype, self._whole.numel()
         self._fake = self._whole.new_empty(0) if isinstance(self._whole, FakeTensor) else None
         self._whole = self._watch = None

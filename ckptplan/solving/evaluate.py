@@ -200,6 +200,9 @@ class Evaluator:
         self._points = enforceable_points(self._glue)
         self._forward_s = np.array([stage.forward_s for stage in profile.stages])
         self._width = max(len(stage.options) for stage in profile.stages)
+        # The same seconds added in another order, or by Python 3.12's more exact `sum`, may come out a rounding beside
+        # the baseline.
+        self._baseline_at_most_s = profile.baseline_step_s * (1 + 1e-12)
         self._forests: dict[Segments, _Tables] = {}
         self.private: list[list[int]] = [[] for _ in profile.stages]
         """Per stage, the storages that it alone may hold."""
@@ -291,8 +294,7 @@ class Evaluator:
         if len(kept) == 0:
             return out
         out[kept] = self.queued_s(self._queued(lazy, codes, kept, segments))
-        # The same seconds added in another order may come out a rounding below the baseline.
-        np.maximum(out, self.profile.baseline_step_s, out=out)
+        out[out <= self._baseline_at_most_s] = self.profile.baseline_step_s
         return out
 
     def _queued(self, lazy: _Lazy, codes: Codes, kept: NDArray[np.int64], segments: Segments) -> Queued:
@@ -396,7 +398,7 @@ class Evaluator:
         if self.host_bytes is not None and sum(r.moved_bytes[i] for i in movers) > self.host_bytes:
             return math.inf
         if not movers:
-            return max(sum(s.forward_s for s in self.profile.stages) + sum(r.backward_s), self.profile.baseline_step_s)
+            return self._rounded(sum(s.forward_s for s in self.profile.stages) + sum(r.backward_s))
         link = self.profile.link
         forward_s = [stage.forward_s for stage in self.profile.stages]
         out = _one_lane(
@@ -404,7 +406,10 @@ class Evaluator:
         ) + _one_lane(
             [(r.needed[i], self._points[1][prefetch[i]], link.in_s(r.moved_bytes[i])) for i in movers], r.backward_s
         )
-        return max(out, self.profile.baseline_step_s)
+        return self._rounded(out)
+
+    def _rounded(self, seconds: float) -> float:
+        return self.profile.baseline_step_s if seconds <= self._baseline_at_most_s else seconds
 
     def peak(self, codes: Sequence[int], segments: Segments = ()) -> int:
         """The smallest budget one plan fits in: `smallest_peaks` without the cost of its tables."""
