@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import math
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -77,6 +78,14 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("ROUNDS_AT_FIRST", 10), ("ROUNDS_AT_LAST", 20), ("MOST_LABELS", 250)):
         monkeypatch.setattr(planner, name, value)
     monkeypatch.setattr(planner, "MODEL_LEAST_S", math.inf)
+
+
+@pytest.fixture
+def python_handles_interrupts() -> Iterator[None]:
+    """As in a shell's foreground; a test run in the background inherits a SIGINT that is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

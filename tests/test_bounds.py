@@ -6,7 +6,7 @@ import math
 import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -246,14 +246,6 @@ def test_fluid_model_takes_a_hint_and_stops() -> None:
     assert segments == (segment,)  # which no search begins with by itself
     assert codes[2:6] == (model.chain.inside(2),) * 4
     assert bound_s * ROUNDING >= profile.baseline_step_s
-
-
-@pytest.fixture
-def python_handles_interrupts() -> Iterator[None]:
-    """As in a shell's foreground; a test run in the background inherits a SIGINT that is ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("python_handles_interrupts")

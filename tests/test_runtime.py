@@ -652,7 +652,8 @@ def test_nothing_of_the_models_own_is_a_record(name: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(swap.SwapSession, "record", noted)
     model, inputs = build(name)
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    tensors = (*model.parameters(), *model.buffers())  # alive, so that nothing else comes to lie where a buffer was
+    own = {t.untyped_storage().data_ptr() for t in tensors}
     wanted = plain_step(name)
     with apply(model, plan):
         assert_same(clean_step(model, inputs), wanted)
