@@ -92,13 +92,6 @@ def fake_optimizer(
     return twin
 
 
-def _make_early_state(twin: torch.optim.Optimizer) -> None:
-    """Make the state that an optimizer makes at its own making: up to PyTorch 2.11, Adagrad's, for all parameters."""
-    if isinstance(twin, torch.optim.Adagrad):
-        value = twin.defaults["initial_accumulator_value"]
-        twin.state = torch.optim.Adagrad(twin.param_groups, initial_accumulator_value=value).state
-
-
 def trace_updates(
     optimizer: torch.optim.Optimizer,
     tracker: Tracker,
@@ -126,7 +119,8 @@ def trace_updates(
         tracker.numbers_on_host = not any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
         tracker.number_read = 1.0  # an update may read a norm to scale by it; what it runs doesn't hang on that
         with tracker, torch.no_grad():
-            _make_early_state(twin)
+            if isinstance(optimizer, torch.optim.Adagrad):
+                _make_state(optimizer, twin)
             twin.step()
             between()
             twin.step()
@@ -136,3 +130,18 @@ def trace_updates(
             f"the update of {type(optimizer).__name__} can't be traced ({error}); "
             "leave optimizer= out and lower the budget by its state"
         ) from error
+
+
+def _make_state(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer) -> None:
+    """Give `twin` the state that `optimizer` has, as Adagrad makes it when it is constructed, up to torch 2.11 at least.
+
+    Without it an update would look for a state of the fake parameters and find none.
+    """
+    for group, fakes in zip(optimizer.param_groups, twin.param_groups, strict=True):
+        for p, fake in zip(group["params"], fakes["params"], strict=True):
+            for name, value in optimizer.state.get(p, {}).items():
+                if value.dim() or group.get("fused"):
+                    made = torch.empty(value.shape, dtype=value.dtype, device=fake.device)
+                else:
+                    made = torch.tensor(0.0, dtype=value.dtype)
+                twin.state[fake][name] = made
