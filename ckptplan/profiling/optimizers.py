@@ -133,9 +133,9 @@ def trace_updates(
 
 
 def _make_state(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer) -> None:
-    """Give `twin` the state that `optimizer` has, as Adagrad makes it when it is constructed, up to torch 2.11 at least.
+    """Give `twin` a state like that of `optimizer`.
 
-    Without it an update would look for a state of the fake parameters and find none.
+    Adagrad makes it on construction, up to torch 2.11 at least, and its update takes it for granted.
     """
     for group, fakes in zip(optimizer.param_groups, twin.param_groups, strict=True):
         for p, fake in zip(group["params"], fakes["params"], strict=True):
