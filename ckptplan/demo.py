@@ -169,6 +169,7 @@ class Row:
     measured_step_s: float | None
     gradients_equal: bool | None = None
     losses_equal: bool | None = None
+    other_paths: int = 0
 
     @property
     def over(self) -> bool:
@@ -178,8 +179,9 @@ class Row:
 
     @property
     def sound(self) -> bool:
-        """Within its budget as measured, and nothing that was compared differs."""
-        return not self.over and self.gradients_equal is not False and self.losses_equal is not False
+        """Within its budget as measured, by the paths that were profiled, and nothing that was compared differs."""
+        equal = self.gradients_equal is not False and self.losses_equal is not False
+        return equal and not self.over and not self.other_paths
 
 
 def run(
@@ -263,7 +265,7 @@ def run(
 def _row(name: str, plan: Plan, report: Any, losses_equal: bool | None = None) -> Row:
     return Row(
         name, plan.budget_bytes, plan.peak_bytes, report.measured_peak_bytes, plan.step_s, report.measured_step_s,
-        report.gradients_equal, losses_equal,
+        report.gradients_equal, losses_equal, report.other_paths,
     )  # fmt: skip
 
 
@@ -323,6 +325,8 @@ def _conclude(console: Console, plan: Plan, rows: list[Row]) -> bool:
             console.print(f"[red]{row.name}: the measured peak is above the budget[/red]")
         if row.gradients_equal is False or row.losses_equal is False:
             console.print(f"[red]{row.name}: gradients or losses differ from plain training[/red]")
+        if row.other_paths:
+            console.print(f"[red]{row.name}: {row.other_paths} runs of stages saved something else than profiled[/red]")
     plain, ours = rows[0], rows[-1]
     if plain.predicted_step_s and plain.measured_step_s:
         ratio = plain.predicted_step_s / plain.measured_step_s

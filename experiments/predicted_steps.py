@@ -83,9 +83,12 @@ def measure(name: str, percents: list[float], rounds: int, limit_s: float) -> li
                     return step()
 
             step(), plain()
-            for k in range(rounds):
-                for way in (plain, step) if k % 2 == 0 else (step, plain):
-                    (plain_s if way is plain else planned_s).append(way())
+            with handle.unmetered():
+                for k in range(rounds):
+                    for way in (plain, step) if k % 2 == 0 else (step, plain):
+                        (plain_s if way is plain else planned_s).append(way())
+            for _ in range(rounds):
+                step()  # for the parts alone
             stats = handle.stats()
         cases.append(_case(name, percent, plan, statistics.median(planned_s), statistics.median(plain_s), stats))
         print(_line(cases[-1]), flush=True)

@@ -201,6 +201,7 @@ def test_verify_agrees(mix: str) -> None:
     plan = plan_for(ckptplan.profile(model, x), mix)
     found = ckptplan.verify(model, plan, inputs=x)
     assert found.gradients_equal, found.differing
+    assert found.other_paths == 0
     assert found.within_budget, str(found)
 
 

@@ -97,6 +97,7 @@ def test_the_promises_hold(make: Callable[[], Made]) -> None:
         assert any(choice.action != "keep" for choice in plan.choices)
         report = ckptplan.verify(model, plan, inputs, repeats=1)
         assert report.gradients_equal, report.differing
+        assert report.other_paths == 0
         assert report.measured_peak_bytes <= budget_bytes
         # 2 % is promised; never under.
         assert report.measured_peak_bytes <= report.predicted_peak_bytes <= 1.02 * report.measured_peak_bytes
@@ -139,6 +140,7 @@ def test_both_halves_of_an_encoder_decoder_leave_their_caches() -> None:
     plan = ckptplan.solve(profile, least.peak_bytes / 2**30, actions=("keep", "recompute"))
     report = ckptplan.verify(model, plan, inputs, repeats=1)
     assert report.gradients_equal, report.differing
+    assert report.other_paths == 0
     assert report.measured_peak_bytes <= plan.peak_bytes
     assert model.config.use_cache is model.decoder.config.use_cache is True
 

@@ -312,6 +312,7 @@ def test_any_plan_holds_its_predicted_peak_and_gradients(name: str) -> None:
         report = ckptplan.verify(model, plan, inputs, repeats=1)
         what = [choice.option for choice in plan.choices], plan.segments
         assert report.gradients_equal, (what, report.differing)
+        assert report.other_paths == 0, what
         assert report.measured_peak_bytes <= plan.peak_bytes, what
         assert report.stats.runs == report.stats.planned_runs, what
         assert report.stats.swapped_in_bytes == report.stats.swapped_out_bytes == plan.host_bytes, what

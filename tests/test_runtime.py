@@ -137,6 +137,7 @@ def test_peak_is_as_predicted(name: str, what: str) -> None:
     model, inputs = build(name)
     found = verify(model, plan, inputs, repeats=1)
     assert found.gradients_equal, found.differing
+    assert found.other_paths == 0
     assert found.measured_peak_bytes <= plan.peak_bytes
     # Toy models: the generator states that recomputed stages hold (5 kB each) and small temporaries weigh much.
     assert plan.peak_bytes - found.measured_peak_bytes <= max(0.02 * plan.peak_bytes, 16 << 10)

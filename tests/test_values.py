@@ -195,6 +195,7 @@ def test_the_promises_hold(name: str) -> None:
         assert any(choice.action != "keep" for choice in plan.choices)
         report = ckptplan.verify(model, plan, inputs, repeats=1)
         assert report.gradients_equal, report.differing
+        assert report.other_paths == 0
         assert report.measured_peak_bytes <= report.predicted_peak_bytes
         # 2 %, and the random states that checkpoint keeps (5 KB a stage, as much again while one recomputes).
         # Of what is read by index, backward writes into zeros in place, and makes a copy of them on fake tensors.

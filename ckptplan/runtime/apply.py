@@ -345,6 +345,14 @@ class Handle:
                 self._controller.install()
                 self._applied = True
 
+    def unmetered(self) -> contextlib.AbstractContextManager[None]:
+        """No step inside is measured for `stats`, so that each takes what most steps of a training take.
+
+        Use it around steps that something else times: a measured step has a mark, on CUDA an event, wherever a stage,
+        a recompute or a wait begins, and a hook on every stage's output.
+        """
+        return self._controller.counters.meter.off()
+
     def stats(self) -> Stats:
         """What happened since the plan was applied, and what a step takes, beside the plan.
 
@@ -442,6 +450,7 @@ class Handle:
             runs=tuple(counters.runs[i] for i in range(len(planned))),
             planned_runs=planned,
             host_wait_s=counters.host_wait_s,
+            other_paths=counters.other_paths,
         )
 
     def __enter__(self) -> Handle:

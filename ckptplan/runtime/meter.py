@@ -8,18 +8,19 @@ NOTE [Accounts]
    forward or backward was under way, also where a sweep runs another stage on its behalf.
 3. A step is the time from the beginning of a pass to the end of its backward. What didn't run in that order (a forward
    without backward, two forwards before one backward) is no step.
-4. Marks cost some microseconds each: the first steps are measured and then one in `EVERY`. They are summed in `steps`
-   alone, not while anything trains. On the CPU a mark is a time. On CUDA it is an event on the stream that computes, so
-   nothing waits in a step.
+4. Marks cost some microseconds each: the first steps are measured and then one in `EVERY`, none inside of `off`, where
+   something else times the steps. They are summed in `steps` alone, not while anything trains. On the CPU a mark is a
+   time. On CUDA it is an event on the stream that computes, so nothing waits in a step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -111,6 +112,7 @@ class Meter:
         self._device = device
         self._cuda = device is not None and device.type == "cuda"
         self._clock: Callable[[], Any] = self._event if self._cuda else clock
+        self._off = False
         self.restart()
 
     def restart(self) -> None:
@@ -137,7 +139,7 @@ class Meter:
         left_out = _FIRST < self._passes < self._next
         if self._passes == self._next:
             self._next += self._random.randint(EVERY // 2, EVERY + EVERY // 2)
-        if not self._every and (left_out or (self._cuda and torch.cuda.is_current_stream_capturing())):
+        if not self._every and (self._off or left_out or (self._cuda and torch.cuda.is_current_stream_capturing())):
             self._now = FORWARD  # so that the next pass sees whether this one has ended
             return None
         self._step = Step(regular=not unfinished, memory=[] if self._cuda and self._every else None)
@@ -173,6 +175,15 @@ class Meter:
     def every_step(self, measured: bool) -> None:
         """Whether steps are measured without leaving any out, with the device's allocated bytes at every mark."""
         self._every = measured
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """No pass that begins inside is measured."""
+        former, self._off = self._off, True
+        try:
+            yield
+        finally:
+            self._off = former
 
     @property
     def passes(self) -> int:

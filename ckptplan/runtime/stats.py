@@ -75,6 +75,9 @@ class Stats:
         Per stage, how often its forward ran in all, first runs included, and is to run per step; glue counts 0.
     host_wait_s : float
         Time the calling thread waited for copies (on CUDA compute waits on the device, and this stays near 0).
+    other_paths : int
+        Runs of a stage that saved something else than was profiled. Smaller inputs may do so; on the inputs that the
+        plan was made for it is a fault of the profile: positions mean nothing then, and sizes decide what leaves.
     timed_steps : int
         Steps that the times below are medians of: the last ones of the plan that is applied, its first left out.
     step_s : float or None
@@ -101,6 +104,7 @@ class Stats:
     runs: tuple[int, ...]
     planned_runs: tuple[int, ...]
     host_wait_s: float
+    other_paths: int = 0
     timed_steps: int = 0
     step_s: float | None = None
     planned_step_s: float = 0.0
@@ -115,7 +119,14 @@ class Stats:
 
     def since(self, earlier: Stats) -> Stats:
         """What was counted after `earlier`; times and peaks are as they are now."""
-        counted = ("forwards", "recomputed_stages", "swapped_out_bytes", "swapped_in_bytes", "host_wait_s")
+        counted = (
+            "forwards",
+            "recomputed_stages",
+            "swapped_out_bytes",
+            "swapped_in_bytes",
+            "host_wait_s",
+            "other_paths",
+        )
         added = {name: getattr(self, name) - getattr(earlier, name) for name in counted}
         same = len(self.runs) == len(earlier.runs)  # else a plan with other stages came in between, and counts anew
         runs = tuple(a - b for a, b in zip(self.runs, earlier.runs, strict=True)) if same else self.runs
@@ -140,6 +151,8 @@ class Stats:
             f"(planned {format_bytes(self.planned_swapped_bytes)}), in {format_bytes(self.swapped_in_bytes / n)}",
             f"waited for copies per forward: {format_seconds(self.host_wait_s / n)}",
         ]
+        if self.other_paths:
+            lines.append(f"runs of stages that saved something else than profiled: {self.other_paths}")
         if not self.stages:
             return "\n".join(lines)
         for pool in self.pools:

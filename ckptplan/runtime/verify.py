@@ -42,7 +42,7 @@ class Verification:
     plain_peak_bytes : int or None
         Peak of the plain step; None where it doesn't fit the device, or wasn't asked for.
     predicted_step_s, measured_step_s, plain_step_s : float
-        Medians over the repeats, plain and planned steps in turn.
+        Medians over the repeats, plain and planned steps in turn, which nothing else is measured in.
     predicted_plain_step_s : float
     gradients_equal : bool or None
         Every gradient, every buffer and the loss bit for bit as in the plain step; None where that one doesn't fit
@@ -50,7 +50,7 @@ class Verification:
     differing : tuple of str
         Parameters whose gradient differs, and buffers that do.
     stats : Stats
-        What the runtime did in one planned step.
+        What the runtime did in one planned step, the first.
     """
 
     budget_bytes: int
@@ -64,6 +64,11 @@ class Verification:
     gradients_equal: bool | None
     differing: tuple[str, ...]
     stats: Stats
+
+    @property
+    def other_paths(self) -> int:
+        """Runs of a stage, in one planned step, that saved something else than was profiled; any is a fault."""
+        return self.stats.other_paths
 
     @property
     def within_budget(self) -> bool:
@@ -92,6 +97,8 @@ class Verification:
                 row("step", format_seconds(self.predicted_step_s), format_seconds(self.measured_step_s)),
                 row("plain step", format_seconds(self.predicted_plain_step_s), plain_s),
                 f"gradients {equal[self.gradients_equal]}",
+                *([f"{self.other_paths} runs of stages saved something else than profiled: what leaves the device, and "
+                   "the peak, don't follow from the plan; please report it"] if self.other_paths else []),
             ]
         )  # fmt: skip
 
@@ -167,18 +174,18 @@ def verify(
         if plain_loss is None and device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
-        rewind()
-        loss = run_step(training)
-        found = _results(model)
         before = handle.stats()
-        peak = held_bytes + measured(once, peak_above_start)
+        loss = measured(once, lambda run, _: run())
         stats = handle.stats().since(before)
+        found = _results(model)
+        peak = held_bytes + measured(once, peak_above_start)
         planned_s, plain_s = [], []
-        for _ in range(repeats):
-            if plain_loss is not None:
-                with handle.paused():
-                    plain_s.append(measured(once, timed))
-            planned_s.append(measured(once, timed))
+        with handle.unmetered():
+            for _ in range(repeats):
+                if plain_loss is not None:
+                    with handle.paused():
+                        plain_s.append(measured(once, timed))
+                planned_s.append(measured(once, timed))
     differing = tuple(name for name in {**reference, **found} if not _same(reference.get(name), found.get(name)))
     equal = None if plain_loss is None else not differing and _same(loss, plain_loss)
     return Verification(
