@@ -13,6 +13,7 @@ eager one, and without dropout all rivals compute the very same step.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import functools
 import gc
@@ -21,7 +22,6 @@ import os
 import statistics
 import sys
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -30,18 +30,14 @@ from typing import Any
 
 import documents
 import torch
-import torch._functorch.config as functorch_config
 from models import MODELS
+from rivals import Enter, Forward, replace, rivals
 from torch import Tensor, nn
-from torch._inductor.compile_fx import compile_fx
-from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint_sequential
 from torch.utils.flop_counter import FlopCounterMode
 
 import ckptplan
 from ckptplan.baselines import BASELINES
 from ckptplan.core.errors import InfeasibleBudgetError
-from ckptplan.core.plan import Plan
 from ckptplan.runtime.measure import held_tensors, peak_above_start, unique_bytes
 
 SCHEMA = "ckptplan.compare_real/1"
@@ -78,7 +74,6 @@ BLOCKS: Mapping[str, str] = {
 """Model -> its list of blocks; for ResNet the list of stages, each with a list of blocks."""
 
 Inputs = dict[str, Tensor]
-Forward = Callable[[], Any]
 
 
 @dataclass
@@ -150,21 +145,6 @@ class Pair:
     plan: dict[str, Any] | None = None
 
 
-class Segmented(nn.Module):
-    """Stands in for a list of blocks: the same ones, through `checkpoint_sequential`."""
-
-    def __init__(self, blocks: Sequence[nn.Module], segments: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-        self.segments = segments
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        def call(block: nn.Module) -> Callable[[Tensor], Tensor]:
-            return lambda x: block(x, *args, **kwargs)
-
-        return checkpoint_sequential([call(b) for b in self.blocks], self.segments, hidden, use_reentrant=False)
-
-
 def make(name: str, quick: bool) -> tuple[nn.Module, Inputs]:
     """Build the model without dropout, and its inputs; with two blocks and little data when `quick`."""
     model, inputs = MODELS[name]()
@@ -187,78 +167,24 @@ def make(name: str, quick: bool) -> tuple[nn.Module, Inputs]:
     return model, inputs
 
 
-def replace(model: nn.Module, path: str, module: nn.Module) -> None:
-    """Set the submodule at `path`."""
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, module)
-
-
-def plain(model: nn.Module, inputs: Inputs) -> Forward:
-    return functools.partial(model, **inputs)
-
-
-def hugging_face(model: nn.Module, inputs: Inputs, every: int) -> Forward:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # renamed in new releases; the old name works in all
-        extra = {} if every == 1 else {"every_n_layers": every}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}, **extra)
-    return plain(model, inputs)
-
-
-def sequential(model: nn.Module, inputs: Inputs, path: str, segments: int) -> Forward:
-    blocks = list(model.get_submodule(path))
-    if all(hasattr(block, "layers") for block in blocks):
-        blocks = [layer for stage in blocks for layer in stage.layers]
-    if segments > len(blocks):
-        raise ValueError(f"{len(blocks)} blocks can't make {segments} segments")
-    replace(model, path, nn.ModuleList([Segmented(blocks, segments)]))
-    return plain(model, inputs)
-
-
-def saved_on_cpu(model: nn.Module, inputs: Inputs) -> Forward:
-    def forward() -> Any:
-        with save_on_cpu(pin_memory=True):
-            return model(**inputs)
-
-    return forward
-
-
-def compiled(model: nn.Module, inputs: Inputs, ratio: float) -> Forward:
-    # A backend of its own: else a copy would reuse the code compiled for another copy's ratio.
-    def backend(graph: Any, examples: Any) -> Any:
-        with functorch_config.patch(activation_memory_budget=ratio):
-            return compile_fx(graph, examples)
-
-    return functools.partial(torch.compile(model, backend=backend, dynamic=False, fullgraph=True), **inputs)
-
-
-def swap_all(model: nn.Module, inputs: Inputs) -> Forward:
+@contextlib.contextmanager
+def swap_all(model: nn.Module, forward: Forward, inputs: Inputs) -> Iterator[Forward]:
     profile = ckptplan.profile(model, inputs)
     try:
         plan = BASELINES["swap_all"](profile, 1)
     except InfeasibleBudgetError as error:
         plan = BASELINES["swap_all"](profile, error.min_peak_bytes)
-    return planned(model, inputs, plan)
+    with ckptplan.apply(model, plan):
+        yield forward
 
 
-def planned(model: nn.Module, inputs: Inputs, plan: Plan) -> Forward:
-    ckptplan.apply(model, plan)
-    return plain(model, inputs)
-
-
-def rivals(
-    name: str, segments: Sequence[int], ratios: Sequence[float]
-) -> Iterator[tuple[str, Callable[[nn.Module, Inputs], Forward]]]:
-    """Yield names, and what makes the forward of a copy of the model."""
-    yield "plain", plain
-    yield "hf", functools.partial(hugging_face, every=1)
-    yield "hf/every2", functools.partial(hugging_face, every=2)
-    for count in segments:
-        yield f"sequential/{count}", functools.partial(sequential, path=BLOCKS[name], segments=count)
-    yield "save_on_cpu", saved_on_cpu
-    yield "swap_all", swap_all
-    for ratio in (1.0, *ratios):
-        yield f"compiled/{ratio:g}", functools.partial(compiled, ratio=ratio)
+def entrants(name: str, inputs: Inputs, segments: Sequence[int], ratios: Sequence[float]) -> dict[str, Enter]:
+    """Names, and what puts a copy of the model under each regime."""
+    known = rivals(ratios=(1.0, *ratios), path=BLOCKS[name], segments=segments, every=(1, 2))
+    found = {"plain": known["keep"].enter}
+    found |= {key: known[key].enter for key in ("hf", "hf/every2", *(f"sequential/{n}" for n in segments))}
+    found |= {"save_on_cpu": known["save_on_cpu"].enter, "swap_all": functools.partial(swap_all, inputs=inputs)}
+    return found | {key: rival.enter for key, rival in known.items() if rival.compiles}
 
 
 def enter(name: str, model: nn.Module, forward: Forward, inputs: Inputs) -> Contender:
@@ -357,19 +283,33 @@ def compare(
     name: str, *, quick: bool, segments: Sequence[int], ratios: Sequence[float], rounds: int, say: Callable[[str], None]
 ) -> tuple[list[Pair], tuple[float, float]]:
     """Enter every rival, then ours at its peak; race them; lay them side by side. Also the plain step's rounding."""
+    with contextlib.ExitStack() as stack:
+        return _compare(name, quick, segments, ratios, rounds, say, stack)
+
+
+def _compare(
+    name: str,
+    quick: bool,
+    segments: Sequence[int],
+    ratios: Sequence[float],
+    rounds: int,
+    say: Callable[[str], None],
+    stack: contextlib.ExitStack,
+) -> tuple[list[Pair], tuple[float, float]]:
     ignore_garbage()
     model, inputs = make(name, quick)
     entered: list[tuple[Contender, Contender | None, dict[str, Any]]] = []
     missing: list[Pair] = []
-    for rival, prepare in rivals(name, segments, ratios):
+    for rival, way in entrants(name, inputs, segments, ratios).items():
         say(f"{name}: {rival}")
         mine = copy.deepcopy(model)
         try:
-            contender = enter(rival, mine, prepare(mine, inputs), inputs)
+            forward = stack.enter_context(way(mine, functools.partial(mine, **inputs)))
+            contender = enter(rival, mine, forward, inputs)
         except Exception as error:  # a rival that doesn't run is a result, whatever stops it
             missing.append(Pair(Row(rival, reason=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")))
             continue
-        entered.append((contender, *ours(model, inputs, contender)))
+        entered.append((contender, *ours(model, inputs, contender, stack)))
     say(f"{name}: {rounds} rounds of {sum(1 + (own is not None) for _, own, _ in entered)} steps")
     race([c for pair in entered for c in pair[:2] if c], rounds)
     torch._dynamo.reset()
@@ -394,7 +334,9 @@ def compare(
     return pairs + missing, allowed
 
 
-def ours(model: nn.Module, inputs: Inputs, rival: Contender) -> tuple[Contender | None, dict[str, Any]]:
+def ours(
+    model: nn.Module, inputs: Inputs, rival: Contender, stack: contextlib.ExitStack
+) -> tuple[Contender | None, dict[str, Any]]:
     """Plan for the rival's measured peak.
 
     Predicted peaks are upper bounds, so a plan whose measured peak is exactly the rival's may be predicted above it. A
@@ -410,7 +352,8 @@ def ours(model: nn.Module, inputs: Inputs, rival: Contender) -> tuple[Contender 
             facts = {"status": "infeasible", "min_peak_bytes": error.min_peak_bytes, "stage": error.stage}
             return None, {"planning_s": time.perf_counter() - began, "plan": facts}
         took_s = time.perf_counter() - began
-        contender = enter("ckptplan", mine, planned(mine, inputs, plan), inputs)
+        stack.enter_context(ckptplan.apply(mine, plan))
+        contender = enter("ckptplan", mine, functools.partial(mine, **inputs), inputs)
         if contender.peak_bytes <= rival.peak_bytes:
             break
     facts = {
