@@ -209,7 +209,7 @@ class _Timing:
                 else:
                     counters = Counters()
                     output = run_recomputed(
-                        module, original, new_args, new_kwargs, counters, ops=way, planned=again[way]
+                        module, original, new_args, new_kwargs, counters, self.device, ops=way, planned=again[way]
                     )
                     if counters.other_paths:
                         self.otherwise.add((kind, way))

@@ -357,7 +357,8 @@ class Controller:
             segment, inside = self._segments[index]
             if current.open is None or current.open.segment is not segment:
                 current.open = OpenSegment(segment, inside, current.session, moves=self._moves)
-            call = Call(module, original, self.counters, index, functools.partial(current.own.whole, module))
+            whole = functools.partial(current.own.whole, module)
+            call = Call(module, original, self.counters, self._device, index, whole)
             output = current.open.stage(
                 index, self._stages[index], call, call.split(args, kwargs), choice.moves, choice.tier
             )
@@ -371,6 +372,7 @@ class Controller:
                 args,
                 kwargs,
                 self.counters,
+                self._device,
                 index=index,
                 name=self._stages[index],
                 ops=choice.ops,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+from torch.utils.checkpoint import checkpoint
 
 from ckptplan.core.chain import Tier
 from ckptplan.core.errors import UnsupportedModelError
@@ -29,6 +29,8 @@ class Call:
 
     Parameters
     ----------
+    device : torch.device
+        Where the plan runs: its random generator is the stage's, whatever its arguments are.
     index : int
         The stage, for `counters`.
     whole : callable
@@ -40,15 +42,17 @@ class Call:
         module: nn.Module,
         original: Callable[..., Any],
         counters: Counters,
+        device: torch.device,
         index: int = 0,
         whole: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self._module, self._original = module, original
-        self._counters, self._index = counters, index
+        self._counters, self._device, self._index = counters, device, index
         self._whole = whole
         self._rest: list[Any] = []
         self._where: list[tuple[int, ...]] = []
         self._spec: pytree.TreeSpec | None = None
+        self._surroundings: Surroundings | None = None
         self._state: _State | None = None
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
@@ -85,21 +89,24 @@ class Call:
         if self._first is not None:
             # The caller's own lists and dictionaries, since the stage may add to them.
             (args, kwargs), self._first = self._first, None
+            self._surroundings = Surroundings(self._device, tensors)
             del tensors
             return self._run_first(args, kwargs)
+        assert self._surroundings is not None
         leaves = list(self._rest)
         for same, tensor in zip(self._where, tensors, strict=True):
             for i in same:
                 leaves[i] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         del leaves, tensors
-        if self._state is None:  # another mode of PyTorch's runs it anew
-            return self._run_first(args, kwargs)
+        if self._state is None:  # a backward inside of the first run
+            with self._surroundings.restored():
+                return self._run_first(args, kwargs)
         self._counters.runs[self._index] += 1
         self._counters.recomputed_stages += 1
         before = self._counters.meter.mark(self._index * KINDS + RECOMPUTE)
         try:
-            with self._whole(), self._state.as_in_forward():
+            with self._surroundings.restored(), self._whole(), self._state.as_in_forward():
                 return self._original(*args, **kwargs)
         finally:
             self._counters.meter.mark(before)
@@ -120,6 +127,7 @@ def run_recomputed(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     counters: Counters,
+    device: torch.device,
     *,
     index: int = 0,
     name: str = "",
@@ -136,6 +144,8 @@ def run_recomputed(
 
     Parameters
     ----------
+    device : torch.device
+        Where the plan runs.
     index, name : int, str
         The stage.
     ops : tuple of int
@@ -155,11 +165,11 @@ def run_recomputed(
     if ops:
         selection = Selection(ops, None if outputs is None else outputs.pack, name, planned)
         original = selection.around(original)
-    call = Call(module, original, counters, index)
+    call = Call(module, original, counters, device, index)
     tensors = call.split(args, kwargs)
     del args, kwargs
     with contextlib.nullcontext() if inputs is None else inputs.hooks():
-        result = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=True)
+        result = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=False)
     if selection is not None and selection.gave_up:
         counters.other_paths += 1
         if outputs is not None:
@@ -173,37 +183,70 @@ def run_recomputed(
 
 
 class Surroundings:
-    """What a forward depends on besides its module and arguments: random states, autocast, the default device."""
+    """What a forward depends on besides its module and arguments: random states, autocast, the default device.
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        devices = {t.device.type for t in tensors} - {"cpu", "meta"}
-        self._device_type = min(devices, default="cuda")
+    Parameters
+    ----------
+    device : torch.device
+        Its generator is kept, since a stage may draw from it without a tensor of that device among its arguments.
+    tensors : iterable of torch.Tensor
+        The generators of their devices are kept too.
+    """
+
+    def __init__(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
+        devices = {device, *(t.device for t in tensors)}
         self._random = torch.get_rng_state()
-        self._devices, self._device_random = get_device_states(*tensors)
-        self._default_device = torch.get_default_device()
-        self._autocast: list[dict[str, Any]] = [
-            {
-                "device_type": kind,
-                "enabled": torch.is_autocast_enabled(kind),
-                "dtype": torch.get_autocast_dtype(kind),
-                "cache_enabled": torch.is_autocast_cache_enabled(),
-            }
-            for kind in ("cpu", self._device_type)
-            if torch.amp.is_autocast_available(kind)
-        ]
+        self._device_random = _device_states(d for d in devices if _has_generator(d))
+        self._default_device = _default_device()
+        self._autocast = {kind: _autocast(kind) for kind in {"cpu", *(d.type for d in devices)} - {"meta"}}
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """As it was; random states go on afterwards as if nothing had run inside."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(self._devices, device_type=self._device_type))
+        random, device_random = torch.get_rng_state(), _device_states(self._device_random)
+        try:
             torch.set_rng_state(self._random)
-            set_device_states(self._devices, self._device_random, device_type=self._device_type)
-            for state in self._autocast:
-                stack.enter_context(torch.autocast(**state))
-            if torch.get_default_device() != self._default_device:
-                stack.enter_context(self._default_device)
-            yield
+            _set_device_states(self._device_random)
+            with contextlib.ExitStack() as stack:
+                for kind, state in self._autocast.items():
+                    if state is not None and _autocast(kind) != state:
+                        enabled, dtype, cached = state
+                        stack.enter_context(torch.autocast(kind, dtype, enabled, cached))
+                if _default_device() != self._default_device:
+                    stack.enter_context(self._default_device)
+                yield
+        finally:
+            torch.set_rng_state(random)
+            _set_device_states(device_random)
+
+
+def _has_generator(device: torch.device) -> bool:
+    """Whether `device` has a generator of its own; asking CUDA for one would start it, where no tensor is real."""
+    return device.type not in ("cpu", "meta") and (device.type != "cuda" or torch.cuda.is_initialized())
+
+
+def _device_states(devices: Iterable[torch.device]) -> dict[torch.device, torch.Tensor]:
+    return {device: torch.get_device_module(device).get_rng_state(device) for device in devices}
+
+
+def _set_device_states(states: dict[torch.device, torch.Tensor]) -> None:
+    for device, state in states.items():
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+_CPU = torch.device("cpu")
+
+
+def _default_device() -> torch.device:
+    """Where tensors are made by default, which only a mode on PyTorch's functions changes."""
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
+
+
+def _autocast(kind: str) -> tuple[bool, torch.dtype, bool] | None:
+    """Autocast's state for a kind of device; None where it has none."""
+    if not torch.amp.is_autocast_available(kind):
+        return None
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
 
 
 class _State:

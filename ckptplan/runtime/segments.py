@@ -33,7 +33,7 @@ from torch.utils import _pytree as pytree
 from ckptplan.core.chain import Segment, Tier
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.runtime.compiled import out_of_sight
-from ckptplan.runtime.recompute import Call, Surroundings
+from ckptplan.runtime.recompute import Call
 from ckptplan.runtime.swap import (
     Geometry,
     Held,
@@ -109,7 +109,6 @@ class Frame:
         self._models_own: dict[int, Held] = {}
         self._inputs: list[Link | Packed] = []
         self._needs_grad: list[bool] = []
-        self._surroundings: Surroundings | None = None
         self._slots: list[weakref.ref[Slot]] = []
         self._like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._complete = False
@@ -129,7 +128,6 @@ class Frame:
         """
         self._inputs = inputs
         self._needs_grad = [t.requires_grad for t in tensors]
-        self._surroundings = Surroundings(tensors)
         versions = [version_of(t) for t in tensors]
         with torch.autograd.graph.saved_tensors_hooks(out_of_sight(self._save), _read):
             output = self._call(*tensors)
@@ -201,13 +199,12 @@ class Frame:
         return self._again(given, lambda tensor: None)
 
     def _again(self, given: dict[Made, torch.Tensor], save: Callable[[torch.Tensor], None]) -> list[Any]:
-        assert self._surroundings is not None
         inputs = [self._input(x, given) for x in self._inputs]
         for i, needed in enumerate(self._needs_grad):
             if needed and not isinstance(inputs[i], torch.nn.Parameter):
                 inputs[i] = inputs[i].detach().requires_grad_()
         hooks = torch.autograd.graph.saved_tensors_hooks(out_of_sight(save), _nothing_saved)
-        with self._surroundings.restored(), torch.enable_grad(), hooks:
+        with torch.enable_grad(), hooks:
             return pytree.tree_leaves(self._call(*inputs))
 
     def _input(self, packed: Link | Packed, given: dict[Made, torch.Tensor]) -> torch.Tensor:
