@@ -27,6 +27,7 @@ from ckptplan.core.units import format_bytes
 from ckptplan.profiling.links import measure_link
 from ckptplan.profiling.operations import SeenOperations
 from ckptplan.profiling.roofline import flops_rate, op_cost, op_seconds
+from ckptplan.profiling.target import with_index
 from ckptplan.runtime.measure import timed
 
 _LEAST_SIDE = 256
@@ -86,13 +87,11 @@ def _device(device: str | torch.device | None) -> torch.device:
         raise InvalidInputError(f"device {device!r} is none that PyTorch knows; give 'cpu' or 'cuda'") from error
     if where.type not in ("cpu", "cuda"):
         raise InvalidInputError(f"device {device!r} can't be measured; 'cpu' and 'cuda' can")
-    if where.type == "cuda":
-        if not torch.cuda.is_available() or (where.index or 0) >= torch.cuda.device_count():
-            raise InvalidInputError(
-                f"device {device!r} is not there: PyTorch sees {torch.cuda.device_count()} CUDA devices"
-            )
-        where = torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
-    return where
+    if where.type == "cuda" and (not torch.cuda.is_available() or (where.index or 0) >= torch.cuda.device_count()):
+        raise InvalidInputError(
+            f"device {device!r} is not there: PyTorch sees {torch.cuda.device_count()} CUDA devices"
+        )
+    return with_index(where)
 
 
 def _calibrate(

@@ -30,6 +30,13 @@ CUDA_BLOCK = 512
 """The caching allocator rounds every request up to a multiple of this many bytes."""
 
 
+def with_index(device: torch.device) -> torch.device:
+    """`device` with the index that PyTorch gives to its tensors, as devices are compared: "cuda" isn't "cuda:0"."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """How amounts are found for the device that the step is to run on.
@@ -37,7 +44,8 @@ class Target:
     Parameters
     ----------
     device : torch.device
-        Where tensors lie while the step is traced: the device itself, or the CPU for one that isn't here.
+        Where tensors lie while the step is traced: the device itself, with its index, or the CPU for one that isn't
+        here.
     spec : Device, optional
         The one that isn't here. Its bytes come from fake tensors, its times from a roofline.
     answers : Answers, optional
@@ -47,6 +55,9 @@ class Target:
     device: torch.device
     spec: Device | None = None
     answers: Answers | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device", with_index(self.device))
 
     @property
     def without_answers(self) -> Target:
@@ -166,7 +177,7 @@ def find_target(model: nn.Module, device: DeviceLike = None) -> Target:
             "the model lies on 'meta', which is no device to run on; pass device= with the one it is meant for, "
             f"such as 'a100-40gb' (known: {', '.join(sorted(known_devices()))})"
         )
-    if device is not None and device.type != where.type:
+    if device is not None and (device.type != where.type or device.index not in (None, where.index or 0)):
         raise InvalidInputError(
             f"device={str(device)!r}, but the model is on {str(where)!r}; move the model there first"
         )

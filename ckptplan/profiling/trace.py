@@ -40,7 +40,7 @@ from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.shapes import input_tensors
 from ckptplan.runtime.step import TrainingStep
 from ckptplan.runtime.stores import NULL_STORES
-from ckptplan.runtime.swap import MIN_SWAP_BYTES, movable
+from ckptplan.runtime.swap import MIN_SWAP_BYTES, has_position
 
 _MENU_BYTES = 1 << 16
 """A stage that holds less of its own gets no options inside it: they couldn't pay for their bookkeeping."""
@@ -57,9 +57,10 @@ class Replay:
     forward, backward : dict
         Segment -> its trace.
     saved : dict
-        Segment -> storages autograd saved, in order, with whether they could be moved.
+        Segment -> storages autograd saved, in order, with whether they have a position (NOTE [Positions] in
+        runtime/swap.py).
     inputs : dict
-        Segment -> storages passed in, in order, with whether they could be moved.
+        Segment -> storages passed in, in order, with whether they have one.
     linked : dict
         Segment -> those of its inputs that are, unmodified, an output of the stage that made them.
     arguments : dict
@@ -102,16 +103,16 @@ class Replay:
 class _Names:
     """Names the storages of tensors, those from outside of the step included."""
 
-    def __init__(self, tracker: Tracker, device: torch.device, own: set[int]) -> None:
-        self._tracker, self._device, self._own = tracker, device, own
+    def __init__(self, tracker: Tracker, own: set[int]) -> None:
+        self._tracker, self._own = tracker, own
         self._outside: dict[int, tuple[int, torch.Tensor]] = {}
 
     def find(self, tensor: torch.Tensor) -> tuple[Sid | None, bool]:
-        """A tensor's storage, None for the model's own, and whether it could be moved as far as its kind goes."""
+        """A tensor's storage, None for the model's own and for numbers, and whether it has a position."""
         sid = self._tracker.sid(tensor)
-        can = movable(tensor, self._device, lambda storage: storage._cdata in self._own)
+        can = has_position(tensor, lambda storage: storage._cdata in self._own)
         if sid is None and can:
-            # From outside the step: it never moves, but it counts in the order of saving.
+            # From outside the step, or on the host: it never moves, but it counts in the order of saving.
             key = tensor.untyped_storage()._cdata
             sid = ("outside", 0, self._outside.setdefault(key, (len(self._outside), tensor.detach()))[0])
         return sid, can
@@ -152,7 +153,7 @@ class _Watcher:
             if sid is None:
                 continue
             inputs.setdefault(sid, can)
-            self._replay.sizes[sid] = self._tracker.size_of(tensor.untyped_storage())
+            self._replay.sizes[sid] = self._tracker.bytes_here(tensor)
             if self._returned.get(sid) == tensor._version:
                 linked.add(sid)
         self._replay.arguments[self._position] = input_tensors(args, kwargs)
@@ -212,7 +213,7 @@ def replay(
         own = [*step.model.parameters(), *step.model.buffers()]
         for tensor in (*own, *(p.grad for p in own if p.grad is not None)):
             tracker.outside(tensor)
-        names = _Names(tracker, device, {t.untyped_storage()._cdata for t in own})
+        names = _Names(tracker, {t.untyped_storage()._cdata for t in own})
         modules = dict(step.model.named_modules())
         watcher = _Watcher(tracker, names, out, [modules.get(name.partition("#")[0]) for name in stages])
         controller = Controller(
@@ -230,7 +231,7 @@ def replay(
             sid, can = names.find(tensor)
             out.rerun[watcher.segment] = len(tracker.forward[watcher.segment].ops)
             if sid is not None:
-                out.sizes[sid] = tracker.size_of(tensor.untyped_storage())
+                out.sizes[sid] = tracker.bytes_here(tensor)
                 out.saved.setdefault(watcher.segment, {}).setdefault(sid, can)
             if saves and _is_result(tensor):
                 # Held as it is, a result would hold the node that holds it, and both for ever where no backward runs.
@@ -486,7 +487,7 @@ class _Tracing:
         return [s for s in self.kept.saved.get(g, {}) if s[1] == g and s[0] == "forward" and s not in others]
 
     def _outputs(self, g: int, choice: Choice) -> dict[Sid, tuple[int, bool]]:
-        """Storages that stage makes in the operations of `choice`, in order: bytes, and whether they can be moved."""
+        """Storages that stage makes in the operations of `choice`, in order: bytes, and whether they have positions."""
         ops = numbered(self.kept.forward[g].ops)
         return {s: made for number in choice.ops for s, made in ops[number].made.items()}
 

@@ -25,7 +25,7 @@ from ckptplan.profiling.operations import op_key, writes
 from ckptplan.profiling.repeatable import is_repeatable
 from ckptplan.profiling.target import ON_CPU, Target
 from ckptplan.runtime.selective import is_numbered
-from ckptplan.runtime.swap import movable
+from ckptplan.runtime.swap import has_position
 
 Sid = tuple[str, int, int]
 """A storage's name across replays: phase of its making ("outside": before the step), segment, and a running number."""
@@ -47,7 +47,7 @@ class OpTrace:
     key : hashable
         What its memory and time depend on (`op_key`); None for a sum of gradients that a real run does in place.
     made : dict
-        Storages its results begin -> bytes, and whether they could be moved.
+        Storages its results begin -> bytes, and whether they have a position (NOTE [Positions] in runtime/swap.py).
     written : tuple of Sid
         Storages it writes to that were there before.
     fresh : bool
@@ -114,7 +114,6 @@ class Tracker(FakeWorld):
         self.forward: dict[int, SegmentTrace] = {}
         self.backward: dict[int, SegmentTrace] = {}
         self._round_to = target.round_to
-        self._device = torch.device(target.device.type)
         self._alive: dict[int, Sid | None] = {}
         self.foreign: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._twins: list[torch.Tensor] = []  # the fake mode forgets twins that nobody holds
@@ -192,13 +191,17 @@ class Tracker(FakeWorld):
         """Bytes as the device's allocator counts them."""
         return -(-storage.nbytes() // self._round_to) * self._round_to
 
+    def bytes_here(self, tensor: torch.Tensor) -> int:
+        """Bytes of a tensor's storage on the device that is planned for."""
+        return 0 if self._on_host(tensor) else self.size_of(tensor.untyped_storage())
+
     def _add(self, tensor: torch.Tensor) -> Sid | None:
         """Count a tensor's storage, and its name if it is a new one."""
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._alive:
             return None
-        if self._target.is_cuda and self._on_host(tensor):
+        if self._on_host(tensor):
             self.outside(tensor)
             return None
         nbytes = self.size_of(storage)
@@ -213,12 +216,14 @@ class Tracker(FakeWorld):
         return sid
 
     def _on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies on the host beside a CUDA device.
+        """Whether a tensor lies on the host, or on another device, beside the CUDA device that is planned for.
 
         Where that device isn't here all tensors seem to: single real numbers made by an optimizer do then.
         """
+        if not self._target.is_cuda:
+            return False
         if self._target.spec is None:
-            return tensor.device.type != self._device.type
+            return tensor.device != self._target.device
         return self.numbers_on_host and tensor.dim() == 0 and not isinstance(tensor, FakeTensor)
 
     def _freed(self, key: int, nbytes: int) -> None:
@@ -263,8 +268,7 @@ class Tracker(FakeWorld):
         for tensor in returned:
             sid = self._add(tensor)
             if sid is not None:
-                can = movable(tensor, self._device, lambda storage: False)
-                made[sid] = (self.size_of(tensor.untyped_storage()), can)
+                made[sid] = (self.size_of(tensor.untyped_storage()), has_position(tensor))
         trace = (self.backward if self._in_backward else self.forward)[self._segment]
         if in_place:
             self.peak_bytes = peak_bytes  # the two terms and their sum are never there together

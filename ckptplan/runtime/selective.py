@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptplan.core.errors import PlanMismatchError
-from ckptplan.runtime.swap import Held, Packed, version_of
+from ckptplan.runtime.swap import Held, Packed, has_position, version_of
 
 _ASKING = {torch.ops.prim.device.default, torch.ops.prim.layout.default, *FunctionalTensor.metadata_fns}
 
@@ -196,10 +196,12 @@ class Selection:
         sizes: dict[int, int] = {}
         for packed in held:
             try:
-                storage = packed.tensor().untyped_storage()
+                tensor = packed.tensor()
             except RuntimeError:  # written to since: the number now stands for a buffer that is filled later
                 return False
-            sizes.setdefault(storage._cdata, storage.nbytes())
+            if has_position(tensor):
+                storage = tensor.untyped_storage()
+                sizes.setdefault(storage._cdata, storage.nbytes())
         return len(sizes) <= len(self._planned) and all(
             size <= planned for size, planned in zip(sizes.values(), self._planned, strict=False)
         )

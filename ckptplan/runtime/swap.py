@@ -14,6 +14,20 @@ NOTE [States of a swapped storage]
    times.
 5. A storage modified after it was saved is an error, as in PyTorch, unless its copy had left before: then the copy is
    the value that was saved, and right.
+
+NOTE [Positions]
+
+A plan names what moves by its position among the storages that a stage saves. The profile's fake run and the real step
+must count alike, whatever the batch, the kernel and the place of a tensor:
+
+1. Sizes don't enter. They change with the batch.
+2. Devices don't enter. A fake kernel may give a tensor on the device that the real kernel gives on the host. What
+   lies elsewhere has a position and stays where it is.
+3. Numbers (storages of one element, saved as tensors without dimensions) and unsigned 64-bit integers have none. They
+   are attention's seeds and offsets and Python's numbers, which differ between kernels that may replace one another:
+   flash attention saves a random state of two elements and an unused number, the memory-efficient kernel two numbers on
+   the host, cuDNN's two on the device.
+4. The model's own storages have none.
 """
 
 from __future__ import annotations
@@ -323,15 +337,12 @@ def plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def movable(tensor: torch.Tensor, device: torch.device, never: Callable[[torch.UntypedStorage], bool]) -> bool:
-    """Whether the storage of a saved tensor can be swapped at all, whatever its size.
-
-    Sizes change with the batch; what counts as movable must not, since plans count positions by it.
-    """
-    at = tensor.device
+def has_position(tensor: torch.Tensor, never: Callable[[torch.UntypedStorage], bool] = lambda storage: False) -> bool:
+    """Whether the storage of a saved tensor has a position in the order of saving (NOTE [Positions])."""
     return (
         plain(tensor)
-        and (at == device or (at.type == device.type and at.index is None))
+        and tensor.dtype is not torch.uint64
+        and not (tensor.dim() == 0 and tensor.untyped_storage().nbytes() == tensor.element_size())
         and not never(tensor.untyped_storage())
     )
 
@@ -354,21 +365,29 @@ class Packing:
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """`tensor` as a view of its record, or itself where it can't be moved."""
-        if not self._session.movable(tensor):
-            return Held(tensor, version_of(tensor))
+        if not self._session.has_position(tensor):
+            return _held(tensor)
         key = storage_key(tensor)
+        if not self._session.is_here(tensor):
+            self.order.setdefault(key, None)
+            return _held(tensor)
         record, is_new = self._session.record(tensor, key)
         self.order.setdefault(key, record)
         return Alias(record) if is_new else Alias(record, Geometry.of(tensor))
 
     def skip(self, tensor: torch.Tensor) -> None:
         """Count `tensor` in the order without holding it."""
-        if self._session.movable(tensor):
+        if self._session.has_position(tensor):
             self.order.setdefault(storage_key(tensor), None)
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Pack what autograd saves inside."""
         return torch.autograd.graph.saved_tensors_hooks(out_of_sight(self.pack), unpack)
+
+
+def _held(tensor: torch.Tensor) -> Held:
+    """`tensor` itself, without the graph: a node that holds its own result would never be freed."""
+    return Held(tensor if tensor.grad_fn is None else tensor.detach(), version_of(tensor))
 
 
 def unpack(packed: Packed) -> torch.Tensor:
@@ -427,9 +446,13 @@ class SwapSession:
         """A new order in which one stage packs."""
         return Packing(self)
 
-    def movable(self, tensor: torch.Tensor) -> bool:
+    def has_position(self, tensor: torch.Tensor) -> bool:
         """Whether the storage of `tensor` counts in the order of saving."""
-        return movable(tensor, self._device, self._never)
+        return has_position(tensor, self._never)
+
+    def is_here(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies on the device that is planned for."""
+        return tensor.device == self._device
 
     def stream(self) -> Any:
         """The stream that computes now; None where there are no streams."""
@@ -485,7 +508,7 @@ class SwapSession:
             if not held[position]:
                 raise PlanMismatchError(
                     f"the plan moves storage number {position + 1} of the stage, which its segment makes again instead "
-                    "of holding it; solve again with this step"
+                    f"of holding it, or which lies elsewhere than on {self._device}; solve again with this step"
                 )
             if record is not None:
                 leaving.append(record)
