@@ -522,7 +522,8 @@ class _Search:
             found = None
             with restored(model) as rewind, training_config(model):
                 rewind()
-                held = unique_bytes([*held_tensors(model), *optimizer_tensors(optimizer), *step.tensors()])
+                tensors = [*held_tensors(model), *optimizer_tensors(optimizer), *step.tensors()]
+                held = unique_bytes(tensors, device)
                 peak = held + peak_above_start(lambda: run_step(step), device) + missing
         if peak > self.budget_bytes:
             self.notes.append(

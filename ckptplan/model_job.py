@@ -84,7 +84,7 @@ def free_bytes(model: nn.Module, target: Target) -> int:
     """What a step may use: what is free or the model's own now, or the whole of a device that isn't here."""
     if target.spec is not None:
         return target.spec.usable_bytes
-    device, held = target.device, unique_bytes(held_tensors(model))
+    device, held = target.device, unique_bytes(held_tensors(model), target.device)
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached + held

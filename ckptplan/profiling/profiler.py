@@ -64,7 +64,8 @@ def profile(
     model : nn.Module
         In training mode if the plan is for training.
     inputs : tensor, tuple, dict, optional
-        Positional or keyword inputs of the forward; found by `find_inputs` if left out.
+        Positional or keyword inputs of the forward; found by `find_inputs` if left out. Beside a model on CUDA, some may
+        lie on the host where its forward takes them so (lengths, indices); they take no bytes of the device.
     loss_fn : callable, optional
         Output -> scalar tensor; default `output.loss`, else the sum of the floating outputs' means.
     optimizer : Optimizer, class, callable or str, optional
@@ -270,7 +271,7 @@ def _traced(
         report("tracing bytes")
         outside = step.tensors() if step.fn is None else outside_tensors(step, target)
         rewind()
-        resident = unique_bytes([*held_tensors(step.model), *outside])
+        resident = unique_bytes([*held_tensors(step.model), *outside], target.device)
         state_bytes, update_bytes = _update_bytes(optimizer, step.model, target)
         traced = trace_chain(
             step,
@@ -345,7 +346,7 @@ def _update_bytes(optimizer: OptimizerLike | None, model: nn.Module, target: Tar
     twin = trace_updates(made, tracker, target, between)
     update = tracker.peak_bytes - states[0]
     del twin
-    return max(unique_bytes(optimizer_tensors(made)), states[0]), update
+    return max(unique_bytes(optimizer_tensors(made), target.device), states[0]), update
 
 
 def outside_tensors(step: TrainingStep, target: Target) -> list[torch.Tensor]:
@@ -381,4 +382,7 @@ def as_ours(step: TrainingStep, doing: str) -> Any:
 
 def _failed(step: TrainingStep, doing: str, error: Exception) -> InvalidInputError:
     what = "step()" if step.fn is not None else f"{type(step.model).__name__}'s forward with these inputs"
-    return InvalidInputError(f"{what} failed while {doing}: {type(error).__name__}: {error}")
+    device = next(step.model.parameters()).device
+    on_host = device.type == "cuda" and any(t.device.type == "cpu" for t in step.tensors())
+    beside = f" (the model is on {device}, and some of its inputs are on the CPU)" if on_host else ""
+    return InvalidInputError(f"{what} failed while {doing}: {type(error).__name__}: {error}{beside}")

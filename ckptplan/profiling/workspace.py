@@ -138,7 +138,8 @@ def _span(spec: TensorSpec) -> int:
 
 
 def _make(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    flat = torch.empty(max(_span(spec), 1), dtype=spec.dtype, device=device if spec.device != "meta" else "meta")
+    where = device if spec.device == device.type else spec.device  # some operations take lengths on the host alone
+    flat = torch.empty(max(_span(spec), 1), dtype=spec.dtype, device=where)
     # Any valid value will do: indices stay in range, masks select everything, nothing overflows.
     flat.fill_(0.5 if spec.dtype.is_floating_point else spec.dtype == torch.bool)
     return flat.as_strided(spec.size, spec.stride)

@@ -231,7 +231,7 @@ class Handle:
             reserved_bytes=None if live is None else torch.cuda.memory_reserved(self._device),
             capacity_bytes=oom.capacity_bytes(self._device),
             live_before_bytes=live_before,
-            model_bytes=oom.model_bytes(self._model),
+            model_bytes=oom.model_bytes(self._model, self._device),
             process_bytes=oom.process_bytes(),
             swapped=tuple(
                 (state.name.lower().replace("_", " "), len(sizes), sum(sizes))
@@ -384,7 +384,8 @@ class Handle:
         """
         if not self._applied:
             raise InvalidInputError("the plan isn't applied now, so no step of it can be traced")
-        held = unique_bytes([*held_tensors(self._model), *optimizer_tensors(optimizer), *tensors_in(inputs)])
+        tensors = [*held_tensors(self._model), *optimizer_tensors(optimizer), *tensors_in(inputs)]
+        held = unique_bytes(tensors, self._device)
         before = [StorageWeakRef(p.grad.untyped_storage()) for p in self._model.parameters() if p.grad is not None]
         step, notes = record_step(self._controller.counters.meter, run, self._device, held, self.plan.stages)
         if self._device.type == "cpu":

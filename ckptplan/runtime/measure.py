@@ -21,9 +21,14 @@ from ckptplan.runtime.step import TrainingStep
 T = TypeVar("T")
 
 
-def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind `tensors`."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+def unique_bytes(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> int:
+    """Bytes of the distinct storages behind `tensors`; those in host memory beside a CUDA `device` don't count."""
+    beside = device is not None and device.type == "cuda"
+    storages = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for t in tensors
+        if not (beside and t.device.type == "cpu")
+    }
     return sum(storages.values())
 
 

@@ -89,9 +89,9 @@ def process_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def model_bytes(model: nn.Module) -> int:
-    """Parameters, buffers and gradients."""
-    return unique_bytes(held_tensors(model))
+def model_bytes(model: nn.Module, device: torch.device) -> int:
+    """Parameters, buffers and gradients on the device."""
+    return unique_bytes(held_tensors(model), device)
 
 
 def _bytes_in(pattern: re.Pattern[str], error: BaseException) -> int | None:

@@ -112,9 +112,13 @@ class TrainingStep:
         return [t for t in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(t, torch.Tensor)]
 
     def on_device(self, device: torch.device) -> None:
-        """Raise `InvalidInputError` if an input lies elsewhere than the model."""
+        """Raise `InvalidInputError` if an input lies neither where the model does nor on the host.
+
+        A model on CUDA may take host tensors: lengths, indices, or what its forward moves by itself. Where it doesn't,
+        that is PyTorch's error to raise.
+        """
         for tensor in self.tensors():
-            if tensor.device.type != device.type:
+            if tensor.device.type not in (device.type, "cpu"):
                 raise InvalidInputError(f"an input lies on {tensor.device}, the model on {device}; move one of them")
 
 

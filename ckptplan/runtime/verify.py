@@ -149,7 +149,7 @@ def verify(
     with restored(model) as rewind, training_config(model), apply(model, plan, swap_dir=swap_dir) as handle:
         rewind()
         outside = training.tensors() if step is None else _read_from_outside(training, rewind)
-        held_bytes = unique_bytes([*held_tensors(model), *optimizer_tensors(optimizer), *outside])
+        held_bytes = unique_bytes([*held_tensors(model), *optimizer_tensors(optimizer), *outside], device)
         del outside
 
         def once() -> torch.Tensor:
