@@ -1,0 +1,284 @@
+"""What is trained in the first run on a GPU, in order of value. Imports no torch until a model is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A training step, and what is measured of it.
+
+    Attributes
+    ----------
+    name : str
+    what : str
+        In words.
+    make : callable
+        (small) -> model and keyword inputs with labels, on the current default device, weights at random.
+    dtype, amp : str or None
+        Of the weights, float32 by default; of autocast, none by default.
+    optimizer : str or None
+        "adamw" or "sgd"; its update belongs to a step.
+    deterministic : bool
+        With PyTorch's deterministic kernels.
+    rivals : tuple of str
+        Names in `experiments.rivals`; everything kept is always there.
+    baselines : tuple of str
+        Names in `ckptplan.baselines`, planned for the same budgets as ours.
+    fractions : tuple of float
+        Budgets where no rival's peak is known yet: the way from the smallest peak to everything kept.
+    tighter : bool
+        Beside each budget one tighter.
+    extra : tuple of str
+        "bitwise", "profiler" and "memory"; see `measure.py`.
+    allocator : str or None
+        Settings of CUDA's caching allocator, as in PYTORCH_ALLOC_CONF.
+    cap_bytes : int or None
+        The process may have no more of the device than this; it is the budget.
+    compiled_layers : str or None
+        The list of layers that are compiled one by one.
+    rehearsed : bool
+        Whether it is among those that are run where all is small; others are like it.
+    """
+
+    name: str
+    what: str
+    make: Callable[[bool], tuple[Any, dict[str, Any]]]
+    dtype: str | None = None
+    amp: str | None = None
+    optimizer: str | None = "adamw"
+    deterministic: bool = False
+    rivals: tuple[str, ...] = ("hf", "offload", "save_on_cpu")
+    baselines: tuple[str, ...] = ()
+    fractions: tuple[float, ...] = (0.75, 0.5, 0.25)
+    tighter: bool = True
+    extra: tuple[str, ...] = ()
+    allocator: str | None = None
+    cap_bytes: int | None = None
+    compiled_layers: str | None = None
+    rehearsed: bool = True
+
+
+def _tokens(config: Any, batch: int, length: int) -> dict[str, Any]:
+    import torch
+
+    tokens = torch.randint(config.vocab_size, (batch, length))
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def llama(batch: int, length: int) -> Callable[[bool], tuple[Any, dict[str, Any]]]:
+    """The shape of Llama 3.2 1B: 16 layers of width 2048, four query heads to a key-value head, tied embedding."""
+
+    def make(small: bool) -> tuple[Any, dict[str, Any]]:
+        import transformers as hf
+
+        config = hf.LlamaConfig(
+            vocab_size=512 if small else 128256,
+            hidden_size=64 if small else 2048,
+            intermediate_size=256 if small else 8192,
+            num_hidden_layers=3 if small else 16,
+            num_attention_heads=4 if small else 32,
+            num_key_value_heads=1 if small else 8,
+            max_position_embeddings=8192,
+            tie_word_embeddings=True,
+            use_cache=False,
+        )
+        return hf.LlamaForCausalLM(config), _tokens(config, min(batch, 2) if small else batch, 64 if small else length)
+
+    return make
+
+
+def gpt2_medium(small: bool) -> tuple[Any, dict[str, Any]]:
+    """24 blocks of width 1024, dropout 0.1, sequences of different lengths padded and masked."""
+    import torch
+    import transformers as hf
+
+    length = 64 if small else 1024
+    config = hf.GPT2Config(
+        vocab_size=512 if small else 50257,
+        n_positions=length,
+        n_embd=64 if small else 1024,
+        n_layer=3 if small else 24,
+        n_head=2 if small else 16,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    inputs = _tokens(config, 2 if small else 16, length)
+    lengths = torch.linspace(length // 2, length, len(inputs["input_ids"])).long()
+    mask = torch.arange(length)[None] < lengths[:, None]
+    inputs["attention_mask"] = mask.long()
+    inputs["labels"] = inputs["labels"].where(mask, torch.tensor(-100))
+    return hf.GPT2LMHeadModel(config), inputs
+
+
+def vit_large(small: bool) -> tuple[Any, dict[str, Any]]:
+    """24 layers of width 1024, patches of 16, dropout 0.1."""
+    import torch
+    import transformers as hf
+
+    side, batch = (32, 2) if small else (224, 128)
+    config = hf.ViTConfig(
+        image_size=side,
+        patch_size=8 if small else 16,
+        hidden_size=64 if small else 1024,
+        num_hidden_layers=3 if small else 24,
+        num_attention_heads=2 if small else 16,
+        intermediate_size=256 if small else 4096,
+        hidden_dropout_prob=0.1,
+        attention_probs_dropout_prob=0.1,
+        num_labels=1000,
+    )
+    pixels = torch.randn(batch, 3, side, side)
+    return hf.ViTForImageClassification(config), {"pixel_values": pixels, "labels": torch.randint(1000, (batch,))}
+
+
+def resnet(depths: tuple[int, ...], batch: int) -> Callable[[bool], tuple[Any, dict[str, Any]]]:
+    """Bottlenecks of He et al. (2016) on images of 224 pixels."""
+
+    def make(small: bool) -> tuple[Any, dict[str, Any]]:
+        import torch
+        import transformers as hf
+
+        sizes: dict[str, Any] = {"depths": list(depths)}
+        if small:
+            sizes = {"depths": [1, 2], "hidden_sizes": [16, 32], "embedding_size": 8}
+        config = hf.ResNetConfig(num_labels=1000, **sizes)
+        count, side = (4, 32) if small else (batch, 224)
+        pixels = torch.randn(count, 3, side, side)
+        return hf.ResNetForImageClassification(config), {
+            "pixel_values": pixels,
+            "labels": torch.randint(1000, (count,)),
+        }
+
+    return make
+
+
+DEPTHS = {152: (3, 8, 36, 3), 1001: (3, 110, 217, 3), 2000: (3, 220, 440, 3), 50: (3, 4, 6, 3)}
+
+HEADLINE = Case(
+    "llama-4x4096",
+    "Llama-1B shape, bf16, 4 x 4096 tokens, AdamW, the kernels people use",
+    llama(4, 4096),
+    dtype="bfloat16",
+    rivals=("hf", "offload", "trl", "save_on_cpu"),
+    baselines=("pooch",),
+    extra=("profiler",),
+)
+
+CASES: Mapping[str, Case] = {
+    case.name: case
+    for case in (
+        HEADLINE,
+        Case(
+            "llama-1x1024",
+            "the same at 1 x 1024, deterministic kernels: bit for bit",
+            llama(1, 1024),
+            dtype="bfloat16",
+            deterministic=True,
+            rivals=(),
+            extra=("bitwise",),
+            tighter=False,
+        ),
+        Case(
+            "llama-production",
+            "the same with the kernels people use: our distance from plain beside plain's own",
+            llama(1, 1024),
+            dtype="bfloat16",
+            rivals=(),
+            extra=("bitwise",),
+            tighter=False,
+        ),
+        *(
+            Case(
+                name,
+                f"histories of the headline's step, recorded and replayed{'; expandable segments' if setting else ''}",
+                llama(4, 4096),
+                dtype="bfloat16",
+                rivals=(),
+                extra=("memory",),
+                allocator=setting,
+                fractions=(0.3,),
+                tighter=False,
+            )
+            for name, setting in (("memory", None), ("memory-expandable", "expandable_segments:True"))
+        ),
+        Case(
+            "resnet152-256",
+            "ResNet-152, AMP to bf16, batch 256, SGD",
+            resnet(DEPTHS[152], 256),
+            amp="bfloat16",
+            optimizer="sgd",
+            rivals=("offload", "save_on_cpu"),
+        ),
+        Case(
+            "gpt2-medium-16x1024",
+            "GPT-2 medium with dropout and padding masks, AMP to bf16, 16 x 1024 tokens, AdamW",
+            gpt2_medium,
+            amp="bfloat16",
+        ),
+        Case("vit-l-128", "ViT-L/16, bf16, batch 128, AdamW", vit_large, dtype="bfloat16", rivals=("hf", "offload")),
+        Case(
+            "llama-compiled",
+            "the headline's model compiled: as a whole with activation_memory_budget, by layers with our plan",
+            llama(4, 4096),
+            dtype="bfloat16",
+            rivals=("compiled/1", "compiled/0.5", "compiled/0.25"),
+            compiled_layers="model.layers",
+            tighter=False,
+        ),
+        *(
+            Case(
+                f"resnet{depth}-cap{cap}",
+                f"ResNet-{depth}, float32, batch {batch}, SGD, on a cap of {cap} GiB",
+                resnet(DEPTHS[depth], batch),
+                optimizer="sgd",
+                rivals=(),
+                baselines=("pooch",) if depth == 50 else (),
+                cap_bytes=cap * GIB,
+                tighter=False,
+                rehearsed=batch == 640,
+            )
+            for depth, batch, cap in ((1001, 16, 12), (2000, 16, 16), (50, 640, 16), (50, 128, 12), (50, 512, 12))
+        ),
+        Case(
+            "gpt2-medium-cap16",
+            "GPT-2 medium, AMP to bf16, 16 x 1024 tokens, AdamW, on a cap of 16 GiB",
+            gpt2_medium,
+            amp="bfloat16",
+            rivals=(),
+            cap_bytes=16 * GIB,
+            tighter=False,
+            rehearsed=False,
+        ),
+    )
+}
+"""In the order in which they are measured."""
+
+
+def toy(small: bool) -> tuple[Any, dict[str, Any]]:
+    """Two blocks, for trying the commands."""
+    import torch
+    import transformers as hf
+
+    config = hf.GPT2Config(
+        vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, use_cache=False
+    )
+    tokens = torch.randint(64, (2, 32))
+    return hf.GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens.clone()}
+
+
+TOY = Case("toy", "two small blocks, to try the commands", toy, rivals=("hf",), fractions=(0.5,), extra=("bitwise",))
+
+
+def find(name: str) -> Case:
+    """The case of that name; "toy" is in no list."""
+    known = {**CASES, TOY.name: TOY}
+    if name not in known:
+        raise SystemExit(f"no case is called {name!r}; there are {', '.join(known)}")
+    return known[name]

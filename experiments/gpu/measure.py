@@ -1,0 +1,321 @@
+"""`measure`: rivals, plans, bits, overlap and memory histories, on the device."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gzip
+import itertools
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ckptplan
+from ckptplan.core.plan import Plan
+from ckptplan.memory.snapshot import load_snapshot, replay_snapshot
+from ckptplan.runtime.state import restored
+from ckptplan.runtime.step import TrainingStep
+from experiments.gpu.cases import Case
+from experiments.gpu.profiling import Bench
+from experiments.gpu.results import Skipped
+from experiments.gpu.subject import Enter, as_regime, compared, peaks, race, results_of
+from experiments.gpu.work import Options
+from experiments.rivals import Forward, NotHere, Rival, rivals
+
+SETTLING = 2  # steps before peaks are read: libraries take their workspaces, the optimizer makes its state
+HISTORY = 400_000  # events
+
+
+def run(case: Case, options: Options) -> None:
+    bench = Bench(case, options)
+    if options.rivals:
+        for name in ("keep", *case.rivals):
+            bench.run(f"measure/{case.name}/rival.{_slug(name)}", functools.partial(one_rival, bench, name))
+    if options.plans:
+        plans = dict(planned_files(bench))
+        if "bitwise" in case.extra:
+            bench.run(f"measure/{case.name}/bitwise", functools.partial(bitwise, bench, plans))
+        for label in dict.fromkeys(item["label"] for item in plans.values()):
+            group = {name: item for name, item in plans.items() if item["label"] == label}
+            bench.run(f"measure/{case.name}/plans.{_slug(label)}", functools.partial(one_group, bench, label, group))
+        if "profiler" in case.extra:
+            bench.run(f"measure/{case.name}/profiler", functools.partial(overlap, bench, plans))
+    if "memory" in case.extra:
+        if options.rivals:
+            bench.run(f"measure/{case.name}/memory.plain", functools.partial(history, bench, None))
+        if options.plans:
+            bench.run(f"measure/{case.name}/memory.plan", functools.partial(history, bench, plans))
+
+
+def _slug(name: str) -> str:
+    return name.replace("/", "-")
+
+
+# --- contenders ---
+
+
+def all_rivals(case: Case) -> dict[str, Rival]:
+    ratios = [float(name.partition("/")[2]) for name in case.rivals if name.startswith("compiled/")]
+    return rivals(ratios=ratios)
+
+
+def planned_files(bench: Bench) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Solved plans by name, each with what it was solved for."""
+    for name, item in bench.results.under(f"plans/{bench.case.name}"):
+        if item["status"] == "ok":
+            yield name, item
+
+
+def load(bench: Bench, name: str) -> Plan:
+    return Plan.load(bench.results.folder / "plans" / bench.case.name / "files" / f"{name}.json")
+
+
+def as_plan(bench: Bench, plan: Plan, handles: dict[str, Any], name: str) -> Enter:
+    @contextlib.contextmanager
+    def enter(step: TrainingStep) -> Iterator[Forward]:
+        subject = bench.subject
+        # The arguments behind it serve a plan that was made for a device that wasn't there.
+        with ckptplan.apply(
+            step.model, plan, inputs=subject.inputs, optimizer=subject.optimizer, amp=subject.case.amp
+        ) as handle:
+            handles[name] = handle
+            yield step.forward
+
+    return enter
+
+
+def settled(bench: Bench, forward: Forward) -> Forward:
+    for _ in range(SETTLING):
+        bench.subject.train(forward)
+    return forward
+
+
+def one_rival(bench: Bench, name: str) -> dict[str, Any]:
+    """A rival's peaks, and its steps beside those that keep everything."""
+    found = all_rivals(bench.case)[name]
+    try:
+        return {"name": name, "what": found.what, **measured(bench, {name: found}, {})}
+    except NotHere as error:
+        raise Skipped(str(error)) from error
+
+
+def one_group(bench: Bench, label: str, group: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """All plans for one budget, the rival whose peak it is, and everything kept, in turn."""
+    known = all_rivals(bench.case)
+    beside = {label: known[label]} if bench.results.ok(f"measure/{bench.case.name}/rival.{_slug(label)}") else {}
+    found = measured(bench, beside, group)
+    return {"label": label, "target_bytes": next(iter(group.values()))["target_bytes"], **found}
+
+
+def measured(bench: Bench, others: Mapping[str, Rival], group: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Peaks of each contender alone, then the steps of all of them in turn.
+
+    A contender that fails is left out, unless it is the only one; everything kept is beside them where it fits.
+    """
+    subject, options = bench.subject, bench.options
+    keep = all_rivals(bench.case)["keep"]
+    kept_before = bench.results.read(f"measure/{bench.case.name}/rival.keep") or {}
+    entering: dict[str, tuple[Enter, bool]] = {}
+    if kept_before.get("status") not in ("oom", "failed") or "keep" in others:
+        entering["keep"] = as_regime(keep), True
+    entering |= {name: (as_regime(rival), not rival.compiles) for name, rival in others.items()}
+    handles: dict[str, Any] = {}
+    loaded = {name: load(bench, name) for name in group}
+    entering |= {name: (as_plan(bench, plan, handles, name), True) for name, plan in loaded.items()}
+    wanted = {*others, *group}
+    contenders: dict[str, dict[str, Any]] = {}
+    running: dict[str, Forward] = {}
+    with ExitStack() as stack:
+        for name, (enter, layers_compiled) in entering.items():
+            own = ExitStack()
+            try:
+                forward = own.enter_context(subject.under(enter, layers_compiled=layers_compiled))
+                settled(bench, forward)
+                contenders[name] = {"peaks": peaks(subject, forward)}
+            except Exception as error:
+                own.close()
+                if wanted == {name}:
+                    raise
+                contenders[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
+                subject.clear()
+            else:
+                stack.push(own)
+                running[name] = forward
+        if group and not running.keys() & group.keys():
+            raise RuntimeError(f"no plan ran: {[contenders[name]['error'] for name in group]}")
+        subject.clear()
+        for name, times in race(subject, running, warm_up=options.warm_up, timed=options.timed).items():
+            contenders[name]["times"] = times
+        for name, plan in loaded.items():
+            contenders[name]["predicted"] = predicted(plan)
+            if name in running:
+                contenders[name]["stats"] = counts(handles[name].stats())
+    return {"contenders": contenders}
+
+
+def predicted(plan: Plan) -> dict[str, Any]:
+    return {
+        "peak_bytes": plan.peak_bytes,
+        "reserved_bytes": plan.reserved_bytes,
+        "budget_bytes": plan.budget_bytes,
+        "step_s": plan.step_s,
+        "plain_step_s": plan.baseline_step_s,
+        "host_bytes": plan.host_bytes,
+        "gap": plan.gap,
+        "options": {
+            option: sum(choice.option == option for choice in plan.choices)
+            for option in dict.fromkeys(choice.option for choice in plan.choices)
+        },
+    }
+
+
+def counts(stats: Any) -> dict[str, Any]:
+    """What the runtime counted since the plan was applied, beside what it planned per step."""
+    names = ("forwards", "recomputed_stages", "planned_recomputed_stages", "swapped_out_bytes", "swapped_in_bytes",
+             "planned_swapped_bytes", "other_paths")  # fmt: skip
+    return {name: getattr(stats, name) for name in names if hasattr(stats, name)}
+
+
+# --- bits ---
+
+
+def bitwise(bench: Bench, plans: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Loss, gradients and buffers of a step under each plan of ours against the plain step's, and those of two plain
+    steps against each other."""
+    subject = bench.subject
+    ours = [name for name, item in plans.items() if item["planner"] == "ckptplan"]
+    if not ours:
+        raise Skipped("no plan is solved")
+    found: dict[str, Any] = {"deterministic": bench.case.deterministic, "plans": {}}
+    with restored(subject.model) as rewind:
+        with subject.under(as_regime(all_rivals(bench.case)["keep"])) as forward:
+            wanted = results_of(subject, forward, rewind)
+            found["plain_again"] = compared(results_of(subject, forward, rewind), wanted)
+        for name in ours:
+            with subject.under(as_plan(bench, load(bench, name), {}, name)) as forward:
+                # The second step finds its memory used by the first, and its pools warm.
+                steps = [compared(results_of(subject, forward, rewind), wanted) for _ in range(2)]
+            found["plans"][name] = {"first": steps[0], "second": steps[1]}
+    return found
+
+
+# --- overlap ---
+
+
+def overlap(bench: Bench, plans: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """One step under the plan of ours that swaps most, drawn by torch.profiler; what part of its copies is beside
+    kernels."""
+    ours = {name: load(bench, name) for name, item in plans.items() if item["planner"] == "ckptplan"}
+    moving = {name: plan for name, plan in ours.items() if plan.host_bytes}
+    if not moving:
+        raise Skipped("no plan swaps anything")
+    name = max(moving, key=lambda n: moving[n].host_bytes)
+    subject = bench.subject
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if subject.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with subject.under(as_plan(bench, moving[name], {}, name)) as forward:
+        settled(bench, forward)
+        with torch.profiler.profile(activities=activities, acc_events=True) as recorded:
+            subject.train(forward)
+            if subject.device.type == "cuda":
+                torch.cuda.synchronize(subject.device)
+    folder = bench.results.folder / "traces"
+    folder.mkdir(parents=True, exist_ok=True)
+    raw = folder / f"{bench.case.name}.{name}.json"
+    recorded.export_chrome_trace(str(raw))
+    events = json.loads(raw.read_text(encoding="utf-8"))["traceEvents"]
+    with raw.open("rb") as source, gzip.open(f"{raw}.gz", "wb") as packed:
+        shutil.copyfileobj(source, packed)
+    raw.unlink()
+    return {"plan": name, "planned_swapped_bytes": moving[name].host_bytes, "events": len(events), **lanes(events)}
+
+
+def lanes(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds of kernels and of copies each way in a trace, and of the copies beside which a kernel runs."""
+
+    def spans(category: str, word: str = "") -> list[tuple[float, float]]:
+        found = [e for e in events if e.get("cat") == category and e.get("ph") == "X" and word in e["name"]]
+        return _union((e["ts"], e["ts"] + e["dur"]) for e in found)
+
+    kernels = spans("kernel")
+    out = {"kernels_s": _length(kernels) / 1e6}
+    for way, word in (("out", "DtoH"), ("in", "HtoD")):
+        copies = spans("gpu_memcpy", word)
+        out[f"copies_{way}_s"] = _length(copies) / 1e6
+        out[f"copies_{way}_beside_kernels_s"] = _length(_both(copies, kernels)) / 1e6
+    return out
+
+
+Spans = list[tuple[float, float]]
+
+
+def _union(spans: Any) -> Spans:
+    out: Spans = []
+    for begin, end in sorted(spans):
+        if out and begin <= out[-1][1]:
+            out[-1] = out[-1][0], max(out[-1][1], end)
+        else:
+            out.append((begin, end))
+    return out
+
+
+def _both(a: Spans, b: Spans) -> Spans:
+    found = ((max(x[0], y[0]), min(x[1], y[1])) for x, y in itertools.product(a, b) if x[0] < y[1] and y[0] < x[1])
+    return _union(found)
+
+
+def _length(spans: Spans) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
+# --- memory truth ---
+
+
+def history(bench: Bench, plans: Mapping[str, dict[str, Any]] | None) -> dict[str, Any]:
+    """Two training steps from an emptied cache on, recorded; the record replayed; both beside the estimate."""
+    subject, case = bench.subject, bench.case
+    plan, name = None, "plain"
+    if plans is not None:
+        name = next((n for n, item in plans.items() if item["planner"] == "ckptplan"), "")
+        if not name:
+            raise Skipped("no plan is solved")
+        plan = load(bench, name)
+    enter = as_regime(all_rivals(case)["keep"]) if plan is None else as_plan(bench, plan, {}, name)
+    found: dict[str, Any] = {"plan": None if plan is None else name, "allocator": case.allocator}
+    allocator = case.allocator if subject.device.type == "cuda" else None
+    estimate = ckptplan.estimate(
+        subject.copy(), subject.inputs, optimizer=subject.optimizer, amp=case.amp, plan=plan, allocator=allocator
+    )
+    found["estimate"] = {"allocated_bytes": estimate.peak_bytes, "reserved_bytes": estimate.reserved_bytes}
+    with subject.under(enter) as forward:
+        settled(bench, forward)
+        if subject.device.type != "cuda":
+            return {**found, "measured": peaks(subject, forward)}
+        subject.clear()
+        path = bench.results.folder / "histories" / f"{case.name}.{name}.pickle"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._record_memory_history(max_entries=HISTORY, context="alloc", stacks="python")
+        try:
+            found["measured"] = peaks(subject, forward)
+            torch.cuda.memory._dump_snapshot(str(path))
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)
+    return {**found, "history": str(path.relative_to(bench.results.folder)), **replayed(path)}
+
+
+def replayed(path: Path) -> dict[str, Any]:
+    """The allocator's model on the recorded history; a failure is told beside what was measured."""
+    try:
+        found = replay_snapshot(load_snapshot(path))
+    except Exception as error:
+        return {"replay_error": f"{type(error).__name__}: {error}"[:500]}
+    return {
+        "recorded_reserved_bytes": found.recorded_peak_reserved_bytes,
+        "replayed_reserved_bytes": found.timeline.peak_reserved_bytes,
+    }

@@ -1,0 +1,259 @@
+"""`table`: everything in a folder of results as text, one JSON document, and plots. No torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckptplan.core.units import format_bytes, format_seconds
+from experiments.gpu.cases import Case, find
+from experiments.gpu.results import Results
+
+SCHEMA = "ckptplan.gpu/1"
+Row = Sequence[str]
+
+
+def document(results: Results, cases: Sequence[str], environment: dict[str, Any]) -> dict[str, Any]:
+    """All results in one dictionary, without what is long: operations, steps' single times, tracebacks."""
+    found: dict[str, Any] = {"schema": SCHEMA, **environment, "probe": dict(results.under("probe")), "cases": {}}
+    for name in cases:
+        parts = {
+            "profile": results.read(f"profile/{name}"),
+            "solve": results.read(f"solve/{name}"),
+            "plans": dict(results.under(f"plans/{name}")),
+            "measure": dict(results.under(f"measure/{name}")),
+        }
+        found["cases"][name] = {key: value for key, value in parts.items() if value}
+    return _short(found)  # type: ignore[no-any-return]
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _short(v) for k, v in value.items() if k not in ("traceback", "rows", "operations")}
+    return value
+
+
+def text(results: Results, cases: Sequence[str]) -> str:
+    """The tables."""
+    out = [_table("probe", ("line", "status", "seconds", "found"), list(_probe_rows(results)))]
+    for name in cases:
+        case = find(name)
+        rows = list(_case_rows(results, case))
+        if rows:
+            head = ("budget", "contender", "target", "requested", "allocated", "reserved", "of it planned",
+                    "step", "planned", "x keep", "update", "CPU", "remark")  # fmt: skip
+            out.append(_table(f"{name}: {case.what}", head, rows))
+        out += _lines(results, case)
+    problems = list(complaints(results, cases))
+    out.append("\n".join([f"{len(problems)} complaints", *problems]))
+    return "\n\n".join(part for part in out if part)
+
+
+def _table(title: str, head: Row, rows: Sequence[Row]) -> str:
+    if not rows:
+        return ""
+    widths = [max(len(row[c]) for row in (head, *rows)) for c in range(len(head))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)]
+    return "\n".join([title, lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+
+
+def _probe_rows(results: Results) -> Iterator[Row]:
+    for name, data in results.under("probe"):
+        seconds = format_seconds(data["seconds"]) if "seconds" in data else ""
+        yield name, data["status"], seconds, _said(name, data)[:150]
+
+
+def _said(name: str, data: dict[str, Any]) -> str:
+    if data["status"] != "ok":
+        return str(data.get("error", "")).partition("\n")[0]
+    if name == "versions":
+        packages = data["packages"]
+        return (
+            f"{data.get('device', 'cpu')}, torch {packages.get('torch')}, transformers {packages.get('transformers')}"
+        )
+    if name in ("attention", "batch-norm"):
+        alike = sum(row["alike"] for row in data["rows"])
+        return f"{data.get('kernels', '')} real and fake alike in {alike} of {len(data['rows'])}"
+    if name == "links":
+        return (
+            ", ".join(
+                f"{format_bytes(r['bytes'])} {r['out_bytes_per_s'] / 1e9:.1f}/{r['in_bytes_per_s'] / 1e9:.1f}"
+                for r in data["rows"]
+            )
+            + " GB/s out/in"
+        )
+    if name == "page-locking":
+        return (
+            ", ".join(f"{r['threads']}{'t' if r['touched'] else ''}: {r['s_per_gib']:.3f}" for r in data["rows"])
+            + " s/GiB by threads"
+        )
+    if name == "gradient-sums":
+        sums = [f"{operation} by {thread}" for operation, thread in data["operations"] if "add" in operation]
+        return f"{', '.join(sums)}; peak {data['peak_bytes']} of {data['tensor_bytes']}-byte tensors"
+    if name == "brackets":
+        return (
+            "; ".join(
+                f"{r['tokens']}: {r['bracketed_s'] * 1e6:.0f}/{r['device_s'] * 1e6:.0f}/{r['cpu_s'] * 1e6:.0f}"
+                for r in data["rows"]
+            )
+            + " us bracketed/device/CPU"
+        )
+    if name == "end-to-end":
+        return ", ".join(f"{k} {'equal' if v else 'DIFFERS'}" for k, v in _equal(data).items())
+    return ", ".join(f"{k} {v}" for k, v in data.items() if isinstance(v, (int, float)) and k != "seconds")
+
+
+def _equal(data: dict[str, Any]) -> dict[str, bool]:
+    return {k: v["equal"] for k, v in data.items() if isinstance(v, dict) and "equal" in v}
+
+
+def _groups(results: Results, case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, data in results.under(f"measure/{case.name}"):
+        kind, _, label = name.partition(".")
+        if kind in ("rival", "plans"):
+            yield f"{data.get('label', '') if kind == 'plans' else ''}", {**data, "file": label}
+
+
+def _case_rows(results: Results, case: Case) -> Iterator[Row]:
+    for label, data in sorted(_groups(results, case), key=lambda item: item[0]):
+        if data["status"] != "ok":
+            yield (
+                label,
+                data["file"],
+                *[""] * 10,
+                f"{data['status']}: {data.get('error', '')}".partition("\n")[0][:80],
+            )
+            continue
+        contenders = data["contenders"]
+        keep = contenders.get("keep", {}).get("times")
+        for name, found in contenders.items():
+            if not label and name == "keep" and data["file"] != "keep":
+                continue  # beside each rival; once is enough
+            target = format_bytes(data["target_bytes"]) if "target_bytes" in data else ""
+            if "error" in found:
+                yield (label, name, target, *[""] * 9, found["error"].partition("\n")[0][:80])
+                continue
+            yield label, name, target, *_figures(found, keep, data.get("target_bytes"))
+
+
+def _figures(found: dict[str, Any], keep: dict[str, Any] | None, target: int | None) -> Row:
+    peaks, times, planned = found["peaks"], found["times"], found.get("predicted")
+    judged = peaks["judged_bytes"]
+    expected = None if planned is None else planned["reserved_bytes"] or planned["peak_bytes"]
+    sizes = [
+        format_bytes(peaks[k]) if peaks[k] is not None else ""
+        for k in ("requested_bytes", "allocated_bytes", "reserved_bytes")
+    ]
+    step_s = times["median_step_s"]
+    return (
+        *sizes,
+        "" if expected is None else f"{expected / judged:.1%}",
+        format_seconds(step_s),
+        "" if planned is None else format_seconds(planned["step_s"]),
+        f"{step_s / keep['median_step_s']:.3f}" if keep else "",
+        format_seconds(times["median_update_s"]),
+        format_seconds(times["median_cpu_s"]),
+        f"OVER by {format_bytes(judged - target)}" if planned and target and judged > target else "",
+    )
+
+
+def _lines(results: Results, case: Case) -> list[str]:
+    out = []
+    bits = results.ok(f"measure/{case.name}/bitwise")
+    if bits is not None:
+        again = bits["plain_again"]
+        out.append(f"{case.name}: plain against plain {_bits(again)}")
+        for name, found in bits["plans"].items():
+            out.append(f"{case.name}: {name} {_bits(found['first'])}, next step {_bits(found['second'])}")
+    drawn = results.ok(f"measure/{case.name}/profiler")
+    if drawn is not None:
+        for way in ("out", "in"):
+            copies, beside = drawn[f"copies_{way}_s"], drawn[f"copies_{way}_beside_kernels_s"]
+            share = f"{beside / copies:.1%} beside kernels" if copies else "no copies in the trace"
+            out.append(f"{case.name}: {drawn['plan']} copies {way} {format_seconds(copies)}, {share}")
+    for kind in ("plain", "plan"):
+        found = results.ok(f"measure/{case.name}/memory.{kind}")
+        if found is not None:
+            measured = found["measured"]["judged_bytes"]
+            guessed = found["estimate"]["reserved_bytes" if found["measured"]["reserved_bytes"] else "allocated_bytes"]
+            replay = found.get("replayed_reserved_bytes")
+            out.append(
+                f"{case.name}: {found['plan'] or 'plain'} needs {format_bytes(measured)}, "
+                f"estimated {guessed / measured - 1:+.2%}"
+                + (f", replayed {replay / found['recorded_reserved_bytes'] - 1:+.3%}" if replay else "")
+                + (f", not replayed: {found['replay_error']}" if "replay_error" in found else "")
+            )
+    return out
+
+
+def _bits(found: dict[str, Any]) -> str:
+    return (
+        "equal"
+        if found["equal"]
+        else f"differs in {len(found['differing'])} of {found['tensors']}, {found['distance']:.1e}"
+    )
+
+
+def complaints(results: Results, cases: Sequence[str]) -> Iterator[str]:
+    """What must not be: failures, plans over their budget, other bits than the plain step repeats."""
+    for part in ("probe", "profile", "solve", *(f"{kind}/{name}" for name in cases for kind in ("plans", "measure"))):
+        for name, data in results.under(part):
+            if data["status"] in ("failed", "running"):
+                yield f"{part}/{name}: {data.get('error', '')}".partition("\n")[0]
+    equal = _equal(results.ok("probe/end-to-end") or {})
+    if equal.get("plain_again"):
+        yield from (f"probe: {name} has other bits than the plain step" for name in equal if not equal[name])
+    for case in map(find, cases):
+        for label, data in _groups(results, case):
+            for name, found in data.get("contenders", {}).items():
+                if "error" in found:
+                    yield f"{case.name} {label} {name}: {found['error']}".partition("\n")[0]
+                elif "predicted" in found and found["peaks"]["judged_bytes"] > data["target_bytes"]:
+                    yield f"{case.name}: {name} takes {found['peaks']['judged_bytes']} of {data['target_bytes']} bytes"
+        bits = results.ok(f"measure/{case.name}/bitwise")
+        if bits is not None and bits["plain_again"]["equal"]:
+            for name, found in bits["plans"].items():
+                if not (found["first"]["equal"] and found["second"]["equal"]):
+                    yield f"{case.name}: {name} has other bits, and two plain steps have the same"
+
+
+def plots(results: Results, cases: Sequence[str], folder: Path) -> list[Path]:
+    """Step over peak for each case, everything on one scale; needs matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print("table: no plots, matplotlib is not installed")
+        return []
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drawn = []
+    for name in cases:
+        points: dict[str, list[tuple[float, float, str]]] = {}
+        for label, data in _groups(results, find(name)):
+            for contender, found in data.get("contenders", {}).items():
+                if "times" not in found or (contender == "keep" and data["file"] != "keep"):
+                    continue
+                kind = contender.partition("@")[0]
+                if label and "predicted" not in found:
+                    continue  # the rival, which has a measurement of its own
+                point = (found["peaks"]["judged_bytes"] / 2**30, found["times"]["median_step_s"] * 1e3, contender)
+                points.setdefault(kind if "predicted" in found else "rivals", []).append(point)
+        if not points:
+            continue
+        figure, axes = pyplot.subplots(figsize=(7, 4.5))
+        for kind, found_points in points.items():
+            axes.scatter([p[0] for p in found_points], [p[1] for p in found_points], label=kind)
+            if kind == "rivals":
+                for x, y, contender in found_points:
+                    axes.annotate(contender, (x, y), textcoords="offset points", xytext=(4, 4), fontsize=8)
+        axes.set(xlabel="peak, GiB", ylabel="forward and backward, ms", title=name, ylim=(0, None))
+        axes.legend()
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{name}.svg"
+        figure.savefig(path, bbox_inches="tight")
+        pyplot.close(figure)
+        drawn.append(path)
+    return drawn

@@ -1,0 +1,202 @@
+"""`solve`: plans for the budgets that matter, from profiles and rivals' peaks. Needs OR-Tools; torch in some modes."""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptplan.baselines import BASELINES
+from ckptplan.core.chain import ACTIONS
+from ckptplan.core.errors import InfeasibleBudgetError
+from ckptplan.core.plan import Plan
+from ckptplan.core.profile import Profile
+from ckptplan.job import Job, PlanLimits, job_of_profile
+from ckptplan.referee import validate
+from ckptplan.solving.peak import smallest_peak
+from experiments.gpu.cases import Case
+from experiments.gpu.results import OutOfTime, Results, Skipped
+
+OURS = "ckptplan"
+TIGHTER = 0.85
+"""Share of the way from the smallest peak to a budget at which the tighter one lies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """How plans are made.
+
+    Attributes
+    ----------
+    time_limit_s : float
+        For each plan of ours.
+    replay : str or None
+        A known device: reserved bytes are predicted by a replay of the model on `meta` with the allocator's model,
+        which takes torch; budgets are then kept in reserved bytes. None: what the plain step reserves beyond its
+        prediction is taken off the budget.
+    ahead : str or None
+        A known device: cases without a profile are profiled for it without having it, which takes torch.
+    fractions : bool
+        Use the fixed fractions even where rivals' peaks are known.
+    host_bytes : int or None
+        Most that a plan may swap.
+    """
+
+    time_limit_s: float = 20.0
+    replay: str | None = None
+    ahead: str | None = None
+    fractions: bool = False
+    host_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A budget: by whom it is given, the bytes it allows on the device, and those of them for tensors."""
+
+    label: str
+    target_bytes: int
+    budget_bytes: int
+
+
+def solve_cases(results: Results, cases: list[Case], small: bool, choices: Choices) -> bool:
+    """All plans of all cases; whether there was time for them."""
+    try:
+        for case in cases:
+            solve_case(results, case, small, choices)
+    except OutOfTime:
+        return False
+    return True
+
+
+def solve_case(results: Results, case: Case, small: bool, choices: Choices) -> None:
+    job = _job(results, case, small, choices)
+    if job is None:
+        return
+    profile = job.profile
+
+    def ends() -> dict[str, Any]:
+        least = smallest_peak(profile, host_bytes=choices.host_bytes, time_limit_s=choices.time_limit_s)
+        most = BASELINES["keep_all"](profile, 1 << 59).peak_bytes
+        return {"smallest_peak_bytes": least.peak_bytes, "smallest_proven": least.proven, "keep_peak_bytes": most}
+
+    found = results.run(f"solve/{case.name}", ends)
+    if found is None:
+        return
+    for goal in goals(results, case, found["smallest_peak_bytes"], found["keep_peak_bytes"], choices):
+        for planner in (OURS, *(case.baselines if not goal.label.endswith("tighter") else ())):
+            name = f"{planner}@{goal.label.replace('/', '-')}"
+            results.run(f"plans/{case.name}/{name}", functools.partial(_plan, results, job, case, planner, goal, name))
+
+
+def goals(results: Results, case: Case, least: int, most: int, choices: Choices) -> list[Goal]:
+    """The cap; else each rival's measured peak; where none is known, fixed fractions. Each also tighter, if wanted."""
+    kept = _peak(results, case, "keep")
+    outside = max(kept - most, 0) if kept is not None and choices.replay is None else 0
+    found: list[Goal] = []
+    if case.cap_bytes is not None and case.cap_bytes < most + outside:
+        found = [Goal("cap", case.cap_bytes, case.cap_bytes - outside)]
+    elif not choices.fractions:
+        for name in case.rivals:
+            target = _peak(results, case, name)
+            if target is not None:
+                found.append(Goal(name, target, target - outside))
+    if not found:
+        budgets = [least + int((most - least) * share) for share in case.fractions]
+        labels = [f"{share:.0%}" for share in case.fractions]
+        found = [Goal(label, b + outside, b) for label, b in zip(labels, budgets, strict=True)]
+    for goal in list(found):
+        measured = (results.ok(f"measure/{case.name}/plans.{goal.label.replace('/', '-')}") or {}).get("contenders", {})
+        peaks = measured.get(f"{OURS}@{goal.label.replace('/', '-')}", {}).get("peaks")
+        if peaks and peaks["judged_bytes"] > goal.target_bytes:
+            over = peaks["judged_bytes"] - goal.target_bytes
+            found.append(Goal(f"{goal.label}-again", goal.target_bytes, goal.budget_bytes - over))
+        elif case.tighter:
+            budget = least + int((goal.budget_bytes - least) * TIGHTER)
+            found.append(Goal(f"{goal.label}-tighter", budget + outside, budget))
+    return found
+
+
+def _peak(results: Results, case: Case, rival: str) -> int | None:
+    found = results.ok(f"measure/{case.name}/rival.{rival.replace('/', '-')}")
+    peaks = (found or {}).get("contenders", {}).get(rival, {}).get("peaks")
+    return None if peaks is None else int(peaks["judged_bytes"])
+
+
+def _job(results: Results, case: Case, small: bool, choices: Choices) -> Job | None:
+    limits = PlanLimits(ACTIONS, True, choices.host_bytes, choices.time_limit_s)
+    path = results.folder / "profile" / "files" / f"{case.name}.json"
+    if not path.exists() and choices.ahead is not None:
+        path = results.folder / "ahead" / "files" / f"{case.name}.json"
+        results.run(f"ahead/{case.name}", functools.partial(_ahead, path, case, small, choices.ahead))
+    if not path.exists():
+        return None
+    job = job_of_profile(Profile.load(path), limits, menus=True)
+    if choices.replay is None:
+        return job
+    from ckptplan.memory.estimate import TrainingBytes
+    from ckptplan.model_job import replaying
+
+    step, target = _on_meta(case, small, choices.replay)
+    return replaying(job, step, TrainingBytes(step.model, target, optimizer=case.optimizer, amp=case.amp))
+
+
+def _on_meta(case: Case, small: bool, device: str) -> Any:
+    import torch
+
+    from ckptplan.profiling.target import find_target
+    from experiments.gpu.subject import Subject
+
+    subject = Subject(case, torch.device("meta"), small)
+    target = find_target(subject.model, device)
+    return subject.step_of(subject.copy(), target), target
+
+
+def _ahead(path: Any, case: Case, small: bool, device: str) -> dict[str, Any]:
+    from ckptplan.profiling.profiler import profile_step
+
+    if case.compiled_layers:
+        raise Skipped("compiled layers are profiled on the device")
+    step, target = _on_meta(case, small, device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profile_step(step, target, optimizer=case.optimizer).save(path)
+    return {"device": device}
+
+
+def _plan(results: Results, job: Job, case: Case, planner: str, goal: Goal, name: str) -> dict[str, Any]:
+    began = time.perf_counter()
+    facts: dict[str, Any] = {
+        "planner": planner,
+        "label": goal.label.removesuffix("-tighter").removesuffix("-again"),
+        "target_bytes": goal.target_bytes,
+        "budget_bytes": goal.budget_bytes,
+    }
+    if goal.budget_bytes < 1:
+        raise Skipped(f"of {goal.target_bytes} bytes nothing is left beside what the plain step reserves unpredicted")
+    try:
+        plan = _solved(job, planner, goal.budget_bytes)
+    except InfeasibleBudgetError as error:
+        raise Skipped(f"no plan fits {goal.budget_bytes} bytes; the smallest peak is {error.min_peak_bytes}") from error
+    broken = validate(job.profile, plan, plan.budget_bytes)
+    if broken:
+        raise RuntimeError(f"the referee rejects the plan: {[v.kind for v in broken]}")
+    path = results.folder / "plans" / case.name / "files" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plan.save(path)
+    return {
+        **facts,
+        "planning_s": time.perf_counter() - began,
+        "gap": plan.gap,
+        "peak_bytes": plan.peak_bytes,
+        "reserved_bytes": plan.reserved_bytes,
+        "step_s": plan.step_s,
+        "plain_step_s": plan.baseline_step_s,
+        "host_bytes": plan.host_bytes,
+    }
+
+
+def _solved(job: Job, planner: str, budget_bytes: int) -> Plan:
+    if planner == OURS:
+        return job.solved(budget_bytes)
+    plan = BASELINES[planner](job.profile, budget_bytes)
+    return plan if job.replayed_bytes is None else replace(plan, reserved_bytes=job.replayed_bytes(plan))
