@@ -2,8 +2,10 @@
 
 Code for CUDA runs on it as it is, with CPU tensors: `torch.cuda`'s streams and events and asynchronous copies are
 replaced. What is issued on a stream waits in its queue and runs when somebody waits on the host, or by chance before;
-among streams that could go on, chance decides. Device memory is one arena whose freed blocks are handed out again at
-once, as the caching allocator does, since all it orders is one stream. So whoever leaves out a wait finds wrong bytes.
+among streams that could go on, chance decides, and has its favourites. Device memory is one arena. As with the caching
+allocator a freed block is handed out again at once on the stream that it was allocated on, which is all it orders, and
+later if others were told of with `record_stream`. New memory is written over by its stream, as by whoever had it last.
+So whoever leaves out a wait finds wrong bytes.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+_device_of = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
 DEVICE = torch.device("cuda", 0)
 ALIGN = 512
 
@@ -54,6 +58,7 @@ class FakeStream:
 
     def __init__(self, gpu: FakeCuda) -> None:
         self._gpu = gpu
+        self.haste = gpu.rng.choice([1.0, 0.3, 0.03])
         self.queue: deque[tuple[str, Callable[[], Any]]] = deque()
         self.issued = 0
         self.done = 0
@@ -82,6 +87,16 @@ class FakeStream:
         self.record_event().synchronize()
 
 
+@dataclass(slots=True)
+class Block:
+    """A piece of the arena that is handed out."""
+
+    offset: int
+    size: int
+    stream: FakeStream
+    users: set[FakeStream] = field(default_factory=set)  # others, by `record_stream`
+
+
 class FakeCuda:
     """The device; `installed` puts it in `torch.cuda`'s place."""
 
@@ -92,14 +107,17 @@ class FakeCuda:
         self.default = self.new_stream()
         self._current = threading.local()
         self._eager = self.rng.choice([0.0, 0.3, 0.9])
-        self._arena = (ctypes.c_char * arena_bytes)()
+        self._arena = (ctypes.c_char * (arena_bytes + ALIGN))()
+        self._end = -ctypes.addressof(self._arena) % ALIGN
         self._base = ctypes.addressof(self._arena)
-        self._free: dict[int, list[int]] = {}
-        self._end = 0
-        self.in_use = 0
+        self._free: dict[tuple[FakeStream, int], list[int]] = {}
+        self._blocks: dict[int, Block] = {}
+        self._leaving: list[tuple[Block, list[FakeEvent]]] = []  # freed, and still used by streams that were told of
+        self._used = 0
+        self.poison = False
         self._hosts: list[torch.Tensor] = []  # what is copied to and from stays until the end, as pinned memory does
         self.register_code = 0
-        self.registered: set[int] = set()
+        self.registered: dict[int, int] = {}  # address: bytes
 
     # streams
 
@@ -125,7 +143,7 @@ class FakeCuda:
         ready = [s for s in self.streams if s.queue and (s.queue[0][0] == "work" or s.queue[0][1]())]
         if not ready:
             return False
-        stream = self.rng.choice(ready)
+        stream = self.rng.choices(ready, [s.haste for s in ready])[0]
         kind, call = stream.queue.popleft()
         if kind == "work":
             call()
@@ -147,34 +165,70 @@ class FakeCuda:
 
     # memory
 
-    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory of the device, freed when its last tensor goes; what was freed last is handed out first."""
-        nbytes = count * dtype.itemsize
+    @property
+    def in_use(self) -> int:
+        """Bytes that aren't free, blocks that streams still use included."""
+        self._collect()
+        return self._used
+
+    def take(self, nbytes: int) -> Any:
+        """A block for the stream that computes now: what was freed last comes first."""
         size = -(-nbytes // ALIGN) * ALIGN
+        stream = self.current_stream()
         with self.lock:
-            holes = self._free.setdefault(size, [])
+            self._collect()
+            holes = self._free.setdefault((stream, size), [])
             if holes:
                 offset = holes.pop()
             else:
                 offset, self._end = self._end, self._end + size
                 assert self._end <= len(self._arena), "the arena is full"
-            self.in_use += size
-        block = (ctypes.c_char * nbytes).from_buffer(self._arena, offset)
-        weakref.finalize(block, self._give, offset, size)
-        return torch.frombuffer(block, dtype=dtype)
+            self._used += size
+            self._blocks[offset] = block = Block(offset, size, stream)
+        memory = (ctypes.c_char * nbytes).from_buffer(self._arena, offset)
+        weakref.finalize(memory, self._give, block)
+        if self.poison:
+            address = self._base + offset
+            stream.issue("work", lambda: ctypes.memset(address, 0xFF, nbytes))
+        return memory
 
-    def _give(self, offset: int, size: int) -> None:
+    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the device, freed when its last tensor goes."""
+        return torch.frombuffer(self.take(count * dtype.itemsize), dtype=dtype)
+
+    def _give(self, block: Block) -> None:
         with self.lock:
-            self._free[size].append(offset)
-            self.in_use -= size
+            del self._blocks[block.offset]
+            self._leaving.append((block, [stream.record_event() for stream in block.users]))
 
-    def _is_device(self, tensor: torch.Tensor) -> bool:
-        return 0 <= tensor.data_ptr() - self._base < len(self._arena)
+    def _collect(self) -> None:
+        with self.lock:
+            for entry in list(self._leaving):
+                block, events = entry
+                if all(event.query() for event in events):
+                    self._leaving.remove(entry)
+                    self._free.setdefault((block.stream, block.size), []).append(block.offset)
+                    self._used -= block.size
+
+    def block(self, tensor: torch.Tensor) -> Block:
+        """The block that a device tensor lies in."""
+        return self._blocks[tensor.untyped_storage().data_ptr() - self._base]
+
+    def record_stream(self, tensor: torch.Tensor, stream: FakeStream) -> None:
+        block = self.block(tensor)
+        if stream is not block.stream:
+            block.users.add(stream)
+
+    def is_device(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the arena."""
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or _device_of(tensor).type != "cpu":
+            return False
+        return 0 <= tensor.untyped_storage().data_ptr() - self._base < len(self._arena)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Issue a copy; like the device, it knows addresses, not tensors."""
         assert target.nbytes == source.nbytes
-        self._hosts += [t for t in (target, source) if not self._is_device(t)]
+        self._hosts += [t for t in (target, source) if not self.is_device(t)]
         to, come, nbytes = target.data_ptr(), source.data_ptr(), source.nbytes
         self.current_stream().issue("work", lambda: ctypes.memmove(to, come, nbytes))
 
@@ -196,12 +250,16 @@ class FakeCuda:
 
     def _register(self, address: int, nbytes: int, flags: int) -> int:
         if self.register_code == 0:
-            self.registered.add(address)
+            assert not any(a < address + nbytes and address < a + n for a, n in self.registered.items())
+            self.registered[address] = nbytes
         return self.register_code
 
     def _unregister(self, address: int) -> int:
-        self.registered.remove(address)
+        del self.registered[address]
         return 0
+
+    def _device(self, tensor: torch.Tensor) -> torch.device:
+        return DEVICE if self.is_device(tensor) else _device_of(tensor)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[FakeCuda]:
@@ -232,6 +290,8 @@ class FakeCuda:
             patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
             patch.setattr(torch.cuda, "cudart", lambda: runtime)
             patch.setattr(torch.Tensor, "copy_", copied)
+            patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self.record_stream(tensor, stream))
+            patch.setattr(torch.Tensor, "device", property(self._device))
             patch.setattr(torch, "empty", emptied)
             patch.setattr(torch, "zeros", zeroed)
             yield self

@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fake_cuda
@@ -44,7 +43,7 @@ def on_device(seed: int, kind: str, directory: Path, **limits: Any) -> Iterator[
         finally:
             store.close()
     gc.collect()
-    assert gpu.registered == set(), "page-locked memory is left"
+    assert gpu.registered == {}, "page-locked memory is left"
     assert gpu.in_use == 0, "device memory is left"
     assert not [t for t in threading.enumerate() if t.name.startswith("ckptplan")]
 
@@ -57,9 +56,7 @@ def made(gpu: FakeCuda, value: int) -> torch.Tensor:
 
 
 def record_of(gpu: FakeCuda, value: int) -> Record:
-    record = Record(made(gpu, value), Counters())
-    record._device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
-    return record
+    return Record(made(gpu, value), Counters())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,6 +102,73 @@ def test_records_in_random_order(seed: int, kind: str, tmp_path: Path) -> None:
         looks += [gpu.look(kept.whole(), value) for kept, value in living]
         living.clear()
         junk.clear()
+    assert looks
+    assert all(look() for look in looks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_records_of_several_streams(seed: int, kind: str, tmp_path: Path) -> None:
+    """Storages saved on one stream, sent away, released, fetched, used and dropped while others compute."""
+    looks: list[Callable[[], bool]] = []
+    with on_device(seed, kind, tmp_path) as (gpu, store):
+        gpu.poison = True
+        streams = [gpu.default, *(gpu.new_stream() for _ in range(3))]
+        values = itertools.cycle(range(1, 200))
+        living: list[tuple[Record, int, fake_cuda.FakeStream, fake_cuda.FakeStream | None]] = []
+        record: Record | None
+
+        def drop(chosen: int) -> None:
+            record, _, _, untold = living.pop(chosen)
+            if untold is not None and record._watch is not None:
+                for stream in streams:
+                    untold.wait_stream(stream)
+
+        for _ in range(80 if kind == "pinned" else 40):
+            action = gpu.rng.randrange(8)
+            if action <= 1 or not living:
+                home, value = gpu.rng.choice(streams), next(values)
+                with gpu.stream(gpu.rng.choice([home, *streams])):
+                    tensor = gpu.empty(gpu.rng.choice(SIZES), torch.uint8)
+                    here = gpu.current_stream()
+                with gpu.stream(home):
+                    home.wait_stream(here)
+                    # A user tells the allocator, or knows that the graph holds the tensor until all is done.
+                    told = gpu.rng.random() < 0.5
+                    if told:
+                        tensor.record_stream(home)  # type: ignore[arg-type]
+                    gpu.fill(tensor, value)
+                    record = Record(tensor, Counters())
+                with gpu.stream(gpu.rng.choice(streams)):
+                    record.start_leaving(store)
+                living.append((record, value, home, None if told else here))
+                record = tensor = None  # type: ignore[assignment]
+                continue
+            chosen = gpu.rng.randrange(len(living))
+            record, value, home, untold = living[chosen]
+            with gpu.stream(gpu.rng.choice(streams)):
+                if action == 2:
+                    record.finish_leaving()
+                elif action == 3:
+                    made(gpu, 255)
+                elif action == 4:
+                    record.start_returning()
+                elif action in (5, 6):
+                    here = gpu.current_stream()
+                    here.wait_stream(home)  # the user's own order: what is saved there is used here
+                    if untold is None and record._watch is not None:
+                        record._watch.record_stream(here)  # type: ignore[arg-type]
+                    looks.append(gpu.look(record.whole(), value))
+                if action == 5 and gpu.rng.random() < 0.5:
+                    record.finish_leaving()
+                if action in (6, 7):
+                    record = None
+                    drop(chosen)
+            record = None
+        gpu.synchronize()
+        looks += [gpu.look(kept.whole(), value) for kept, value, _, _ in living]
+        gpu.synchronize()
+        living.clear()
     assert looks
     assert all(look() for look in looks)
 
@@ -224,7 +288,7 @@ def test_pool_is_exact_bounded_and_given_back(tmp_path: Path) -> None:
         store.close()
         assert len(gpu.registered) == 2, "a block is still in use"
         store.free(again)
-        assert gpu.registered == set()
+        assert gpu.registered == {}
         del sources
 
 
@@ -232,7 +296,7 @@ def test_more_than_the_limit_is_refused_at_once(tmp_path: Path) -> None:
     with FakeCuda(0).installed() as gpu:
         with pytest.raises(InvalidInputError, match="host_gb"):
             PinnedStore(fake_cuda.DEVICE, capacity_bytes=8192, limit_bytes=8191)
-        assert gpu.registered == set()
+        assert gpu.registered == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -255,7 +319,7 @@ def test_without_page_locking_ordinary_memory_serves(kind: str, tmp_path: Path) 
             looks.append((gpu.look(record.whole(), value), record))
         gpu.synchronize()
         assert all(look() for look, _ in looks)
-        assert gpu.registered == set()
+        assert gpu.registered == {}
         del looks, record
         store.close()
 
@@ -278,7 +342,6 @@ def test_a_failed_copy_leaves_nothing_running(direction: str, tmp_path: Path, mo
         calls = 0
         with on_device(seed, "disk", tmp_path) as (gpu, store):
             record = Record(gpu.empty(5000, torch.uint8), Counters())
-            record._device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
             gpu.fill(record.whole(), 3)
             with monkeypatch.context() as patch:
                 patch.setattr(disk, "_write" if direction == "out" else "_read", fails)
@@ -352,7 +415,7 @@ def test_a_forked_copy_of_a_store_touches_nothing(kind: str, tmp_path: Path, mon
         ticket = store.start_out(source)
         store.start_in(ticket, target[: source.numel()])
         store.finish_in(ticket)
-        registered, issued = set(gpu.registered), [s.issued for s in gpu.streams]
+        registered, issued = dict(gpu.registered), [s.issued for s in gpu.streams]
         with monkeypatch.context() as patch:
             patch.setattr(os, "getpid", lambda: store._pid + 1)
             with pytest.raises(SwapError, match="forked from it"):

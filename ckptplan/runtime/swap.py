@@ -28,6 +28,20 @@ must count alike, whatever the batch, the kernel and the place of a tensor:
    flash attention saves a random state of two elements and an unused number, the memory-efficient kernel two numbers on
    the host, cuDNN's two on the device.
 4. The model's own storages have none.
+
+NOTE [Models on several streams]
+
+Stages may run on different CUDA streams, as the model or its caller orders them; autograd runs each operation's
+backward on its forward's stream. So the stream that is current at a release or a prefetch needn't be one that uses the
+storage.
+
+1. A record has a *home*: the stream that first saved the storage, and after a return the one that allocated its memory.
+   Its copy out waits for the home, which has or follows the last write. At the release the home waits for the copy out.
+2. Every stream that uses a returned storage waits for its copy in, once. The home waits at the latest when the record
+   ends, since its memory goes back there.
+3. The allocator gives memory back to the stream that allocated it, which may be none of ours, and orders nothing
+   else. It is told the home and all other users (`record_stream`). For the stream that allocated this does nothing, so
+   where there is one stream memory is free at once, as planned. It is never told a copy stream.
 """
 
 from __future__ import annotations
@@ -61,6 +75,16 @@ class State(enum.Enum):
     LEAVING = enum.auto()
     AWAY = enum.auto()
     RETURNING = enum.auto()
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream that computes now on `device`; None where there are no streams."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def on_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
+    """Inside, `stream` computes, if there is one."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _lazy(tensor: torch.Tensor, *, conj: bool, neg: bool) -> torch.Tensor:
@@ -134,7 +158,10 @@ class Record:
         self._modified: int | None = None
         self._returned: int | None = None
         self._ticket: Ticket | None = None
-        self._stream: Any = None
+        # NOTE [Models on several streams]; the users are those of the memory that the record holds now.
+        self._fake = isinstance(tensor, FakeTensor)
+        self._home = self._stream_now()
+        self._users = [self._home]
 
     @property
     def is_gone(self) -> bool:
@@ -152,7 +179,8 @@ class Record:
             self._geometry = Geometry.of(self._watch)
             if self._whole is None:
                 self._whole = whole_storage(self._watch)
-            self._ticket, self._store = store.start_out(self._whole), store
+            with on_stream(self._home):
+                self._ticket, self._store = store.start_out(self._whole), store
             self.state = State.LEAVING
             self._counters.swapped_out_bytes += self.nbytes
 
@@ -162,13 +190,14 @@ class Record:
             return
         assert self._ticket is not None
         assert self._store is not None
-        with self._counters.waiting():
+        with self._counters.waiting(), on_stream(self._home):
             self._store.finish_out(self._ticket)
         self._check_version()
         assert self._whole is not None
+        self._tell_allocator(self._users)
         self._storage = weakref.ref(self._whole.untyped_storage())
         self._dtype, self._count = self._whole.dtype, self._whole.numel()
-        self._fake = self._whole.new_empty(0) if isinstance(self._whole, FakeTensor) else None
+        self._empty = self._whole.new_empty(0) if self._fake else None
         self._whole = self._watch = None
         self.state = State.AWAY
 
@@ -178,26 +207,48 @@ class Record:
         if self.state is State.AWAY:
             assert self._ticket is not None
             assert self._store is not None
-            if self._device.type == "cuda":
-                self._stream = torch.cuda.current_stream(self._device)
-            if self._fake is None:
+            self._home, self._users = self._stream_now(), []
+            if self._empty is None:
                 self._whole = torch.empty(self._count, dtype=self._dtype, device=self._device)
             else:  # where whole numbers that are made from nothing would be real (profiling/fake.py)
-                self._whole = self._fake.new_empty(self._count)
+                self._whole = self._empty.new_empty(self._count)
             self._store.start_in(self._ticket, self._whole)
             self.state = State.RETURNING
             self._counters.swapped_in_bytes += self.nbytes
 
     def finish_returning(self) -> None:
-        """Wait for the copy in."""
+        """Wait for the copy in, on the stream that computes now."""
         if self.state is State.RETURNING:
-            assert self._ticket is not None
-            assert self._store is not None
-            with self._counters.waiting():
-                self._store.finish_in(self._ticket)
+            self._wait_for_copy_in()
             assert self._whole is not None
             self._returned = version_of(self._whole)
             self.state = State.ON_DEVICE
+
+    def _wait_for_copy_in(self) -> None:
+        assert self._ticket is not None
+        assert self._store is not None
+        with self._counters.waiting():
+            self._store.finish_in(self._ticket)
+        self._users.append(self._stream_now())
+        self._tell_allocator(self._users[-1:])
+
+    def _stream_now(self) -> Any:
+        return None if self._fake else current_stream(self._device)
+
+    def _tell_allocator(self, users: Sequence[Any]) -> None:
+        assert self._whole is not None
+        for stream in users:
+            if stream is not None:
+                self._whole.record_stream(stream)
+
+    def used_now(self) -> None:
+        """The stream that computes now uses the memory that the record holds, if it holds any."""
+        if self._home is None or (stream := self._stream_now()) in self._users:
+            return
+        if self._watch is not None:
+            self._users.append(stream)
+        elif self.state is State.ON_DEVICE:
+            self._wait_for_copy_in()
 
     def whole(self) -> torch.Tensor:
         """The whole storage on the device, as one dimension of the dtype in which it was saved first.
@@ -227,14 +278,13 @@ class Record:
         if self.state in (State.AWAY, State.RETURNING):
             self.start_returning()
             self.finish_returning()
+        elif self._ticket is not None:
+            self.used_now()
         self._check_version()
         if self._modified is not None:
             raise modified_error([self.nbytes], self.version, self._modified)
         if self._returned is not None and self._whole is not None and version_of(self._whole) != self._returned:
             raise modified_error([self.nbytes], self._returned, version_of(self._whole))  # a backward wrote to it
-
-    def _stream_of_target(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _check_version(self) -> None:
         if self._watch is not None and self._watch._version != self.version:
@@ -245,7 +295,7 @@ class Record:
             return
         # A target must not be freed under a copy that still writes to it: the stream it came from waits, whichever
         # is current where the record ends.
-        with contextlib.suppress(CkptPlanError), self._stream_of_target():
+        with contextlib.suppress(CkptPlanError), on_stream(self._home):
             if self.state is State.RETURNING:  # in any thread, so that this wait is nobody's stall
                 self._store.finish_in(self._ticket)  # type: ignore[union-attr, arg-type]
         self._store.free(self._ticket)  # type: ignore[union-attr, arg-type]
@@ -456,7 +506,7 @@ class SwapSession:
 
     def stream(self) -> Any:
         """The stream that computes now; None where there are no streams."""
-        return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        return current_stream(self._device)
 
     def belongs(self, tensor: torch.Tensor) -> bool:
         """Whether the storage of `tensor` is the model's own."""
@@ -477,6 +527,7 @@ class SwapSession:
         """
         record = self._records.get(key)
         if record is not None and not record.is_gone:
+            record.used_now()
             return record, False
         record = self._records[key] = Record(tensor, self._counters)
         return record, True
