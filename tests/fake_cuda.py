@@ -274,7 +274,8 @@ class FakeCuda:
 
         def emptied(*size: Any, device: Any = None, dtype: Any = None, **options: Any) -> torch.Tensor:
             if getattr(device, "type", "cpu") == "cuda":
-                return self.empty(size[0], dtype)
+                shape = torch.Size(size if isinstance(size[0], int) else size[0])
+                return self.empty(shape.numel(), dtype).view(shape)
             return empty(*size, device=device, dtype=dtype, **options)
 
         def zeroed(*size: Any, device: Any = None, **options: Any) -> torch.Tensor:

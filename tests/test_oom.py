@@ -212,7 +212,7 @@ def test_where_in_the_swapped_step_it_was(monkeypatch: pytest.MonkeyPatch) -> No
     model, inputs = build("transformer")
     with ckptplan.apply(model, planned("transformer", "swap"), on_oom="report") as handle:
         once = Once(disk.DiskStore.start_in, after=2)
-        monkeypatch.setattr(disk.DiskStore, "start_in", lambda *args: once(*args))
+        monkeypatch.setattr(disk.DiskStore, "start_in", lambda *args, **options: once(*args, **options))
         with pytest.raises(OutOfMemoryError) as raised:
             handle.step(step_of(model, inputs))
     found = raised.value.shortage

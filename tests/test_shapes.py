@@ -33,7 +33,7 @@ from ckptplan.runtime.measure import held_tensors, peak_above_start, run_step, u
 from ckptplan.runtime.shapes import ByName, Limits, input_tensors, read_inputs, tensors_at
 from ckptplan.runtime.step import default_loss, make_step
 from ckptplan.runtime.stores import NULL_STORES
-from ckptplan.runtime.swap import Alias, Counters, State, SwapSession
+from ckptplan.runtime.swap import Alias, Counters, Record, State, SwapSession
 
 # Smaller inputs
 
@@ -183,7 +183,7 @@ def test_what_moves_when_other_storages_are_saved(given: list[int], moved: list[
     tensors = [torch.zeros(n, dtype=torch.uint8) for n in given]
     packed = [packing.pack(t) for t in tensors]
     now.leave(0, packing.order, (0,))
-    assert [i for i, x in enumerate(packed) if isinstance(x, Alias) and x.record.state is State.LEAVING] == moved
+    assert [i for i, x in enumerate(packed) if isinstance(x, Record) and x.state is State.LEAVING] == moved
 
 
 def test_what_has_left_and_is_still_there_is_saved_by_the_same_record() -> None:
@@ -194,12 +194,12 @@ def test_what_has_left_and_is_still_there_is_saved_by_the_same_record() -> None:
     now.leave(0, packing.order, (0,))
     now.release(0)
     again = now.packing().pack(tensor)
-    assert isinstance(first, Alias)
+    assert isinstance(first, Record)
     assert isinstance(again, Alias)
-    assert again.record is first.record
-    assert again.record.state is State.AWAY
+    assert again.record is first
+    assert first.state is State.AWAY
     del tensor
-    assert first.record.is_gone
+    assert first.is_gone
 
 
 # What a call is compared with

@@ -235,9 +235,9 @@ def test_synchronous_steps_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     pending = []
     start = DiskStore.start_in
 
-    def noted(self: DiskStore, ticket: Ticket, target: torch.Tensor) -> None:
+    def noted(self: DiskStore, ticket: Ticket, *targets: torch.Tensor, **options: Any) -> Any:
         pending.append(not ticket.out_done.event.is_set())
-        start(self, ticket, target)
+        return start(self, ticket, *targets, **options)
 
     monkeypatch.setattr(DiskStore, "start_in", noted)
     with apply(model, planned("transformer", "swap"), synchronous=True) as handle:
@@ -294,28 +294,17 @@ def test_a_step_after_a_thread_died(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = build("mlp")
     with apply(model, planned("mlp", "swap")) as handle:
         store: Any = handle._stores["host"]
-        calls = 0
-        real = disk._write
-
-        def dies(*arguments: Any) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == 1:
-                time.sleep(0.1)  # others queue up behind it
-            real(*arguments)
-
         with monkeypatch.context() as patch:
-            patch.setattr(disk, "_write", dies)
             start, started = DiskStore.start_out, []
 
-            def start_then_kill(self: DiskStore, source: torch.Tensor) -> Ticket:
-                ticket = start(self, source)
-                started.append(ticket.nbytes)
-                if len(started) == 1:
-                    self._out.jobs.put(None)
-                return ticket
+            def kill_then_start(self: DiskStore, *sources: torch.Tensor, **options: Any) -> Ticket:
+                if not started:
+                    self._out.submit(time.sleep, 0.1)
+                    self._out.jobs.put(None)  # the thread ends behind its nap; the group is queued behind that
+                started.append(len(sources))
+                return start(self, *sources, **options)
 
-            patch.setattr(DiskStore, "start_out", start_then_kill)
+            patch.setattr(DiskStore, "start_out", kill_then_start)
             with pytest.raises(SwapError, match="has died"):
                 clean_step(model, inputs)
         assert_same(clean_step(model, inputs), plain_step("mlp"))

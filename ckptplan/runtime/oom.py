@@ -37,7 +37,7 @@ from ckptplan.runtime.controller import Place
 from ckptplan.runtime.measure import held_tensors, unique_bytes
 from ckptplan.runtime.recompute import Call
 from ckptplan.runtime.state import random_state
-from ckptplan.runtime.swap import Record, version_of
+from ckptplan.runtime.swap import Record, finish_leaving, start_leaving, start_returning, version_of
 
 _HOST_TEXTS = ("DefaultCPUAllocator: not enough memory", "DefaultCPUAllocator: can't allocate memory")
 _DEVICE_TEXTS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
@@ -108,9 +108,9 @@ def located(error: BaseException, place: Place, updating: bool) -> tuple[Phase, 
     frames = list(_frames(error))
     codes = {frame.f_code for frame in frames}
     doing: Doing | None = None
-    if _codes_of(Record.start_leaving, Record.finish_leaving) & codes:
+    if _codes_of(start_leaving, finish_leaving) & codes:
         doing = "copy out"
-    if _codes_of(Record.start_returning, Record.finish_returning) & codes:
+    if _codes_of(start_returning, Record.finish_returning) & codes:
         doing = "copy back"
     if updating:
         return "update", place.stage, "update"

@@ -14,6 +14,10 @@ NOTE [States of a swapped storage]
    times.
 5. A storage modified after it was saved is an error, as in PyTorch, unless its copy had left before: then the copy is
    the value that was saved, and right.
+6. What a stage moves leaves as one *group*: one wait for compute, one batch of copies, one event. All of its device
+   bytes count until the last copy is done, and are dropped together. It comes back in the same way, but for records
+   that were needed earlier, each by itself, and those that have ended: these are no part of the batch. A group's host
+   bytes are given back with its last record.
 
 NOTE [Positions]
 
@@ -37,8 +41,9 @@ storage.
 
 1. A record has a *home*: the stream that first saved the storage, and after a return the one that allocated its memory.
    Its copy out waits for the home, which has or follows the last write. At the release the home waits for the copy out.
-2. Every stream that uses a returned storage waits for its copy in, once. The home waits at the latest when the record
-   ends, since its memory goes back there.
+   So what a stage moves are as many groups as it has homes.
+2. Every stream that uses a returned storage waits for its copy in, once for all that came back together. The home waits
+   at the latest when the record ends, since its memory goes back there.
 3. The allocator gives memory back to the stream that allocated it, which may be none of ours, and orders nothing
    else. It is told the home and all other users (`record_stream`). For the stream that allocated this does nothing, so
    where there is one stream memory is free at once, as planned. It is never told a copy stream.
@@ -49,9 +54,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import enum
+import operator
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -66,6 +72,11 @@ from ckptplan.runtime.stores import Store, Ticket
 
 MIN_SWAP_BYTES = 1 << 12
 """No plan moves smaller storages: a transfer's fixed cost exceeds what they free."""
+
+
+_CPU = torch.device("cpu")
+_NO_USERS: list[Any] = []
+"""Of records where there are no streams; stays empty."""
 
 
 class State(enum.Enum):
@@ -96,10 +107,16 @@ def _lazy(tensor: torch.Tensor, *, conj: bool, neg: bool) -> torch.Tensor:
 
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
     """The whole storage of `tensor` as one dimension of its dtype, without autograd and without lazy flags."""
-    with torch.no_grad():
-        count = tensor.untyped_storage().nbytes() // tensor.element_size()
-        plain = _lazy(tensor.detach(), conj=tensor.is_conj(), neg=tensor.is_neg())
-        return plain.as_strided((count,), (1,), 0)
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    if tensor.is_conj() or tensor.is_neg():
+        plain = _lazy(plain, conj=tensor.is_conj(), neg=tensor.is_neg())
+    return plain.as_strided((count,), (1,), 0)
+
+
+def _covers(tensor: torch.Tensor, nbytes: int) -> bool:
+    """Whether `tensor` is all of its storage of `nbytes`, in order, as it is stored."""
+    return tensor.is_contiguous() and tensor.nbytes == nbytes and not tensor.is_conj() and not tensor.is_neg()
 
 
 def modified_error(shape: Iterable[int], saved: int, found: int) -> RuntimeError:
@@ -140,28 +157,105 @@ class Counters:
             self.host_wait_s += time.perf_counter() - begin
 
 
+class _Group:
+    """Storages that left together (NOTE [States of a swapped storage], rule 6)."""
+
+    __slots__ = ("_finished", "_home", "store", "ticket")
+
+    def __init__(self, store: Store, ticket: Ticket, home: Any) -> None:
+        self.store = store
+        self.ticket = ticket
+        self._home = home
+        self._finished = False
+
+    def finish(self, counters: Counters) -> None:
+        """Have the home wait for the copies out, once."""
+        if not self._finished:
+            with counters.waiting(), on_stream(self._home):
+                self.store.finish_out(self.ticket)
+            self._finished = True
+
+    def __del__(self) -> None:
+        self.store.free(self.ticket)
+
+
+class _Batch:
+    """Copies in that were issued together (NOTE [States of a swapped storage], rule 6)."""
+
+    __slots__ = ("_done", "_group", "_home", "_waited")
+
+    def __init__(self, group: _Group, done: Any, home: Any) -> None:
+        self._group = group
+        self._done = done
+        self._home = home
+        self._waited: list[Any] = []  # streams; None where there are none
+
+    def wait(self, stream: Any, counters: Counters) -> None:
+        """Have `stream`, which computes now, wait, once."""
+        if stream not in self._waited:
+            with counters.waiting():
+                self._group.store.finish_in(self._group.ticket, self._done)
+            self._waited.append(stream)
+
+    def end(self) -> None:
+        """A target is about to be freed under its copy: its home waits, whichever stream or thread this is."""
+        if self._home not in self._waited:
+            with on_stream(self._home):
+                # A worker's thread may not wait here, so this counts for nothing else.
+                self._group.store.finish_in(self._group.ticket, self._done)
+
+
+class _Trip:
+    """What a record that is sent away needs beyond others."""
+
+    __slots__ = ("batch", "fake", "geometry", "group", "like", "modified", "part", "returned", "state", "storage")
+
+    def __init__(self, group: _Group, part: int, geometry: Geometry | None) -> None:
+        self.group = group
+        self.part = part
+        self.geometry = geometry
+        self.state = State.LEAVING
+        self.like: tuple[torch.Size, torch.dtype]
+        self.fake: torch.Tensor | None = None
+        self.storage: weakref.ref[torch.UntypedStorage] | None = None
+        self.batch: _Batch | None = None
+        self.returned = 0
+        self.modified: int | None = None
+
+    def __del__(self) -> None:
+        if self.state is State.RETURNING and self.batch is not None:  # in any thread, so that this is nobody's stall
+            with contextlib.suppress(CkptPlanError):
+                self.batch.end()
+
+
 class Record:
     """One storage under swap (NOTE [States of a swapped storage])."""
 
+    # Most of all records stay: what only those need that leave is in their trips.
+    __slots__ = (
+        "__weakref__", "_counters", "_device", "_home", "_trip", "_users", "_watch", "_whole", "nbytes", "version",
+    )  # fmt: skip
+
     def __init__(self, tensor: torch.Tensor, counters: Counters) -> None:
-        self._store: Store | None = None
         self._counters = counters
-        self.state = State.ON_DEVICE
         self.nbytes = tensor.untyped_storage().nbytes()
         self._device = tensor.device
-        # What is saved in vain, or stays, is most of all: what only records need that leave is made when they do.
+        # Shares the version counter of what was saved; autograd hands hooks a tensor of their own.
+        self._watch: torch.Tensor | None = tensor.detach() if tensor.requires_grad else tensor
         self._whole: torch.Tensor | None = None
-        self._watch: torch.Tensor | None = tensor.detach()  # shares the version counter of what was saved
-        self._geometry: Geometry | None = None
-        self._storage: weakref.ref[torch.UntypedStorage] | None = None
-        self.version = tensor._version
-        self._modified: int | None = None
-        self._returned: int | None = None
-        self._ticket: Ticket | None = None
+        self.version = version_of(tensor)
+        self._trip: _Trip | None = None
         # NOTE [Models on several streams]; the users are those of the memory that the record holds now.
-        self._fake = isinstance(tensor, FakeTensor)
-        self._home = self._stream_now()
-        self._users = [self._home]
+        self._home: Any = None
+        self._users: list[Any] = _NO_USERS
+        if self._device != _CPU and not isinstance(tensor, FakeTensor):
+            self._home = current_stream(self._device)
+            self._users = [self._home]
+
+    @property
+    def state(self) -> State:
+        """Where the bytes are."""
+        return State.ON_DEVICE if self._trip is None else self._trip.state
 
     @property
     def is_gone(self) -> bool:
@@ -170,85 +264,97 @@ class Record:
         By Python's weak reference: in PyTorch 2.9 the C++ one of `StorageWeakRef` keeps the Python object of a
         freed storage alive, whose end tells the tracker that the bytes are free.
         """
-        return self._watch is None and self._storage is not None and self._storage() is None
+        if self._watch is not None:
+            return False
+        return self._trip is not None and self._trip.storage is not None and self._trip.storage() is None
 
     def start_leaving(self, store: Store) -> None:
-        """Issue the copy out to `store`, where the bytes stay whoever else sends them away later."""
-        if self.state is State.ON_DEVICE and self._ticket is None:
-            assert self._watch is not None
-            self._geometry = Geometry.of(self._watch)
-            if self._whole is None:
-                self._whole = whole_storage(self._watch)
-            with on_stream(self._home):
-                self._ticket, self._store = store.start_out(self._whole), store
-            self.state = State.LEAVING
-            self._counters.swapped_out_bytes += self.nbytes
+        """`start_leaving` for this one alone."""
+        start_leaving([self], store)
 
     def finish_leaving(self) -> None:
-        """Wait for the copy out, then drop the device bytes: the release point."""
-        if self.state is not State.LEAVING:
-            return
-        assert self._ticket is not None
-        assert self._store is not None
-        with self._counters.waiting(), on_stream(self._home):
-            self._store.finish_out(self._ticket)
-        self._check_version()
-        assert self._whole is not None
-        self._tell_allocator(self._users)
-        self._storage = weakref.ref(self._whole.untyped_storage())
-        self._dtype, self._count = self._whole.dtype, self._whole.numel()
-        self._empty = self._whole.new_empty(0) if self._fake else None
-        self._whole = self._watch = None
-        self.state = State.AWAY
+        """`finish_leaving` for this one alone."""
+        finish_leaving([self])
 
     def start_returning(self) -> None:
-        """Allocate on the device and issue the copy in: the prefetch point."""
-        self.finish_leaving()
-        if self.state is State.AWAY:
-            assert self._ticket is not None
-            assert self._store is not None
-            self._home, self._users = self._stream_now(), []
-            if self._empty is None:
-                self._whole = torch.empty(self._count, dtype=self._dtype, device=self._device)
-            else:  # where whole numbers that are made from nothing would be real (profiling/fake.py)
-                self._whole = self._empty.new_empty(self._count)
-            self._store.start_in(self._ticket, self._whole)
-            self.state = State.RETURNING
-            self._counters.swapped_in_bytes += self.nbytes
+        """`start_returning` for this one alone."""
+        start_returning([self])
 
     def finish_returning(self) -> None:
         """Wait for the copy in, on the stream that computes now."""
-        if self.state is State.RETURNING:
+        if self._trip is not None and self._trip.state is State.RETURNING:
             self._wait_for_copy_in()
             assert self._whole is not None
-            self._returned = version_of(self._whole)
-            self.state = State.ON_DEVICE
+            self._trip.returned = version_of(self._whole)
+            self._trip.state = State.ON_DEVICE
 
     def _wait_for_copy_in(self) -> None:
-        assert self._ticket is not None
-        assert self._store is not None
-        with self._counters.waiting():
-            self._store.finish_in(self._ticket)
-        self._users.append(self._stream_now())
-        self._tell_allocator(self._users[-1:])
-
-    def _stream_now(self) -> Any:
-        return None if self._fake else current_stream(self._device)
+        assert self._trip is not None
+        assert self._trip.batch is not None
+        stream = None if self._home is None else current_stream(self._device)
+        self._trip.batch.wait(stream, self._counters)
+        if stream is not None:
+            self._users.append(stream)
+            self._tell_allocator(self._users[-1:])
 
     def _tell_allocator(self, users: Sequence[Any]) -> None:
         assert self._whole is not None
         for stream in users:
-            if stream is not None:
-                self._whole.record_stream(stream)
+            self._whole.record_stream(stream)
 
     def used_now(self) -> None:
         """The stream that computes now uses the memory that the record holds, if it holds any."""
-        if self._home is None or (stream := self._stream_now()) in self._users:
+        if self._home is None or (stream := current_stream(self._device)) in self._users:
             return
         if self._watch is not None:
             self._users.append(stream)
         elif self.state is State.ON_DEVICE:
             self._wait_for_copy_in()
+
+    def source(self) -> torch.Tensor:
+        """The whole storage in one contiguous tensor, as long as it is the one that was saved."""
+        watch = self._watch
+        assert watch is not None
+        if self._whole is None:
+            self._whole = watch if _covers(watch, self.nbytes) else whole_storage(watch)
+        return self._whole
+
+    def sent(self, group: _Group, part: int) -> None:
+        """The copy out is under way."""
+        assert self._watch is not None
+        self._trip = _Trip(group, part, None if self._whole is self._watch else Geometry.of(self._watch))
+        self._counters.swapped_out_bytes += self.nbytes
+
+    def drop(self) -> None:
+        """The copy out is done: the device bytes go."""
+        trip, whole = self._trip, self._whole
+        assert trip is not None
+        assert whole is not None
+        assert self._watch is not None
+        if version_of(self._watch) != self.version:
+            trip.modified = version_of(self._watch)
+        self._tell_allocator(self._users)
+        trip.storage = weakref.ref(whole.untyped_storage())
+        trip.like = whole.size(), whole.dtype
+        trip.fake = whole.new_empty(0) if isinstance(whole, FakeTensor) else None
+        self._whole = self._watch = None
+        trip.state = State.AWAY
+
+    def target(self) -> torch.Tensor:
+        """Device memory for the bytes, on the stream that computes now."""
+        assert self._trip is not None
+        size, dtype = self._trip.like
+        if self._trip.fake is not None:  # where whole numbers made from nothing would be real (profiling/fake.py)
+            return self._trip.fake.new_empty(size)
+        return torch.empty(size, dtype=dtype, device=self._device)
+
+    def returns(self, batch: _Batch, target: torch.Tensor, home: Any) -> None:
+        """The copy in is under way."""
+        assert self._trip is not None
+        self._whole, self._trip.batch, self._trip.state = target, batch, State.RETURNING
+        if home is not None:
+            self._home, self._users = home, []
+        self._counters.swapped_in_bytes += self.nbytes
 
     def whole(self) -> torch.Tensor:
         """The whole storage on the device, as one dimension of the dtype in which it was saved first.
@@ -260,45 +366,88 @@ class Record:
         SwapError
             If a copy failed.
         """
-        self._bring()
-        if self._whole is None:
-            assert self._watch is not None
-            self._whole = whole_storage(self._watch)
-        return self._whole
+        if self._watch is None:
+            return self._returned().view(-1)
+        self._check(self._watch)
+        return self.source().view(-1)
 
-    def as_saved(self) -> torch.Tensor:
+    def tensor(self) -> torch.Tensor:
         """The tensor that the record was made from; raises as `whole`."""
-        self._bring()
-        if self._watch is not None:
-            return self._watch.detach()
-        assert self._geometry is not None
-        return self._geometry.on(self.whole())
+        if self._watch is None:
+            assert self._trip is not None
+            whole = self._returned()
+            return whole if self._trip.geometry is None else self._trip.geometry.on(whole)
+        self._check(self._watch)
+        return self._watch
 
-    def _bring(self) -> None:
-        if self.state in (State.AWAY, State.RETURNING):
+    def _check(self, watch: torch.Tensor) -> None:
+        if self._trip is not None:
+            self.used_now()
+        if version_of(watch) != self.version:
+            raise modified_error([self.nbytes], self.version, version_of(watch))
+
+    def _returned(self) -> torch.Tensor:
+        trip = self._trip
+        assert trip is not None
+        if trip.state is State.ON_DEVICE:
+            self.used_now()
+        else:
             self.start_returning()
             self.finish_returning()
-        elif self._ticket is not None:
-            self.used_now()
-        self._check_version()
-        if self._modified is not None:
-            raise modified_error([self.nbytes], self.version, self._modified)
-        if self._returned is not None and self._whole is not None and version_of(self._whole) != self._returned:
-            raise modified_error([self.nbytes], self._returned, version_of(self._whole))  # a backward wrote to it
+        if trip.modified is not None:
+            raise modified_error([self.nbytes], self.version, trip.modified)
+        assert self._whole is not None
+        if version_of(self._whole) != trip.returned:  # a backward wrote to it
+            raise modified_error([self.nbytes], trip.returned, version_of(self._whole))
+        return self._whole
 
-    def _check_version(self) -> None:
-        if self._watch is not None and self._watch._version != self.version:
-            self._modified = self._watch._version
 
-    def __del__(self) -> None:
-        if getattr(self, "_ticket", None) is None:
-            return
-        # A target must not be freed under a copy that still writes to it: the stream it came from waits, whichever
-        # is current where the record ends.
-        with contextlib.suppress(CkptPlanError), on_stream(self._home):
-            if self.state is State.RETURNING:  # in any thread, so that this wait is nobody's stall
-                self._store.finish_in(self._ticket)  # type: ignore[union-attr, arg-type]
-        self._store.free(self._ticket)  # type: ignore[union-attr, arg-type]
+def start_leaving(records: Iterable[Record], store: Store, place: Hashable = None) -> None:
+    """Issue the copies out to `store`, where the bytes stay whatever sends them away later, as one group.
+
+    Parameters
+    ----------
+    place : hashable, optional
+        Which group of the step this is: it lies where it lay in the step before.
+    """
+    homes: dict[Any, list[Record]] = {}
+    for record in records:
+        if record._trip is None:
+            homes.setdefault(record._home, []).append(record)
+    for number, (home, leaving) in enumerate(homes.items()):
+        with on_stream(home):
+            ticket = store.start_out(
+                *(record.source() for record in leaving), place=None if place is None else (place, number)
+            )
+        group = _Group(store, ticket, home)
+        for part, record in enumerate(leaving):
+            record.sent(group, part)
+
+
+def finish_leaving(records: Iterable[Record]) -> None:
+    """Wait for the copies out, then drop the device bytes: the release point."""
+    for record in records:
+        trip = record._trip
+        if trip is not None and trip.state is State.LEAVING:
+            trip.group.finish(record._counters)
+            record.drop()
+
+
+def start_returning(records: Sequence[Record]) -> None:
+    """Allocate on the device and issue the copies in, of each group as one batch: the prefetch point."""
+    finish_leaving(records)
+    away: dict[_Group, list[tuple[int, Record]]] = {}
+    for record in records:
+        trip = record._trip
+        if trip is not None and trip.state is State.AWAY:
+            away.setdefault(trip.group, []).append((trip.part, record))
+    for group, members in away.items():
+        first = members[0][1]
+        home = None if first._home is None else current_stream(first._device)
+        targets = [record.target() for _, record in members]
+        batch = _Batch(group, group.store.start_in(group.ticket, *targets, parts=[part for part, _ in members]), home)
+        for (_, record), target in zip(members, targets, strict=True):
+            record.returns(batch, target, home)
 
 
 class Geometry(NamedTuple):
@@ -324,24 +473,21 @@ class Geometry(NamedTuple):
         )
 
     def on(self, whole: torch.Tensor) -> torch.Tensor:
-        """The tensor of this geometry on `whole`, a whole storage as one dimension."""
-        with torch.no_grad():
-            typed = whole if whole.dtype == self.dtype else whole.view(self.dtype)
-            plain = typed.as_strided(self.size, self.stride, self.offset)
-            return _lazy(plain, conj=self.conj, neg=self.neg)
+        """The tensor of this geometry on `whole`, a whole storage as one dimension, without autograd."""
+        typed = whole if whole.dtype == self.dtype else whole.view(self.dtype)
+        plain = typed.as_strided(self.size, self.stride, self.offset)
+        return _lazy(plain, conj=self.conj, neg=self.neg) if self.conj or self.neg else plain
 
 
 @dataclass(slots=True)
 class Alias:
-    """A saved tensor as a view of a record; without a geometry, as the one that the record was made from."""
+    """A saved tensor as a view of a record that was made from another one."""
 
     record: Record
-    geometry: Geometry | None = None
+    geometry: Geometry
 
     def tensor(self) -> torch.Tensor:
         """The tensor, brought back where it was away."""
-        if self.geometry is None:
-            return self.record.as_saved()
         return self.geometry.on(self.record.whole())
 
 
@@ -365,7 +511,7 @@ class Held:
         return self.value
 
 
-Packed = Alias | Held
+Packed = Record | Alias | Held
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -411,11 +557,12 @@ class Packing:
 
     def __init__(self, session: SwapSession) -> None:
         self._session = session
+        self._never = session._never
         self.order: Order = {}
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """`tensor` as a view of its record, or itself where it can't be moved."""
-        if not self._session.has_position(tensor):
+        if not has_position(tensor, self._never):
             return _held(tensor)
         key = storage_key(tensor)
         if not self._session.is_here(tensor):
@@ -423,7 +570,7 @@ class Packing:
             return _held(tensor)
         record, is_new = self._session.record(tensor, key)
         self.order.setdefault(key, record)
-        return Alias(record) if is_new else Alias(record, Geometry.of(tensor))
+        return record if is_new else Alias(record, Geometry.of(tensor))
 
     def skip(self, tensor: torch.Tensor) -> None:
         """Count `tensor` in the order without holding it."""
@@ -440,9 +587,8 @@ def _held(tensor: torch.Tensor) -> Held:
     return Held(tensor if tensor.grad_fn is None else tensor.detach(), version_of(tensor))
 
 
-def unpack(packed: Packed) -> torch.Tensor:
-    """The tensor that was packed."""
-    return packed.tensor()
+unpack: Callable[[Packed], torch.Tensor] = operator.methodcaller("tensor")
+"""The tensor that was packed."""
 
 
 class SwapSession:
@@ -473,7 +619,7 @@ class SwapSession:
         self._device = device
         self._never = never
         self._counters = counters
-        self._records: weakref.WeakValueDictionary[tuple[int, int], Record] = weakref.WeakValueDictionary()
+        self._records: dict[tuple[int, int], weakref.ref[Record]] = {}
         self._moved: dict[int, list[weakref.ref[Record]]] = {}
 
     @contextlib.contextmanager
@@ -525,11 +671,13 @@ class SwapSession:
         tuple
             The record, and whether it was made now, from this tensor.
         """
-        record = self._records.get(key)
+        known = self._records.get(key)
+        record = None if known is None else known()
         if record is not None and not record.is_gone:
             record.used_now()
             return record, False
-        record = self._records[key] = Record(tensor, self._counters)
+        record = Record(tensor, self._counters)
+        self._records[key] = weakref.ref(record)
         return record, True
 
     def leave(self, index: int, order: Order, moves: tuple[int, ...], tier: Tier = "host") -> None:
@@ -563,8 +711,8 @@ class SwapSession:
                 )
             if record is not None:
                 leaving.append(record)
-        for record in leaving:
-            record.start_leaving(self._stores[tier])
+        if leaving:
+            start_leaving(leaving, self._stores[tier], index)
         self._moved[index] = [weakref.ref(record) for record in leaving]
 
     def _as_planned(
@@ -583,7 +731,7 @@ class SwapSession:
         """
         sizes = [0 if record is None else record.nbytes for record in records]
         if len(sizes) == len(planned):
-            stays = [i for i in range(len(sizes)) if i not in moves]
+            stays = sorted(set(range(len(sizes))).difference(moves))
             if sum(sizes) <= sum(planned) and all(sizes[i] <= planned[i] for i in stays):
                 return moves
         self._counters.other_paths += 1
@@ -602,13 +750,11 @@ class SwapSession:
 
     def release(self, index: int) -> None:
         """The release point of stage `index`."""
-        for record in self._alive(index):
-            record.finish_leaving()
+        finish_leaving(self._alive(index))
 
     def prefetch(self, index: int) -> None:
         """The prefetch point of stage `index`."""
-        for record in self._alive(index):
-            record.start_returning()
+        start_returning(self._alive(index))
 
     def states(self) -> dict[State, list[int]]:
         """Bytes of every record that was sent away by a stage and is alive, by state."""

@@ -1,17 +1,19 @@
 """What the swap state machine needs of a tier, and what its stores have in common.
 
-A store moves bytes and says when it is done; it knows nothing of stages. The order of calls per ticket is
-`start_out`, `finish_out`, `start_in`, `finish_in`, then `free`; the last three may be left out or, for `start_in` and
-`finish_in`, come again. Only the calling thread allocates or frees device memory.
+A store moves groups of blocks and says when a whole group is done; it knows nothing of stages. The order of calls per
+ticket is `start_out`, `finish_out`, `start_in`, `finish_in`, then `free`; the last three may be left out or, for
+`start_in` and `finish_in`, come again. Only the calling thread allocates or frees device memory.
 """
 
 from __future__ import annotations
 
 import abc
+import bisect
+import collections
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,10 +30,20 @@ class Space:
 
 
 class Ticket:
-    """One block on its way to, in, or back from a tier; the block is taken as long as this holds it."""
+    """A group of blocks on its way to, in, or back from a tier; its piece is taken as long as this holds it.
 
-    def __init__(self, nbytes: int, extent: Extent, space: Space) -> None:
-        self.nbytes = nbytes
+    Attributes
+    ----------
+    sizes, offsets : sequence of int
+        Of each block, in bytes; offsets within the piece.
+    out_done, in_done
+        The end of the copy out, and of the last copy in.
+    """
+
+    def __init__(self, sizes: Sequence[int], offsets: Sequence[int], extent: Extent, space: Space) -> None:
+        self.sizes = sizes
+        self.offsets = offsets
+        self.nbytes = sum(sizes)
         self.offset = extent.offset
         self.extent: Extent | None = extent
         self.space: Space | None = space
@@ -39,7 +51,7 @@ class Ticket:
         self.in_done: Any = None
 
     def let_go(self) -> None:
-        """Leave the block to others, once no copy holds it either."""
+        """Leave the piece to others, once no copy holds it either."""
         self.extent = self.space = None
 
 
@@ -64,23 +76,44 @@ class Store(Protocol):
     def peak_bytes(self) -> int:
         """The most of it that was in use at once."""
 
-    def start_out(self, source: torch.Tensor) -> Ticket:
-        """Begin to copy a one-dimensional contiguous tensor out; the caller keeps `source` until `finish_out`."""
+    def start_out(self, *sources: torch.Tensor, place: Hashable = None) -> Ticket:
+        """Begin to copy contiguous tensors out; the caller keeps them until `finish_out`.
+
+        Parameters
+        ----------
+        place : hashable, optional
+            Groups of the same place and sizes lie where the first did, unless that is still taken.
+        """
 
     def finish_out(self, ticket: Ticket) -> None:
-        """Make compute wait until the copy out is done."""
+        """Make compute wait until the whole group is out."""
 
-    def start_in(self, ticket: Ticket, target: torch.Tensor) -> None:
-        """Begin to copy the bytes back into `target`, after the copy out is done."""
+    def start_in(self, ticket: Ticket, *targets: torch.Tensor, parts: Sequence[int] | None = None) -> Any:
+        """Begin to copy blocks back into `targets`, after the copy out is done.
 
-    def finish_in(self, ticket: Ticket) -> None:
-        """Make compute wait until the copy in is done."""
+        Parameters
+        ----------
+        parts : sequence of int, optional
+            Which blocks of the group; by default all, in order.
+
+        Returns
+        -------
+        What `finish_in` takes to wait for these.
+        """
+
+    def finish_in(self, ticket: Ticket, done: Any = None) -> None:
+        """Make compute wait until the blocks that `start_in` returned `done` for are back; by default the last."""
 
     def free(self, ticket: Ticket) -> None:
         """Give the host bytes back once no copy touches them."""
 
     def close(self) -> None:
         """End threads, give memory and files back: now, or when the last block that is still in use is freed."""
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as one dimension of bytes."""
+    return (tensor if tensor.dim() == 1 else tensor.view(-1)).view(torch.uint8)
 
 
 class NullStore:
@@ -90,14 +123,14 @@ class NullStore:
     on_copy: OnCopy | None = None
     reserved_bytes = used_bytes = peak_bytes = 0
 
-    def start_out(self, source: torch.Tensor) -> Ticket:
-        return Ticket(source.nbytes, Extent(0, 0), Space())
+    def start_out(self, *sources: torch.Tensor, place: Hashable = None) -> Ticket:
+        return Ticket([source.nbytes for source in sources], [0] * len(sources), Extent(0, 0), Space())
 
     def finish_out(self, ticket: Ticket) -> None: ...
 
-    def start_in(self, ticket: Ticket, target: torch.Tensor) -> None: ...
+    def start_in(self, ticket: Ticket, *targets: torch.Tensor, parts: Sequence[int] | None = None) -> Any: ...
 
-    def finish_in(self, ticket: Ticket) -> None: ...
+    def finish_in(self, ticket: Ticket, done: Any = None) -> None: ...
 
     def free(self, ticket: Ticket) -> None: ...
 
@@ -117,11 +150,17 @@ class Extent:
         self.size = size
 
 
-class Extents:
-    """The pieces of one linear area: first fit in address order. Thread-safe.
+_ENDLESS = 1 << 62
+"""The end of an area without one."""
 
-    A piece is free again when nobody holds its `Extent`: there is no call to give it back that an interrupt or an error
-    could skip, or that the garbage collector could make in the middle of `take`.
+
+class Extents:
+    """The pieces of one linear area: where a piece of that place and size was before, else first fit. Thread-safe.
+
+    A piece is free again when nothing holds its `Extent`: there is no call to give it back that an interrupt or an
+    error could skip, or that the garbage collector could make in the middle of `take`. The weak references in `_taken`
+    are what is so; gaps and sums follow from them, one change at a time, and are made anew where an exception has cut
+    a change short.
 
     Parameters
     ----------
@@ -133,39 +172,121 @@ class Extents:
 
     def __init__(self, align: int, capacity: int | None = None) -> None:
         self._align = align
-        self._capacity = capacity
-        self._taken: list[tuple[int, int, weakref.ref[Extent]]] = []  # (offset, size, whose), by offset
+        self._end = _ENDLESS if capacity is None else capacity
+        self._taken: dict[int, tuple[int, int, weakref.ref[Extent]]] = {}  # by its reference's identity: offset, size
+        self._dead: collections.deque[weakref.ref[Extent]] = collections.deque()
+        self._gaps: list[tuple[int, int]] = []  # begin and end, in order; no two touch
+        self._used = 0
+        self._places: dict[Hashable, tuple[int, int]] = {}  # offset, size
+        self._unsure = True
         self._lock = threading.RLock()  # its thread gets it again, should an interrupt have kept it from releasing
 
     def size(self, nbytes: int) -> int:
         """`nbytes` as they are taken."""
         return -(-nbytes // self._align) * self._align
 
+    def layout(self, sizes: Sequence[int]) -> tuple[list[int], int]:
+        """Offsets of blocks one behind the other, and where the last ends."""
+        offsets, end = [], 0
+        for nbytes in sizes:
+            offsets.append(end)
+            end += self.size(nbytes)
+        return offsets, end
+
     def _alive(self) -> list[tuple[int, int, weakref.ref[Extent]]]:
-        return [piece for piece in self._taken if piece[2]() is not None]
+        alive = [piece for piece in list(self._taken.values()) if piece[2]() is not None]
+        return sorted(alive, key=lambda piece: piece[:2])
 
     @property
     def used(self) -> int:
         """Bytes taken now."""
-        return sum(size for _, size, _ in self._alive())
+        with self._lock:
+            self._settle()
+            return self._used
 
-    def take(self, nbytes: int) -> Extent | None:
-        """A piece of `nbytes`; None if there is none before the end."""
+    def take(self, nbytes: int, place: Hashable = None) -> Extent | None:
+        """A piece of `nbytes`; None if there is none before the end.
+
+        Parameters
+        ----------
+        place : hashable, optional
+            Remembered with the size, for `again`. Another size at a known place is the beginning of other shapes: all
+            that is remembered goes, since places of before would lie across each other.
+        """
         size = self.size(nbytes)
         with self._lock:
-            taken = self._alive()
-            start, place = 0, len(taken)
-            for i, (offset, held, _) in enumerate(taken):
-                if offset - start >= size:
-                    place = i
-                    break
-                start = offset + held
-            if self._capacity is not None and start + size > self._capacity:
+            self._settle()
+            extent = self.again(nbytes, place)
+            if extent is not None:
+                return extent
+            start = self._first_fit(size)
+            if start is None:
                 return None
-            extent = Extent(start, size)
-            taken.insert(place, (start, size, weakref.ref(extent)))
-            self._taken = taken
-            return extent
+            if place is not None:
+                if self._places.get(place, (0, size))[1] != size:
+                    self._places.clear()
+                self._places.setdefault(place, (start, size))
+            return self._cut(start, size)
+
+    def again(self, nbytes: int, place: Hashable) -> Extent | None:
+        """The piece where `place` had one of that size before; None where it had none, or it is taken."""
+        size = self.size(nbytes)
+        with self._lock:
+            start, known = self._places.get(place, (0, -1))
+            if known != size:
+                return None
+            self._settle()
+            i = bisect.bisect_right(self._gaps, (start, _ENDLESS)) - 1
+            if i < 0 or self._gaps[i][1] < start + size:
+                return None
+            return self._cut(start, size)
+
+    def _first_fit(self, size: int) -> int | None:
+        for begin, end in self._gaps:
+            if end - begin >= size:
+                return begin
+        return None
+
+    def _cut(self, start: int, size: int) -> Extent:
+        """Take what lies within one gap."""
+        self._unsure = True
+        extent = Extent(start, size)
+        reference = weakref.ref(extent, self._dead.append)
+        self._taken[id(reference)] = start, size, reference
+        i = bisect.bisect_right(self._gaps, (start, _ENDLESS)) - 1
+        begin, end = self._gaps[i]
+        self._gaps[i : i + 1] = [gap for gap in ((begin, start), (start + size, end)) if gap[0] < gap[1]]
+        self._used += size
+        self._unsure = False
+        return extent
+
+    def _settle(self) -> None:
+        """Make gaps of pieces that nothing holds any more."""
+        if self._unsure:
+            self._start_anew()
+        while self._dead:
+            self._unsure = True
+            piece = self._taken.pop(id(self._dead.popleft()), None)
+            if piece is not None:
+                begin, end = piece[0], piece[0] + piece[1]
+                i = bisect.bisect_left(self._gaps, (begin, 0))
+                first, last = i, i
+                if i and self._gaps[i - 1][1] == begin:
+                    first, begin = i - 1, self._gaps[i - 1][0]
+                if i < len(self._gaps) and self._gaps[i][0] == end:
+                    last, end = i + 1, self._gaps[i][1]
+                if begin < end:
+                    self._gaps[first:last] = [(begin, end)]
+                self._used -= piece[1]
+            self._unsure = False
+
+    def _start_anew(self) -> None:
+        alive = self._alive()
+        self._taken = {id(piece[2]): piece for piece in alive}
+        edges = [0, *(edge for begin, size, _ in alive for edge in (begin, begin + size)), self._end]
+        self._gaps = [gap for gap in zip(edges[::2], edges[1::2], strict=True) if gap[0] < gap[1]]
+        self._used = sum(size for _, size, _ in alive)
+        self._unsure = False
 
 
 class OfOneProcess(abc.ABC):

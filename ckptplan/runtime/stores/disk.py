@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ckptplan.core.chain import STAGING_BYTES
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.meter import OnCopy, Way
-from ckptplan.runtime.stores.base import Extent, Extents, OfOneProcess, Ticket
+from ckptplan.runtime.stores.base import Extent, Extents, OfOneProcess, Ticket, bytes_of
 from ckptplan.runtime.stores.pinned import CUDA_ALIGN, host_area, unlock
 from ckptplan.runtime.stores.workers import Done, Worker
 
@@ -29,6 +29,10 @@ CHUNK_BYTES = STAGING_BYTES // 4
 """What one copy between a device and its staging moves: some ms, against some µs to issue it."""
 _NO_RESERVATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 """What file systems that can't reserve answer."""
+
+
+Part = tuple[torch.Tensor, int]
+"""Bytes, and their offset in the file."""
 
 
 class Staging:
@@ -48,43 +52,70 @@ class Staging:
         event.record(self._stream)
         return event
 
-    def out(self, ready: Any, source: torch.Tensor, write: Callable[[memoryview, int], None]) -> None:
-        """Write `source` (bytes), which is there once `ready` has happened, a chunk at a time."""
+    def out(self, ready: Any, parts: Iterable[Part], write: Callable[[memoryview, int], None]) -> None:
+        """Write `parts`, which are there once `ready` has happened, a chunk at a time."""
         waiting: tuple[memoryview, int] | None = None
         with self._streams.stream(self._stream):
             self._stream.wait_event(ready)
             try:
-                for number, at in enumerate(range(0, source.numel(), self._chunk)):
-                    piece = source[at : at + self._chunk]
-                    part = self._chunks[number % 2][: piece.numel()]
-                    part.copy_(piece, non_blocking=True)
+                for number, (begin, end, pieces) in enumerate(_chunks(parts, self._chunk)):
+                    chunk = self._chunks[number % 2][: end - begin]
+                    for piece, at in pieces:
+                        chunk[at - begin : at - begin + piece.numel()].copy_(piece, non_blocking=True)
                     copied = self._mark()
                     if waiting is not None:
                         write(*waiting)
                     copied.synchronize()
-                    waiting = memoryview(part.numpy()), at  # type: ignore[arg-type]
+                    waiting = memoryview(chunk.numpy()), begin  # type: ignore[arg-type]
                 if waiting is not None:
                     write(*waiting)
             finally:
-                # Also where a write failed: once this returns, others may write to the source and to the chunks.
+                # Also where a write failed: once this returns, others may write to the sources and to the chunks.
                 self._mark().synchronize()
 
-    def back(self, ready: Any, target: torch.Tensor, read: Callable[[memoryview, int], None]) -> None:
-        """Read into `target` (bytes), which may be written to once `ready` has happened, a chunk at a time."""
+    def back(self, ready: Any, parts: Iterable[Part], read: Callable[[memoryview, int], None]) -> None:
+        """Read into `parts`, which may be written to once `ready` has happened, a chunk at a time."""
         used: list[Any] = [None, None]
         with self._streams.stream(self._stream):
             self._stream.wait_event(ready)
             try:
-                for number, at in enumerate(range(0, target.numel(), self._chunk)):
-                    piece = target[at : at + self._chunk]
-                    part = self._chunks[number % 2][: piece.numel()]
+                for number, (begin, end, pieces) in enumerate(_chunks(parts, self._chunk)):
+                    chunk = self._chunks[number % 2][: end - begin]
                     if used[number % 2] is not None:
                         used[number % 2].synchronize()
-                    read(memoryview(part.numpy()), at)  # type: ignore[arg-type]
-                    piece.copy_(part, non_blocking=True)
+                    read(memoryview(chunk.numpy()), begin)  # type: ignore[arg-type]
+                    for piece, at in pieces:
+                        piece.copy_(chunk[at - begin : at - begin + piece.numel()], non_blocking=True)
                     used[number % 2] = self._mark()
             finally:
                 self._mark().synchronize()
+
+
+def _chunks(parts: Iterable[Part], most_bytes: int) -> Iterator[tuple[int, int, list[Part]]]:
+    """Cut `parts`, in the order of their offsets, so that each cut is one stretch of the file and fits a chunk.
+
+    Yields
+    ------
+    tuple
+        Where in the file it begins and ends, and its pieces. Rounding may lie between two of them, nothing else.
+    """
+    begin = end = 0
+    pieces: list[Part] = []
+    for data, offset in parts:
+        done = 0
+        while done < data.numel():
+            at = offset + done
+            if pieces and (at - end >= DISK_BLOCK_BYTES or at - begin >= most_bytes):
+                yield begin, end, pieces
+                pieces = []
+            if not pieces:
+                begin = at
+            piece = data[done : done + begin + most_bytes - at]
+            pieces.append((piece, at))
+            done += piece.numel()
+            end = offset + done
+    if pieces:
+        yield begin, end, pieces
 
 
 class DiskStore(OfOneProcess):
@@ -192,38 +223,51 @@ class DiskStore(OfOneProcess):
         event.record(streams.current_stream(self._device))
         return event
 
-    def start_out(self, source: torch.Tensor) -> Ticket:
+    def start_out(self, *sources: torch.Tensor, place: Hashable = None) -> Ticket:
         space = self._open()
-        extent = self._extents.take(source.nbytes)
+        sizes = [source.nbytes for source in sources]
+        offsets, nbytes = self._extents.layout(sizes)
+        extent = self._extents.take(nbytes, place)
         assert extent is not None, "a file has no end"
         self._reserve(extent.offset + extent.size)
-        ticket = Ticket(source.nbytes, extent, space)
-        fd, data = self._file.fileno(), source.view(torch.uint8)
-        if self._stages is None:
-            work = functools.partial(_write, fd, memoryview(data.numpy()), ticket.offset)  # type: ignore[arg-type]
-        else:
-            work = functools.partial(_staged_out, self._stages[0], self._ready(), data, fd, ticket.offset)
-        ticket.out_done = self._out.submit(_timed, self.on_copy, "out", extent, work)
+        ticket = Ticket(sizes, offsets, extent, space)
+        ticket.out_done = self._submit("out", ticket, sources, range(len(sizes)))
         return self._issued(ticket)
+
+    def _submit(self, way: Way, ticket: Ticket, tensors: Sequence[torch.Tensor], parts: Sequence[int]) -> Done:
+        """Have the worker of that direction copy blocks of a group, in the order in which they lie, as one job."""
+        fd = self._file.fileno()
+        blocks = [
+            (bytes_of(tensor), ticket.offset + ticket.offsets[part])
+            for part, tensor in sorted(zip(parts, tensors, strict=True), key=lambda block: block[0])
+        ]
+        work: Callable[[], None]
+        if self._stages is None:
+            views = [(memoryview(data.numpy()), at) for data, at in blocks]  # type: ignore[arg-type]
+            work = functools.partial(_each, _write if way == "out" else _read, fd, views)
+        elif way == "out":
+            work = functools.partial(_staged_out, self._stages[0], self._ready(), blocks, fd)
+        else:
+            work = functools.partial(_staged_in, self._stages[1], self._ready(), blocks, fd)
+        nbytes = sum(self._extents.size(data.numel()) for data, _ in blocks)
+        worker, after = (self._out, None) if way == "out" else (self._in, ticket.out_done)
+        return worker.submit(_timed, self.on_copy, way, nbytes, ticket.extent, work, after)
 
     def finish_out(self, ticket: Ticket) -> None:
         self._require_owner()
         ticket.out_done.wait(f"writing {format_bytes(ticket.nbytes)} to {self._where}")
 
-    def start_in(self, ticket: Ticket, target: torch.Tensor) -> None:
+    def start_in(self, ticket: Ticket, *targets: torch.Tensor, parts: Sequence[int] | None = None) -> Any:
         self._require_owner()
-        fd, data, after = self._file.fileno(), target.view(torch.uint8), ticket.out_done
-        if self._stages is None:
-            work = functools.partial(_read, fd, memoryview(data.numpy()), ticket.offset)  # type: ignore[arg-type]
-        else:
-            work = functools.partial(_staged_in, self._stages[1], self._ready(), data, fd, ticket.offset)
-        ticket.in_done = self._in.submit(_timed, self.on_copy, "in", ticket.extent, work, after)
+        ticket.in_done = self._submit("in", ticket, targets, range(len(targets)) if parts is None else parts)
+        return ticket.in_done
 
-    def finish_in(self, ticket: Ticket) -> None:
+    def finish_in(self, ticket: Ticket, done: Any = None) -> None:
         self._require_owner()
         # A worker gets here when it happens to collect garbage; its own queue must not wait for itself.
         if threading.current_thread() not in (self._out.thread, self._in.thread):
-            ticket.in_done.wait(f"reading {format_bytes(ticket.nbytes)} from {self._where}")
+            done = ticket.in_done if done is None else done
+            done.wait(f"reading {format_bytes(ticket.nbytes)} from {self._where}")
 
     def free(self, ticket: Ticket) -> None:
         # A worker gets here when it happens to collect garbage; copies under way hold what they need.
@@ -259,22 +303,29 @@ def _allocate(fd: int, held: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
 
 
-def _timed(tell: OnCopy | None, way: Way, extent: Extent, work: Callable[[], None], after: Done | None = None) -> None:
+def _timed(
+    tell: OnCopy | None, way: Way, nbytes: int, extent: Extent, work: Callable[[], None], after: Done | None
+) -> None:
     """Do `work`, holding `extent` as long, and tell how long it took."""
     if after is not None:
         after.wait("the copy out")  # its own; before the clock starts, since waiting isn't copying
     begin = time.perf_counter()
     work()
     if tell is not None:
-        tell(way, extent.size, begin, time.perf_counter())
+        tell(way, nbytes, begin, time.perf_counter())
 
 
-def _staged_out(staging: Staging, ready: Any, data: torch.Tensor, fd: int, offset: int) -> None:
-    staging.out(ready, data, lambda view, at: _write(fd, view, offset + at))
+def _each(copy: Callable[[int, memoryview, int], None], fd: int, blocks: Sequence[tuple[memoryview, int]]) -> None:
+    for view, at in blocks:
+        copy(fd, view, at)
 
 
-def _staged_in(staging: Staging, ready: Any, data: torch.Tensor, fd: int, offset: int) -> None:
-    staging.back(ready, data, lambda view, at: _read(fd, view, offset + at))
+def _staged_out(staging: Staging, ready: Any, blocks: Sequence[Part], fd: int) -> None:
+    staging.out(ready, blocks, lambda view, at: _write(fd, view, at))
+
+
+def _staged_in(staging: Staging, ready: Any, blocks: Sequence[Part], fd: int) -> None:
+    staging.back(ready, blocks, lambda view, at: _read(fd, view, at))
 
 
 def _write(fd: int, view: memoryview, offset: int) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import warnings
 import weakref
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.meter import Way
-from ckptplan.runtime.stores.base import Extent, Extents, OfOneProcess, Ticket
+from ckptplan.runtime.stores.base import Extent, Extents, OfOneProcess, Ticket, bytes_of
 
 CUDA_ALIGN = 512
 """What the device's allocator rounds to: a plan's host bytes, summed over its storages, are exactly what is taken."""
@@ -22,9 +23,9 @@ _PORTABLE = 1
 
 
 class PinnedTicket(Ticket):
-    """With the memory of the block."""
+    """With the memory of each block."""
 
-    host: torch.Tensor
+    hosts: Sequence[torch.Tensor]
 
 
 class PinnedStore(OfOneProcess):
@@ -35,10 +36,11 @@ class PinnedStore(OfOneProcess):
     plan knew) gets a further one, of at least a quarter of what there is; `limit_bytes` bounds them all. All are given
     back by `close`.
 
-    Streams: a copy out waits for the compute stream of its caller; the compute stream waits for it at the release
-    point, so the block is free for reuse on that stream and no `record_stream` is needed. A copy in waits for the
-    compute stream, on which its target was allocated, and for its own copy out. Memory that is taken again is written
-    only after the copy in that read it last: a copy out waits for all copies in that were issued before it.
+    Streams: a group's copies out wait for the compute stream of its caller; the compute stream waits for all of them at
+    the release point, by one event, so the blocks are free for reuse on that stream and no `record_stream` is needed.
+    Copies in wait for the compute stream, on which their targets were allocated, and for their group's copies out.
+    Memory that is taken again is written only after the copy in that read it last: copies out wait for all copies in
+    that were issued before them.
     """
 
     def __init__(self, device: torch.device, *, capacity_bytes: int, limit_bytes: int | None = None) -> None:
@@ -85,28 +87,36 @@ class PinnedStore(OfOneProcess):
             self._locked.append(area)
         self._areas.append((Extents(CUDA_ALIGN, nbytes), area))
 
-    def _take(self, nbytes: int) -> tuple[Extent, torch.Tensor]:
-        """A piece within one area, a new one if need be, and its memory."""
-        piece = _piece(self._areas, nbytes)
+    def _take(self, nbytes: int, place: Hashable) -> tuple[Extent, torch.Tensor]:
+        """A piece within one area, a new one if need be, and the area's memory."""
+        for extents, area in self._areas:
+            extent = extents.again(nbytes, place)
+            if extent is not None:
+                return extent, area
+        piece = _piece(self._areas, nbytes, place)
         if piece is None:
             self._grow(nbytes)
-            piece = _piece(self._areas[-1:], nbytes)
+            piece = _piece(self._areas[-1:], nbytes, place)
         assert piece is not None, "a new area holds what it was made for"
         return piece
 
-    def start_out(self, source: torch.Tensor) -> Ticket:
+    def start_out(self, *sources: torch.Tensor, place: Hashable = None) -> Ticket:
         space = self._open()
         compute = torch.cuda.current_stream(self._device)
-        extent, host = self._take(source.nbytes)
-        ticket = PinnedTicket(source.nbytes, extent, space)
-        ticket.host = host
+        sizes = [source.nbytes for source in sources]
+        offsets, nbytes = self._areas[0][0].layout(sizes)
+        extent, area = self._take(nbytes, place)
+        ticket = PinnedTicket(sizes, offsets, extent, space)
+        begins = (extent.offset + offset for offset in offsets)
+        ticket.hosts = [area[at : at + size] for at, size in zip(begins, sizes, strict=True)]
         self._out.wait_stream(compute)
         if self._last_read is not None:
             self._out.wait_event(self._last_read)
             self._last_read = None
         with torch.cuda.stream(self._out):
             begin = self._timing()
-            host.copy_(source.view(torch.uint8), non_blocking=True)
+            for host, source in zip(ticket.hosts, sources, strict=True):
+                host.copy_(bytes_of(source), non_blocking=True)
             ticket.out_done = self._out.record_event()
             self._tell("out", ticket.nbytes, begin)
         return self._issued(ticket)
@@ -127,30 +137,35 @@ class PinnedStore(OfOneProcess):
         self._require_owner()
         torch.cuda.current_stream(self._device).wait_event(ticket.out_done)
 
-    def start_in(self, ticket: Ticket, target: torch.Tensor) -> None:
+    def start_in(self, ticket: Ticket, *targets: torch.Tensor, parts: Sequence[int] | None = None) -> Any:
         self._require_owner()
         assert isinstance(ticket, PinnedTicket)
+        hosts = ticket.hosts if parts is None else [ticket.hosts[part] for part in parts]
         self._in.wait_stream(torch.cuda.current_stream(self._device))
         self._in.wait_event(ticket.out_done)
         with torch.cuda.stream(self._in):
             begin = self._timing()
-            target.view(torch.uint8).copy_(ticket.host, non_blocking=True)
+            for target, host in zip(targets, hosts, strict=True):
+                bytes_of(target).copy_(host, non_blocking=True)
             self._last_read = ticket.in_done = self._in.record_event()
-            self._tell("in", ticket.nbytes, begin)
+            self._tell("in", sum(target.nbytes for target in targets), begin)
+        return ticket.in_done
 
-    def finish_in(self, ticket: Ticket) -> None:
+    def finish_in(self, ticket: Ticket, done: Any = None) -> None:
         self._require_owner()
-        torch.cuda.current_stream(self._device).wait_event(ticket.in_done)
+        torch.cuda.current_stream(self._device).wait_event(ticket.in_done if done is None else done)
 
     def free(self, ticket: Ticket) -> None:
         ticket.let_go()
 
 
-def _piece(areas: list[tuple[Extents, torch.Tensor]], nbytes: int) -> tuple[Extent, torch.Tensor] | None:
+def _piece(
+    areas: list[tuple[Extents, torch.Tensor]], nbytes: int, place: Hashable
+) -> tuple[Extent, torch.Tensor] | None:
     for extents, area in areas:
-        extent = extents.take(nbytes)
+        extent = extents.take(nbytes, place)
         if extent is not None:
-            return extent, area[extent.offset : extent.offset + nbytes]
+            return extent, area
     return None
 
 
