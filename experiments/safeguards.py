@@ -315,7 +315,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         8,
         "so is one that was to leave",
         "Record._check",
-        "        if version_of(watch) != self.version:",
+        "        if self.version is not None and watch._version != self.version:",
         "        if False:",
         ("tests/test_stores.py::test_modified_before_it_left", "tests/test_runtime.py::test_activations_written_over"),
     ),

@@ -75,6 +75,7 @@ MIN_SWAP_BYTES = 1 << 12
 
 
 _CPU = torch.device("cpu")
+_UNKNOWN = object()
 _NO_USERS: list[Any] = []
 """Of records where there are no streams; stays empty."""
 
@@ -157,6 +158,11 @@ class Counters:
             self.host_wait_s += time.perf_counter() - begin
 
 
+def _home_of(tensor: torch.Tensor) -> Any:
+    device = tensor.device
+    return None if device == _CPU or isinstance(tensor, FakeTensor) else current_stream(device)
+
+
 class _Group:
     """Storages that left together (NOTE [States of a swapped storage], rule 6)."""
 
@@ -208,12 +214,17 @@ class _Batch:
 class _Trip:
     """What a record that is sent away needs beyond others."""
 
-    __slots__ = ("batch", "fake", "geometry", "group", "like", "modified", "part", "returned", "state", "storage")
+    __slots__ = (
+        "batch", "device", "fake", "geometry", "group", "like", "modified", "nbytes", "part", "returned", "state",
+        "storage",
+    )  # fmt: skip
 
-    def __init__(self, group: _Group, part: int, geometry: Geometry | None) -> None:
+    def __init__(self, group: _Group, part: int, geometry: Geometry | None, whole: torch.Tensor) -> None:
         self.group = group
         self.part = part
         self.geometry = geometry
+        self.device = whole.device
+        self.nbytes = whole.nbytes
         self.state = State.LEAVING
         self.like: tuple[torch.Size, torch.dtype]
         self.fake: torch.Tensor | None = None
@@ -229,33 +240,48 @@ class _Trip:
 
 
 class Record:
-    """One storage under swap (NOTE [States of a swapped storage])."""
+    """One storage under swap (NOTE [States of a swapped storage]).
 
-    # Most of all records stay: what only those need that leave is in their trips.
-    __slots__ = (
-        "__weakref__", "_counters", "_device", "_home", "_trip", "_users", "_watch", "_whole", "nbytes", "version",
-    )  # fmt: skip
+    Parameters
+    ----------
+    home : stream or None, optional
+        The stream that computes now, where that is known.
+    """
 
-    def __init__(self, tensor: torch.Tensor, counters: Counters) -> None:
+    # Most of all records stay: what only those need that leave is in their trips, or asked for when it is wanted.
+    __slots__ = ("__weakref__", "_counters", "_home", "_trip", "_users", "_watch", "_whole", "version")
+
+    def __init__(self, tensor: torch.Tensor, counters: Counters, home: Any = _UNKNOWN) -> None:
         self._counters = counters
-        self.nbytes = tensor.untyped_storage().nbytes()
-        self._device = tensor.device
         # Shares the version counter of what was saved; autograd hands hooks a tensor of their own.
         self._watch: torch.Tensor | None = tensor.detach() if tensor.requires_grad else tensor
         self._whole: torch.Tensor | None = None
-        self.version = version_of(tensor)
+        self.version: int | None = None if tensor.is_inference() else tensor._version  # None: isn't counted
         self._trip: _Trip | None = None
         # NOTE [Models on several streams]; the users are those of the memory that the record holds now.
-        self._home: Any = None
-        self._users: list[Any] = _NO_USERS
-        if self._device != _CPU and not isinstance(tensor, FakeTensor):
-            self._home = current_stream(self._device)
-            self._users = [self._home]
+        self._home = _home_of(tensor) if home is _UNKNOWN else home
+        self._users: list[Any] = _NO_USERS if self._home is None else [self._home]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole storage."""
+        if self._watch is not None:
+            return self._watch.untyped_storage().nbytes()
+        assert self._trip is not None
+        return self._trip.nbytes
 
     @property
     def state(self) -> State:
         """Where the bytes are."""
         return State.ON_DEVICE if self._trip is None else self._trip.state
+
+    @property
+    def device(self) -> torch.device:
+        """Where the storage is or comes back to."""
+        if self._watch is not None:
+            return self._watch.device
+        assert self._trip is not None
+        return self._trip.device
 
     @property
     def is_gone(self) -> bool:
@@ -291,7 +317,7 @@ class Record:
     def _wait_for_copy_in(self) -> None:
         assert self._trip is not None
         assert self._trip.batch is not None
-        stream = None if self._home is None else current_stream(self._device)
+        stream = None if self._home is None else current_stream(self._trip.device)
         self._trip.batch.wait(stream, self._counters)
         if stream is not None:
             self._users.append(stream)
@@ -304,7 +330,7 @@ class Record:
 
     def used_now(self) -> None:
         """The stream that computes now uses the memory that the record holds, if it holds any."""
-        if self._home is None or (stream := current_stream(self._device)) in self._users:
+        if self._home is None or (stream := current_stream(self.device)) in self._users:
             return
         if self._watch is not None:
             self._users.append(stream)
@@ -322,8 +348,10 @@ class Record:
     def sent(self, group: _Group, part: int) -> None:
         """The copy out is under way."""
         assert self._watch is not None
-        self._trip = _Trip(group, part, None if self._whole is self._watch else Geometry.of(self._watch))
-        self._counters.swapped_out_bytes += self.nbytes
+        assert self._whole is not None
+        geometry = None if self._whole is self._watch else Geometry.of(self._watch)
+        self._trip = _Trip(group, part, geometry, self._whole)
+        self._counters.swapped_out_bytes += self._trip.nbytes
 
     def drop(self) -> None:
         """The copy out is done: the device bytes go."""
@@ -331,8 +359,8 @@ class Record:
         assert trip is not None
         assert whole is not None
         assert self._watch is not None
-        if version_of(self._watch) != self.version:
-            trip.modified = version_of(self._watch)
+        if self.version is not None and self._watch._version != self.version:
+            trip.modified = self._watch._version
         self._tell_allocator(self._users)
         trip.storage = weakref.ref(whole.untyped_storage())
         trip.like = whole.size(), whole.dtype
@@ -346,7 +374,7 @@ class Record:
         size, dtype = self._trip.like
         if self._trip.fake is not None:  # where whole numbers made from nothing would be real (profiling/fake.py)
             return self._trip.fake.new_empty(size)
-        return torch.empty(size, dtype=dtype, device=self._device)
+        return torch.empty(size, dtype=dtype, device=self._trip.device)
 
     def returns(self, batch: _Batch, target: torch.Tensor, home: Any) -> None:
         """The copy in is under way."""
@@ -354,7 +382,7 @@ class Record:
         self._whole, self._trip.batch, self._trip.state = target, batch, State.RETURNING
         if home is not None:
             self._home, self._users = home, []
-        self._counters.swapped_in_bytes += self.nbytes
+        self._counters.swapped_in_bytes += self._trip.nbytes
 
     def whole(self) -> torch.Tensor:
         """The whole storage on the device, as one dimension of the dtype in which it was saved first.
@@ -373,18 +401,19 @@ class Record:
 
     def tensor(self) -> torch.Tensor:
         """The tensor that the record was made from; raises as `whole`."""
-        if self._watch is None:
+        watch = self._watch
+        if watch is None:
             assert self._trip is not None
             whole = self._returned()
             return whole if self._trip.geometry is None else self._trip.geometry.on(whole)
-        self._check(self._watch)
-        return self._watch
+        self._check(watch)
+        return watch
 
     def _check(self, watch: torch.Tensor) -> None:
         if self._trip is not None:
             self.used_now()
-        if version_of(watch) != self.version:
-            raise modified_error([self.nbytes], self.version, version_of(watch))
+        if self.version is not None and watch._version != self.version:
+            raise modified_error([self.nbytes], self.version, watch._version)
 
     def _returned(self) -> torch.Tensor:
         trip = self._trip
@@ -395,7 +424,7 @@ class Record:
             self.start_returning()
             self.finish_returning()
         if trip.modified is not None:
-            raise modified_error([self.nbytes], self.version, trip.modified)
+            raise modified_error([self.nbytes], self.version or 0, trip.modified)
         assert self._whole is not None
         if version_of(self._whole) != trip.returned:  # a backward wrote to it
             raise modified_error([self.nbytes], trip.returned, version_of(self._whole))
@@ -443,7 +472,7 @@ def start_returning(records: Sequence[Record]) -> None:
             away.setdefault(trip.group, []).append((trip.part, record))
     for group, members in away.items():
         first = members[0][1]
-        home = None if first._home is None else current_stream(first._device)
+        home = None if first._home is None else current_stream(first.device)
         targets = [record.target() for _, record in members]
         batch = _Batch(group, group.store.start_in(group.ticket, *targets, parts=[part for part, _ in members]), home)
         for (_, record), target in zip(members, targets, strict=True):
@@ -617,6 +646,7 @@ class SwapSession:
         self._planned = planned
         self._stores = stores
         self._device = device
+        self._has_streams = device.type == "cuda"
         self._never = never
         self._counters = counters
         self._records: dict[tuple[int, int], weakref.ref[Record]] = {}
@@ -676,7 +706,7 @@ class SwapSession:
         if record is not None and not record.is_gone:
             record.used_now()
             return record, False
-        record = Record(tensor, self._counters)
+        record = Record(tensor, self._counters, _UNKNOWN if self._has_streams else None)
         self._records[key] = weakref.ref(record)
         return record, True
 
