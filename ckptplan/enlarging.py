@@ -139,7 +139,7 @@ class Enlarger:
                     failed = error
                     continue
                 # The replay goes with this forward's inputs, which nothing else should keep.
-                job = replace(job, replayed_bytes=None, on_cuda=False)
+                job = replace(job, replayed=None, on_cuda=False)
                 return _Known(input_tensors(*self._by_name(args, kwargs)), plan, job)
         given = input_tensors(*named)
         if isinstance(failed, InfeasibleBudgetError):

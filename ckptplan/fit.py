@@ -23,7 +23,7 @@ from ckptplan.profiling.operations import TensorSpec
 from ckptplan.profiling.optimizers import OptimizerLike
 from ckptplan.profiling.profiler import profile_step, traced_bytes
 from ckptplan.profiling.target import DeviceLike, Target, find_target
-from ckptplan.runtime.measure import held_tensors, optimizer_tensors, peak_above_start, run_step, unique_bytes
+from ckptplan.runtime.measure import held_tensors, optimizer_tensors, run_step, step_peaks, unique_bytes
 from ckptplan.runtime.state import restored
 from ckptplan.runtime.step import LossFn, TrainingStep, training_config
 from ckptplan.runtime.verify import Verification, verify
@@ -61,8 +61,8 @@ class BatchFit:
     tried : mapping
         Batch -> the smallest budget found for it; infinite where that wasn't followed up.
     measured_peak_bytes : int or None
-        Of one step of `batch` on the device that is here, forward to the end of backward; an optimizer's state that
-        isn't there yet is added. None for a device that isn't here.
+        Of one step of `batch` on the device that is here, forward to the end of backward, counted as `peak_bytes` is;
+        an optimizer's state that isn't there yet is added. None for a device that isn't here.
     verification : Verification or None
         What `verify` measured of the plan; the plain step isn't run, lest it fill the device.
     notes : tuple of str
@@ -517,14 +517,14 @@ class _Search:
             inputs = step.args or step.kwargs
             with step.autocasting():
                 found = verify(model, plan, inputs, step.loss_fn, optimizer=optimizer, repeats=1, plain=False)
-            peak = found.measured_peak_bytes + missing
+            peak = found.measured.needed_bytes + missing
         else:
             found = None
             with restored(model) as rewind, training_config(model):
                 rewind()
                 tensors = [*held_tensors(model), *optimizer_tensors(optimizer), *step.tensors()]
                 held = unique_bytes(tensors, device)
-                peak = held + peak_above_start(lambda: run_step(step), device) + missing
+                peak = step_peaks(lambda: run_step(step), device, held, rewind).needed_bytes + missing
         if peak > self.budget_bytes:
             self.notes.append(
                 f"measured {format_bytes(peak)} are over the budget of {format_bytes(self.budget_bytes)}; take a "

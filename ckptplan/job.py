@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ckptplan.core.chain import STAGING_BYTES, Action
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
+from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.units import GIB, budget_to_bytes, format_bytes, format_seconds
@@ -45,12 +46,12 @@ class PlanLimits(NamedTuple):
 class Job:
     """What there is to plan, and within which limits.
 
-    `replayed_bytes` says what a plan needs when the model is replayed with it: on CUDA (`on_cuda`) what the allocator
-    reserves, elsewhere the bytes in tensors.
+    `replayed` says what a plan needs when the model is replayed with it: on CUDA (`on_cuda`) by the allocator's model,
+    elsewhere the bytes in tensors, three times the same.
     """
 
     profile: Profile
-    replayed_bytes: Callable[[Plan], int] | None
+    replayed: Callable[[Plan], DeviceBytes] | None
     on_cuda: bool
     actions: tuple[Action, ...]
     segments: bool
@@ -128,16 +129,17 @@ class Job:
         ) from error
 
     def reserving(self, plan: Plan) -> Plan:
-        """`plan` with what the allocator will reserve for it, on CUDA and where there is a model to replay."""
-        if self.replayed_bytes is None or not self.on_cuda:
+        """`plan` with what the allocator will hold for it, on CUDA and where there is a model to replay."""
+        if self.replayed is None or not self.on_cuda:
             return plan
-        return replace(plan, reserved_bytes=self.replayed_bytes(plan))
+        needs = self.replayed(plan)
+        return replace(plan, allocated_bytes=needs.allocated_bytes, reserved_bytes=needs.reserved_bytes)
 
     def needs(self, plan: Plan) -> int:
         """Bytes that the budget must hold for `plan`, by its replay; 0 where there is no model to replay."""
         if plan.reserved_bytes is not None:
             return plan.reserved_bytes
-        return 0 if self.replayed_bytes is None else self.replayed_bytes(plan)
+        return 0 if self.replayed is None else self.replayed(plan).reserved_bytes
 
     def sound(self, plan: Plan) -> Plan:
         """`plan`, which the referee accepts."""

@@ -57,7 +57,9 @@ def apply(
 
     The model's classes, parameter names, `state_dict` and hooks stay as they are; only `forward` of the stages is
     replaced on the instances. Forwards without gradients, or in evaluation mode, run as if no plan were there. The
-    `use_cache` of a Hugging Face configuration is off while the plan is applied.
+    `use_cache` of a Hugging Face configuration is off while the plan is applied. On CUDA the allocator's cache is
+    emptied and its peak statistics are reset, so that `handle.stats` tells the plan's own (its `earlier` has the
+    former).
 
     Parameters
     ----------
@@ -240,8 +242,9 @@ def _arrived(
     plan.fingerprint.require(here, ignore=("device", "torch_version"))
     bound = replace(plan, fingerprint=here)
     if target.is_cuda:
-        needs = TrainingBytes(model, target, optimizer=optimizer).reserved(training, bound)
-        bound = replace(bound, reserved_bytes=needs)
+        peaks = TrainingBytes(model, target, optimizer=optimizer).peaks(training, bound)
+        needs = peaks.reserved_bytes
+        bound = replace(bound, allocated_bytes=peaks.allocated_bytes, reserved_bytes=needs)
     else:
         outside = training.tensors() if step is None else outside_tensors(training, target)
         needs = unique_bytes([*held_tensors(model), *outside]) + replayed_bytes(training, bound, target)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ckptplan.core.chain import STAGING_BYTES
+from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.plan import Plan
 from ckptplan.job import Job, PlanLimits, beside_staging
 from ckptplan.memory.estimate import TrainingBytes
@@ -67,12 +68,13 @@ def replaying(job: Job, step: TrainingStep, sizes: TrainingBytes) -> Job:
     """The same job with each plan replayed on `step`, which the profile is of."""
     target = sizes.target
 
-    def replayed(plan: Plan) -> int:
+    def replayed(plan: Plan) -> DeviceBytes:
         if target.is_cuda:
-            return sizes.reserved(step, plan)
-        return job.profile.resident_bytes + replayed_bytes(step, plan, target)
+            return sizes.peaks(step, plan)
+        needs = job.profile.resident_bytes + replayed_bytes(step, plan, target)
+        return DeviceBytes(needs, needs, needs)
 
-    return replace(job, replayed_bytes=replayed, on_cuda=target.is_cuda)
+    return replace(job, replayed=replayed, on_cuda=target.is_cuda)
 
 
 def default_budget(model: nn.Module, device: DeviceLike) -> int:

@@ -202,7 +202,8 @@ def test_verify_agrees(mix: str) -> None:
     found = ckptplan.verify(model, plan, inputs=x)
     assert found.gradients_equal, found.differing
     assert found.other_paths == 0
-    assert found.within_budget, str(found)
+    # The plan is of a profile alone, whose budget is one of tensors.
+    assert found.measured_peak_bytes <= plan.peak_bytes, str(found)
 
 
 def test_profiling_leaves_no_trace() -> None:

@@ -7,6 +7,7 @@ from random_chains import homogeneous_chain
 
 import ckptplan
 from ckptplan import job as jobs
+from ckptplan.core.measured import DeviceBytes
 
 pytestmark = pytest.mark.planning
 
@@ -18,9 +19,9 @@ def test_no_plan_is_returned_whose_replay_exceeds_the_budget(monkeypatch: pytest
     monkeypatch.setattr(jobs, "solve_profile", lambda *args, **kwargs: plan)  # as if it fitted any limit
     replayed: list[ckptplan.Plan] = []
 
-    def needs(plan: ckptplan.Plan) -> int:
+    def needs(plan: ckptplan.Plan) -> DeviceBytes:
         replayed.append(plan)
-        return budget + (len(replayed) < enough)
+        return DeviceBytes(plan.peak_bytes, plan.peak_bytes, budget + (len(replayed) < enough))
 
     job = jobs.Job(chain, needs, False, ("keep",), False, None, 1.0, 0, None, lambda text: None)
     enough = 7

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_memory import DEVICE, FakeMemory
 from small_models import assert_same, build, measured, plan_of, scheduled
 from torch import nn
 
@@ -22,6 +23,7 @@ from ckptplan.referee import simulate
 from ckptplan.runtime import meter as meters
 from ckptplan.runtime import stores
 from ckptplan.runtime.meter import BACKWARD, FORWARD, KINDS, RECOMPUTE, STALL, Meter
+from ckptplan.runtime.stats import Peaks, Stats
 
 CPU = torch.device("cpu")
 
@@ -445,3 +447,41 @@ def test_times_and_peak_on_a_gpu() -> None:
     assert stats.peak_bytes is not None
     assert step.peak_bytes is not None
     assert step.bytes_over("out") == step.bytes_over("in") == plan.host_bytes
+
+
+# Peaks since a plan was applied
+
+
+def test_peaks_are_those_since_the_plan_was_applied() -> None:
+    """An earlier step was as large, its segments still lie in the cache, and the same plan is applied twice."""
+    memory, plan = FakeMemory(), plan_of(traced_chain(), ["keep"] * len(traced_chain().stages))
+    empty = Stats(0, 0, 0, 0, 0, 0, (), (), 0.0)
+
+    def step() -> None:
+        memory.allocator.free(memory.allocate(40 << 20))
+
+    with memory.installed():
+        model = memory.allocate(3 << 20)
+        memory.allocator.free(memory.allocate(1 << 30))
+        for turn in (1, 2):
+            peaks = Peaks(DEVICE)
+            found = peaks.told(empty, plan)
+            assert found.earlier is not None
+            assert found.earlier.requested_bytes == ((1 << 30) if turn == 1 else (40 << 20)) + (3 << 20)
+            assert (found.peak_bytes, found.reserved_bytes) == (3 << 20, 20 << 20)
+            step()
+            found = peaks.told(empty, plan)
+            assert (found.peak_bytes, found.reserved_bytes) == (43 << 20, 60 << 20)
+            step()
+            assert peaks.bytes == 43 << 20
+        # Another plan's own, without losing what was there before the first.
+        after = Peaks(DEVICE, peaks)
+        memory.allocator.free(memory.allocate(1 << 20))
+        found = after.told(empty, plan)
+        assert found.peak_bytes == 4 << 20
+        assert found.earlier is not None
+        assert found.earlier.reserved_bytes == 60 << 20
+        # The user's own reset: since then.
+        torch.cuda.reset_peak_memory_stats()
+        assert after.bytes == 3 << 20
+        memory.allocator.free(model)

@@ -10,15 +10,23 @@ from typing import Any
 
 import pytest
 import torch
+from fake_memory import DEVICE, WORKSPACE_BYTES, FakeMemory
 from small_models import build, measured, plan_of
+from torch import nn
 
 from ckptplan import demo
 from ckptplan.core.plan import Plan
+from ckptplan.core.profile import Profile
+from ckptplan.core.units import format_bytes
+from ckptplan.profiling import profiler
+from ckptplan.profiling.profiler import profile
+from ckptplan.profiling.target import Target
 from ckptplan.runtime import verify as verifying
 from ckptplan.runtime.apply import apply
+from ckptplan.runtime.measure import StepPeaks, held_tensors, step_peaks, unique_bytes
 from ckptplan.runtime.meter import Meter
-from ckptplan.runtime.step import default_loss
-from ckptplan.runtime.verify import verify
+from ckptplan.runtime.step import TrainingStep, default_loss
+from ckptplan.runtime.verify import Verification, verify
 
 
 @functools.cache
@@ -99,3 +107,131 @@ def test_other_paths_than_profiled_are_reported() -> None:
     assert f"{moving} runs of stages saved something else than profiled" in str(found)
     assert f"saved something else than profiled: {moving}" in str(found.stats)
     assert not demo._row("otherwise", plan, found).sound
+
+
+# Peaks by account, on a device whose allocator is our model of CUDA's
+
+
+@functools.cache
+def chain() -> Profile:
+    return profile(*subject(), menus=False)
+
+
+def subject() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(6))
+    return nn.Sequential(*blocks), torch.randn(2000, 256)
+
+
+@functools.cache
+def uniform(action: Any) -> Plan:
+    return plan_of(chain(), [action] * len(chain().stages))
+
+
+def verified(plan: Plan, memory: FakeMemory, before: Callable[[], Any] = lambda: None) -> Verification:
+    """`verify`, which takes the model for one on CUDA; all that it calls knows better."""
+    model, x = subject()
+    memory.hold(*held_tensors(model), x)
+    before()
+    with pytest.MonkeyPatch.context() as patch, memory.installed():
+        patch.setattr(verifying, "model_device", lambda model: DEVICE)
+        patch.setattr(verifying, "unique_bytes", lambda tensors, device: unique_bytes(tensors))
+        return verify(model, plan, x, repeats=1)
+
+
+@functools.cache
+def alone(action: Any) -> Verification:
+    return verified(uniform(action), FakeMemory())
+
+
+@pytest.mark.parametrize("action", ["keep", "recompute"])
+def test_each_account_has_its_own_peak(action: Any) -> None:
+    plan, found = uniform(action), alone(action)
+    measured = found.measured
+    assert found.gradients_equal
+    # As on the CPU, by the chain's own bytes: tensors alone, without cuBLAS's workspaces.
+    assert 0.98 * plan.peak_bytes <= measured.requested_bytes <= plan.peak_bytes
+    assert measured.workspace_bytes == WORKSPACE_BYTES
+    assert 0 <= measured.other_bytes < 100  # the handle's own
+    assert measured.allocated_bytes is not None
+    assert measured.reserved_bytes is not None
+    assert measured.requested_bytes + WORKSPACE_BYTES <= measured.allocated_bytes < measured.reserved_bytes
+    assert (measured.reserved_bytes + measured.other_bytes) % (2 << 20) == 0
+    # Tensors fit the budget and what is reserved doesn't, which is what counts.
+    assert plan.budget_bytes < measured.reserved_bytes == measured.needed_bytes
+    assert not found.within_budget
+    text = str(found)
+    assert [line.split()[0] for line in text.splitlines()[1:4]] == ["requested", "allocated", "reserved"]
+    assert text.count("not predicted") == 2
+    assert f"OVER the budget of {format_bytes(plan.budget_bytes)}" in text.splitlines()[3]
+    assert f"{format_bytes(WORKSPACE_BYTES)}  of them cuBLAS's workspaces" in text
+
+
+def test_the_plain_step_has_its_own() -> None:
+    found = alone("recompute")
+    assert found.plain is not None
+    assert found.plain.requested_bytes == found.plain_peak_bytes == alone("keep").measured_peak_bytes
+    assert found.plain.requested_bytes != found.measured.requested_bytes
+
+
+def test_a_prediction_beside_each_account() -> None:
+    plan, measured = uniform("recompute"), alone("recompute").measured
+    found = dataclasses.replace(
+        alone("recompute"),
+        predicted_allocated_bytes=measured.allocated_bytes,
+        predicted_reserved_bytes=measured.reserved_bytes,
+        budget_bytes=measured.needed_bytes,
+    )
+    assert found.predicted_peak_bytes == plan.peak_bytes
+    assert found.within_budget
+    assert "within the budget" in str(found)
+    assert str(found).count("predicted +0.00%") == 2
+    assert "not predicted" not in str(found)
+
+
+def test_what_else_the_process_holds_is_told_apart() -> None:
+    """Other tensors, an earlier peak, and the cache that it left: none of them is the plan's."""
+    plan, memory = dataclasses.replace(uniform("recompute"), allocated_bytes=1, reserved_bytes=2), FakeMemory()
+
+    def before() -> None:
+        memory.allocate(64 << 20)
+        memory.allocator.free(memory.allocate(1 << 30))
+        assert memory.allocator.reserved_bytes > 1 << 30
+
+    found = verified(plan, memory, before)
+    before_that = alone("recompute").measured
+    assert found.measured == dataclasses.replace(before_that, other_bytes=before_that.other_bytes + (64 << 20))
+    assert f"{format_bytes(64 << 20)}  besides, held by the process" in str(found)
+    assert (found.predicted_allocated_bytes, found.predicted_reserved_bytes) == (1, 2)
+
+
+def test_workspaces_of_captured_graphs_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = FakeMemory()
+    memory.pool_id = (0, 1)
+    monkeypatch.setattr(memory, "clear_workspaces", lambda: pytest.fail("a replay would write to freed memory"))
+    model, x = subject()
+    memory.hold(*held_tensors(model), x)
+    with memory.installed():
+        found = step_peaks(lambda: default_loss(model(x)).backward(), DEVICE, unique_bytes([*held_tensors(model), x]))
+    assert found.workspace_bytes is None
+    assert "cuBLAS" not in str(dataclasses.replace(alone("keep"), measured=found))
+
+
+def test_on_the_cpu_there_is_one_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was initialised"))
+    model, inputs = build("mlp")
+    found = verify(model, planned("mlp", "recompute"), inputs, repeats=1)
+    assert found.measured == StepPeaks(found.measured_peak_bytes)
+    assert found.measured.needed_bytes == found.measured_peak_bytes
+    assert found.within_budget
+    assert [line.split()[0] for line in str(found).splitlines()[1:4]] == ["peak", "plain", "step"]
+
+
+def test_profiling_leaves_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[None] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(None))
+    monkeypatch.setattr(profiler, "_profile", lambda *args: chain())
+    model, x = subject()
+    for device, count in ((torch.device("cpu"), 0), (DEVICE, 1)):
+        assert profiler.profile_step(TrainingStep(model, (x,)), Target(device)) is chain()
+        assert len(given) == count

@@ -35,6 +35,25 @@ class Copied:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceBytes:
+    """Bytes of one moment, or most of a span of time, as CUDA's caching allocator counts them.
+
+    Attributes
+    ----------
+    requested_bytes : int
+        As asked for: tensors by their own sizes.
+    allocated_bytes : int
+        In blocks: rounded up to 512 bytes, and with rests that aren't split off, each up to 1 MiB.
+    reserved_bytes : int
+        In segments taken from the device, fragments included.
+    """
+
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """Steps of a running training with a plan.
 

@@ -113,8 +113,10 @@ class Plan:
         Stages recomputed together, in order and disjoint.
     peak_bound_bytes : int or None
         Of a plan asked for by its slowdown: no plan of `space` within that slowdown has a smaller peak than this.
-    reserved_bytes : int or None
-        On CUDA, most that the caching allocator reserves in a training with the plan, by its model; None elsewhere.
+    allocated_bytes, reserved_bytes : int or None
+        On CUDA, most that the caching allocator has in blocks, and most that it reserves, in a training with the plan,
+        by its model: the optimizer's update counts where it was given to `solve`. None elsewhere, and for a plan made
+        from a profile alone.
     disk_bytes : int
         The bytes that go to the disk tier.
     saved_bytes : tuple of (tuple of int)
@@ -137,6 +139,7 @@ class Plan:
     inputs: tuple[tuple[InputTensor, ...] | None, ...]
     segments: tuple[Segment, ...] = ()
     peak_bound_bytes: int | None = None
+    allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     disk_bytes: int = 0
     saved_bytes: tuple[tuple[int, ...], ...] = ()
@@ -200,7 +203,7 @@ class Plan:
             ) from error
 
     def __post_init__(self) -> None:
-        for name in ("peak_bound_bytes", "reserved_bytes"):
+        for name in ("peak_bound_bytes", "allocated_bytes", "reserved_bytes"):
             if getattr(self, name) is not None:
                 check_bytes("plan", **{name: getattr(self, name)})
         check_each("plan", str, stages=self.stages)

@@ -13,6 +13,7 @@ from torch import nn
 
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.estimate import CATEGORIES, Estimate, Phase
+from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.plan import Plan
 from ckptplan.memory.allocator import SimulatedOutOfMemoryError
 from ckptplan.memory.allocator_settings import AllocatorSettings
@@ -203,6 +204,10 @@ class TrainingBytes:
 
     def reserved(self, step: TrainingStep, plan: Plan | None = None) -> int:
         """Most that the allocator holds in two steps, the update included; on the CPU most bytes in tensors."""
+        return self.peaks(step, plan).reserved_bytes
+
+    def peaks(self, step: TrainingStep, plan: Plan | None = None) -> DeviceBytes:
+        """The same by all of the allocator's accounts; on the CPU they are one."""
         with restored(self.model) as rewind, training_config(self.model), as_ours(step, "being estimated"):
             rewind()
             run = _Run(
@@ -215,7 +220,8 @@ class TrainingBytes:
             )
             training, _ = answered(lambda: run.recorded(rewind), step, self.target, rewind)
             self._updates = run.updates
-        return int(Account.of(training, self._settings).reserved.max())
+        account = Account.of(training, self._settings)
+        return DeviceBytes(int(account.requested.max()), int(account.allocated.max()), int(account.reserved.max()))
 
 
 def _in_float16(step: TrainingStep) -> bool:

@@ -64,8 +64,8 @@ def profile(
     model : nn.Module
         In training mode if the plan is for training.
     inputs : tensor, tuple, dict, optional
-        Positional or keyword inputs of the forward; found by `find_inputs` if left out. Beside a model on CUDA, some may
-        lie on the host where its forward takes them so (lengths, indices); they take no bytes of the device.
+        Positional or keyword inputs of the forward; found by `find_inputs` if left out. Beside a model on CUDA, some
+        may lie on the host where its forward takes them so (lengths, indices); they take no bytes of the device.
     loss_fn : callable, optional
         Output -> scalar tensor; default `output.loss`, else the sum of the floating outputs' means.
     optimizer : Optimizer, class, callable or str, optional
@@ -123,7 +123,10 @@ def profile_step(
     with restored(training.model) as rewind, training_config(training.model):
         rewind()
         with as_ours(training, "tracing"):
-            return _profile(training, optimizer, target, swap_dir, menus, list(notes), report, rewind)
+            found = _profile(training, optimizer, target, swap_dir, menus, list(notes), report, rewind)
+    if target.device.type == "cuda":
+        torch.cuda.empty_cache()  # what stages took alone lies otherwise than what steps take
+    return found
 
 
 def training_step(

@@ -282,7 +282,7 @@ class Handle:
         close_all(stores)
         self.plan = plan
         self._controller.counters.meter.restart()
-        self._peaks = Peaks(self._device)
+        self._peaks = Peaks(self._device, self._peaks)
         self._watch_forwards()
 
     def _watch_forwards(self) -> None:
@@ -491,7 +491,9 @@ def apply(
 
     The model's classes, parameter names, `state_dict` and hooks stay as they are; only `forward` of the stages is
     replaced on the instances. Forwards without gradients, or in evaluation mode, run as if no plan were there. The
-    `use_cache` of a Hugging Face configuration is off while the plan is applied.
+    `use_cache` of a Hugging Face configuration is off while the plan is applied. On CUDA the allocator's cache is
+    emptied and its peak statistics are reset, so that `Handle.stats` tells the plan's own (`Stats.earlier` has the
+    former).
 
     Parameters
     ----------

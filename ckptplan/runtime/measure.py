@@ -8,7 +8,8 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ckptplan.core.measured import DeviceBytes
 from ckptplan.runtime.step import TrainingStep
 
 T = TypeVar("T")
@@ -107,24 +109,103 @@ def peaks_within(events: list[tuple[int, int]], spans: Mapping[T, tuple[int, int
     return peaks
 
 
+def device_bytes(device: torch.device, when: Literal["current", "peak"] = "current") -> DeviceBytes:
+    """The counters of a CUDA device's allocator; peaks since the process began or since they were last reset."""
+    stats = torch.cuda.memory_stats(device)
+    kinds = ("requested", "allocated", "reserved")
+    requested, allocated, reserved = (stats.get(f"{kind}_bytes.all.{when}", 0) for kind in kinds)
+    return DeviceBytes(requested or allocated, allocated, reserved)  # cudaMallocAsync doesn't count what is asked for
+
+
 def peak_above_start(run: Callable[[], Any], device: torch.device) -> int:
-    """Most bytes allocated above the level at the start while `run` runs.
+    """Most bytes asked for above the level at the start while `run` runs.
 
     CPU: the allocator's events. CUDA: its peak counter.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
+        before = device_bytes(device).requested_bytes
         torch.cuda.reset_peak_memory_stats(device)
         with no_cycles_collected():
             run()
         torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
+        return device_bytes(device, "peak").requested_bytes - before
     level = peak = 0
     for _, nbytes in recorded_allocations(run)[0]:
         level += nbytes
         peak = max(peak, level)
     return peak
+
+
+@dataclass(frozen=True, slots=True)
+class StepPeaks:
+    """Most bytes that steps of one model held at once, by each account of the device's allocator.
+
+    Attributes
+    ----------
+    requested_bytes : int
+        Tensors by their own sizes; on CUDA also what can't be told apart from them (see `workspace_bytes`).
+    allocated_bytes, reserved_bytes : int or None
+        On CUDA, in the allocator's blocks, and in its segments. None on the CPU, whose allocator keeps neither.
+    other_bytes : int
+        On CUDA, bytes that the process had asked for before the step and that aren't the model's: other tensors,
+        gradients from before. They are in none of the above; the rounding and the fragments around them are, so that
+        these are never too small.
+    workspace_bytes : int or None
+        On CUDA, what cuBLAS took in these steps and keeps: a part of what is allocated and reserved, not of what is
+        requested. None where that can't be told apart, as beside captured graphs, which go on using such workspaces.
+    """
+
+    requested_bytes: int
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    other_bytes: int = 0
+    workspace_bytes: int | None = None
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a budget has to hold: on CUDA what is reserved, elsewhere the tensors."""
+        return self.requested_bytes if self.reserved_bytes is None else self.reserved_bytes
+
+
+def step_peaks(
+    run: Callable[[], Any], device: torch.device, held_bytes: int, between: Callable[[], Any] = lambda: None
+) -> StepPeaks:
+    """What steps hold on the device while `run` runs, `held_bytes` of which are there at the start.
+
+    CPU: the allocator's events of one step. CUDA: the allocator's peaks over two steps, as a training's second finds
+    the segments that the first left; they begin with an empty cache and without cuBLAS's workspaces.
+    """
+    if device.type != "cuda":
+        return StepPeaks(held_bytes + peak_above_start(run, device))
+    with no_cycles_collected():
+        torch.cuda.synchronize(device)
+        clear = None if _graphs_captured(device) else torch._C._cuda_clearCublasWorkspaces  # type: ignore[attr-defined]
+        if clear is not None:
+            clear()
+        torch.cuda.empty_cache()
+        other = max(device_bytes(device).requested_bytes - held_bytes, 0)
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        between()
+        run()
+        torch.cuda.synchronize(device)
+        peak = device_bytes(device, "peak")
+        workspace = None
+        if clear is not None:
+            before = device_bytes(device).allocated_bytes
+            clear()
+            workspace = before - device_bytes(device).allocated_bytes
+    # The second step had all workspaces from its start, so they were there at the peak.
+    requested = peak.requested_bytes - other - (workspace or 0)
+    return StepPeaks(requested, peak.allocated_bytes - other, peak.reserved_bytes - other, other, workspace)
+
+
+def _graphs_captured(device: torch.device) -> bool:
+    """Whether memory pools of CUDA graphs are alive: replays write to workspaces from before their capture."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    segments = torch.cuda.memory_snapshot()
+    return any(s["device"] == index and tuple(s.get("segment_pool_id", (0, 0))) != (0, 0) for s in segments)
 
 
 def run_step(step: TrainingStep) -> torch.Tensor:

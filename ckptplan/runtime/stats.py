@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from ckptplan.core.chain import Tier
-from ckptplan.core.measured import Copied, StageTimes
+from ckptplan.core.measured import Copied, DeviceBytes, StageTimes
 from ckptplan.core.plan import Plan
 from ckptplan.core.units import format_bytes, format_seconds
+from ckptplan.runtime.measure import device_bytes
 from ckptplan.runtime.meter import StepTimes, median_copied, median_step
 from ckptplan.runtime.stores import Store
 
@@ -89,10 +90,12 @@ class Stats:
         Of a timed step.
     pools : tuple of PoolStats
     peak_bytes, reserved_bytes : int or None
-        On CUDA, most bytes in tensors, and most that the allocator reserved, since the plan was applied or since
-        `torch.cuda.reset_peak_memory_stats`; None where that isn't known, as on the CPU: `verify` and `handle.trace`
-        measure it there.
+        On CUDA, most bytes that this process had asked for, and most that its allocator reserved, since this plan was
+        applied, or since a later `torch.cuda.reset_peak_memory_stats`. None where that isn't known, as on the CPU:
+        `verify` and `handle.trace` measure it there.
     planned_peak_bytes, planned_reserved_bytes : int or None
+    earlier : DeviceBytes or None
+        On CUDA, the peaks that PyTorch's counters had before, which applying a plan resets.
     """
 
     forwards: int
@@ -116,6 +119,7 @@ class Stats:
     reserved_bytes: int | None = None
     planned_peak_bytes: int = 0
     planned_reserved_bytes: int | None = None
+    earlier: DeviceBytes | None = None
 
     def since(self, earlier: Stats) -> Stats:
         """What was counted after `earlier`; times and peaks are as they are now."""
@@ -260,18 +264,32 @@ def stage_stats(
 
 
 class Peaks:
-    """The most bytes on the device since now, where somebody tells.
+    """The most bytes on the device since now, where that is counted.
 
-    CUDA's counter is the user's to reset. It speaks of the time since now once it is another than it is now.
+    PyTorch counts peaks once for the whole process, and a counter that stands higher than all that follows says nothing
+    of it. So on CUDA the counters are reset here, after unused blocks in the cache went back to the device, and their
+    former values are kept.
+
+    Parameters
+    ----------
+    former : Peaks, optional
+        Of the plan whose place another one takes.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, former: Peaks | None = None) -> None:
         self._device = device
         self._traced: int | None = None
-        self._before = self._counter()
-
-    def _counter(self) -> int | None:
-        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
+        self._earlier: DeviceBytes | None = None
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            found = device_bytes(device, "peak")
+            before = found if former is None or former._earlier is None else former._earlier
+            self._earlier = DeviceBytes(
+                max(found.requested_bytes, before.requested_bytes),
+                max(found.allocated_bytes, before.allocated_bytes),
+                max(found.reserved_bytes, before.reserved_bytes),
+            )
+            torch.cuda.reset_peak_memory_stats(device)
 
     def traced(self, nbytes: int | None) -> None:
         """A recorded step had this peak."""
@@ -279,16 +297,17 @@ class Peaks:
 
     @property
     def bytes(self) -> int | None:
-        """Most bytes in tensors; None: not known."""
-        now = self._counter()
-        return now if now != self._before else self._traced
+        """Most bytes asked for; None: not known."""
+        return device_bytes(self._device, "peak").requested_bytes if self._device.type == "cuda" else self._traced
 
     def told(self, stats: Stats, plan: Plan) -> Stats:
         """`stats` with them."""
+        on_cuda = self._device.type == "cuda"
         return dataclasses.replace(
             stats,
             peak_bytes=self.bytes,
-            reserved_bytes=torch.cuda.max_memory_reserved(self._device) if self._device.type == "cuda" else None,
+            reserved_bytes=device_bytes(self._device, "peak").reserved_bytes if on_cuda else None,
             planned_peak_bytes=plan.peak_bytes,
             planned_reserved_bytes=plan.reserved_bytes,
+            earlier=self._earlier,
         )

@@ -19,10 +19,11 @@ from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.runtime.apply import apply
 from ckptplan.runtime.measure import (
     Outside,
+    StepPeaks,
     held_tensors,
     optimizer_tensors,
-    peak_above_start,
     run_step,
+    step_peaks,
     timed,
     unique_bytes,
 )
@@ -37,10 +38,15 @@ class Verification:
 
     Attributes
     ----------
-    budget_bytes, predicted_peak_bytes, measured_peak_bytes : int
-        Peak of a planned step, forward to the end of backward.
-    plain_peak_bytes : int or None
-        Peak of the plain step; None where it doesn't fit the device, or wasn't asked for.
+    budget_bytes, predicted_peak_bytes : int
+        The plan's; the peak is that of tensors.
+    predicted_allocated_bytes, predicted_reserved_bytes : int or None
+        The plan's, on CUDA, of a training in which the optimizer updates where it was given to `solve`, as here it
+        doesn't. None: the plan has none, as one that was solved for a profile alone.
+    measured : StepPeaks
+        Peaks of a planned step, forward to the end of backward, by each account of the allocator.
+    plain : StepPeaks or None
+        Those of the plain step; None where it doesn't fit the device, or wasn't asked for.
     predicted_step_s, measured_step_s, plain_step_s : float
         Medians over the repeats, plain and planned steps in turn, which nothing else is measured in.
     predicted_plain_step_s : float
@@ -55,8 +61,10 @@ class Verification:
 
     budget_bytes: int
     predicted_peak_bytes: int
-    measured_peak_bytes: int
-    plain_peak_bytes: int | None
+    predicted_allocated_bytes: int | None
+    predicted_reserved_bytes: int | None
+    measured: StepPeaks
+    plain: StepPeaks | None
     predicted_step_s: float
     measured_step_s: float
     plain_step_s: float | None
@@ -71,36 +79,77 @@ class Verification:
         return self.stats.other_paths
 
     @property
+    def measured_peak_bytes(self) -> int:
+        """Most bytes of tensors in a planned step."""
+        return self.measured.requested_bytes
+
+    @property
+    def plain_peak_bytes(self) -> int | None:
+        """Most bytes of tensors in a plain step; None as `plain`."""
+        return None if self.plain is None else self.plain.requested_bytes
+
+    @property
     def within_budget(self) -> bool:
-        """Whether the measured peak is at most the budget."""
-        return self.measured_peak_bytes <= self.budget_bytes
+        """Whether the budget holds the measured peak: on CUDA what was reserved, elsewhere the tensors."""
+        return self.measured.needed_bytes <= self.budget_bytes
+
+    def _peaks(self) -> list[str]:
+        """The rows of the peaks: one on the CPU, three on CUDA, of which the last is held against the budget."""
+        measured, plain = self.measured, self.plain
+        budget = f"{'within' if self.within_budget else 'OVER'} the budget of {format_bytes(self.budget_bytes)}"
+        accounts: list[tuple[str, int | None, int, str]] = [
+            ("peak", self.predicted_peak_bytes, measured.requested_bytes, "")
+        ]
+        if measured.allocated_bytes is not None and measured.reserved_bytes is not None:
+            accounts = [
+                ("requested", self.predicted_peak_bytes, measured.requested_bytes, "tensors"),
+                ("allocated", self.predicted_allocated_bytes, measured.allocated_bytes, "in blocks"),
+                ("reserved", self.predicted_reserved_bytes, measured.reserved_bytes, ""),
+            ]
+        rows = []
+        for name, predicted, found, what in accounts:
+            error = f"predicted {predicted / found - 1:+.2%}" if predicted is not None and found else ""
+            judged = budget if name == accounts[-1][0] else ""
+            remark = ", ".join(part for part in (what, judged, error) if part)
+            text = "not predicted" if predicted is None else format_bytes(predicted)
+            rows.append(_row(name, text, format_bytes(found), remark))
+        if measured.workspace_bytes is not None:
+            text = "of them cuBLAS's workspaces, which are no tensors of the step"
+            rows.append(_row("", "", format_bytes(measured.workspace_bytes), text))
+        if measured.other_bytes >= _WORTH_TELLING:
+            text = "besides, held by the process and not the model's: not counted"
+            rows.append(_row("", "", format_bytes(measured.other_bytes), text))
+        rows.append(_row("plain peak", "", "not run" if plain is None else format_bytes(plain.requested_bytes)))
+        if plain is not None and plain.reserved_bytes is not None:
+            rows.append(_row("plain reserved", "", format_bytes(plain.reserved_bytes)))
+        return rows
 
     def __str__(self) -> str:
-        def row(name: str, predicted: str, measured: str, remark: str = "") -> str:
-            return f"{name:<16}{predicted:>14}{measured:>14}  {remark}".rstrip()
-
-        error = self.predicted_peak_bytes / self.measured_peak_bytes - 1 if self.measured_peak_bytes else 0.0
-        fits = "within" if self.within_budget else "OVER"
         equal = {
             True: "bitwise equal",
             False: f"DIFFER in {', '.join(self.differing)}",
             None: "not compared: the plain step does not fit or was left out",
         }
-        plain_peak = "not run" if self.plain_peak_bytes is None else format_bytes(self.plain_peak_bytes)
         plain_s = "" if self.plain_step_s is None else format_seconds(self.plain_step_s)
         return "\n".join(
             [
-                row("", "predicted", "measured"),
-                row("peak", format_bytes(self.predicted_peak_bytes), format_bytes(self.measured_peak_bytes),
-                    f"{fits} the budget of {format_bytes(self.budget_bytes)}, predicted {error:+.2%}"),
-                row("plain peak", "", plain_peak),
-                row("step", format_seconds(self.predicted_step_s), format_seconds(self.measured_step_s)),
-                row("plain step", format_seconds(self.predicted_plain_step_s), plain_s),
+                _row("", "predicted", "measured"),
+                *self._peaks(),
+                _row("step", format_seconds(self.predicted_step_s), format_seconds(self.measured_step_s)),
+                _row("plain step", format_seconds(self.predicted_plain_step_s), plain_s),
                 f"gradients {equal[self.gradients_equal]}",
                 *([f"{self.other_paths} runs of stages saved something else than profiled: what leaves the device, and "
                    "the peak, don't follow from the plan; please report it"] if self.other_paths else []),
             ]
         )  # fmt: skip
+
+
+_WORTH_TELLING = 1 << 20
+"""Fewer bytes of others are an applied plan's own, and small change."""
+
+
+def _row(name: str, predicted: str, measured: str, remark: str = "") -> str:
+    return f"{name:<16}{predicted:>14}{measured:>14}  {remark}".rstrip()
 
 
 def verify(
@@ -115,7 +164,10 @@ def verify(
     swap_dir: str | Path | None = None,
     plain: bool = True,
 ) -> Verification:
-    """Measure `plan` on `model`: peak, step time, and gradients against the plain step, bit for bit.
+    """Measure `plan` on `model`: peaks, step time, and gradients against the plain step, bit for bit.
+
+    Bytes and times are those of separate steps. On CUDA, what the allocator reserves is held against the budget,
+    without what the process holds besides the model; the allocator's cache is emptied, its peak statistics are reset.
 
     Parameters, buffers, gradients and random states are as before afterwards. No plan may be applied to the model.
 
@@ -124,7 +176,8 @@ def verify(
     inputs, loss_fn, step
         As the plan was made for (see `profile`).
     optimizer : Optimizer, optional
-        Its state counts towards the peak; no update is run.
+        Its state counts towards the peak; no update is run. Without it, what there is of that state is told apart as
+        other tensors.
     repeats : int
         Timed steps of each kind, after a warm-up.
     plain : bool
@@ -159,29 +212,34 @@ def verify(
             rewind()
             return how(run, device)
 
-        plain_peak: int | None = None
+        def peaks() -> StepPeaks:
+            rewind()
+            return step_peaks(once, device, held_bytes, rewind)
+
+        plain_peaks: StepPeaks | None = None
         plain_loss: torch.Tensor | None = None
         reference: dict[str, torch.Tensor] = {}
         if plain:
             try:
                 with handle.paused():
                     rewind()
-                    plain_loss = run_step(training)
+                    plain_loss = run_step(training).cpu()
                     reference = _results(model)
-                    plain_peak = held_bytes + measured(once, peak_above_start)
+                    plain_peaks = peaks()
             except torch.OutOfMemoryError:
                 plain_loss, reference = None, {}
         if plain_loss is None and device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
         before = handle.stats()
-        loss = measured(once, lambda run, _: run())
+        loss = measured(once, lambda run, _: run().cpu())
         stats = handle.stats().since(before)
         found = _results(model)
-        peak = held_bytes + measured(once, peak_above_start)
+        planned_peaks = peaks()
         planned_s, plain_s = [], []
+        warm_up = int(device.type == "cuda")  # its cache was emptied
         with handle.unmetered():
-            for _ in range(repeats):
+            for _ in range(warm_up + repeats):
                 if plain_loss is not None:
                     with handle.paused():
                         plain_s.append(measured(once, timed))
@@ -191,11 +249,13 @@ def verify(
     return Verification(
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.peak_bytes,
-        measured_peak_bytes=peak,
-        plain_peak_bytes=plain_peak,
+        predicted_allocated_bytes=plan.allocated_bytes,
+        predicted_reserved_bytes=plan.reserved_bytes,
+        measured=planned_peaks,
+        plain=plain_peaks,
         predicted_step_s=plan.step_s,
-        measured_step_s=statistics.median(planned_s),
-        plain_step_s=statistics.median(plain_s) if plain_s else None,
+        measured_step_s=statistics.median(planned_s[warm_up:]),
+        plain_step_s=statistics.median(plain_s[warm_up:]) if plain_s else None,
         predicted_plain_step_s=plan.baseline_step_s,
         gradients_equal=equal,
         differing=differing if plain_loss is not None else (),

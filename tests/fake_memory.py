@@ -1,0 +1,89 @@
+"""`torch.cuda`'s account of a device's memory, kept by our model of the caching allocator for tensors on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ckptplan.memory.allocator import CachingAllocator
+
+DEVICE = torch.device("cuda", 0)
+WORKSPACE_BYTES = 8_519_680  # cuBLAS's before Hopper
+
+
+class FakeMemory(TorchDispatchMode):
+    """Every tensor made inside, and those that it is told of, are blocks of the device; copies to the host aren't.
+
+    A product of matrices has cuBLAS take a workspace, once, which is kept.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = CachingAllocator()
+        self.pool_id = (0, 0)
+        self._numbers = itertools.count()
+        self._alive: set[int] = set()
+        self._workspace: int | None = None
+
+    def allocate(self, nbytes: int) -> int:
+        """A block; `self.allocator.free` frees it."""
+        number = next(self._numbers)
+        self.allocator.allocate(number, nbytes)
+        return number
+
+    def hold(self, *tensors: torch.Tensor) -> None:
+        """These are on the device, as long as they are alive."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if id(storage) not in self._alive:
+                self._alive.add(id(storage))
+                weakref.finalize(storage, self._freed, id(storage), self.allocate(storage.nbytes()))
+
+    def _freed(self, key: int, number: int) -> None:
+        self._alive.discard(key)
+        self.allocator.free(number)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and self._workspace is None:
+            self._workspace = self.allocate(WORKSPACE_BYTES)
+        result = func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten._to_copy.default:
+            self.hold(*(t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)))
+        return result
+
+    # --- what torch.cuda says of it ---
+
+    def stats(self, device: Any = None) -> dict[str, int]:
+        a = self.allocator
+        return {
+            f"{kind}_bytes.all.{when}": getattr(a, f"{'peak_' if when == 'peak' else ''}{kind}_bytes")
+            for kind in ("requested", "allocated", "reserved", "inactive_split")
+            for when in ("current", "peak")
+        }
+
+    def clear_workspaces(self) -> None:
+        if self._workspace is not None:
+            self.allocator.free(self._workspace)
+            self._workspace = None
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[FakeMemory]:
+        """`torch.cuda` speaks of it inside, and tensors are its blocks."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "memory_stats", self.stats)
+            patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: self.allocator.reset_peaks())
+            patch.setattr(torch.cuda, "empty_cache", self.allocator.empty_cache)
+            patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+            segment = {"device": 0, "segment_pool_id": self.pool_id}
+            patch.setattr(torch.cuda, "memory_snapshot", lambda: [segment])
+            patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", self.clear_workspaces, raising=False)
+            with self:
+                yield self
