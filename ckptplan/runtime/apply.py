@@ -26,7 +26,7 @@ from ckptplan.core.units import budget_to_bytes, format_bytes
 from ckptplan.runtime import oom
 from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.engine import OldGraph
-from ckptplan.runtime.measure import held_tensors, optimizer_tensors, tensors_in, unique_bytes
+from ckptplan.runtime.measure import device_bytes, held_tensors, optimizer_tensors, tensors_in, unique_bytes
 from ckptplan.runtime.meter import Meter
 from ckptplan.runtime.refine import Refinement, checked_threshold, measured_steps
 from ckptplan.runtime.shapes import Larger, OnLarger
@@ -189,7 +189,7 @@ class Handle:
     ) -> tuple[tuple[Result, ...], OutOfMemoryError | None]:
         """The result, or what went wrong for want of memory; the step is undone then."""
         before, controller = self._counted(), self._controller
-        live_before = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else None
+        live_before = device_bytes(self._device).requested_bytes if self._device.type == "cuda" else None
         controller.at_step_begin(start.backward_begins)
         try:
             return (run(),), None
@@ -217,18 +217,21 @@ class Handle:
         adviser = self._on_oom.adviser
         planned = None if adviser is None else adviser.planned(self.plan, phase, index)
         done = self._counted().since(before)
-        live = oom.live_bytes(cause, self._device)
+        live, asked = oom.live_bytes(cause, self._device), oom.requested_bytes(cause)
         return Shortage(
             phase=phase,
             stage=self.plan.stages[last if index is None else index],
             doing=doing,
             tier="host" if live is not None and oom.is_host_memory(cause) else "device",
-            requested_bytes=oom.requested_bytes(cause),
+            requested_bytes=None if asked is None else asked[1],
+            requested_least_bytes=None if asked is None else asked[0],
             budget_bytes=self.plan.budget_bytes,
             planned_bytes=self.plan.peak_bytes if planned is None else planned[1],
             planned_start_bytes=None if planned is None else planned[0],
-            live_bytes=live,
-            reserved_bytes=None if live is None else torch.cuda.memory_reserved(self._device),
+            live_bytes=None if live is None else live.requested_bytes,
+            allocated_bytes=None if live is None else live.allocated_bytes,
+            reserved_bytes=None if live is None else live.reserved_bytes,
+            expandable_segments="expandable_segments:True" in oom.allocator_conf(),
             capacity_bytes=oom.capacity_bytes(self._device),
             live_before_bytes=live_before,
             model_bytes=oom.model_bytes(self._model, self._device),

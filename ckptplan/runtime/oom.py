@@ -11,12 +11,21 @@ NOTE [Undoing a step]
 4. State that an optimizer made in the step is dropped. If parameters or older state were written to, in an update or
    in place, they stay as they are, and the step isn't repeatable. Writes through `.data` don't show.
 5. Random generators are set back only for a step that is to run again.
+
+NOTE [What was asked for]
+CUDA's messages tell the new segment that the allocator wanted from the device, not the request it was for: 2 MiB for up
+to 1 MiB, 20 MiB (a setting) for more than that and less than 10 MiB, above it the request rounded up to 2 MiB. They
+round to two decimals of their unit, 10 MiB where that is a GiB. So a request is known as a range. That there is more
+than was planned is said by its lower end; what to give up so that it would fit, by its upper end. That
+`roundup_power2_divisions` rounds requests is not seen.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import math
+import os
 import re
 import traceback
 from collections.abc import Callable, Iterator
@@ -32,9 +41,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ckptplan.core.chain import Phase
 from ckptplan.core.errors import SwapError
+from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.shortage import Doing
 from ckptplan.runtime.controller import Place
-from ckptplan.runtime.measure import held_tensors, unique_bytes
+from ckptplan.runtime.measure import device_bytes, held_tensors, unique_bytes
 from ckptplan.runtime.recompute import Call
 from ckptplan.runtime.state import random_state
 from ckptplan.runtime.swap import Record, finish_leaving, start_leaving, start_returning, version_of
@@ -43,8 +53,13 @@ _HOST_TEXTS = ("DefaultCPUAllocator: not enough memory", "DefaultCPUAllocator: c
 _DEVICE_TEXTS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _SIZE = r"([0-9.]+) (bytes|KiB|MiB|GiB)"
-_REQUESTED = re.compile(rf"[Tt]ried to allocate {_SIZE}")
-_ALLOCATED = re.compile(rf"{_SIZE} is allocated by PyTorch")
+_SEGMENT = re.compile(rf"(?:CUDA|HIP) out of memory\..*?(?:Tried to allocate|Requested size:) {_SIZE}", re.DOTALL)
+_REQUESTED = re.compile(rf"(?:[Tt]ried to allocate|Requested +:) {_SIZE}")  # the CPU's allocator, and cudaMallocAsync
+_ALLOCATED = re.compile(rf"(?:{_SIZE} is allocated by PyTorch|Currently allocated +: {_SIZE})")
+_UNUSED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
+_MIB = 1 << 20
+_SMALL_MOST, _SMALL_SEGMENT = _MIB, 2 * _MIB  # the largest small request, and the segment for such
+_LARGE_LEAST, _LARGE_STEP = 10 * _MIB - 511, 2 * _MIB  # from which on a request has a segment of its own, and its steps
 
 
 def exhaustion(error: BaseException) -> BaseException | None:
@@ -63,16 +78,38 @@ def is_host_memory(error: BaseException) -> bool:
     return not isinstance(error, torch.OutOfMemoryError) and not any(text in str(error) for text in _DEVICE_TEXTS)
 
 
-def requested_bytes(error: BaseException) -> int | None:
-    """What was asked for in vain, where the message says it."""
-    return _bytes_in(_REQUESTED, error)
+def requested_bytes(error: BaseException) -> tuple[int, int] | None:
+    """Least and most that was asked for in vain, where the message says it (NOTE [What was asked for])."""
+    segment = _bytes_in(_SEGMENT, error)
+    if segment is None:
+        return _bytes_in(_REQUESTED, error)
+    low, high = -(-segment[0] // _LARGE_STEP) * _LARGE_STEP, segment[1] // _LARGE_STEP * _LARGE_STEP
+    if low > high:
+        return segment  # no segment has that size: the request itself
+    if high == _SMALL_SEGMENT:
+        return 1, _SMALL_MOST
+    shared = re.search(r"large_segment_size_mb:(\d+)", allocator_conf())
+    in_common = _MIB * int(shared[1]) if shared else 20 * _MIB
+    return _SMALL_MOST + 1 if low <= in_common <= high else max(low - _LARGE_STEP + 1, _LARGE_LEAST), high
 
 
-def live_bytes(error: BaseException, device: torch.device) -> int | None:
-    """Bytes allocated on a CUDA device when `error` arose, as its message has them, or as many as there still are."""
+def allocator_conf() -> str:
+    """The settings of CUDA's caching allocator that the process began with."""
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+
+
+def live_bytes(error: BaseException, device: torch.device) -> DeviceBytes | None:
+    """What a CUDA device held when `error` arose; None on the CPU.
+
+    Blocks that went with the frames since then are in the message's figures alone.
+    """
     if device.type != "cuda":
         return None
-    return max(torch.cuda.memory_allocated(device), _bytes_in(_ALLOCATED, error) or 0)
+    now = device_bytes(device)
+    told, unused = ((_bytes_in(pattern, error) or (0, 0))[0] for pattern in (_ALLOCATED, _UNUSED))
+    allocated = max(now.allocated_bytes, told)
+    gone = allocated - now.allocated_bytes
+    return DeviceBytes(now.requested_bytes + gone, allocated, max(now.reserved_bytes, told + unused))
 
 
 def capacity_bytes(device: torch.device) -> int | None:
@@ -94,9 +131,15 @@ def model_bytes(model: nn.Module, device: torch.device) -> int:
     return unique_bytes(held_tensors(model), device)
 
 
-def _bytes_in(pattern: re.Pattern[str], error: BaseException) -> int | None:
+def _bytes_in(pattern: re.Pattern[str], error: BaseException) -> tuple[int, int] | None:
+    """Least and most bytes that a message's figure stands for: it has two decimals."""
     found = pattern.search(str(error))
-    return None if found is None else int(float(found[1]) * _UNITS[found[2]])
+    if found is None:
+        return None
+    figure, unit = [group for group in found.groups() if group is not None]
+    nbytes = float(figure) * _UNITS[unit]
+    half = 0.0 if unit == "bytes" else 0.005 * _UNITS[unit]
+    return math.ceil(nbytes - half), math.floor(nbytes + half)
 
 
 def located(error: BaseException, place: Place, updating: bool) -> tuple[Phase, int | None, Doing]:
