@@ -149,6 +149,8 @@ def measured(bench: Bench, others: Mapping[str, Rival], group: Mapping[str, dict
         if group and not running.keys() & group.keys():
             raise RuntimeError(f"no plan ran: {[contenders[name]['error'] for name in group]}")
         subject.clear()
+        for name in running.keys() & handles.keys():
+            stack.enter_context(handles[name].unmetered())
         for name, times in race(subject, running, warm_up=options.warm_up, timed=options.timed).items():
             contenders[name]["times"] = times
         for name, plan in loaded.items():
