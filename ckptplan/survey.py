@@ -23,7 +23,7 @@ from ckptplan.job import Report
 from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.profiling.optimizers import OptimizerLike
 from ckptplan.profiling.profiler import planned_profiles
-from ckptplan.profiling.target import Target, find_target
+from ckptplan.profiling.target import find_target
 from ckptplan.referee import validate
 from ckptplan.runtime.step import LossFn
 from ckptplan.solving.evaluate import Evaluator
@@ -120,25 +120,15 @@ def survey(
         # What isn't CUDA is measured here, as this machine would run it: one trace each.
         groups.setdefault(target.byte_class or device.name, []).append(device)
     found: dict[str, DeviceFit] = {}
-    traces: dict[object, _Traces] = {}
     for same in groups.values():
         target = find_target(model, same[0])
         sizes = TrainingBytes(model, target, loss_fn=loss_fn, optimizer=optimizer, amp=amp)
         batches = Batches(make_inputs, sizes)
         batches.check()
-        family = _family(target)
-        if family not in traces:
-            related = [device for device in devices if _family(find_target(model, device)) == family]
-            traces[family] = _Traces(batches, related, batch, optimizer, time_limit_s, tell)
-        group = _Group(batches, traces[family], batch, limit, tell)
+        group = _Group(batches, _Traces(batches, same, batch, optimizer, time_limit_s, tell), batch, limit, tell)
         for device in same:
             found[device.name] = group.fit(device, budget_bytes or device.usable_bytes)
     return [found[device.name] for device in devices]
-
-
-def _family(target: Target) -> object:
-    """Devices with the same operations: what distinguishes their bytes is in workspaces that no chain has."""
-    return target.name if target.byte_class is None else target.byte_class[:-1]
 
 
 def _shape(chain: Profile) -> list[list[str]]:

@@ -40,10 +40,15 @@ from ckptplan.profiling.answers import (
     readable,
 )
 from ckptplan.profiling.compiled import compiled_as_noted
+from ckptplan.profiling.operations import TensorSpec, op_key
 from ckptplan.profiling.target import ON_CPU, Target
 from ckptplan.runtime.state import Attributes
 
-_MISREPORTED = {torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten._cudnn_rnn.default}
+_MISREPORTED = {
+    torch.ops.aten.mkldnn_rnn_layer.default,
+    torch.ops.aten._cudnn_rnn.default,
+    torch.ops.aten.cudnn_batch_norm.default,
+}
 """Operations whose fake twin gives a workspace of another size than the real one saves for backward."""
 
 _NORMS = {
@@ -75,6 +80,15 @@ def _grouped_product(
     else:
         shape = (*a.shape[:-1], b.shape[-1]) if b.dim() == 3 else (a.shape[-2], b.shape[-1])
     return torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)
+
+
+_Shape = tuple[torch.Size, torch.dtype, torch.device]
+
+
+def _zeros(like: torch.Tensor) -> torch.Tensor:
+    """Real zeros that lie in memory as a fake tensor does."""
+    flat = torch.zeros(TensorSpec.of(like).span, dtype=like.dtype, device=like.device)
+    return flat.as_strided(like.shape, like.stride())
 
 
 _NO_KERNEL = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -111,6 +125,7 @@ class FakeWorld(TorchDispatchMode):
         answers = target.answers
         self._answers = answers if answers is not None and answers.phases else None
         self.answer: Answer | None = None
+        self._real_shapes: dict[Hashable, list[_Shape | None]] = {}
         self._asked: Counter[Question] = Counter()
         self._again: Counter[Question] | None = None
         self._begins: dict[int, Counter[Question]] = {}
@@ -272,16 +287,19 @@ class FakeWorld(TorchDispatchMode):
         """Know when the forwards of these modules, the stages, run; nothing to do where no answers are given."""
         return contextlib.nullcontext() if self._answers is None else around_forwards(modules, self._stage)
 
-    @staticmethod
-    def _as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """`result` with the shapes that the operation really gives, found by running it alone on zeros."""
-        with unset_fake_temporarily():  # gradients on or off as they are: the workspace depends on it
-            operands = pytree.tree_map_only(
-                torch.Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=t.device), (args, kwargs)
-            )
-            real = func(*operands[0], **operands[1])
-            shapes = [None if t is None else (t.shape, t.dtype, t.device) for t in real]
-            del operands, real
+    def _as_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        """`result` with the shapes that the operation really gives, found by running it alone on zeros, once a kind.
+
+        The workspace may depend on how operands lie in memory, and on whether gradients are on.
+        """
+        kind = (op_key(func, args, kwargs), torch.is_grad_enabled())
+        if kind not in self._real_shapes:
+            with unset_fake_temporarily():
+                operands = pytree.tree_map_only(torch.Tensor, _zeros, (args, kwargs))
+                real = func(*operands[0], **operands[1])
+                self._real_shapes[kind] = [None if t is None else (t.shape, t.dtype, t.device) for t in real]
+                del operands, real
+        shapes = self._real_shapes[kind]
         return type(result)(
             t
             if shape is None or t is None or (t.shape, t.dtype, t.device) == shape

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,10 @@ aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_HEAD = 256
 _FLASH_CAPABILITY = (8, 0)
+_CUDNN_HEAD = 128  # some versions take more in some cases; flash attention, which is next, saves the same
+_CUDNN_MAJORS = (9, 10)
+_CUDNN_FROM = "2.11"  # of PyTorch
+_CUDNN_VERSION = 91501
 
 # fmt: off
 _AUTOCAST_TO_FLOAT32 = (
@@ -154,10 +159,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Flash attention where its conditions hold, else the memory-efficient kernel, else plain operations.
+    """Attention by cuDNN where that is preferred, else by flash attention, the memory-efficient kernel, or in steps.
 
-    The conditions are those of PyTorch's `sdp_utils.cpp` for CUDA as far as shapes and types go; cuDNN's attention,
-    which newer devices may choose, saves the same.
+    The conditions are those of PyTorch's `sdp_utils.cpp` for CUDA as far as shapes, types and switches go.
     """
     if query.dim() != 4 or any(t.dtype != query.dtype for t in (key, value)) or 0 in (*query.shape, *key.shape):
         return NotImplemented
@@ -166,8 +170,23 @@ def _attention(
     padded = -head % 8
     # Its default scale is that of the head before padding.
     scale = head**-0.5 if scale is None and padded else scale
+    saves = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     if (
-        query.dtype in _HALF
+        _prefers_cudnn(capability)
+        and query.dtype in _HALF
+        and all(size <= _CUDNN_HEAD and size % 8 == 0 for size in (head, value.shape[-1]))
+        and key.shape[2] > 1
+        and (enable_gqa or query.shape[1] == key.shape[1] == value.shape[1])
+        and (attn_mask is None or not attn_mask.requires_grad)
+        and (dropout_p == 0 or ((16 * dropout_p).is_integer() and query.shape[2] > 1))
+    ):
+        mask = None if attn_mask is None else _as_bias(attn_mask, query)
+        return aten._scaled_dot_product_cudnn_attention.default(
+            query, key, value, mask, saves, dropout_p, is_causal, False, scale=scale
+        )[0]
+    if (
+        torch.backends.cuda.flash_sdp_enabled()
+        and query.dtype in _HALF
         and attn_mask is None
         and same_head
         and capability >= _FLASH_CAPABILITY
@@ -182,7 +201,8 @@ def _attention(
     equal_heads = query.shape[1] == key.shape[1] == value.shape[1]
     aligned = 8 if query.dtype in _HALF and capability >= _FLASH_CAPABILITY else 4
     efficient = (
-        query.dtype in (*_HALF, torch.float32)
+        torch.backends.cuda.mem_efficient_sdp_enabled()
+        and query.dtype in (*_HALF, torch.float32)
         and (query.dtype is not torch.bfloat16 or capability >= _FLASH_CAPABILITY)
         and capability >= (5, 0)
         and head % aligned == value.shape[-1] % aligned == 0
@@ -192,16 +212,38 @@ def _attention(
     if not efficient:
         return NotImplemented
     mask = None if attn_mask is None else _bias(attn_mask, query, key)
-    saves = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     return aten._scaled_dot_product_efficient_attention.default(
         query, key, value, mask, saves, dropout_p, is_causal, scale=scale
     )[0]
 
 
+def _prefers_cudnn(capability: tuple[int, int]) -> bool:
+    """Whether PyTorch tries cuDNN's attention first: on Hopper and on Blackwell for data centres, in recent versions.
+
+    It isn't deterministic. A build for the CPU tells nothing of the cuDNN that will run, so it is taken to be new.
+    """
+    version = torch.backends.cudnn.version()
+    exact = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    return (
+        capability[0] in _CUDNN_MAJORS
+        and torch.__version__ >= _CUDNN_FROM
+        and (version is None or version >= _CUDNN_VERSION)
+        and torch.backends.cuda.cudnn_sdp_enabled()
+        and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
+        and not exact
+    )
+
+
+def _as_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """A mask as what is added to the scores, of the query's type."""
+    if mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """The mask as the memory-efficient kernel wants it: of the query's type, rows padded to 16 elements."""
-    if mask.dtype is torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    mask = _as_bias(mask, query)
     columns = mask.shape[-1]
     if columns % 16:
         mask = torch.nn.functional.pad(mask, (0, -columns % 16))[..., :columns]

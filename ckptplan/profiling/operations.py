@@ -21,14 +21,24 @@ class TensorSpec:
     dtype: torch.dtype
     device: str
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """The one of `tensor`."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device.type)
+
+    @property
+    def span(self) -> int:
+        """Elements of storage that the tensor reaches over."""
+        if 0 in self.size:
+            return 0
+        return 1 + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+
 
 def op_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """An operation with all that its memory depends on, hashable, and enough to run it again."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     frozen = tuple(
-        TensorSpec(tuple(x.shape), tuple(x.stride()), x.dtype, x.device.type) if isinstance(x, torch.Tensor) else x
-        for x in leaves
-        if not isinstance(x, torch.Generator)
+        TensorSpec.of(x) if isinstance(x, torch.Tensor) else x for x in leaves if not isinstance(x, torch.Generator)
     )
     try:
         hash(frozen)

@@ -317,11 +317,7 @@ def _fake_result(func: Any, leaves: tuple[Any, ...], spec: Any) -> list[TensorSp
             result = func(*args, **kwargs)
     except Exception:  # whatever an operation has against operands without values; the caller falls back
         return None
-    return [
-        TensorSpec(tuple(t.shape), tuple(t.stride()), t.dtype, t.device.type)
-        for t in pytree.tree_leaves(result)
-        if isinstance(t, torch.Tensor)
-    ]
+    return [TensorSpec.of(t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
 
 
 # --- floating-point operations ---

@@ -20,8 +20,8 @@ from ckptplan.profiling.roofline import op_seconds
 from ckptplan.profiling.workspace import cuda_workspaces, measure_times, measure_workspaces
 from ckptplan.runtime.step import model_device
 
-_THRESHOLDS = ((5, 0), (8, 0), (9, 0))
-"""Compute capabilities from which on other kernels (as_cuda.py) or workspaces (memory/estimate.py) are chosen."""
+_THRESHOLDS = ((5, 0), (8, 0), (9, 0), (11, 0))
+"""Compute capabilities from which on other kernels (kernels.py) or workspaces (memory/estimate.py) are chosen."""
 
 PLANNED = "planned for "
 """Begins the device of a fingerprint made without the device."""

@@ -84,6 +84,7 @@ def cuda_workspaces(keys: Iterable[Any]) -> dict[Hashable, int]:
 _ATTENTION_BACKWARD = {
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
     torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default,
 }
 
 
@@ -124,22 +125,15 @@ def _worth_measuring(key: Any) -> bool:
     specs = [x for x in leaves if isinstance(x, TensorSpec)]
     if getattr(func, "is_view", False) or func in _NEVER:
         return False
-    return any(_span(spec) * spec.dtype.itemsize >= _MIN_BYTES for spec in specs)
+    return any(spec.span * spec.dtype.itemsize >= _MIN_BYTES for spec in specs)
 
 
 _NEVER = {torch.ops.aten.detach.default, torch.ops.aten.set_.source_Storage_storage_offset}
 
 
-def _span(spec: TensorSpec) -> int:
-    """Elements of storage the tensor reaches over."""
-    if 0 in spec.size:
-        return 0
-    return 1 + sum((n - 1) * step for n, step in zip(spec.size, spec.stride, strict=True))
-
-
 def _make(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     where = device if spec.device == device.type else spec.device  # some operations take lengths on the host alone
-    flat = torch.empty(max(_span(spec), 1), dtype=spec.dtype, device=where)
+    flat = torch.empty(max(spec.span, 1), dtype=spec.dtype, device=where)
     # Any valid value will do: indices stay in range, masks select everything, nothing overflows.
     flat.fill_(0.5 if spec.dtype.is_floating_point else spec.dtype == torch.bool)
     return flat.as_strided(spec.size, spec.stride)
@@ -200,6 +194,7 @@ def _cuda_peak(key: Any, device: torch.device, failed: list[str]) -> int | None:
             # Once for what a library allocates at first use and keeps (32 MiB for cuBLAS on recent devices).
             args, kwargs = _operands(key, device)
             func(*args, **kwargs)
+            del args, kwargs  # an operation may have written to them; two sets would be more than the step holds
             args, kwargs = _operands(key, device)
             before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
