@@ -1,11 +1,9 @@
-"""The caching-allocator model: one hand-worked trace per rule, properties on random traces, recorded histories."""
+"""The caching-allocator model: one hand-worked trace per rule, properties on random traces."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import pickle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,19 +14,11 @@ from hypothesis import strategies as st
 
 from ckptplan import CkptPlanError, InvalidInputError
 from ckptplan.memory.allocator import (
+    Addresses,
     AllocatorSettings,
     CachingAllocator,
     SimulatedOutOfMemoryError,
     replay,
-)
-from ckptplan.memory.snapshot import (
-    TraceEvent,
-    events_from_snapshot,
-    load_snapshot,
-    recorded_reserved,
-    replay_events,
-    replay_snapshot,
-    settings_from_snapshot,
 )
 
 pytestmark = pytest.mark.planning
@@ -57,7 +47,8 @@ def size_of(nbytes: int, conf: str = "") -> int:
 
 
 def make(conf: str = "", capacity: int | None = None) -> CachingAllocator:
-    return CachingAllocator(AllocatorSettings.from_string(conf), capacity)
+    """An allocator whose segments lie in the order in which they were made."""
+    return CachingAllocator(AllocatorSettings.from_string(conf), capacity, Addresses(descending=False))
 
 
 # --- sizes ---
@@ -943,7 +934,7 @@ def attempt(a: CachingAllocator, number: int, nbytes: int, stream: int) -> Simul
 
 def fitting(a: CachingAllocator, nbytes: int, stream: int) -> list[tuple[int, int]]:
     """(size, address) of each free block that the rules let the request take, from the snapshot alone."""
-    size = a._round(nbytes)
+    size = a.rounded_bytes(nbytes)
     limit = a.settings.max_split_size_bytes
     found = []
     for segment in a.snapshot():
@@ -1027,161 +1018,3 @@ def test_expandable_segments_waste_less_than_two_pages_while_nothing_is_freed(si
     assert found.reserved_bytes[-1] - found.allocated_bytes[-1] < 22 * M
     plain = replay(list(enumerate(sizes)))
     assert found.allocated_bytes[-1] <= plain.allocated_bytes[-1]  # never a rest that isn't split off
-
-
-# --- recorded histories ---
-
-
-def entry(action: str, addr: int, size: int, stream: int = 0) -> dict[str, Any]:
-    return {"action": action, "addr": addr, "size": size, "stream": stream, "frames": [], "time_us": 0}
-
-
-def snapshot_of(entries: list[dict[str, Any]], reserved: int, conf: str = "") -> dict[str, Any]:
-    segments = [{"device": 0, "address": 0x1000, "total_size": reserved, "blocks": []}] if reserved else []
-    settings = {"PYTORCH_CUDA_ALLOC_CONF": conf, "expandable_segments": "expandable_segments:True" in conf}
-    return {"segments": segments, "device_traces": [entries], "allocator_settings": settings}
-
-
-A, B, C = 0x7F0000000000, 0x7F0002000000, 0x7F0004000000
-
-# 12 MiB, used by another stream too, and 30 MiB; the first is freed, waits, is done before the next request; the cache
-# is emptied in between.
-HISTORY = [
-    entry("segment_alloc", A, 12 * M),
-    entry("alloc", A, 12 * M - 100),
-    entry("segment_alloc", B, 30 * M),
-    entry("alloc", B, 30 * M, stream=0),
-    entry("free_requested", A, 12 * M - 100),
-    entry("snapshot", 0, 0),
-    entry("segment_alloc", C, 12 * M),
-    entry("alloc", C, 12 * M),
-    entry("free_completed", A, 12 * M - 100),
-    entry("alloc", A, 12 * M),
-    entry("free_requested", B, 30 * M),
-    entry("free_completed", B, 30 * M),
-    entry("segment_free", B, 30 * M),
-]
-
-
-def test_a_recorded_history_as_events() -> None:
-    snapshot = snapshot_of(HISTORY, 24 * M)
-    assert events_from_snapshot(snapshot) == [
-        TraceEvent("allocate", 1, 0, 12 * M - 100),
-        TraceEvent("allocate", 3, 1, 30 * M),
-        TraceEvent("record_stream", 4, 0, stream=-1),
-        TraceEvent("free", 4, 0),
-        TraceEvent("allocate", 7, 2, 12 * M),
-        TraceEvent("synchronize", 8, stream=-1),
-        TraceEvent("allocate", 9, 3, 12 * M),
-        TraceEvent("free", 10, 1),
-        TraceEvent("empty_cache", 12),
-    ]
-    found = replay_snapshot(snapshot)
-    recorded = [12, 12, 42, 42, 42, 42, 54, 54, 54, 54, 54, 54, 24]
-    assert found.recorded_reserved_bytes.tolist() == [size * M for size in recorded]
-    assert found.timeline.reserved_bytes.tolist() == [size * M for size in (12, 42, 42, 42, 54, 54, 54, 54, 24)]
-    assert (found.recorded_peak_reserved_bytes, found.relative_error) == (54 * M, 0.0)
-
-
-def test_relative_error_of_a_record_that_differs() -> None:
-    # A record in which 8 MiB took a segment of 8 MiB, which no allocator of these rules does.
-    snapshot = snapshot_of([entry("segment_alloc", A, 8 * M), entry("alloc", A, 8 * M)], 8 * M)
-    assert replay_snapshot(snapshot).relative_error == 1.5
-
-
-def test_a_release_of_all_that_is_unused_is_an_empty_cache() -> None:
-    # Whether the program asked for it, or 40 MiB didn't fit beside 30.
-    entries = [
-        entry("segment_alloc", A, 30 * M),
-        entry("alloc", A, 30 * M),
-        entry("free_requested", A, 30 * M),
-        entry("free_completed", A, 30 * M),
-        entry("segment_free", A, 30 * M),
-        entry("segment_alloc", B, 40 * M),
-        entry("alloc", B, 40 * M),
-    ]
-    snapshot = snapshot_of(entries, 40 * M)
-    assert [event.action for event in events_from_snapshot(snapshot)] == ["allocate", "free", "empty_cache", "allocate"]
-    for capacity in (None, 60 * M, 80 * M):
-        assert replay_snapshot(snapshot, capacity_bytes=capacity).timeline.peak_reserved_bytes == 40 * M
-
-
-def test_a_release_of_some_segments_is_left_to_the_model() -> None:
-    # 26 MiB don't fit beside 50 + 24 in 80: the 50, oversize, go; the free 24 stay.
-    entries = [
-        entry("segment_alloc", A, 50 * M),
-        entry("alloc", A, 50 * M),
-        entry("segment_alloc", C, 24 * M),
-        entry("alloc", C, 24 * M),
-        *(entry(action, A, 50 * M) for action in ("free_requested", "free_completed")),
-        *(entry(action, C, 24 * M) for action in ("free_requested", "free_completed")),
-        entry("segment_free", A, 50 * M),
-        entry("segment_alloc", A, 26 * M),
-        entry("alloc", A, 26 * M),
-    ]
-    snapshot = snapshot_of(entries, 50 * M, "max_split_size_mb:20")
-    actions = [event.action for event in events_from_snapshot(snapshot)]
-    assert actions == ["allocate", "allocate", "free", "free", "make_room", "allocate"]
-    with pytest.raises(InvalidInputError, match=r"entry 8 released some .*pass capacity_bytes="):
-        replay_snapshot(snapshot)
-    found = replay_snapshot(snapshot, capacity_bytes=80 * M)
-    assert found.timeline.reserved_bytes.tolist() == [size * M for size in (50, 74, 74, 74, 74, 50)]
-    assert found.relative_error == 0
-
-
-def test_a_recorded_history_of_expandable_segments() -> None:
-    entries = [
-        entry("segment_map", A, 40 * M),
-        entry("alloc", A, 30 * M),
-        entry("alloc", A + 30 * M, 5 * M),
-        entry("free_requested", A, 30 * M),
-        entry("free_completed", A, 30 * M),
-        entry("segment_unmap", A, 20 * M),
-        entry("segment_map", B, 20 * M),
-        entry("alloc", B, 10 * M, stream=7),
-    ]
-    found = replay_snapshot(snapshot_of(entries, 40 * M, "expandable_segments:True"))
-    assert found.recorded_reserved_bytes.tolist() == [size * M for size in (40, 40, 40, 40, 40, 20, 40, 40)]
-    # Of [0, 30) free, the page [0, 20) goes.
-    assert found.timeline.reserved_bytes.tolist() == [size * M for size in (40, 40, 40, 20, 40)]
-
-
-def test_histories_that_cannot_be_replayed() -> None:
-    alloc = [entry("segment_alloc", A, 12 * M), entry("alloc", A, 12 * M)]
-    with pytest.raises(InvalidInputError, match="12582912 bytes of device 0 were reserved before"):
-        recorded_reserved(snapshot_of(alloc, 24 * M))
-    with pytest.raises(InvalidInputError, match="entry 0 frees address"):
-        events_from_snapshot(snapshot_of([entry("free_requested", A, 5)], 0))
-    with pytest.raises(InvalidInputError, match=r"entry 2 allocates address .*skip_actions"):
-        events_from_snapshot(snapshot_of([*alloc, entry("alloc", A, 5)], 12 * M))
-    with pytest.raises(InvalidInputError, match="private pool"):
-        events_from_snapshot(snapshot_of([{**entry("alloc", A, 5), "pool_id": (0, 1)}], 0))
-    with pytest.raises(InvalidInputError, match="action 'defragment'"):
-        events_from_snapshot(snapshot_of([entry("defragment", A, 5)], 0))
-    with pytest.raises(InvalidInputError, match="no device 3"):
-        events_from_snapshot(snapshot_of(alloc, 0), device=3)
-    with pytest.raises(InvalidInputError, match="'segments' and 'device_traces'"):
-        events_from_snapshot({"segments": []})
-    with pytest.raises(InvalidInputError, match="needs a block"):
-        replay_events([TraceEvent("free", 0)])
-
-
-def test_settings_of_a_snapshot() -> None:
-    assert settings_from_snapshot(snapshot_of([], 0, "max_split_size_mb:64")).max_split_size_bytes == 64 * M
-    assert settings_from_snapshot({"allocator_settings": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}}) == (
-        AllocatorSettings(expandable_segments=True)
-    )
-    changed = snapshot_of([], 0)
-    changed["allocator_settings"]["expandable_segments"] = True
-    with pytest.raises(InvalidInputError, match="pass settings="):
-        settings_from_snapshot(changed)
-
-
-def test_snapshot_files_hold_plain_data(tmp_path: Path) -> None:
-    path = tmp_path / "snapshot.pickle"
-    path.write_bytes(pickle.dumps(snapshot_of(HISTORY, 24 * M)))
-    assert load_snapshot(path) == snapshot_of(HISTORY, 24 * M)
-    for other in (pickle.dumps({"segments": Path("x"), "device_traces": []}), b"not a pickle", b"", pickle.dumps([1])):
-        path.write_bytes(other)
-        with pytest.raises(InvalidInputError):
-            load_snapshot(path)

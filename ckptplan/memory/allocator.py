@@ -42,9 +42,16 @@ Where the source differs from the short list of rules in this project's notes, t
 - The memory fraction is checked with the size of rule 5, also where expandable segments would map less.
 - `max_split_size_bytes` acts with expandable segments too (rule 3).
 
-Limits: not compared with a GPU yet (the comparison is the test `test_replay_of_recorded_history`, which needs one). New
-segments get growing addresses; the driver's own choice, which decides between equal blocks of different segments, isn't
-known. Physical memory never fragments below a segment or page. Private pools (CUDA graphs, `torch.cuda.MemPool`),
+Where the driver puts a segment decides between equal free blocks of different segments (rule 3), so it can decide what
+is reserved. It is the one thing here that isn't a rule of PyTorch: `Addresses` says where new segments go. By default
+those above 2 MiB get falling addresses, as Linux drivers mostly do, and the others growing ones.
+
+Checked against histories recorded on real GPUs (`ckptplan.memory.snapshot`, `tests/test_histories.py`): with the
+recorded segments' addresses every block's address and every reserved byte is the same, expandable segments and an
+out-of-memory among them. No record has shown `max_split_size`, garbage collection, divisions, other streams' events or
+private pools yet.
+
+Limits: physical memory never fragments below a segment or page. Private pools (CUDA graphs, `torch.cuda.MemPool`),
 callbacks that free memory of other processes, and `cudaMallocAsync` aren't modelled. Events are done when `synchronize`
 says so, or when memory runs short, not by themselves.
 """
@@ -52,7 +59,7 @@ says so, or when memory runs short, not by themselves.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,6 +79,7 @@ from ckptplan.memory.allocator_settings import (
 )
 
 __all__ = [
+    "Addresses",
     "AllocatorSettings",
     "AllocatorTimeline",
     "BlockInfo",
@@ -82,7 +90,8 @@ __all__ = [
 ]
 
 FREE = -1  # in place of a size: the block is freed
-_FIRST_ADDRESS = 1 << 40
+_FIRST_ADDRESS = 1 << 60  # above every address a device has, so that recorded ones are free for a replay
+_FIRST_SPACE = 1 << 62  # of expandable segments
 _ENDLESS = 1 << 61  # address space of an expandable segment where no capacity is known
 _LIMIT = 1 << 60  # PyTorch refuses larger requests outright
 
@@ -252,6 +261,36 @@ class _Expandable:
         self.page_bytes = page_bytes
 
 
+class Addresses:
+    """Where the driver puts new segments: never where one was before.
+
+    Parameters
+    ----------
+    descending : bool
+        Whether segments above 2 MiB get falling addresses, as with Linux drivers mostly; False: all addresses grow, as
+        under WSL.
+    """
+
+    def __init__(self, descending: bool = True) -> None:
+        self._low = self._high = _FIRST_ADDRESS
+        self._descending = descending
+        self._space = _FIRST_SPACE
+
+    def segment(self, nbytes: int) -> int:
+        """Address of a new segment."""
+        nbytes = -(-nbytes // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES  # the driver aligns to 2 MiB
+        if self._descending and nbytes > SMALL_SEGMENT_BYTES:
+            self._high -= nbytes
+            return self._high
+        self._low += nbytes
+        return self._low - nbytes
+
+    def space(self, nbytes: int) -> int:
+        """Address of an expandable segment's address space."""
+        self._space += nbytes
+        return self._space - nbytes
+
+
 class CachingAllocator:
     """The allocator of one device.
 
@@ -262,13 +301,20 @@ class CachingAllocator:
     capacity_bytes : int, optional
         What the driver can hand out to this allocator: the device's memory less the context and whatever else lives
         there. None: it never fails. The memory fraction is taken of this number, PyTorch takes it of the whole device.
+    addresses : Addresses, optional
+        Where new segments go; falling addresses for those above 2 MiB if left out.
 
     Notes
     -----
     A request or free takes time logarithmic in the free blocks of its pool and stream, plus a list insertion.
     """
 
-    def __init__(self, settings: AllocatorSettings | None = None, capacity_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        settings: AllocatorSettings | None = None,
+        capacity_bytes: int | None = None,
+        addresses: Addresses | None = None,
+    ) -> None:
         self.settings = settings = AllocatorSettings() if settings is None else settings
         if not isinstance(settings, AllocatorSettings):
             raise InvalidInputError(
@@ -297,7 +343,7 @@ class CachingAllocator:
         self._live: dict[int, _Block | None] = {}  # None: a request of 0 bytes
         self._waiting: dict[int, list[_Block]] = {}  # stream -> blocks with an event on it
         self._passed: list[_Block] = []  # one entry per event that is done
-        self._next_address = _FIRST_ADDRESS
+        self._addresses = Addresses() if addresses is None else addresses
         self._allocated = self._requested = self._active = self._reserved = self._inactive = 0
         self._peaks = [0] * 5
 
@@ -359,8 +405,11 @@ class CachingAllocator:
 
     # --- what programs do ---
 
-    def allocate(self, block: int, nbytes: int, stream: int = 0) -> None:
+    def allocate(self, block: int, nbytes: int, stream: int = 0, *, grow: bool = False) -> None:
         """Give allocation number `block` `nbytes` bytes on `stream`.
+
+        With `grow` from new memory: a record shows that everything unused was released for this request, after which
+        PyTorch doesn't look at the free blocks again, though waiting for events may have made one that fits.
 
         Raises
         ------
@@ -378,9 +427,9 @@ class CachingAllocator:
             return
         if self._passed:
             self._free_passed()
-        size = self._round(nbytes)
+        size = self.rounded_bytes(nbytes)
         pool = self._small if size <= SMALL_BYTES else self._large
-        found = self._take_free(pool, stream, size)
+        found = None if grow else self._take_free(pool, stream, size)
         if found is None:
             found = self._grow_with_retries(pool, stream, size, nbytes)
         self._hand_out(found, size, nbytes, block)
@@ -437,6 +486,62 @@ class CachingAllocator:
                 elif not block.is_split:
                     self._release(block)
 
+    def release(self, address: int) -> bool:
+        """Give back the segment at `address` alone, as a record says that PyTorch did; False where it is in use."""
+        for pool in (self._large, self._small):
+            for block in pool.blocks():
+                if block.address == address and block.segment is None and not block.is_split:
+                    self._release(block)
+                    return True
+        return False
+
+    def address_of(self, block: int) -> int | None:
+        """Address of allocation number `block`; None for one of 0 bytes.
+
+        Raises
+        ------
+        InvalidInputError
+            For a number that isn't alive.
+        """
+        found = self._find(block)
+        return None if found is None else found.address
+
+    def restore(self, segments: Iterable[SegmentInfo], spaces: Mapping[tuple[int, str], int] | None = None) -> None:
+        """Take over a state, as `snapshot` gives it, in place of the empty one that an allocator starts with.
+
+        Blocks keep their numbers. One that waits does so for a made-up stream, -1 less its number. The age of free
+        blocks isn't in a state; all begin at 0.
+
+        Parameters
+        ----------
+        segments : iterable of SegmentInfo
+        spaces : mapping, optional
+            (stream, pool) -> where its expandable segment begins, which a state doesn't say if the first pages are
+            unmapped; left out, with the first page that is mapped.
+
+        Raises
+        ------
+        InvalidInputError
+            For an allocator in use, or segments that their blocks don't tile.
+        """
+        if self._reserved or self._live:
+            raise InvalidInputError("a state can only be restored into a new allocator; this one is in use")
+        ranges: dict[tuple[int, str], list[SegmentInfo]] = {}
+        for segment in sorted(segments, key=lambda segment: segment.address):
+            if segment.expandable:
+                ranges.setdefault((segment.stream, segment.pool), []).append(segment)
+            else:
+                self._restore_blocks(segment, None, None)
+        for key, mapped in ranges.items():
+            self._restore_space(mapped, (spaces or {}).get(key, mapped[0].address))
+        self._inactive = sum(
+            block.size
+            for pool in (self._small, self._large)
+            for block in pool.blocks()
+            if block.segment is None and block.is_split
+        )
+        self.reset_peaks()
+
     def snapshot(self) -> tuple[SegmentInfo, ...]:
         """All segments by address, with their blocks."""
         return tuple(
@@ -452,9 +557,71 @@ class CachingAllocator:
             for blocks in [_mapped_from(head)]
         )
 
+    def _restore_space(self, ranges: list[SegmentInfo], address: int) -> None:
+        """One expandable segment from `address` on, with its mapped ranges."""
+        pool = self._small if ranges[0].pool == "small" else self._large
+        stop = ranges[-1].address + ranges[-1].size_bytes
+        room = max(self._space_bytes(pool), stop - address)
+        space = _Expandable(address, room, pool.page_bytes)
+        end: _Block | None = None
+        at = address
+        for mapped in ranges:
+            if mapped.address > at:
+                end = self._restore_unmapped(pool, mapped.stream, at, mapped.address, space, end)
+            end = self._restore_blocks(mapped, space, end)
+            at = mapped.address + mapped.size_bytes
+        if at < address + room:
+            self._restore_unmapped(pool, ranges[0].stream, at, address + room, space, end)
+
+    def _restore_unmapped(
+        self, pool: _Pool, stream: int, start: int, stop: int, space: _Expandable, before: _Block | None
+    ) -> _Block:
+        block = _Block(pool, stream, start, stop - start, space)
+        block.mapped = False
+        block.link(before, None)
+        pool.insert_unmapped(block)
+        return block
+
+    def _restore_blocks(self, segment: SegmentInfo, space: _Expandable | None, before: _Block | None) -> _Block | None:
+        """The blocks of a segment or mapped range, linked behind `before`; the last of them."""
+        pool = self._small if segment.pool == "small" else self._large
+        at = segment.address
+        for info in segment.blocks:
+            if info.address != at or info.size_bytes <= 0:
+                raise InvalidInputError(
+                    f"the blocks of the segment at {segment.address} must tile it; one at {info.address} has"
+                    f" {info.size_bytes} bytes where {at} is next"
+                )
+            at += info.size_bytes
+            block = _Block(pool, segment.stream, info.address, info.size_bytes, space)
+            block.link(before, None)
+            before = block
+            if info.state == "free":
+                pool.insert(block)
+                continue
+            if info.block is None or info.block in self._live:
+                raise InvalidInputError(f"the block at {info.address} needs a number of its own, not {info.block}")
+            block.number, block.requested = info.block, info.requested_bytes
+            self._active += block.size
+            self._requested += block.requested
+            if info.state == "waiting":
+                block.events = 1
+                self._waiting[-1 - info.block] = [block]
+            else:
+                block.allocated = True
+                self._live[info.block] = block
+                self._allocated += block.size
+        if at != segment.address + segment.size_bytes:
+            raise InvalidInputError(
+                f"the blocks of the segment at {segment.address} end at {at}, not after its {segment.size_bytes} bytes"
+            )
+        self._reserved += segment.size_bytes
+        return before
+
     # --- sizes ---
 
-    def _round(self, nbytes: int) -> int:
+    def rounded_bytes(self, nbytes: int) -> int:
+        """Bytes of the block for a request, before what may be left unsplit behind it."""
         if self._divisions is not None and nbytes >= MIN_BLOCK_BYTES:
             interval = min(max(nbytes.bit_length() - MIB.bit_length(), 0), INTERVALS - 1)
             divisions = self._divisions[interval]
@@ -602,7 +769,7 @@ class CachingAllocator:
             return self._grow_expandable(pool, stream, size)
         if not self._reserve(segment_size):
             return None
-        return _Block(pool, stream, self._new_addresses(segment_size), segment_size)
+        return _Block(pool, stream, self._addresses.segment(segment_size), segment_size)
 
     def _reserve(self, nbytes: int) -> bool:
         if self.capacity_bytes is not None and self._reserved + nbytes > self.capacity_bytes:
@@ -610,12 +777,6 @@ class CachingAllocator:
         self._reserved += nbytes
         self._peaks[3] = max(self._peaks[3], self._reserved)
         return True
-
-    def _new_addresses(self, nbytes: int) -> int:
-        address = self._next_address
-        # The driver aligns to 2 MiB.
-        self._next_address += -(-nbytes // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
-        return address
 
     def _grow_expandable(self, pool: _Pool, stream: int, size: int) -> _Block | None:
         found = self._expandable_room(pool, stream, size)
@@ -643,15 +804,18 @@ class CachingAllocator:
                 at = at.after
             if room >= size:
                 return first
-        page = pool.page_bytes
-        # An eighth more than the device has, so that pages freed at low addresses can come back at the end.
-        room = _ENDLESS if self.capacity_bytes is None else self.capacity_bytes + self.capacity_bytes // 8
-        room = -(-room // page) * page
-        segment = _Expandable(self._new_addresses(room), room, page)
+        room = self._space_bytes(pool)
+        segment = _Expandable(self._addresses.space(room), room, pool.page_bytes)
         block = _Block(pool, stream, segment.address, room, segment)
         block.mapped = False
         pool.insert_unmapped(block)
         return block
+
+    def _space_bytes(self, pool: _Pool) -> int:
+        """Address space of an expandable segment, in whole pages."""
+        # An eighth more than the device has, so that pages freed at low addresses can come back at the end.
+        room = _ENDLESS if self.capacity_bytes is None else self.capacity_bytes + self.capacity_bytes // 8
+        return -(-room // pool.page_bytes) * pool.page_bytes
 
     def _map(self, block: _Block, nbytes: int) -> bool:
         """Back the start of an unmapped block with pages; all of them or none."""

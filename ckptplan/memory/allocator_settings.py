@@ -19,6 +19,7 @@ SMALL_BYTES = MIB  # the largest rounded size that goes to the small pool
 SMALL_SEGMENT_BYTES = 2 * MIB
 MIN_LARGE_BYTES = 10 * MIB  # below it a large request shares a segment of `large_segment_bytes`
 ROUND_LARGE_BYTES = 2 * MIB
+LARGE_SEGMENT_BYTES = 20 * MIB  # unless set
 INTERVALS = 16  # sizes from 2**(20+i) to 2**(21+i) - 1 bytes; the first also takes all below, the last all above
 
 # They act on pinned host memory, on a lock, or under CUDA graph capture alone, so they change nothing in this model.
@@ -82,7 +83,7 @@ class AllocatorSettings:
     max_split_size_bytes: int | None = None
     roundup_power2_divisions: int | Mapping[int, int] | tuple[int, ...] = 0
     garbage_collection_threshold: float | None = None
-    large_segment_bytes: int = 20 * MIB
+    large_segment_bytes: int = LARGE_SEGMENT_BYTES
     max_non_split_rounding_bytes: int | None = None
     memory_fraction: float = 1.0
 
@@ -158,6 +159,32 @@ class AllocatorSettings:
                     f"unknown allocator setting {name!r} in {text!r}; known: {', '.join((*MODELLED, *WITHOUT_EFFECT))}"
                 )
         return cls(**values)  # type: ignore[arg-type]
+
+    def to_string(self) -> str:
+        """The text that `from_string` reads as these settings, in whole MiB; empty for the defaults."""
+        found = []
+        if self.expandable_segments:
+            found.append("expandable_segments:True")
+        if self.garbage_collection_threshold is not None:
+            found.append(f"garbage_collection_threshold:{self.garbage_collection_threshold}")
+        for name, nbytes, left_out in (
+            ("large_segment_size_mb", self.large_segment_bytes, LARGE_SEGMENT_BYTES),
+            ("max_non_split_rounding_mb", self.max_non_split_rounding_bytes, None),
+            ("max_split_size_mb", self.max_split_size_bytes, None),
+        ):
+            if nbytes is not None and nbytes != left_out:
+                found.append(f"{name}:{nbytes // MIB}")
+        if self.memory_fraction != 1:
+            found.append(f"per_process_memory_fraction:{self.memory_fraction}")
+        if max(self.divisions) > 1:
+            found.append(f"roundup_power2_divisions:{_divisions_text(self.divisions)}")
+        return ",".join(found)
+
+
+def _divisions_text(divisions: Sequence[int]) -> str:
+    if len(set(divisions)) == 1:
+        return str(divisions[0])
+    return "[" + ",".join(f"{1 << index}:{max(number, 1)}" for index, number in enumerate(divisions)) + "]"
 
 
 def _is_count(value: object) -> bool:

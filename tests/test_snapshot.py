@@ -1,0 +1,369 @@
+"""Memory snapshots: read from files of strangers, undone, replayed, summed up and shown."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptplan import AllocatorSettings, InvalidInputError
+from ckptplan.memory.allocator import BlockInfo, SegmentInfo
+from ckptplan.memory.plain_pickle import _PlainUnpickler, load_plain
+from ckptplan.memory.snapshot import (
+    TraceEvent,
+    events_from_snapshot,
+    load_snapshot,
+    read_history,
+    replay_events,
+    replay_snapshot,
+    settings_from_snapshot,
+)
+
+pytestmark = pytest.mark.planning
+
+M = 1 << 20
+
+
+def entry(action: str, addr: int, size: int, stream: int = 0) -> dict[str, Any]:
+    return {"action": action, "addr": addr, "size": size, "stream": stream, "frames": [], "time_us": 0}
+
+
+def snapshot_of(
+    entries: list[dict[str, Any]], *final: tuple[int, int, list[tuple[int, int]]], conf: str = ""
+) -> dict[str, Any]:
+    """`final`: address and size of each segment at the snapshot, and its live blocks as (address, requested bytes)."""
+    segments = []
+    for address, size, live in final:
+        blocks, at = [], address
+        for where_, requested in live:
+            if where_ > at:
+                blocks.append({"address": at, "size": where_ - at, "requested_size": 0, "state": "inactive"})
+            nbytes = -(-requested // 512) * 512
+            nbytes = nbytes if address + size - where_ - nbytes > M else address + size - where_
+            blocks.append({"address": where_, "size": nbytes, "requested_size": requested, "state": "active_allocated"})
+            at = where_ + nbytes
+        if at < address + size:
+            blocks.append({"address": at, "size": address + size - at, "requested_size": 0, "state": "inactive"})
+        kind = "small" if size == 2 * M else "large"
+        segments.append(
+            {"device": 0, "address": address, "total_size": size, "stream": 0, "segment_type": kind, "blocks": blocks}
+            | {"is_expandable": "expandable" in conf}
+        )
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": conf, "expandable_segments": "expandable_segments:True" in conf}
+    return {"segments": segments, "device_traces": [entries], "allocator_settings": settings}
+
+
+A, B, C = 0x7F0000000000, 0x7F0002000000, 0x7F0004000000
+
+# 12 MiB, used by another stream too, and 30 MiB; the first is freed, waits, is done before the next request; the cache
+# is emptied in between.
+HISTORY = [
+    entry("segment_alloc", A, 12 * M),
+    entry("alloc", A, 12 * M - 100),
+    entry("segment_alloc", B, 30 * M),
+    entry("alloc", B, 30 * M, stream=0),
+    entry("free_requested", A, 12 * M - 100),
+    entry("snapshot", 0, 0),
+    entry("segment_alloc", C, 12 * M),
+    entry("alloc", C, 12 * M),
+    entry("free_completed", A, 12 * M - 100),
+    entry("alloc", A, 12 * M),
+    entry("free_requested", B, 30 * M),
+    entry("free_completed", B, 30 * M),
+    entry("segment_free", B, 30 * M),
+]
+
+
+AFTER_HISTORY = ((A, 12 * M, [(A, 12 * M)]), (C, 12 * M, [(C, 12 * M)]))
+
+
+def test_a_recorded_history_as_events() -> None:
+    snapshot = snapshot_of(HISTORY, *AFTER_HISTORY)
+    assert events_from_snapshot(snapshot) == [
+        TraceEvent("allocate", 1, 0, 12 * M - 100),
+        TraceEvent("allocate", 3, 1, 30 * M),
+        TraceEvent("record_stream", 4, 0, stream=-1),
+        TraceEvent("free", 4, 0),
+        TraceEvent("allocate", 7, 2, 12 * M),
+        TraceEvent("synchronize", 8, stream=-1),
+        TraceEvent("allocate", 9, 3, 12 * M),
+        TraceEvent("free", 10, 1),
+        TraceEvent("empty_cache", 12),
+    ]
+    found = replay_snapshot(snapshot)
+    recorded = [12, 12, 42, 42, 42, 42, 54, 54, 54, 54, 54, 54, 24]
+    assert found.recorded_reserved_bytes.tolist() == [size * M for size in recorded]
+    assert found.timeline.reserved_bytes.tolist() == [size * M for size in (12, 42, 42, 42, 54, 54, 54, 54, 24)]
+    assert (found.recorded_peak_reserved_bytes, found.relative_error) == (54 * M, 0.0)
+    assert (found.allocations, found.first_difference) == (4, None)
+
+
+def test_relative_error_of_a_record_that_differs() -> None:
+    # A record in which 8 MiB took a segment of 8 MiB, which no allocator of these rules does.
+    entries = [entry("segment_alloc", A, 8 * M), entry("alloc", A, 8 * M)]
+    found = replay_snapshot(snapshot_of(entries, (A, 8 * M, [(A, 8 * M)])))
+    assert (found.relative_error, found.first_difference) == (1.5, 1)
+
+
+def test_a_release_of_all_that_is_unused_is_an_empty_cache() -> None:
+    # Whether the program asked for it, or 40 MiB didn't fit beside 30.
+    entries = [
+        entry("segment_alloc", A, 30 * M),
+        entry("alloc", A, 30 * M),
+        entry("free_requested", A, 30 * M),
+        entry("free_completed", A, 30 * M),
+        entry("segment_free", A, 30 * M),
+        entry("segment_alloc", B, 40 * M),
+        entry("alloc", B, 40 * M),
+    ]
+    snapshot = snapshot_of(entries, (B, 40 * M, [(B, 40 * M)]))
+    assert [event.action for event in events_from_snapshot(snapshot)] == ["allocate", "free", "empty_cache", "allocate"]
+    for capacity in (None, 60 * M, 80 * M):
+        assert replay_snapshot(snapshot, capacity_bytes=capacity).timeline.peak_reserved_bytes == 40 * M
+
+
+def test_a_release_of_some_segments_is_the_record_s_or_the_model_s() -> None:
+    # 26 MiB don't fit beside 50 + 24 in 80: the 50, oversize, go; the free 24 stay.
+    entries = [
+        entry("segment_alloc", A, 50 * M),
+        entry("alloc", A, 50 * M),
+        entry("segment_alloc", C, 24 * M),
+        entry("alloc", C, 24 * M),
+        *(entry(action, A, 50 * M) for action in ("free_requested", "free_completed")),
+        *(entry(action, C, 24 * M) for action in ("free_requested", "free_completed")),
+        entry("segment_free", A, 50 * M),
+        entry("segment_alloc", A, 26 * M),
+        entry("alloc", A, 26 * M),
+    ]
+    snapshot = snapshot_of(entries, (A, 26 * M, [(A, 26 * M)]), (C, 24 * M, []), conf="max_split_size_mb:20")
+    actions = [event.action for event in events_from_snapshot(snapshot)]
+    assert actions == ["allocate", "allocate", "free", "free", "make_room", "allocate"]
+    found = replay_snapshot(snapshot)  # the one that the record names goes
+    assert found.timeline.reserved_bytes.tolist() == [size * M for size in (50, 74, 74, 74, 24, 50)]
+    assert found.first_difference is None
+    found = replay_snapshot(snapshot, capacity_bytes=80 * M)  # goes with the next request
+    assert found.timeline.reserved_bytes.tolist() == [size * M for size in (50, 74, 74, 74, 74, 50)]
+    assert found.relative_error == 0
+
+
+def test_a_recorded_history_of_expandable_segments() -> None:
+    entries = [
+        entry("segment_map", A, 40 * M),
+        entry("alloc", A, 30 * M),
+        entry("alloc", A + 30 * M, 5 * M),
+        entry("free_requested", A, 30 * M),
+        entry("free_completed", A, 30 * M),
+        entry("segment_unmap", A, 20 * M),
+        entry("segment_map", B, 20 * M, stream=7),
+        entry("alloc", B, 10 * M, stream=7),
+    ]
+    final = ((A + 20 * M, 20 * M, [(A + 30 * M, 5 * M)]), (B, 20 * M, [(B, 10 * M)]))
+    snapshot = snapshot_of(entries, *final, conf="expandable_segments:True")
+    snapshot["segments"][1]["stream"] = 7
+    found = replay_snapshot(snapshot)
+    assert found.first_difference is None
+    assert found.recorded_reserved_bytes.tolist() == [size * M for size in (40, 40, 40, 40, 40, 20, 40, 40)]
+    # Of [0, 30) free, the page [0, 20) goes.
+    assert found.timeline.reserved_bytes.tolist() == [size * M for size in (40, 40, 40, 20, 40)]
+
+
+def test_histories_that_cannot_be_replayed() -> None:
+    alloc = [entry("segment_alloc", A, 12 * M), entry("alloc", A, 12 * M)]
+    live = (A, 12 * M, [(A, 12 * M)])
+    for entries, final, message in (
+        (alloc, (A, 12 * M, []), r"entry 1 \(alloc at address \d+\) doesn't fit what follows it; entries are missing"),
+        ([*alloc, entry("free_completed", A, 12 * M)], live, r"entry 2 \(free_completed"),
+        ([*alloc, entry("free_requested", A, 12 * M)], live, r"entry 2 \(free_requested"),
+        ([*alloc, entry("segment_free", A, 12 * M)], live, r"entry 2 \(segment_free"),
+        ([entry("segment_alloc", B, 12 * M)], live, r"entry 0 \(segment_alloc"),
+        ([entry("segment_map", B, 20 * M)], live, r"entry 0 \(segment_map"),
+        ([entry("free_requested", B, 5), entry("free_completed", B, 5)], live, "a block lies in no segment"),
+        ([entry("free_requested", A + 512, 5), entry("free_completed", A + 512, 5)], live, "blocks overlap"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            read_history(snapshot_of(entries, final))
+    private = snapshot_of([alloc[0], {**alloc[1], "pool_id": (0, 1)}], live)
+    with pytest.raises(InvalidInputError, match="private pools"):
+        events_from_snapshot(private)
+    private = snapshot_of(alloc, live)
+    private["segments"][0]["segment_pool_id"] = (1, 0)
+    with pytest.raises(InvalidInputError, match="private pools"):
+        events_from_snapshot(private)
+    with pytest.raises(InvalidInputError, match="no device 3"):
+        events_from_snapshot(snapshot_of(alloc, live), device=3)
+    with pytest.raises(InvalidInputError, match="needs a block"):
+        replay_events([TraceEvent("free", 0)])
+
+
+def test_settings_of_a_snapshot() -> None:
+    assert settings_from_snapshot(snapshot_of([], conf="max_split_size_mb:64")).max_split_size_bytes == 64 * M
+    assert settings_from_snapshot({"allocator_settings": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}}) == (
+        AllocatorSettings(expandable_segments=True)
+    )
+    changed = snapshot_of([])
+    changed["allocator_settings"]["expandable_segments"] = True
+    with pytest.raises(InvalidInputError, match="pass settings="):
+        settings_from_snapshot(changed)
+
+
+# --- the state before the first entry ---
+
+
+def test_a_start_is_what_undoing_leaves() -> None:
+    """By hand: three blocks from before the record in two segments; one lives on, two are freed, one segment goes."""
+    entries = [
+        entry("free_requested", A + 6 * M, 5 * M - 100),
+        entry("alloc", A + 15 * M, 3 * M),  # in front of it 4 MiB stay free
+        entry("free_completed", A + 6 * M, 5 * M - 100),
+        entry("free_requested", B, 29 * M),
+        entry("free_completed", B, 29 * M),
+        entry("segment_free", B, 30 * M),
+    ]
+    history = read_history(snapshot_of(entries, (A, 20 * M, [(A, 6 * M), (A + 15 * M, 3 * M)])))
+    assert history.start == (
+        SegmentInfo(
+            A, 20 * M, 0, "large", False,
+            (
+                BlockInfo(A, 6 * M, 6 * M, "allocated", 0),
+                BlockInfo(A + 6 * M, 5 * M, 5 * M - 100, "allocated", 1),  # rounded to 512
+                BlockInfo(A + 11 * M, 9 * M, 0, "free", None),
+            ),
+        ),
+        # The MiB behind it is too small to be split off, so it was the block's.
+        SegmentInfo(B, 30 * M, 0, "large", False, (BlockInfo(B, 30 * M, 29 * M, "allocated", 2),)),
+    )  # fmt: skip
+    assert history.reserved_bytes.tolist() == [50 * M] * 5 + [20 * M]
+    assert (history.reserved_at_start_bytes, history.peak_reserved_bytes) == (50 * M, 50 * M)
+    # The first event finds the place at A + 15 MiB taken by nothing, and 9 MiB free at A + 11 MiB: the model differs.
+    assert replay_snapshot(snapshot_of(entries, (A, 20 * M, [(A, 6 * M), (A + 15 * M, 3 * M)]))).first_difference == 1
+
+
+def test_what_is_allocated_behind_a_block_shows_its_size() -> None:
+    """A block of 5 MiB - 512 that got 5 MiB: 512 bytes were left unsplit, as the one behind them shows."""
+    nbytes = 5 * M - 512
+    entries = [
+        entry("alloc", A + 5 * M, 3 * M),
+        entry("free_requested", A, nbytes),
+        entry("free_completed", A, nbytes),
+    ]
+    history = read_history(snapshot_of(entries, (A, 20 * M, [(A + 5 * M, 3 * M)])))
+    assert [(b.size_bytes, b.state) for b in history.start[0].blocks] == [(5 * M, "allocated"), (15 * M, "free")]
+    # With a limit on splits the whole segment is one block.
+    history = read_history(snapshot_of(entries[1:], (A, 40 * M, []), conf="max_split_size_mb:20"), settings=None)
+    assert [b.size_bytes for b in history.start[0].blocks] == [nbytes, 40 * M - nbytes]
+    entries = [entry("free_requested", A, 25 * M), entry("free_completed", A, 25 * M)]
+    history = read_history(snapshot_of(entries, (A, 40 * M, []), conf="max_split_size_mb:20"))
+    assert [b.size_bytes for b in history.start[0].blocks] == [40 * M]
+
+
+def test_a_record_that_begins_in_a_free() -> None:
+    """A ring buffer may drop the first half of it: the block waits when the record starts, for a stream unknown."""
+    entries = [entry("free_completed", A, 12 * M), entry("alloc", A, 12 * M)]
+    snapshot = snapshot_of(entries, (A, 12 * M, [(A, 12 * M)]))
+    history = read_history(snapshot)
+    assert [block.state for block in history.start[0].blocks] == ["waiting"]
+    assert replay_snapshot(snapshot).first_difference is None
+
+
+def test_older_formats() -> None:
+    """No devices, pools, addresses of blocks or settings; the other name of a block that waits."""
+    entries = [entry("segment_alloc", A, 20 * M), entry("alloc", A, 5 * M), entry("alloc", A + 5 * M, 6 * M)]
+    entries.append(entry("free_requested", A, 5 * M))
+    snapshot = snapshot_of(entries, (A, 20 * M, [(A, 5 * M), (A + 5 * M, 6 * M)]))
+    snapshot["segments"][0]["blocks"][0]["state"] = "active_awaiting_free"
+    new = replay_snapshot(snapshot)
+    for block in snapshot["segments"][0]["blocks"]:
+        del block["address"]
+    for name in ("device", "is_expandable"):
+        del snapshot["segments"][0][name]
+    del snapshot["allocator_settings"]
+    old = replay_snapshot(snapshot)
+    assert new.first_difference is old.first_difference is None
+    assert old.timeline.reserved_bytes.tolist() == new.timeline.reserved_bytes.tolist() == [20 * M] * 4
+
+
+# --- files ---
+
+
+def test_snapshot_files_hold_plain_data(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pickle"
+    plain = snapshot_of(HISTORY, *AFTER_HISTORY)
+    for entry_ in plain["device_traces"][0]:
+        entry_["pool_id"] = (0, 0)
+    for protocol in (2, 4, 5):
+        path.write_bytes(pickle.dumps(plain, protocol))
+        assert load_snapshot(path) == plain
+    whole = pickle.dumps(plain)
+    text = b"\x8d" + struct.pack("<Q", 1 << 60)
+    deep = b"\x80\x04}" + b")" + b"\x85" * 1000 + b"K\x01s."
+    for data, message in (
+        (pickle.dumps({"segments": Path("x"), "device_traces": []}), "instruction STACK_GLOBAL"),
+        (pickle.dumps({"segments": Path("x"), "device_traces": []}, 2), "instruction GLOBAL"),
+        (b"not a pickle", "instruction INST|no pickle|read"),
+        (b"", "is empty"),
+        (pickle.dumps([1]), "must be a dict with 'segments'"),
+        (pickle.dumps({"segments": []}), "must be a dict with 'segments'"),
+        (pickle.dumps(plain["segments"]), "memory_snapshot\\(\\), without history"),
+        (whole[:-50], "cut off|are left"),
+        (b"\x80\x04" + text + b".", "1152921504606846976 bytes are announced, 1 are left"),
+        (b"\x80\x02]r\xff\xff\xff\xff.", "place 4294967295 of the memo"),
+        (deep, "the tuple at byte 4 holds more than numbers"),
+        (b"\x80\x02\x8b\x40\x00\x00\x00" + bytes(64) + b".", "a number of 64 bytes"),
+        (b"\x80\x02}]K\x01s.", "unhashable"),
+        (b"\x80\x02a.", "holds no plain data"),
+        (b"\xff", "byte 0 is 0xff"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(InvalidInputError, match=message):
+            load_snapshot(path)
+    with pytest.raises(InvalidInputError, match="can't be read"):
+        load_snapshot(tmp_path)
+    with pytest.raises(pickle.UnpicklingError, match=r"pathlib\.\w*Path"):  # a second lock
+        _PlainUnpickler(io.BytesIO(pickle.dumps(Path("x")))).load()
+
+
+def test_no_more_is_read_than_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps(list(range(1000))))
+    assert load_plain(path) == list(range(1000))
+    monkeypatch.setattr("ckptplan.memory.plain_pickle.MOST_OBJECTS", 500)
+    with pytest.raises(InvalidInputError, match="more than 500 objects; record with max_entries"):
+        load_plain(path)
+    monkeypatch.setattr("ckptplan.memory.plain_pickle.MOST_FILE_BYTES", 1000)
+    with pytest.raises(InvalidInputError, match=r"the limit is 1000 B; record with max_entries"):
+        load_plain(path)
+    # A million devices that share one list are a small file.
+    monkeypatch.undo()
+    shared = [entry("snapshot", 0, 0)] * 100_000
+    path.write_bytes(pickle.dumps({"segments": [], "device_traces": [shared] * 1000}))
+    with pytest.raises(InvalidInputError, match="100000000 entries and 0 blocks, the limit is 20000000"):
+        load_snapshot(path)
+    path.write_bytes(pickle.dumps({"segments": [{"device": 10**9}], "device_traces": []}))
+    with pytest.raises(InvalidInputError, match="names 1000000001 devices; the limit is 1024"):
+        load_snapshot(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"action": "defragment"}, "entry 1 has action 'defragment'; known: segment_alloc"),
+        ({"action": {"a": []}}, "entry 1 has action a dict"),
+        ({"addr": -1}, "entry 1 has addr=-1; must be a whole number"),
+        ({"addr": 1 << 100}, "addr=1267650600228229401496703205376; must be"),
+        ({"size": None}, "size=None"),
+        ({"size": "much" * 100}, "size='muchmuch"),
+        ({"stream": 1.5}, "stream=1.5"),
+    ],
+)
+def test_entries_that_no_recording_makes(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    snapshot = snapshot_of([dict(one) for one in HISTORY], *AFTER_HISTORY)
+    snapshot["device_traces"][0][1].update(change)
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps(snapshot))
+    with pytest.raises(InvalidInputError, match=f"snapshot.pickle is no memory snapshot: .*{message}") as caught:
+        load_snapshot(path)
+    assert len(str(caught.value)) < 400
