@@ -342,9 +342,8 @@ def compare(
         for limit in limits:
             rows += _rows(profile, limit, wanted, time_limit, status.update)
     if json_file is not None:
-        _write_json(
-            json_file, {"source": source, "stages": len(profile.stages), "rows": [_fields(row) for row in rows]}
-        )
+        data = {"source": source, "stages": len(profile.stages), "rows": [_fields(row) for row in rows]}
+        _write_text(json_file, json.dumps(data, indent=1) + "\n", "the rows")
     if csv_output:
         writer = csv.DictWriter(sys.stdout, list(_fields(rows[0])), lineterminator="\n")
         writer.writeheader()
@@ -498,6 +497,52 @@ def trace_command(
     found.save(output)
     typer.echo(str(found))
     typer.echo(f"written to {output}")
+
+
+@app.command("snapshot")
+def snapshot_command(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE.pickle",
+            help="As [bold]torch.cuda.memory._dump_snapshot[/bold] writes it; no code in it runs.",
+        ),
+    ],
+    limit_gb: Annotated[
+        str | None,
+        typer.Option(
+            metavar="X",
+            help="Most that other settings may reserve, units of 2**30 bytes; default: no limit, for "
+            "garbage_collection_threshold the recorded peak.",
+        ),
+    ] = None,
+    json_file: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE.json", help="Write the figures there too; - prints them alone."),
+    ] = None,
+) -> None:
+    """Explain a recorded CUDA memory history: peaks, fragments and whose they are, and what settings would change.
+
+    Example: [bold]ckptplan snapshot snapshot.pickle --json -[/bold]
+    """
+    limit = None if limit_gb is None else _bytes(limit_gb, "--limit-gb")
+    from ckptplan.memory.snapshot import load_snapshot
+    from ckptplan.memory.snapshot_summary import summarize, to_json
+    from ckptplan.report.snapshot import snapshot_tables
+
+    with Console(stderr=True).status(f"reading {file}") as status:
+        found = summarize(load_snapshot(file), limit_bytes=limit, on_progress=status.update)
+    text = to_json(found) + "\n"
+    if json_file == "-":
+        typer.echo(text, nl=False)
+        return
+    console = _console()
+    for summary in found:
+        console.print(snapshot_tables(summary), soft_wrap=False)
+    if not found:
+        typer.echo("nothing reserved or recorded on any device")
+    if json_file is not None:
+        _write_text(Path(json_file), text, "the figures")
 
 
 @app.command("fit")
@@ -665,11 +710,11 @@ def _fields(row: Row) -> dict[str, Any]:
     return {**asdict(row), "overhead": row.overhead, "gap": row.gap}
 
 
-def _write_json(path: Path, data: dict[str, Any]) -> None:
+def _write_text(path: Path, text: str, what: str) -> None:
     try:
-        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise InvalidInputError(f"the rows can't be written to {path}: {error}") from error
+        raise InvalidInputError(f"{what} can't be written to {path}: {error}") from error
 
 
 def _planners(text: str) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 from typing import Any
@@ -16,7 +17,9 @@ from ckptplan import CkptPlanError, InvalidInputError
 from ckptplan.memory.allocator import (
     Addresses,
     AllocatorSettings,
+    BlockInfo,
     CachingAllocator,
+    SegmentInfo,
     SimulatedOutOfMemoryError,
     replay,
 )
@@ -644,6 +647,94 @@ def test_wrong_calls() -> None:
         CachingAllocator("expandable_segments:True")  # type: ignore[arg-type]
 
 
+# --- addresses, states ---
+
+
+def test_large_segments_get_falling_addresses_and_small_ones_growing_ones() -> None:
+    """As Linux drivers mostly do; under WSL all grow. It decides which of two equal blocks is taken."""
+    placed = {}
+    for descending in (True, False):
+        a = CachingAllocator(addresses=Addresses(descending))
+        for number, nbytes in enumerate((12 * M, 12 * M, 512, 2 * M, M, M)):
+            a.allocate(number, nbytes)
+        # 12 and 12 MiB, 2 MiB for the 512 bytes and a MiB, 20 MiB for the 2, 2 MiB for the last.
+        assert a.reserved_bytes == 48 * M
+        at = [a.address_of(number) for number in range(6)]
+        assert None not in at
+        order = [number for number in sorted(range(6), key=lambda number: at[number] or 0) if number != 4]
+        assert order == ([3, 1, 0, 2, 5] if descending else [0, 1, 2, 3, 5])
+        a.free(0)
+        a.free(1)
+        a.allocate(6, 12 * M)
+        placed[descending] = [at[:2].index(a.address_of(6))]
+        with pytest.raises(InvalidInputError, match="block 0 isn't allocated"):
+            a.address_of(0)
+    assert placed == {True: [1], False: [0]}
+
+
+def test_one_segment_is_released_alone() -> None:
+    a = make()
+    for number in range(3):
+        a.allocate(number, 12 * M)
+    first, second, third = (a.address_of(number) for number in range(3))
+    a.free(0)
+    a.free(1)
+    assert second is not None
+    assert a.release(second)
+    assert layout(a) == [[("free", 12 * M)], [(2, 12 * M)]]
+    assert a.reserved_bytes == 24 * M
+    assert third is not None
+    assert not a.release(third)  # in use
+    assert not a.release(second)
+    assert figures(a) == (12 * M, 12 * M, 24 * M)
+    assert first is not None
+
+
+def test_a_request_for_new_memory_passes_by_a_free_block() -> None:
+    a = make()
+    a.allocate(0, 12 * M)
+    a.free(0)
+    a.allocate(1, 12 * M, grow=True)
+    assert layout(a) == [[("free", 12 * M)], [(1, 12 * M)]]
+
+
+def test_a_state_is_restored_with_what_waits() -> None:
+    a = make()
+    a.allocate(0, 5 * M)
+    a.allocate(1, 4 * M, stream=3)
+    a.allocate(2, 1000)
+    a.record_stream(0, 2)
+    a.free(0)
+    b = make()
+    b.restore(a.snapshot())
+    assert b.snapshot() == a.snapshot()
+    assert (figures(b), b.active_bytes, b.inactive_split_bytes) == (figures(a), a.active_bytes, a.inactive_split_bytes)
+    assert (b.peak_reserved_bytes, b.peak_allocated_bytes) == (a.reserved_bytes, a.allocated_bytes)
+    b.synchronize(2)  # whose event it was isn't in a state
+    b.allocate(3, 20 * M)
+    assert b.reserved_bytes == a.reserved_bytes + 20 * M
+    b.synchronize(-1)  # of block 0
+    b.allocate(4, 20 * M)  # the 5 MiB are free, the whole segment with them
+    assert b.reserved_bytes == a.reserved_bytes + 20 * M
+
+
+def test_states_that_cannot_be_restored() -> None:
+    used = make()
+    used.allocate(0, 512)
+    with pytest.raises(InvalidInputError, match="this one is in use"):
+        used.restore(())
+    block = BlockInfo(0, M, M, "allocated", 0)
+    for blocks, message in (
+        ((block,), "end at 1048576, not after its 2097152 bytes"),
+        ((dataclasses.replace(block, address=512),), "must tile it; one at 512 has 1048576 bytes where 0 is next"),
+        ((dataclasses.replace(block, size_bytes=0),), "has 0 bytes"),
+        ((dataclasses.replace(block, block=None),), "needs a number of its own, not None"),
+        ((block, dataclasses.replace(block, address=M)), "needs a number of its own, not 0"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            make().restore([SegmentInfo(0, 2 * M, 0, "small", False, blocks)])
+
+
 # --- settings ---
 
 
@@ -667,6 +758,32 @@ def test_settings_from_string() -> None:
     # The order doesn't matter.
     text = "max_split_size_mb:30,large_segment_size_mb:12"
     assert AllocatorSettings.from_string(text).large_segment_bytes == 12 * M
+
+
+@pytest.mark.parametrize(
+    ("text", "again"),
+    [
+        ("", ""),
+        ("max_split_size_mb:128,expandable_segments:True", "expandable_segments:True,max_split_size_mb:128"),
+        ("garbage_collection_threshold:0.8,per_process_memory_fraction:0.9", None),
+        ("large_segment_size_mb:40,max_non_split_rounding_mb:50,max_split_size_mb:60", None),
+        ("roundup_power2_divisions:8", None),
+        ("expandable_segments:False,roundup_power2_divisions:1", ""),
+        (
+            "roundup_power2_divisions:[64:8,256:4,>:1]",
+            "roundup_power2_divisions:[1:8,2:8,4:8,8:8,16:8,32:8,64:8,128:1,256:4,"
+            "512:1,1024:1,2048:1,4096:1,8192:1,16384:1,32768:1]",
+        ),
+    ],
+)
+def test_settings_as_text(text: str, again: str | None) -> None:
+    settings = AllocatorSettings.from_string(text)
+    assert settings.to_string() == (text if again is None else again)
+    read = AllocatorSettings.from_string(settings.to_string())
+    assert [max(n, 1) for n in read.divisions] == [max(n, 1) for n in settings.divisions]
+    assert dataclasses.replace(read, roundup_power2_divisions=0) == dataclasses.replace(
+        settings, roundup_power2_divisions=0
+    )
 
 
 # What torch 2.13's own parser makes of them (AcceleratorAllocatorConfig::roundup_power2_divisions of 1 MiB ... 32 GiB).
@@ -948,6 +1065,43 @@ def fitting(a: CachingAllocator, nbytes: int, stream: int) -> list[tuple[int, in
     if a.settings.expandable_segments:
         return []  # the block tried may not be the smallest; see the hand-worked trace
     return found if allowed else []
+
+
+@given(STEPS, STEPS, st.sampled_from(["", "expandable_segments:True", "max_split_size_mb:20"]))
+def test_a_restored_state_goes_on_as_the_first_would_have(
+    before: list[tuple[str, int, int]], after: list[tuple[str, int, int]], conf: str
+) -> None:
+    a = make(conf, 10 * G)
+    live: list[int] = []
+    run([step for step in before if step[0] != "record_stream"], a, live, 0)
+    # What begins an address space isn't in a state.
+    blocks = [b for b in a._live.values() if b is not None] + a._small.blocks() + a._large.blocks()
+    spaces = {(b.stream, "small" if b.pool.small else "large"): b.segment.address for b in blocks if b.segment}
+    b = CachingAllocator(a.settings, a.capacity_bytes, copy.copy(a._addresses))
+    b.restore(a.snapshot(), spaces)
+    check(b)
+    assert (b.snapshot(), figures(b)) == (a.snapshot(), figures(a))
+    for steps in (after, [("empty_cache", 0, 0)]):
+        again = list(live)
+        run(steps, a, live, 1000)
+        run(steps, b, again, 1000)
+        check(b)
+        assert (b.snapshot(), figures(b)) == (a.snapshot(), figures(a))
+
+
+def run(steps: list[tuple[str, int, int]], a: CachingAllocator, live: list[int], first: int) -> None:
+    for number, (call, value, stream) in enumerate(steps, first):
+        if call == "allocate":
+            if attempt(a, number, value, stream) is None:
+                live.append(number)
+        elif call == "free" and live:
+            a.free(live.pop(value % len(live)))
+        elif call == "record_stream" and live:
+            a.record_stream(live[value % len(live)], stream)
+        elif call == "synchronize":
+            a.synchronize(stream)
+        elif call == "empty_cache":
+            a.empty_cache()
 
 
 class PlainAllocator:

@@ -64,6 +64,7 @@ def test_help_names_every_command_and_version_prints(run: Run) -> None:
         "calibrate",
         "estimate",
         "fit",
+        "snapshot",
     ):
         assert command in result.stdout
     version = run("--version")
@@ -72,7 +73,8 @@ def test_help_names_every_command_and_version_prints(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "solve", "frontier", "explain", "show", "simulate", "compare", "calibrate", "estimate", "fit"]
+    "command",
+    ["demo", "solve", "frontier", "explain", "show", "simulate", "compare", "calibrate", "estimate", "fit", "snapshot"],
 )
 def test_each_command_has_an_example(run: Run, command: str) -> None:
     result = run(command, "--help")

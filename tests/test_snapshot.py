@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import Run, assert_clean_error
+from histories import GENERATED, load_history, snapshot_from
+from rich.console import Console
 
 from ckptplan import AllocatorSettings, InvalidInputError
 from ckptplan.memory.allocator import BlockInfo, SegmentInfo
@@ -22,6 +26,8 @@ from ckptplan.memory.snapshot import (
     replay_snapshot,
     settings_from_snapshot,
 )
+from ckptplan.memory.snapshot_summary import summarize, where
+from ckptplan.report.snapshot import snapshot_tables
 
 pytestmark = pytest.mark.planning
 
@@ -367,3 +373,321 @@ def test_entries_that_no_recording_makes(tmp_path: Path, change: dict[str, Any],
     with pytest.raises(InvalidInputError, match=f"snapshot.pickle is no memory snapshot: .*{message}") as caught:
         load_snapshot(path)
     assert len(str(caught.value)) < 400
+
+
+# --- what it says ---
+
+
+def frame(file: str, line: int, name: str = "step") -> dict[str, Any]:
+    return {"filename": file, "line": line, "name": name}
+
+
+TORCH = frame("/usr/lib/python3.11/site-packages/torch/nn/modules/linear.py", 125, "forward")
+WINDOWS = frame(r"C:\work\a\b\train.py", 3, "main")
+LOADS, STEPS, PADS = (frame("/home/me/work/train.py", line, "main") for line in (10, 20, 30))
+
+
+def entry_at(place: dict[str, Any], *args: Any) -> dict[str, Any]:
+    return {**entry(*args), "frames": [TORCH, place, frame("/home/me/work/run.py", 1, "<module>")]}
+
+
+# 5, 6 and 4 MiB in one segment, the middle one freed; 30 MiB made for PADS and freed; then 40 MiB.
+WASTEFUL = [
+    entry_at(LOADS, "segment_alloc", A, 20 * M),
+    entry_at(LOADS, "alloc", A, 5 * M),
+    entry_at(PADS, "alloc", A + 5 * M, 6 * M),
+    entry_at(STEPS, "alloc", A + 11 * M, 4 * M),
+    entry_at(PADS, "segment_alloc", B, 30 * M),
+    entry_at(PADS, "alloc", B, 30 * M),
+    entry("free_requested", B, 30 * M),
+    entry("free_completed", B, 30 * M),
+    entry("free_requested", A + 5 * M, 6 * M),
+    entry("free_completed", A + 5 * M, 6 * M),
+    entry_at(STEPS, "segment_alloc", C, 40 * M),
+    entry_at(STEPS, "alloc", C, 40 * M - 200),
+]
+AFTER_WASTEFUL = (
+    (A, 20 * M, [(A, 5 * M), (A + 11 * M, 4 * M)]),
+    (B, 30 * M, []),
+    (C, 40 * M, [(C, 40 * M - 200)]),
+)
+
+
+def test_whose_the_fragments_are() -> None:
+    (found,) = summarize(snapshot_of(WASTEFUL, *AFTER_WASTEFUL))
+    assert (found.device, found.settings, found.entries, found.reserved_at_start_bytes) == (0, "", 12, 0)
+    # 5 + 6 + 4 + 30 and 5 + 4 + 40 MiB - 200.
+    peaks = found.reserved_peak_bytes, found.allocated_peak_bytes, found.requested_peak_bytes
+    assert peaks == (90 * M, 49 * M, 49 * M - 200)
+    assert (found.allocations, found.exact, found.first_difference) == (5, True, None)
+    state = found.at_peak
+    assert (state.entry, state.reserved_bytes, state.requested_bytes) == (11, 90 * M, 49 * M - 200)
+    # Between LOADS' 5 and STEPS' 4 are 6 MiB, behind these 5; PADS' 30 are unused.
+    assert (state.rounding_bytes, state.waiting_bytes) == (200, 0)
+    assert (state.fragment_bytes, state.unused_bytes) == (11 * M, 30 * M)
+    figures = {h.where: (h.blocks, h.allocated_bytes, h.fragment_bytes, h.unused_bytes) for h in state.holders}
+    assert figures == {
+        "/home/me/work/train.py:30 main": (0, 0, 0, 30 * M),
+        "/home/me/work/train.py:20 main": (2, 44 * M, 8 * M, 0),
+        "/home/me/work/train.py:10 main": (1, 5 * M, 3 * M, 0),
+    }
+    assert [h.where[-7:] for h in state.holders] == ["30 main", "20 main", "10 main"]
+
+
+def test_what_other_settings_would_have_reserved() -> None:
+    """By hand: expandable, 15 MiB in a page of 20, 30 with two more, freed, and 40 in the 45 then free: 60 MiB."""
+    (found,) = summarize(snapshot_of(WASTEFUL, *AFTER_WASTEFUL))
+    peaks = {a.change: a.reserved_peak_bytes for a in found.alternatives}
+    assert peaks[""] == 90 * M
+    assert peaks["expandable_segments:True"] == 60 * M
+    # 6, 6 and 4 in 20; 32; 48 doesn't fit these.
+    assert peaks["roundup_power2_divisions:2"] == 100 * M
+    # From 32 MiB on a block isn't split: nothing changes. At 64 neither.
+    assert peaks["max_split_size_mb:32"] == peaks["max_split_size_mb:64"] == 90 * M
+    # Collected above 0.6 of 90 = 54 MiB; there are 50 when the 40 are wanted.
+    assert peaks["garbage_collection_threshold:0.6"] == 90 * M
+    assert "roundup_power2_divisions:1" not in peaks  # as it is
+    checked = {a.change for a in found.alternatives if a.checked}
+    assert checked == {"", "expandable_segments:True"}
+    assert {a.change: a.limit_bytes for a in found.alternatives if a.limit_bytes} == {
+        f"garbage_collection_threshold:{threshold}": 90 * M for threshold in (0.6, 0.8, 0.9)
+    }
+    assert found.advice is not None
+    assert (found.advice.conf, found.advice.reserved_peak_bytes) == ("expandable_segments:True", 60 * M)
+    assert found.advice.fits_failed_requests is None
+
+    # Within 80 MiB the 30 are given back for the 40; above 0.6 of 80 they are collected.
+    (limited,) = summarize(snapshot_of(WASTEFUL, *AFTER_WASTEFUL), limit_bytes=80 * M)
+    peaks = {a.change: a.reserved_peak_bytes for a in limited.alternatives}
+    assert (peaks[""], peaks["garbage_collection_threshold:0.6"]) == (60 * M, 60 * M)
+    assert limited.advice is None
+    (limited,) = summarize(snapshot_of(WASTEFUL, *AFTER_WASTEFUL), limit_bytes=30 * M)
+    assert {a.reserved_peak_bytes for a in limited.alternatives} == {None}
+    assert limited.advice is None
+
+
+def test_recorded_settings_stay_in_what_is_advised() -> None:
+    snapshot = snapshot_of(WASTEFUL, *AFTER_WASTEFUL, conf="max_split_size_mb:64,per_process_memory_fraction:0.9")
+    (found,) = summarize(snapshot)
+    assert found.settings == "max_split_size_mb:64,per_process_memory_fraction:0.9"
+    assert found.exact
+    assert found.advice is not None
+    assert found.advice.conf == "expandable_segments:True,max_split_size_mb:64"
+    assert not any(a.checked for a in found.alternatives)  # no record has shown a limit on splits
+    assert "max_split_size_mb:64" not in {a.change for a in found.alternatives}
+
+
+# 5 MiB in 20; 22, freed, then 16 of them; 18 fit neither beside the 5 nor behind the 16.
+FAILS = [
+    entry("segment_alloc", A, 20 * M),
+    entry("alloc", A, 5 * M),
+    entry("segment_alloc", B, 22 * M),
+    entry("alloc", B, 22 * M),
+    entry("free_requested", B, 22 * M),
+    entry("free_completed", B, 22 * M),
+    entry("alloc", B, 16 * M),
+    {"action": "oom", "size": 18 * M, "stream": 0, "device_free": 10 * M, "frames": []},
+]
+
+
+def test_a_request_that_failed_and_what_would_have_held_it() -> None:
+    snapshot = snapshot_of(FAILS, (A, 20 * M, [(A, 5 * M)]), (B, 22 * M, [(B, 16 * M)]))
+    (found,) = summarize(snapshot)
+    (shortage,) = found.shortages
+    assert (shortage.entry, shortage.requested_bytes, shortage.device_free_bytes) == (7, 18 * M, 10 * M)
+    assert shortage.reserved_bytes == 42 * M
+    # Expandable: 5 and 22 in 40 MiB; then 5, 16 and 19 free ones.
+    fits = {a.change: a.fits_failed_requests for a in found.alternatives}
+    assert fits["expandable_segments:True"] is True
+    assert fits[""] is False
+    assert fits["max_split_size_mb:512"] is False
+    # Had the device had 18 MiB more, it would have fit as it was, which shows that the limit counts.
+    snapshot["device_traces"][0][-1]["device_free"] = 18 * M
+    (found,) = summarize(snapshot)
+    assert found.alternatives[0].fits_failed_requests is True
+
+
+def test_expandable_pages_that_nothing_uses() -> None:
+    """60 MiB of pages of 20; 12 are alive at the start: two whole pages are unused, 8 MiB a fragment."""
+    entries = [
+        entry("segment_map", A, 20 * M),
+        entry("alloc", A, 12 * M),
+        entry("segment_map", A + 20 * M, 40 * M),
+        entry("alloc", A + 12 * M, 48 * M),
+        entry("free_requested", A + 12 * M, 48 * M),
+        entry("free_completed", A + 12 * M, 48 * M),
+    ]
+    snapshot = snapshot_of(entries, (A, 60 * M, [(A, 12 * M)]), conf="expandable_segments:True")
+    at_end = dict(snapshot, device_traces=[[]])
+    (found,) = summarize(at_end)
+    state = found.at_peak
+    assert (state.fragment_bytes, state.unused_bytes, state.requested_bytes) == (8 * M, 40 * M, 12 * M)
+    assert {h.where: h.unused_bytes for h in state.holders}["(pages of expandable segments)"] == 40 * M
+    (found,) = summarize(snapshot)
+    assert found.at_peak.requested_bytes == 60 * M
+    assert found.exact
+    assert not any("garbage" in a.change for a in found.alternatives)  # it leaves pages alone
+    assert found.alternatives[1].change == "expandable_segments:False"
+
+
+def test_without_a_history_the_present_state_is_told() -> None:
+    snapshot = snapshot_of([], *AFTER_WASTEFUL)
+    snapshot["segments"][0]["blocks"][0]["frames"] = [LOADS]
+    snapshot["segments"][1]["frames"] = [PADS]
+    snapshot["segments"][2]["blocks"][0]["frames"] = [WINDOWS]
+    (found,) = summarize(snapshot)
+    assert (found.reserved_peak_bytes, found.allocated_peak_bytes, found.requested_peak_bytes) == (
+        90 * M, 49 * M, 49 * M - 200,
+    )  # fmt: skip
+    assert (found.entries, found.exact, found.alternatives, found.at_peak.entry) == (0, None, (), None)
+    assert "no history was recorded" in found.notes[0]
+    assert "_record_memory_history() before the model is built" in found.notes[0]
+    held = {h.where: (h.allocated_bytes, h.fragment_bytes, h.unused_bytes) for h in found.at_peak.holders}
+    assert held["/home/me/work/train.py:10 main"] == (5 * M, 3 * M, 0)
+    assert held["/home/me/work/train.py:30 main"] == (0, 0, 30 * M)
+    assert held["(no stack recorded)"] == (4 * M, 8 * M, 0)
+    shown = io.StringIO()
+    Console(file=shown, width=140).print(snapshot_tables(found))
+    for text in ("reserved at the snapshot", "a/b/train.py:3 main", "work/train.py:10 main", "note: no history"):
+        assert text in shown.getvalue()
+
+
+def test_what_cannot_be_replayed_still_has_its_recorded_figures() -> None:
+    private = snapshot_of([{**one, "pool_id": (0, 1)} for one in WASTEFUL], *AFTER_WASTEFUL)
+    (found,) = summarize(private)
+    assert (found.reserved_peak_bytes, found.requested_peak_bytes) == (90 * M, 49 * M - 200)
+    assert (found.allocated_peak_bytes, found.exact, found.alternatives) == (None, None, ())
+    assert "private pools" in found.notes[0]
+    other = snapshot_of(WASTEFUL, *AFTER_WASTEFUL, conf="backend:cudaMallocAsync")
+    (found,) = summarize(other)
+    assert found.reserved_peak_bytes == 90 * M
+    assert "backend:cudaMallocAsync isn't modelled" in found.notes[0]
+    missing = snapshot_of(list(WASTEFUL), *AFTER_WASTEFUL)
+    del missing["device_traces"][0][4]  # B was made, but that isn't recorded: as if it had been there before
+    (found,) = summarize(missing)
+    assert found.reserved_at_start_bytes == 30 * M
+    missing["device_traces"][0].append(entry("segment_map", A, 20 * M))
+    (found,) = summarize(missing)
+    assert (found.reserved_peak_bytes, found.allocated_peak_bytes, found.entries) == (90 * M, 49 * M, 12)
+    assert found.reserved_at_start_bytes is None
+    assert "entries are missing" in found.notes[0]
+    assert "the figures are those of the moment of the snapshot" in found.notes[1]
+
+
+def test_devices_without_anything_are_left_out() -> None:
+    snapshot = snapshot_of(WASTEFUL, *AFTER_WASTEFUL)
+    snapshot["device_traces"] = [[], [], snapshot["device_traces"][0]]
+    for segment in snapshot["segments"]:
+        segment["device"] = 2
+    assert [found.device for found in summarize(snapshot)] == [2]
+
+
+def test_the_place_that_a_stack_names() -> None:
+    assert where(None) == "(made before the record)"
+    assert where([]) == "(no stack recorded)"
+    assert where([TORCH]) == "(no Python frame outside PyTorch)"
+    assert where([TORCH, LOADS, STEPS]) == "/home/me/work/train.py:10 main"
+    cpp = frame("/build/aten/src/ATen/native/Linear.cpp", 9, "at::native::linear")
+    unknown, library = frame("??", 0, "malloc"), frame("", 0, "libtorch_cuda.so")
+    threads = frame("/usr/lib/python3.11/threading.py", 9, "run")
+    frozen = frame("<frozen runpy>", 88, "_run_code")
+    triton = frame(r"C:\lib\site-packages\triton\jit.py", 9, "run")
+    assert where([unknown, library, cpp, threads, frozen, triton, WINDOWS]) == r"C:\work\a\b\train.py:3 main"
+    library = frame("/usr/lib/python3.11/site-packages/transformers/models/llama.py", 7, "forward")
+    assert where([TORCH, library]) == "/usr/lib/python3.11/site-packages/transformers/models/llama.py:7 forward"
+    node = frame("/build/torch/csrc/autograd/engine.cpp", 9, "torch::autograd::generated::AddmmBackward0::apply(x&&)")
+    assert where([cpp, node]) == "(backward: AddmmBackward0)"
+
+
+# --- the command ---
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps(snapshot_of(WASTEFUL, *AFTER_WASTEFUL)))
+    return path
+
+
+def test_the_command_tells_everything(run: Run, file: Path, tmp_path: Path) -> None:
+    result = run("snapshot", file, "--json", tmp_path / "out.json")
+    assert result.exit_code == 0, result.output
+    for text in (
+        "90.00 MiB (94371840 bytes)",
+        "as recorded: every address and every reserved byte",
+        "unused segments, cached             30.00 MiB  33.3%",
+        "me/work/train.py:20 main",
+        "8.00 MiB",
+        "expandable_segments:True",
+        "-30.00 MiB",
+        "roundup_power2_divisions:",
+        "modelled, not checked against a device",
+        'use PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True": 30.00 MiB less',
+    ):
+        assert text in result.stdout
+    assert result.stdout.count("max_split_size_mb") == 1  # the best of each
+    printed = run("snapshot", file, "--json", "-")
+    assert printed.exit_code == 0
+    assert printed.stdout == (tmp_path / "out.json").read_text()
+    (device,) = json.loads(printed.stdout)["devices"]
+    assert (device["device"], device["reserved_peak_bytes"], device["exact"]) == (0, 90 * M, True)
+    assert device["advice"]["conf"] == "expandable_segments:True"
+    assert device["at_peak"]["holders"][0] == {
+        "where": "/home/me/work/train.py:30 main",
+        "blocks": 0,
+        "allocated_bytes": 0,
+        "fragment_bytes": 0,
+        "unused_bytes": 30 * M,
+    }
+
+
+def test_the_command_says_what_a_threshold_needs(run: Run, tmp_path: Path) -> None:
+    """Where pages can't be had and a threshold is the best: 12 MiB at a time, each larger than the one before."""
+    entries, final, at = [], [], A
+    for size in (100, 60, 62, 64, 66, 68):
+        entries += [entry("segment_alloc", at, size * M), entry("alloc", at, size * M)]
+        if size != 100:
+            entries += [entry("free_requested", at, size * M), entry("free_completed", at, size * M)]
+        final.append((at, size * M, [(at, size * M)] if size == 100 else []))
+        at += 200 * M
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps(snapshot_of(entries, *final)))
+    (found,) = json.loads(run("snapshot", path, "--json", "-").stdout)["devices"]
+    peaks = {a["change"]: a["reserved_peak_bytes"] for a in found["alternatives"]}
+    assert peaks[""] == 420 * M
+    # Above 0.6 of 420 = 252 MiB: 100 + 60 + 62 = 222, then 286, from which 60 and 62 go before the 66: 230; then 298.
+    assert peaks["garbage_collection_threshold:0.6"] == 298 * M
+    assert peaks["expandable_segments:True"] == 180 * M
+    assert found["advice"]["conf"] == "expandable_segments:True"
+
+
+def test_the_command_marks_what_is_only_modelled(run: Run, tmp_path: Path) -> None:
+    recorded = snapshot_from(load_history(GENERATED / "out_of_memory.json.gz"))
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps(recorded))
+    result = run("snapshot", path, "--limit-gb", "0.25")
+    assert result.exit_code == 0, result.output
+    assert "out of memory at entry" in result.stdout
+    assert "failed requests" in result.stdout
+    assert "device 0" in result.stdout
+
+
+def test_the_command_s_errors_are_one_line(run: Run, file: Path, tmp_path: Path) -> None:
+    assert_clean_error(run("snapshot", tmp_path / "none.pickle"), "none.pickle can't be read")
+    whole = file.read_bytes()
+    for data, text in ((b"", "is empty"), (whole[:100], "holds no plain data"), (b"{}", "no pickle")):
+        file.write_bytes(data)
+        assert_clean_error(run("snapshot", file), text)
+    file.write_bytes(pickle.dumps({"model": 3}))
+    assert_clean_error(run("snapshot", file), "must be a dict with 'segments' and 'device_traces'")
+    file.write_bytes(whole)
+    assert_clean_error(run("snapshot", file, "--limit-gb", "80GB"), "--limit-gb")
+    result = run("snapshot", file, "--json", tmp_path / "none" / "out.json")
+    assert result.exit_code == 2
+    assert "the figures can't be written to" in result.stderr
+
+
+def test_a_snapshot_of_nothing(run: Run, file: Path) -> None:
+    file.write_bytes(pickle.dumps({"segments": [], "device_traces": [[], []]}))
+    result = run("snapshot", file)
+    assert (result.exit_code, result.stdout) == (0, "nothing reserved or recorded on any device\n")
