@@ -7,6 +7,7 @@ import functools
 import gc
 import itertools
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from fake_cuda import FakeStream
 from test_streams import KINDS, SIZES, made, on_device
 
 from ckptplan.core.errors import SwapError
-from ckptplan.runtime.stores import ChecksumStore, DiskStore, Extents, NullStore
+from ckptplan.runtime.stores import ChecksumStore, DiskStore, Extents, NullStore, disk
 from ckptplan.runtime.stores.workers import Done, Worker
 from ckptplan.runtime.swap import (
     Counters,
@@ -283,6 +284,35 @@ def test_bookkeeping_grows_with_the_storages(make: Callable[[Path], Any], stages
         taken.append(bytecodes_in(functools.partial(step, run, each)))
         store.close()
     assert taken[1] < 2.2 * taken[0]
+
+
+def test_a_wait_in_a_workers_thread_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record that ends in a worker's thread, where nothing may wait: others of its batch still wait themselves."""
+    real, begin = disk._read, threading.Event()
+    ended = threading.Event()
+    store = DiskStore(tmp_path)
+    tensors = [torch.full((2048,), float(i)) for i in range(2)]
+    run = session(store)
+    held = packed(run, 0, tensors)
+    del tensors
+    run.release(0)
+
+    def collects(*arguments: Any) -> None:
+        begin.wait()
+        if held:
+            held.pop()  # the last reference
+            ended.set()
+            time.sleep(0.1)
+        real(*arguments)
+
+    monkeypatch.setattr(disk, "_read", collects)
+    run.prefetch(0)
+    first = held.pop(0)
+    begin.set()
+    ended.wait()
+    assert torch.equal(unpack(first), torch.zeros(2048))
+    del first
+    store.close()
 
 
 def test_a_damaged_part_is_found_in_its_group(tmp_path: Path) -> None:

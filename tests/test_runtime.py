@@ -646,13 +646,13 @@ def test_what_a_failed_backward_leaves_in_the_engine_goes(ends: str, monkeypatch
 @pytest.mark.parametrize("name", ["tied", "conv_norm", "routed"])
 def test_nothing_of_the_models_own_is_a_record(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, packed = planned(name, "swap"), list[int]()
-    original = swap.SwapSession.record
+    original = swap.Record.__init__
 
-    def noted(self: swap.SwapSession, tensor: torch.Tensor, *key: Any) -> Any:
+    def noted(self: swap.Record, tensor: torch.Tensor, *rest: Any) -> None:
         packed.append(tensor.untyped_storage().data_ptr())
-        return original(self, tensor, *key)
+        original(self, tensor, *rest)
 
-    monkeypatch.setattr(swap.SwapSession, "record", noted)
+    monkeypatch.setattr(swap.Record, "__init__", noted)
     model, inputs = build(name)
     tensors = (*model.parameters(), *model.buffers())  # alive, so that nothing else comes to lie where a buffer was
     own = {t.untyped_storage().data_ptr() for t in tensors}

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ckptplan.core.chain import Segment
 from ckptplan.core.plan import Plan
 from ckptplan.runtime.apply import apply
-from ckptplan.runtime.swap import SwapSession
+from ckptplan.runtime.swap import Record
 
 dist = pytest.importorskip("torch.distributed")
 if not dist.is_available():
@@ -103,13 +103,13 @@ def wanted(mesh: Any, where: str, policy: str) -> list[Any]:
 def test_a_sharded_model(mesh: Any, where: str, policy: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bitwise as without a plan; parameters gathered for a stage never move, whatever their precision."""
     moved: list[torch.Tensor] = []
-    record = SwapSession.record
+    made = Record.__init__
 
-    def watched(self: SwapSession, tensor: torch.Tensor, *key: Any) -> Any:
+    def watched(self: Record, tensor: torch.Tensor, *rest: Any) -> None:
         moved.append(tensor)
-        return record(self, tensor, *key)
+        made(self, tensor, *rest)
 
-    monkeypatch.setattr(SwapSession, "record", watched)
+    monkeypatch.setattr(Record, "__init__", watched)
     expected = wanted(mesh, where, policy)
     model, inputs = sharded(mesh, where, POLICIES[policy]), build("transformer")[1]
     plan = planned(what)

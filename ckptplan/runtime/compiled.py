@@ -14,7 +14,8 @@ from ckptplan.core.errors import UnsupportedModelError
 
 T = TypeVar("T")
 
-_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback  # asked at every call and every saved tensor
+compiler_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""What the compiler does with the code that runs now, None where it leaves it alone; asked at every saved tensor."""
 
 _REMEDY = "compile its stages one by one (`for layer in model.layers: layer.compile()`), then plan and apply"
 
@@ -57,7 +58,7 @@ def out_of_sight(hook: Callable[[torch.Tensor], T]) -> Callable[[torch.Tensor], 
     """
 
     def quiet(tensor: torch.Tensor) -> T:
-        if _callback() is None:
+        if compiler_callback() is None:
             return hook(tensor)
         callback = torch._C._dynamo.eval_frame.set_eval_frame(None)
         try:
@@ -104,7 +105,7 @@ def check_not_compiling(module: nn.Module) -> None:
     ------
     UnsupportedModelError
     """
-    if torch.compiler.is_compiling() or _callback() is not None:
+    if torch.compiler.is_compiling() or compiler_callback() is not None:
         raise UnsupportedModelError(
             f"a {type(module).__name__} that is a stage of a plan is called inside a region that was compiled as one "
             f"(the whole model, the training step, or the stage itself after the plan was applied); {_REMEDY}"

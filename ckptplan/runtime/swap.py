@@ -66,12 +66,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ckptplan.core.chain import Tier
 from ckptplan.core.errors import CkptPlanError, PlanMismatchError
-from ckptplan.runtime.compiled import out_of_sight
+from ckptplan.runtime.compiled import compiler_callback, out_of_sight
 from ckptplan.runtime.meter import Meter
 from ckptplan.runtime.stores import Store, Ticket
 
 MIN_SWAP_BYTES = 1 << 12
-"""No plan moves smaller storages: a transfer's fixed cost exceeds what they free."""
+"""Smaller storages stay, whatever the link: a page, and a block of the swap file. On CUDA the link says from how many
+bytes moving pays (`Link.least_bytes`), where it was measured."""
 
 
 _CPU = torch.device("cpu")
@@ -256,7 +257,7 @@ class Record:
         # Shares the version counter of what was saved; autograd hands hooks a tensor of their own.
         self._watch: torch.Tensor | None = tensor.detach() if tensor.requires_grad else tensor
         self._whole: torch.Tensor | None = None
-        self.version: int | None = None if tensor.is_inference() else tensor._version  # None: isn't counted
+        self.version = tensor._version
         self._trip: _Trip | None = None
         # NOTE [Models on several streams]; the users are those of the memory that the record holds now.
         self._home = _home_of(tensor) if home is _UNKNOWN else home
@@ -359,7 +360,7 @@ class Record:
         assert trip is not None
         assert whole is not None
         assert self._watch is not None
-        if self.version is not None and self._watch._version != self.version:
+        if self._watch._version != self.version:
             trip.modified = self._watch._version
         self._tell_allocator(self._users)
         trip.storage = weakref.ref(whole.untyped_storage())
@@ -406,13 +407,14 @@ class Record:
             assert self._trip is not None
             whole = self._returned()
             return whole if self._trip.geometry is None else self._trip.geometry.on(whole)
-        self._check(watch)
+        if self._trip is not None or watch._version != self.version:
+            self._check(watch)
         return watch
 
     def _check(self, watch: torch.Tensor) -> None:
         if self._trip is not None:
             self.used_now()
-        if self.version is not None and watch._version != self.version:
+        if watch._version != self.version:
             raise modified_error([self.nbytes], self.version, watch._version)
 
     def _returned(self) -> torch.Tensor:
@@ -421,10 +423,11 @@ class Record:
         if trip.state is State.ON_DEVICE:
             self.used_now()
         else:
-            self.start_returning()
+            if trip.state is State.AWAY:
+                self.start_returning()
             self.finish_returning()
         if trip.modified is not None:
-            raise modified_error([self.nbytes], self.version or 0, trip.modified)
+            raise modified_error([self.nbytes], self.version, trip.modified)
         assert self._whole is not None
         if version_of(self._whole) != trip.returned:  # a backward wrote to it
             raise modified_error([self.nbytes], trip.returned, version_of(self._whole))
@@ -551,24 +554,27 @@ def version_of(tensor: torch.Tensor) -> int:
 _PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage of whole elements that `tensor` is nothing but a view of; None where it is something else."""
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_quantized:
+        return None
+    storage = tensor.untyped_storage()
+    nbytes = storage.nbytes()
+    return storage if nbytes > 0 and nbytes % tensor.element_size() == 0 else None
+
+
 def plain(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is nothing but a view of a storage of whole elements."""
-    return (
-        type(tensor) in _PLAIN
-        and tensor.layout is torch.strided
-        and not tensor.is_quantized
-        and (nbytes := tensor.untyped_storage().nbytes()) > 0
-        and nbytes % tensor.element_size() == 0
-    )
+    return _storage_of(tensor) is not None
 
 
 def has_position(tensor: torch.Tensor, never: Callable[[torch.UntypedStorage], bool] = lambda storage: False) -> bool:
     """Whether the storage of a saved tensor has a position in the order of saving (NOTE [Positions])."""
     return (
-        plain(tensor)
+        (storage := _storage_of(tensor)) is not None
         and tensor.dtype is not torch.uint64
-        and not (tensor.dim() == 0 and tensor.untyped_storage().nbytes() == tensor.element_size())
-        and not never(tensor.untyped_storage())
+        and not (tensor.dim() == 0 and storage.nbytes() == tensor.element_size())
+        and not never(storage)
     )
 
 
@@ -586,20 +592,34 @@ class Packing:
 
     def __init__(self, session: SwapSession) -> None:
         self._session = session
-        self._never = session._never
+        self._device, self._never, self._counters = session._device, session._never, session._counters
+        self._home = _UNKNOWN if self._device.type == "cuda" else None
+        self._records = session._records
         self.order: Order = {}
 
     def pack(self, tensor: torch.Tensor) -> Packed:
-        """`tensor` as a view of its record, or itself where it can't be moved."""
+        """`tensor` as its storage's record, which all stages of this forward share, or as a view of it.
+
+        Itself where it can't be moved.
+        """
+        # Called for every saved tensor: few calls, and nothing that only those need that leave.
+        if compiler_callback() is not None:
+            return out_of_sight(self.pack)(tensor)
         if not has_position(tensor, self._never):
             return _held(tensor)
-        key = storage_key(tensor)
-        if not self._session.is_here(tensor):
-            self.order.setdefault(key, None)
+        if tensor.device != self._device or tensor.is_inference():  # the latter comes from outside the step
+            self.order.setdefault(storage_key(tensor), None)
             return _held(tensor)
-        record, is_new = self._session.record(tensor, key)
-        self.order.setdefault(key, record)
-        return record if is_new else Alias(record, Geometry.of(tensor))
+        key = tensor.untyped_storage()._cdata, tensor._version
+        known = self._records.get(key)
+        record = None if known is None else known()
+        if record is not None and not record.is_gone:
+            record.used_now()
+            self.order.setdefault(key, record)
+            return Alias(record, Geometry.of(tensor))
+        self.order[key] = record = Record(tensor, self._counters, self._home)
+        self._records[key] = weakref.ref(record)
+        return record
 
     def skip(self, tensor: torch.Tensor) -> None:
         """Count `tensor` in the order without holding it."""
@@ -608,7 +628,7 @@ class Packing:
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Pack what autograd saves inside."""
-        return torch.autograd.graph.saved_tensors_hooks(out_of_sight(self.pack), unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
 
 
 def _held(tensor: torch.Tensor) -> Held:
@@ -646,7 +666,6 @@ class SwapSession:
         self._planned = planned
         self._stores = stores
         self._device = device
-        self._has_streams = device.type == "cuda"
         self._never = never
         self._counters = counters
         self._records: dict[tuple[int, int], weakref.ref[Record]] = {}
@@ -676,10 +695,6 @@ class SwapSession:
         """Whether the storage of `tensor` counts in the order of saving."""
         return has_position(tensor, self._never)
 
-    def is_here(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies on the device that is planned for."""
-        return tensor.device == self._device
-
     def stream(self) -> Any:
         """The stream that computes now; None where there are no streams."""
         return current_stream(self._device)
@@ -687,28 +702,6 @@ class SwapSession:
     def belongs(self, tensor: torch.Tensor) -> bool:
         """Whether the storage of `tensor` is the model's own."""
         return self._never(tensor.untyped_storage())
-
-    def record(self, tensor: torch.Tensor, key: tuple[int, int]) -> tuple[Record, bool]:
-        """The record of a movable tensor's storage in its version, shared by all stages of this forward.
-
-        Parameters
-        ----------
-        key : tuple
-            Its `storage_key`.
-
-        Returns
-        -------
-        tuple
-            The record, and whether it was made now, from this tensor.
-        """
-        known = self._records.get(key)
-        record = None if known is None else known()
-        if record is not None and not record.is_gone:
-            record.used_now()
-            return record, False
-        record = Record(tensor, self._counters, _UNKNOWN if self._has_streams else None)
-        self._records[key] = weakref.ref(record)
-        return record, True
 
     def leave(self, index: int, order: Order, moves: tuple[int, ...], tier: Tier = "host") -> None:
         """What `moves` names of `order`, which is emptied, starts to leave for `tier`, on behalf of stage `index`.
