@@ -15,7 +15,9 @@ NOTE [Residency]
    resident in forward steps `k <= release` and in backward steps `k <= prefetch`, with `o <= release` and
    `last <= prefetch`, where `last` is the last stage of the outermost segment around `o`, or `o` outside of any. Both
    points are met where a module begins or ends, so neither lies in glue after the last module, and prefetch in none.
-   All that a stage moves goes to one tier, host or disk; which one changes times alone, never the device's bytes.
+   All that a stage moves is one transfer in each direction: every byte of it counts until the last is copied out, which
+   `release` waits for, and all of it is allocated at once at `prefetch`, before the first byte is copied in. It goes to
+   one tier, host or disk; which one changes times alone, never the device's bytes.
 5. Bytes of a step = base(step) + resident storages at its start + what the stage's option adds on top at the worst
    moment, what it makes included.
 6. A segment `a..b` runs forward with its stages' recompute options. Just before backward `b`, its *sweep* runs the
@@ -31,6 +33,7 @@ NOTE [Residency]
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -394,11 +397,23 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The way to a tier and back, at what speed a transfer passes the two first-in-first-out queues."""
+    """The way to a tier and back, at what speed a transfer passes the two first-in-first-out queues.
+
+    A transfer is all that a stage moves in one direction.
+
+    Parameters
+    ----------
+    latency_s : float
+        What a transfer takes beyond its bytes.
+    copy_s : float
+        What each storage of a transfer takes to be issued. No time in a plan has it; storages for which it matters stay
+        (`least_bytes`).
+    """
 
     out_bytes_per_s: float
     in_bytes_per_s: float
     latency_s: float = 0.0
+    copy_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in (("out_bytes_per_s", self.out_bytes_per_s), ("in_bytes_per_s", self.in_bytes_per_s)):
@@ -407,7 +422,12 @@ class Link:
                 raise InvalidInputError(
                     f"link: {name}={_short(value)} must be a finite number of bytes per second, from 1e-3 to 1e18"
                 )
-        check_seconds("link", latency_s=self.latency_s)
+        check_seconds("link", latency_s=self.latency_s, copy_s=self.copy_s)
+
+    @property
+    def least_bytes(self) -> int:
+        """A storage of fewer bytes takes longer to be issued than to be copied: half of the link's rate is lost."""
+        return math.ceil(self.copy_s * max(self.out_bytes_per_s, self.in_bytes_per_s))
 
     def out_s(self, nbytes: int) -> float:
         """Time one transfer of `nbytes` takes to the tier, alone."""
@@ -423,4 +443,5 @@ class Link:
             min(self.out_bytes_per_s, nearer.out_bytes_per_s),
             min(self.in_bytes_per_s, nearer.in_bytes_per_s),
             max(self.latency_s, nearer.latency_s),
+            max(self.copy_s, nearer.copy_s),
         )

@@ -1,9 +1,10 @@
-"""Bandwidth of the way to a tier and back, through the store that will be used, while compute is busy."""
+"""The way to a tier and back, through the store that will be used: rates while compute is busy, what a copy costs."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,6 +14,12 @@ from ckptplan.runtime.stores import make_store
 
 _BLOCKS = 4
 _ROUNDS = 4
+_SMALL_BYTES = 4096
+_SMALL_COUNT = 64
+_LARGE_BYTES = 4 << 20
+_MOST_SIDE = 8192
+"""A product of this side takes a fast device some milliseconds."""
+_MOST_PRODUCTS = 64
 
 
 def measure_link(
@@ -33,7 +40,8 @@ def measure_links(
 ) -> tuple[Link, Link]:
     """Each direction alone, and both at once.
 
-    The first round warms the area up: pages of a new file and registered memory are slow at first touch.
+    The first round warms the area up: pages of a new file and registered memory are slow at first touch. It computes
+    nothing, and says for how long compute is to be busy in the others.
 
     Returns
     -------
@@ -46,23 +54,25 @@ def measure_links(
     store = make_store(
         device, capacity_bytes=2 * _BLOCKS * block_bytes, directory=swap_dir, limit_bytes=None, tier=tier
     )
-    side = 4096 if device.type == "cuda" else 256
-    busy = torch.ones(side, side, device=device)
-    product = torch.empty_like(busy)
+    compute: Callable[[], None] = _nothing
     try:
         source = torch.ones(block_bytes, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
-        out_s, in_s, both_s = [], [], []
-        for _ in range(_ROUNDS):
+        out_s: list[float] = []
+        in_s: list[float] = []
+        both_s: list[float] = []
+        for number in range(_ROUNDS):
+            if number == 1:
+                compute = busy_for(min(out_s[0], in_s[0]), device, block_bytes)
             begin = _now(device)
             tickets = [store.start_out(source) for _ in range(_BLOCKS)]
-            torch.mm(busy, busy, out=product)
+            compute()
             for ticket in tickets:
                 store.finish_out(ticket)
             middle = _now(device)
             for ticket in tickets:
                 store.start_in(ticket, target)
-            torch.mm(busy, busy, out=product)
+            compute()
             for ticket in tickets:
                 store.finish_in(ticket)
             end = _now(device)
@@ -70,7 +80,7 @@ def measure_links(
             for ticket in tickets:
                 more.append(store.start_out(source))
                 store.start_in(ticket, target)
-            torch.mm(busy, busy, out=product)
+            compute()
             for ticket, written in zip(tickets, more, strict=True):
                 store.finish_in(ticket)
                 store.finish_out(written)
@@ -84,6 +94,64 @@ def measure_links(
     total = _BLOCKS * block_bytes
     out_rate, in_rate, both_rate = (total / statistics.median(times[1:]) for times in (out_s, in_s, both_s))
     return Link(out_rate, in_rate), Link(both_rate, both_rate)
+
+
+def busy_for(seconds: float, device: torch.device, most_bytes: int) -> Callable[[], None]:
+    """Matrix products that take the device about so long.
+
+    Parameters
+    ----------
+    most_bytes : int
+        Each of a product's two tensors is no larger; what is missing is made up by repeating it.
+    """
+    side, took_s = 32, 0.0
+    while took_s < seconds / 8 and 2 * side <= _MOST_SIDE and (2 * side) ** 2 * 4 <= max(most_bytes, 1 << 16):
+        side *= 2
+        factor = torch.ones(side, side, device=device)
+        product = torch.empty_like(factor)
+        torch.mm(factor, factor, out=product)  # the first of a size may choose its kernel
+        begin = _now(device)
+        torch.mm(factor, factor, out=product)
+        took_s = _now(device) - begin
+    count = min(max(round(seconds / took_s), 1), _MOST_PRODUCTS) if took_s else _MOST_PRODUCTS
+
+    def compute() -> None:
+        for _ in range(count):
+            torch.mm(factor, factor, out=product)
+
+    return compute
+
+
+def _nothing() -> None: ...
+
+
+def measure_costs(device: torch.device, swap_dir: str | Path | None = None, tier: Tier = "host") -> Link:
+    """Measure what a transfer takes beyond its bytes, and each storage of it; the rate is that of one block.
+
+    From three transfers, out and waited for: one small block, many small blocks as one group, one large block. The
+    least of several rounds counts, since whatever disturbs a round adds to it.
+    """
+    groups = [[_SMALL_BYTES], [_SMALL_BYTES] * (_SMALL_COUNT + 1), [_LARGE_BYTES]]
+    capacity_bytes = max(map(sum, groups))
+    store = make_store(device, capacity_bytes=capacity_bytes, directory=swap_dir, limit_bytes=None, tier=tier)
+    try:
+        source = torch.ones(_LARGE_BYTES, dtype=torch.uint8, device=device)
+        least_s = [float("inf")] * len(groups)
+        for _ in range(_ROUNDS):
+            for i, sizes in enumerate(groups):
+                sources = [source[:nbytes] for nbytes in sizes]
+                begin = _now(device)
+                ticket = store.start_out(*sources, place=i)
+                store.finish_out(ticket)
+                least_s[i] = min(least_s[i], _now(device) - begin)
+                store.free(ticket)
+    finally:
+        store.close()
+    one_s, many_s, large_s = least_s
+    rate = (_LARGE_BYTES - _SMALL_BYTES) / max(large_s - one_s, 1e-9)
+    copy_s = max((many_s - one_s) / _SMALL_COUNT - _SMALL_BYTES / rate, 0.0)
+    latency_s = max(one_s - copy_s - _SMALL_BYTES / rate, 0.0)
+    return Link(rate, rate, latency_s, copy_s)
 
 
 def sharing_note(tier: Tier, alone: Link, together: Link) -> str | None:

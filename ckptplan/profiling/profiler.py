@@ -18,7 +18,7 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.profiling.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.inputs import find_inputs
-from ckptplan.profiling.links import measure_links, sharing_note
+from ckptplan.profiling.links import measure_costs, measure_links, sharing_note
 from ckptplan.profiling.optimizers import OptimizerLike, make_optimizer, trace_updates
 from ckptplan.profiling.real_run import answered
 from ckptplan.profiling.target import DeviceLike, Target, find_target
@@ -184,6 +184,11 @@ def _profile(
     report: Report,
     rewind: Callable[[], None],
 ) -> Profile:
+    costs = None
+    if target.spec is None and target.is_cuda:
+        report("measuring copies")
+        costs = measure_costs(target.device, swap_dir)  # first, since what moves depends on it
+        target = dataclasses.replace(target, least_moved_bytes=max(target.least_moved_bytes, costs.least_bytes))
     chain, on_devices = _traced(step, optimizer, target, menus=menus, report=report, rewind=rewind)
     if target.answers is not None and target.answers.note:
         notes = [target.answers.note, *notes]
@@ -203,6 +208,8 @@ def _profile(
     largest = max(stage.keep.forward_bytes for stage in chain.stages)
     block = max(min(_LINK_BLOCK, largest // 4), 1 << 16)
     link, shared = measure_links(target.device, block, swap_dir)
+    if costs is not None:
+        link = dataclasses.replace(link, latency_s=costs.latency_s, copy_s=costs.copy_s)
     notes = [*notes, *filter(None, [sharing_note("host", link, shared)])] if target.device.type == "cuda" else notes
     disk = None
     if target.device.type == "cuda" and swap_dir is not None:

@@ -19,6 +19,7 @@ from ckptplan.profiling.kernels import real_choices
 from ckptplan.profiling.roofline import op_seconds
 from ckptplan.profiling.workspace import cuda_workspaces, measure_times, measure_workspaces
 from ckptplan.runtime.step import model_device
+from ckptplan.runtime.swap import MIN_SWAP_BYTES
 
 _THRESHOLDS = ((5, 0), (8, 0), (9, 0), (11, 0))
 """Compute capabilities from which on other kernels (kernels.py) or workspaces (memory/estimate.py) are chosen."""
@@ -50,11 +51,14 @@ class Target:
         The one that isn't here. Its bytes come from fake tensors, its times from a roofline.
     answers : Answers, optional
         Where the one step that is looked at keeps what its operations answered for real; without, nothing is asked.
+    least_moved_bytes : int
+        Storages of fewer bytes stay.
     """
 
     device: torch.device
     spec: Device | None = None
     answers: Answers | None = field(default=None, compare=False, repr=False)
+    least_moved_bytes: int = MIN_SWAP_BYTES
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", with_index(self.device))

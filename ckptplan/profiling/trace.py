@@ -40,7 +40,7 @@ from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.shapes import input_tensors
 from ckptplan.runtime.step import TrainingStep
 from ckptplan.runtime.stores import NULL_STORES
-from ckptplan.runtime.swap import MIN_SWAP_BYTES, has_position
+from ckptplan.runtime.swap import has_position
 
 _MENU_BYTES = 1 << 16
 """A stage that holds less of its own gets no options inside it: they couldn't pay for their bookkeeping."""
@@ -406,6 +406,7 @@ class _Tracing:
         menus: bool,
     ) -> None:
         self.step, self.names, self.target = step, names, target
+        self.least_bytes = target.least_moved_bytes
         self.resident_bytes, self.update_bytes = resident_bytes, update_bytes
         self.notes: list[str] = []
         self.kinds: dict[int, str] = {}
@@ -525,7 +526,7 @@ class _Tracing:
             index[sid] = len(storages)
             name = f"{segment_name(self.names, sid[1])}/{sid[2]}"
             storages.append(
-                Storage(name, nbytes, born, until, to_end=sid in self.kept.output, stays=nbytes < MIN_SWAP_BYTES)
+                Storage(name, nbytes, born, until, to_end=sid in self.kept.output, stays=nbytes < self.least_bytes)
             )
         return storages, index
 
