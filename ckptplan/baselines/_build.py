@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from ckptplan.core.chain import Option, Phase, Segment, Stage
 from ckptplan.core.errors import InfeasibleBudgetError
-from ckptplan.core.plan import Decision, Plan, saved_bytes
+from ckptplan.core.plan import Decision, Plan, launch_s, saved_bytes
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import Overflow, Residency, residency, schedule
 from ckptplan.core.units import format_bytes
@@ -323,6 +323,8 @@ def finish(profile: Profile, found: Replay, budget_bytes: int, planner: str) -> 
         inputs=tuple(stage.inputs for stage in profile.stages),
         segments=found.choice.segments,
         saved_bytes=saved_bytes(profile, found.decisions),
+        launch_s=launch_s(profile, found.decisions, found.choice.segments),
+        baseline_launch_s=profile.baseline_launch_s,
     )
 
 

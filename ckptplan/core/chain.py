@@ -185,6 +185,8 @@ class Option:
         Positions in `saved` of what leaves the device where rule 4 of NOTE [Residency] lets it.
     ops : tuple of int
         Operations whose outputs a recomputing stage saves all the same, by their number in its forward.
+    launch_s : float
+        Time in which the host launches the recompute, beside the device; 0 where it is no lane of its own.
     """
 
     name: str
@@ -196,12 +198,13 @@ class Option:
     recomputes: bool = False
     moves: tuple[int, ...] = ()
     ops: tuple[int, ...] = ()
+    launch_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_type("option", str, name=self.name)
         owner = f"option {self.name!r}"
         check_bytes(owner, forward_bytes=self.forward_bytes, backward_bytes=self.backward_bytes)
-        check_seconds(owner, recompute_s=self.recompute_s)
+        check_seconds(owner, recompute_s=self.recompute_s, launch_s=self.launch_s)
         check_type(owner, bool, recomputes=self.recomputes)
         check_indices(owner, saved=self.saved, pinned=self.pinned, moves=self.moves, ops=self.ops)
         if set(self.saved) & set(self.pinned):
@@ -210,9 +213,10 @@ class Option:
             raise InvalidInputError(
                 f"{owner}: moves={self.moves} are not positions in {len(self.saved)} saved storages"
             )
-        if not self.recomputes and (self.recompute_s or self.ops):
+        if not self.recomputes and (self.recompute_s or self.launch_s or self.ops):
             raise InvalidInputError(
-                f"{owner}: recompute_s={self.recompute_s}, ops={self.ops}, but it doesn't recompute"
+                f"{owner}: recompute_s={self.recompute_s}, launch_s={self.launch_s}, ops={self.ops}, but it doesn't "
+                "recompute"
             )
 
     @property
@@ -281,6 +285,8 @@ class Stage:
         Those of the storages which "recompute" holds that are, unmodified, outputs of earlier stages.
     inputs : tuple of InputTensor or None
         The tensors it is called with, the largest that a plan is made for; None: not known.
+    forward_launch_s, backward_launch_s : float
+        Time in which the host launches forward and backward, beside the device; 0 where it is no lane of its own.
     """
 
     name: str
@@ -290,13 +296,21 @@ class Stage:
     backward_s: float
     linked: tuple[int, ...] = ()
     inputs: tuple[InputTensor, ...] | None = None
+    forward_launch_s: float = 0.0
+    backward_launch_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_type("stage", str, name=self.name)
         owner = f"stage {self.name!r}"
         check_type(owner, str, kind=self.kind)
         check_each(owner, Option, options=self.options)
-        check_seconds(owner, forward_s=self.forward_s, backward_s=self.backward_s)
+        check_seconds(
+            owner,
+            forward_s=self.forward_s,
+            backward_s=self.backward_s,
+            forward_launch_s=self.forward_launch_s,
+            backward_launch_s=self.backward_launch_s,
+        )
         if self.inputs is not None:
             check_each(owner, InputTensor, inputs=self.inputs)
         check_indices(owner, linked=self.linked)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -122,6 +122,9 @@ class Plan:
     saved_bytes : tuple of (tuple of int)
         Per stage, the bytes of each storage that its option saves, in the order of saving; empty: not known. By these,
         a stage whose forward takes another path with other inputs is held to no more than what was planned.
+    launch_s, baseline_launch_s : float
+        Time in which the host launches the step, and the same with everything kept; 0 where it is no lane of its own.
+        No search goes by it: a step that the host is longer for takes that long (`expected_step_s`).
     """
 
     stages: tuple[str, ...]
@@ -143,6 +146,18 @@ class Plan:
     reserved_bytes: int | None = None
     disk_bytes: int = 0
     saved_bytes: tuple[tuple[int, ...], ...] = ()
+    launch_s: float = 0.0
+    baseline_launch_s: float = 0.0
+
+    @property
+    def expected_step_s(self) -> float:
+        """Time of the step where the host may take longer than the device and the links: the larger of two sums."""
+        return max(self.step_s, self.launch_s)
+
+    @property
+    def expected_baseline_step_s(self) -> float:
+        """The same with everything kept."""
+        return max(self.baseline_step_s, self.baseline_launch_s)
 
     @property
     def decisions(self) -> Mapping[str, Decision]:
@@ -238,7 +253,12 @@ class Plan:
             disk_bytes=self.disk_bytes,
         )
         check_seconds(
-            "plan", step_s=self.step_s, baseline_step_s=self.baseline_step_s, lower_bound_s=self.lower_bound_s
+            "plan",
+            step_s=self.step_s,
+            baseline_step_s=self.baseline_step_s,
+            lower_bound_s=self.lower_bound_s,
+            launch_s=self.launch_s,
+            baseline_launch_s=self.baseline_launch_s,
         )
         for name, choice in zip(self.stages, self.choices, strict=True):
             for point in (choice.release, choice.prefetch):
@@ -277,6 +297,12 @@ class Plan:
             + ", ".join(f"{n} {action}" for action, n in counts.items())
             + (f"; {len(self.segments)} segments" if self.segments else ""),
         ]
+        if self.launch_s > self.step_s:
+            head.insert(
+                3,
+                f"        the host takes longer to launch it: expect {format_seconds(self.launch_s)}, with everything "
+                f"kept {format_seconds(self.expected_baseline_step_s)}",
+            )
         if self.peak_bound_bytes is not None:
             head.insert(2, f"        no plan this fast can do with less than {format_bytes(self.peak_bound_bytes)}")
         return "\n".join([*head, "", *table])
@@ -293,6 +319,26 @@ def saved_bytes(profile: Profile, choices: Sequence[Decision]) -> tuple[tuple[in
     """`Plan.saved_bytes` for these decisions."""
     options = (stage.find(choice.option) for stage, choice in zip(profile.stages, choices, strict=True))
     return tuple(() if o is None else tuple(profile.storages[s].nbytes for s in o.saved) for o in options)
+
+
+def launch_s(profile: Profile, choices: Sequence[Decision], segments: Sequence[Segment] = ()) -> float:
+    """`Plan.launch_s` for these decisions: what runs again is launched again, in a sweep as in forward."""
+    lasts = set(_lasts(segments))
+    total_s = 0.0
+    for i, (stage, choice) in enumerate(zip(profile.stages, choices, strict=True)):
+        again = 0 if stage.is_glue else sum(segment.depth(i) for segment in segments)
+        total_s += stage.forward_launch_s * (1 + again - (i in lasts)) + stage.backward_launch_s
+        option = stage.find(choice.option)
+        if option is not None and (not again or i in lasts):
+            total_s += option.launch_s
+    return total_s
+
+
+def _lasts(segments: Sequence[Segment]) -> Iterator[int]:
+    """The last stages of segments and of those inside."""
+    for segment in segments:
+        yield segment.last
+        yield from _lasts(segment.inner)
 
 
 def require_plan(plan: object) -> None:

@@ -165,6 +165,11 @@ class Profile:
         """Compute time of the step with everything kept."""
         return sum(stage.forward_s + stage.backward_s for stage in self.stages)
 
+    @property
+    def baseline_launch_s(self) -> float:
+        """Time in which the host launches that step; 0 where it is no lane of its own."""
+        return sum(stage.forward_launch_s + stage.backward_launch_s for stage in self.stages)
+
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON (docs/formats.md)."""
         Path(path).write_text(

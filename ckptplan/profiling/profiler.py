@@ -201,7 +201,7 @@ def _profile(
         again.setdefault(stage.kind, {}).update(
             (o.ops, tuple(chain.storages[s].nbytes for s in o.saved)) for o in stage.options if o.recomputes
         )
-    times = time_stages(step, kinds, again, target.device, rewind)
+    times, launches = time_stages(step, kinds, again, target.device, rewind)
     rewind()
     report("measuring bandwidth")
     # Two blocks are on the device at once: within what the largest stage adds in any plan.
@@ -216,7 +216,9 @@ def _profile(
         disk, shared = measure_links(target.device, block, swap_dir, "disk")
         notes = [*notes, *filter(None, [sharing_note("disk", disk, shared)])]
     return _with_times(
-        dataclasses.replace(chain, link=link, disk=disk and disk.behind(link), notes=(*notes, *chain.notes)), times
+        dataclasses.replace(chain, link=link, disk=disk and disk.behind(link), notes=(*notes, *chain.notes)),
+        times,
+        launches,
     )
 
 
@@ -303,27 +305,49 @@ def _planned(chain: Profile, times: Times, device: Device, notes: list[str]) -> 
     """`chain` for a device that isn't here."""
     link = Link(device.out_bytes_per_s, device.in_bytes_per_s)
     planned = f"made for {device.description}, which was not here: bytes from fake tensors, times from a roofline"
-    return _with_times(dataclasses.replace(chain, link=link, notes=(planned, *notes, *chain.notes)), times)
+    # A roofline's operations take a launch at least, so that the host has no lane of its own.
+    return _with_times(
+        dataclasses.replace(chain, link=link, notes=(planned, *notes, *chain.notes)), times, launches=Times()
+    )
 
 
-def _with_times(chain: Profile, times: Times) -> Profile:
+def _with_times(chain: Profile, times: Times, launches: Times) -> Profile:
+    """`chain` with the device's times, and the host's where they are apart."""
     stages = []
     following = 0
     for stage in chain.stages:
         if stage.is_glue:
-            seconds = (times.glue_forward_s.get(following, 0.0), times.glue_backward_s.get(following, 0.0))
+            seconds, launch_s = (
+                (lane.glue_forward_s.get(following, 0.0), lane.glue_backward_s.get(following, 0.0))
+                for lane in (times, launches)
+            )
         else:
             following += 1
-            seconds = (times.forward_s[stage.kind], times.backward_s[stage.kind])
+            kind = stage.kind
+            seconds = (times.forward_s[kind], times.backward_s[kind])
+            launch_s = (launches.forward_s.get(kind, 0.0), launches.backward_s.get(kind, 0.0))
         menu = [
-            dataclasses.replace(option, recompute_s=times.recompute_s[stage.kind, option.ops])
+            dataclasses.replace(
+                option,
+                recompute_s=times.recompute_s[stage.kind, option.ops],
+                launch_s=launches.recompute_s.get((stage.kind, option.ops), 0.0),
+            )
             if option.recomputes
             else option
             for option in stage.options
             if not option.recomputes or (stage.kind, option.ops) in times.recompute_s
         ]
         menu = [option for option in menu if not (option.ops and _beaten(option, menu, chain.storages))]
-        stages.append(dataclasses.replace(stage, options=tuple(menu), forward_s=seconds[0], backward_s=seconds[1]))
+        stages.append(
+            dataclasses.replace(
+                stage,
+                options=tuple(menu),
+                forward_s=seconds[0],
+                backward_s=seconds[1],
+                forward_launch_s=launch_s[0],
+                backward_launch_s=launch_s[1],
+            )
+        )
     return dataclasses.replace(chain, stages=tuple(stages))
 
 

@@ -8,7 +8,6 @@ got. Between the cuts the glue keeps its graph, so that its backward (the loss, 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ckptplan.profiling.stopwatch import Span, Stopwatch, Took
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.recompute import run_recomputed
 from ckptplan.runtime.step import TrainingStep, without_graph
@@ -28,6 +28,9 @@ Way = tuple[int, ...] | None
 Again = dict[tuple[int, ...], tuple[int, ...]]
 """The operations whose outputs a recomputing option saves -> the bytes of each storage that it saves."""
 
+COMPUTE, LAUNCH = range(2)
+"""The lanes: places in a `Took`."""
+
 _ROUNDS = 3
 _LEAST = 0.02
 """Least share of forward that a recompute with saved outputs is taken to cost, whatever the noise says."""
@@ -36,7 +39,7 @@ _STAGE_S = 0.5  # enough measured time per kind and quantity
 
 @dataclass
 class Times:
-    """Seconds by kind of stage and by segment of glue; of recompute also by the operations whose outputs are saved.
+    """Seconds of one lane by kind of stage and by segment of glue, and of recompute also by the operations saved.
 
     What can't be saved on the device as it was traced has no time.
     """
@@ -73,26 +76,25 @@ class _Timing:
         rewind: Callable[[], None],
     ) -> None:
         self.step, self.kinds, self.again, self.device = step, kinds, again, device
+        self.watch = Stopwatch(device)
         self.rewind = rewind
         self.names = tuple(kinds)
-        self.samples: dict[tuple[str, Way, str], list[float]] = {}
+        self.samples: dict[tuple[str, Way, str], list[Took]] = {}
         self.otherwise: set[tuple[str, Way]] = set()  # what ran other operations than were traced
-        self.glue: dict[tuple[str, int], list[float]] = {}
+        self.glue: dict[tuple[str, int], list[Took]] = {}
         self.anchors: list[torch.Tensor] = []
         self.done: set[str] = set()
         self.repeats = 1
         self.stage = 0
-        self.left = 0.0
+        self.left: Span | None = None
 
-    def now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-    def excess_s(self, kind: str, way: Way) -> float:
+    def excess_s(self, kind: str, way: Way, lane: int) -> float:
         """What `way` takes more than the plain stage: the median over pairs of runs, one right after the other."""
         plain, other = (
-            [f + b for f, b in zip(self.samples[kind, w, "forward"], self.samples[kind, w, "backward"], strict=True)]
+            [
+                f[lane] + b[lane]
+                for f, b in zip(self.samples[kind, w, "forward"], self.samples[kind, w, "backward"], strict=True)
+            ]
             for w in (None, way)
         )
         return statistics.median(b - a for a, b in zip(plain, other, strict=True))
@@ -108,12 +110,12 @@ class _Timing:
         patches = [PatchedForward(module, self._runner(module, indices)) for module, indices in calls.items()]
         try:
             with installed(patches):
-                self.left = self.now()
+                self.left = self.watch.begin(("forward", 0))
                 output, loss = self.step.forward()
                 self._glue_forward(len(self.names))
-                begin = self.now()
+                span = self.watch.begin(("backward", len(self.names)))
                 self._backward([loss])
-                self.glue.setdefault(("backward", len(self.names)), []).append(self.now() - begin)
+                self.glue.setdefault(("backward", len(self.names)), []).append(self.watch.end(span))
                 del output, loss
         finally:
             self.anchors = []
@@ -128,23 +130,26 @@ class _Timing:
             self._glue_forward(index)
             self._glue_backward(index, args, kwargs)
             output = self._stage(index, module, original, args, kwargs)
-            self.left = self.now()
+            self.left = self.watch.begin(("forward", index + 1))
             return output
 
         return run
 
     def _glue_forward(self, index: int) -> None:
-        self.glue.setdefault(("forward", index), []).append(self.now() - self.left)
+        assert self.left is not None
+        self.glue.setdefault(("forward", index), []).append(self.watch.end(self.left))
 
     def _glue_backward(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [
             t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.grad_fn is not None
         ]
         fresh = [t for t in tensors if type(t.grad_fn).__name__ != "_JoinBackward"]
-        begin = self.now()
+        took = Took(0.0, 0.0)
         if fresh:
+            span = self.watch.begin(("backward", index))
             self._backward(fresh)
-        self.glue.setdefault(("backward", index), []).append(self.now() - begin if fresh else 0.0)
+            took = self.watch.end(span)
+        self.glue.setdefault(("backward", index), []).append(took)
 
     def _backward(self, tensors: list[torch.Tensor]) -> None:
         leaves = [*self.anchors, *(p for p in self.step.model.parameters() if p.requires_grad)]
@@ -203,7 +208,7 @@ class _Timing:
                 leaves.clear()
                 made.clear()
                 new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, fresh, (args, kwargs))
-                begin = self.now()
+                span = self.watch.begin((kind, way, "forward"))
                 if way is None:
                     output = original(*new_args, **new_kwargs)
                 else:
@@ -213,22 +218,22 @@ class _Timing:
                     )
                     if counters.other_paths:
                         self.otherwise.add((kind, way))
-                middle = self.now()
+                forward = self.watch.end(span)
                 outputs = [
                     t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None
                 ]
                 gradients = [torch.ones_like(t) for t in outputs]
                 del output, new_args, new_kwargs
                 made.clear()
-                ready = self.now()
+                span = self.watch.begin((kind, way, "backward"))
                 if outputs:
                     torch.autograd.grad(outputs, [*leaves, *parameters], gradients, allow_unused=True)
-                end = self.now()
+                backward = self.watch.end(span)
                 del outputs, gradients
                 if self.repeats > 1:
-                    self.samples.setdefault((kind, way, "forward"), []).append(middle - begin)
-                    self.samples.setdefault((kind, way, "backward"), []).append(end - ready)
-                spent += end - begin
+                    self.samples.setdefault((kind, way, "forward"), []).append(forward)
+                    self.samples.setdefault((kind, way, "backward"), []).append(backward)
+                spent += sum(max(took) for took in (forward, backward))
             count += 1
 
 
@@ -250,7 +255,7 @@ def time_stages(
     again: dict[str, Again],
     device: torch.device,
     rewind: Callable[[], None],
-) -> Times:
+) -> tuple[Times, Times]:
     """Measure `step` stage by stage.
 
     Parameters
@@ -265,33 +270,42 @@ def time_stages(
 
     Returns
     -------
-    Times
-        Medians. Glue is keyed by the stage that follows it (their number: after the last one).
+    tuple of Times
+        Medians, of the device and of the host that launches its work (0 on the CPU). Glue is keyed by the stage that
+        follows it (their number: after the last one).
     """
     timing = _Timing(step, kinds, again, device, rewind)
     timing.round(1)  # warm-up
     for _ in range(_ROUNDS - 1):
         timing.round(0)
     timing.round(3)
+    return _medians(timing, COMPUTE), _medians(timing, LAUNCH)
+
+
+def _medians(timing: _Timing, lane: int) -> Times:
+    """What was measured of one lane."""
     out = Times()
-    for kind in dict.fromkeys(kinds.values()):
+    for kind in dict.fromkeys(timing.kinds.values()):
         if (kind, None, "forward") not in timing.samples:
             continue
-        forward_s = out.forward_s[kind] = statistics.median(timing.samples[kind, None, "forward"])
-        out.backward_s[kind] = statistics.median(timing.samples[kind, None, "backward"])
-        ways = [way for way in again.get(kind, {}) if (kind, way) not in timing.otherwise]
+        forward_s = out.forward_s[kind] = statistics.median(t[lane] for t in timing.samples[kind, None, "forward"])
+        out.backward_s[kind] = statistics.median(t[lane] for t in timing.samples[kind, None, "backward"])
+        ways = [way for way in timing.again.get(kind, {}) if (kind, way) not in timing.otherwise]
+        if lane == LAUNCH:  # Python's share of a recompute is the same whatever the device saves of its work
+            out.recompute_s.update(((kind, way), max(timing.excess_s(kind, way, lane), 0.0)) for way in ways)
+            continue
         if not ways:
             continue
         # The way that saves least runs most again: the whole stage, where all of it may run again.
-        longest_s = timing.excess_s(kind, ways[0])
+        longest_s = timing.excess_s(kind, ways[0], lane)
         # Recompute stops at the last saved tensor, so it is forward at most; what the difference shows beyond that is
         # memory touched for the first time, which a step in a running training has behind it, whatever it saves.
         scale = min(1.0, forward_s / longest_s) if longest_s > 0 else 1.0
         if ways[0] == ():
             out.recompute_s[kind, ways.pop(0)] = max(scale * longest_s, 0.1 * forward_s)
-        measured_s = (max(scale * timing.excess_s(kind, way), _LEAST * forward_s) for way in ways)
+        measured_s = (max(scale * timing.excess_s(kind, way, lane), _LEAST * forward_s) for way in ways)
         out.recompute_s.update(((kind, way), s) for way, s in zip(ways, _falling(measured_s), strict=True))
     for (direction, index), values in timing.glue.items():
         table = out.glue_forward_s if direction == "forward" else out.glue_backward_s
-        table[index] = statistics.median(values[1:] or values)
+        table[index] = statistics.median(t[lane] for t in values[1:] or values)
     return out

@@ -17,7 +17,8 @@ from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
 from ckptplan.profiling.operations import TensorSpec
-from ckptplan.runtime.measure import peaks_within, recorded_allocations, timed
+from ckptplan.profiling.stopwatch import Stopwatch
+from ckptplan.runtime.measure import peaks_within, recorded_allocations
 
 _MIN_BYTES = 1
 _TIME_RUNS = 3
@@ -89,7 +90,7 @@ _ATTENTION_BACKWARD = {
 
 
 def measure_times(keys: Iterable[Hashable], device: torch.device) -> dict[Hashable, float]:
-    """Seconds each distinct operation takes alone, the median of a few runs after a first one.
+    """Seconds of the device each distinct operation takes alone, the median of a few runs after a first one.
 
     Views take none. Operations that can't be run alone on made-up values are left out.
     """
@@ -110,11 +111,14 @@ def measure_times(keys: Iterable[Hashable], device: torch.device) -> dict[Hashab
 
 def _median_s(key: Any, device: torch.device) -> float:
     args, kwargs = _operands(key, device)
+    watch = Stopwatch(device)
     seconds: list[float] = []
     for run in range(_MAX_TIME_RUNS + 1):
-        took_s = timed(lambda: key[0](*args, **kwargs), device)
+        span = watch.begin()
+        key[0](*args, **kwargs)
+        took = watch.end(span)
         if run:
-            seconds.append(took_s)
+            seconds.append(took.compute_s)
         if run >= _TIME_RUNS and sum(seconds) >= _TIME_S:
             break
     return statistics.median(seconds)

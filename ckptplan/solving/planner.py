@@ -11,7 +11,7 @@ import numpy as np
 
 from ckptplan.core.chain import ACTIONS, Action, Option, Segment
 from ckptplan.core.errors import InfeasibleBudgetError
-from ckptplan.core.plan import Plan, saved_bytes
+from ckptplan.core.plan import Plan, launch_s, saved_bytes
 from ckptplan.core.profile import Profile
 from ckptplan.core.units import format_bytes
 from ckptplan.solving import exact_search, local_search, prices
@@ -157,6 +157,8 @@ def solve_profile(
         inputs=tuple(stage.inputs for stage in profile.stages),
         segments=best.segments,
         saved_bytes=saved_bytes(profile, best.choices),
+        launch_s=launch_s(profile, best.choices, best.segments),
+        baseline_launch_s=profile.baseline_launch_s,
     )
 
 

@@ -1,0 +1,109 @@
+"""Times of the device and of the host that launches its work, apart.
+
+A CUDA step runs in two lanes: the host launches and the device computes. A span between two synchronisations takes the
+longer of both, and the sum of such spans is more than a step takes, which is the longer of two sums. So work that is to
+be timed is queued behind a delay kernel: the device begins when all of it is launched and never waits for the host.
+Events tell what the device takes, the host's clock what the launching takes.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+_FIRST_DELAY_S = 2e-3  # a stage of a hundred operations launches in about a millisecond
+_MOST_DELAY_S = 0.2  # code that waits for the device outlasts any delay
+_SPARE = 2.0  # launching varies from run to run
+_CALIBRATION_CYCLES = 10_000_000  # some milliseconds at 1-2 GHz
+
+
+class Took(NamedTuple):
+    """Seconds of the device, and of the host where its work is another lane; on the CPU all is the device's."""
+
+    compute_s: float
+    launch_s: float
+
+
+@dataclass(slots=True)
+class Span:
+    """Something that is being timed.
+
+    Attributes
+    ----------
+    kind : hashable
+        Spans of one kind take about the same.
+    begin_s : float
+        On the host's clock.
+    begin : torch.cuda.Event or None
+        Recorded behind the delay; None on the CPU.
+    """
+
+    kind: Hashable
+    begin_s: float
+    begin: Any = None
+
+
+class Stopwatch:
+    """Times spans on one device; a span that begins drops nothing of those before it.
+
+    Parameters
+    ----------
+    device : torch.device
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._delays_s: dict[Hashable, float] = {}
+
+    def begin(self, kind: Hashable = None) -> Span:
+        """Wait for what runs, then time what is launched from here on."""
+        if self._device.type != "cuda":
+            return Span(kind, time.perf_counter())
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.device(self._device):
+            torch.cuda._sleep(int(self._delays_s.get(kind, _FIRST_DELAY_S) * _cycles_per_s(self._device)))
+        begin = _recorded(self._device)
+        return Span(kind, time.perf_counter(), begin)
+
+    def end(self, span: Span) -> Took:
+        """What was launched since, timed when the device has done it.
+
+        Where the delay was over before the last launch, the device may have waited for the host; the next span of this
+        kind gets a longer delay. Code that waits for the device itself outlasts every delay; then the delay is no part
+        of what the host takes, which is at most what the device does.
+        """
+        launch_s = time.perf_counter() - span.begin_s
+        if span.begin is None:
+            return Took(launch_s, 0.0)
+        too_short = span.begin.query()
+        end = _recorded(self._device)
+        end.synchronize()
+        compute_s = span.begin.elapsed_time(end) / 1e3
+        if too_short:
+            delay_s = max(_SPARE * launch_s, _FIRST_DELAY_S)
+            self._delays_s[span.kind] = min(delay_s, _MOST_DELAY_S)
+            launch_s = min(launch_s, compute_s)
+        return Took(compute_s, launch_s)
+
+
+def _recorded(device: torch.device) -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+@functools.cache
+def _cycles_per_s(device: torch.device) -> float:
+    """Cycles of the delay kernel in a second."""
+    with torch.cuda.device(device):
+        torch.cuda._sleep(_CALIBRATION_CYCLES)  # the first launch of a kernel loads it
+        begin = _recorded(device)
+        torch.cuda._sleep(_CALIBRATION_CYCLES)
+        end = _recorded(device)
+    end.synchronize()
+    return _CALIBRATION_CYCLES / (begin.elapsed_time(end) / 1e3)
