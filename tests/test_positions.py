@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -140,7 +141,64 @@ def test_a_number_that_its_own_node_saves_goes_with_the_graph() -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("name", ["transformer", "custom_function", "views"])
+class Attending(nn.Module):
+    def __init__(self, width: int = 128, heads: int = 4) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down, self.heads = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        x = x + self.out(
+            nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.125).transpose(1, 2).flatten(2)
+        )
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def attending(scale: int) -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(*(Attending(128 * scale) for _ in range(3))), torch.randn(2 * scale, 64 * scale, 128 * scale)
+
+
+def normalizing(scale: int) -> tuple[nn.Module, torch.Tensor]:
+    width = 16 * scale
+    blocks = (nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.SiLU()) for _ in range(3))
+    x = torch.randn(8, width, 32, 32).to(memory_format=torch.channels_last)
+    return nn.Sequential(*blocks).to(memory_format=torch.channels_last), x
+
+
+@pytest.mark.parametrize(
+    ("made", "device", "amp"),
+    [
+        (attending, "cpu", None),
+        *(
+            pytest.param(made, "cuda", amp, marks=pytest.mark.gpu)
+            for made in (attending, normalizing)
+            for amp in (None, "bfloat16")
+        ),
+    ],
+)
+def test_the_whole_menu_keeps_to_the_profiled_positions(
+    made: Callable[[int], tuple[nn.Module, torch.Tensor]], device: str, amp: str | None
+) -> None:
+    """On CUDA attention's seeds lie on the host or the device, and batch norm has a reserve, as its kernel has it."""
+    torch.manual_seed(0)
+    model, x = made(1 if device == "cpu" else 4)  # where a device is faster, times are told apart by larger stages
+    model, x = model.to(device), x.to(device)
+    profile = ckptplan.profile(model, x, amp=amp)
+    middle = next(stage for stage in profile.stages if stage.name == "1")
+    names = [option.name for option in middle.options]
+    assert {"keep", "swap", "recompute", "recompute+swap", "selective-1"} <= set(names)
+    for name in names:
+        plan = scheduled(profile, [stage.find(name) or stage.keep for stage in profile.stages])
+        with ckptplan.apply(model, plan) as handle:
+            for _ in range(2):
+                with torch.autocast(device, torch.bfloat16, enabled=amp is not None):
+                    loss = model(x).float().mean()
+                loss.backward()
+            assert handle._controller.counters.other_paths == 0, name
+
+
+@pytest.mark.parametrize("name", ["transformer", "views"])
 def test_profiled_inputs_take_the_profiled_path(name: str) -> None:
     """Every option of every stage, each wherever there is one of that name."""
     profile = measured(name)
