@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import uniform
 from torch import nn
 
+import ckptplan
 from ckptplan.core.plan import KEEP
 from ckptplan.profiling import fake, workspace
 from ckptplan.profiling.fake import FakeWorld
@@ -144,3 +146,39 @@ def test_an_operation_run_alone_has_its_operands_once(monkeypatch: pytest.Monkey
     assert workspace._cuda_peak(key, torch.device("cpu"), failed) == 0
     assert failed == []
     assert most == 2 * 64 * 64 * 4
+
+
+class _Unsteady(torch.autograd.Function):
+    """As cuDNN's attention: its backward gives other bits each time."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        _Unsteady.calls += 1
+        return gradient * (1 + 2.0**-20 * _Unsteady.calls)
+
+
+class Unsteady(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(_Unsteady.apply(torch.tanh(self.first(x))))
+
+
+def test_a_kernel_that_gives_other_bits_each_time_is_told_from_a_wrong_gradient() -> None:
+    model, x = Unsteady(), torch.randn(16, 32)
+    plan = uniform(model, x, "recompute")
+    found = ckptplan.verify(model, plan, x, repeats=1)
+    assert found.differing == found.plain_differing == ("first.weight", "first.bias")
+    assert "two plain steps differ in first.weight, first.bias" in str(found)
+    steady = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+    found = ckptplan.verify(steady, uniform(steady, x, "recompute"), x, repeats=1)
+    assert found.plain_differing == ()
+    assert "two plain steps" not in str(found)

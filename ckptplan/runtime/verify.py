@@ -55,6 +55,9 @@ class Verification:
         or wasn't asked for.
     differing : tuple of str
         Parameters whose gradient differs, and buffers that do.
+    plain_differing : tuple of str
+        Those that differ between two plain steps, since a kernel gives other bits each time; looked for where a planned
+        step differs.
     stats : Stats
         What the runtime did in one planned step, the first.
     """
@@ -71,6 +74,7 @@ class Verification:
     predicted_plain_step_s: float
     gradients_equal: bool | None
     differing: tuple[str, ...]
+    plain_differing: tuple[str, ...]
     stats: Stats
 
     @property
@@ -138,6 +142,8 @@ class Verification:
                 _row("step", format_seconds(self.predicted_step_s), format_seconds(self.measured_step_s)),
                 _row("plain step", format_seconds(self.predicted_plain_step_s), plain_s),
                 f"gradients {equal[self.gradients_equal]}",
+                *([f"two plain steps differ in {', '.join(self.plain_differing)}: a kernel gives other bits each time; "
+                   "compare under torch.use_deterministic_algorithms(True)"] if self.plain_differing else []),
                 *([f"{self.other_paths} runs of stages saved something else than profiled: what leaves the device, and "
                    "the peak, don't follow from the plan; please report it"] if self.other_paths else []),
             ]
@@ -244,8 +250,13 @@ def verify(
                     with handle.paused():
                         plain_s.append(measured(once, timed))
                 planned_s.append(measured(once, timed))
-    differing = tuple(name for name in {**reference, **found} if not _same(reference.get(name), found.get(name)))
-    equal = None if plain_loss is None else not differing and _same(loss, plain_loss)
+        differing = _differing(reference, found) if plain_loss is not None else ()
+        equal = None if plain_loss is None else not differing and _same(loss, plain_loss)
+        plain_differing: tuple[str, ...] = ()
+        if equal is False:
+            with handle.paused():
+                measured(once, lambda run, _: run())
+            plain_differing = _differing(reference, _results(model))
     return Verification(
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.peak_bytes,
@@ -258,7 +269,8 @@ def verify(
         plain_step_s=statistics.median(plain_s[warm_up:]) if plain_s else None,
         predicted_plain_step_s=plan.expected_baseline_step_s,
         gradients_equal=equal,
-        differing=differing if plain_loss is not None else (),
+        differing=differing,
+        plain_differing=plain_differing,
         stats=stats,
     )
 
@@ -268,6 +280,11 @@ def _results(model: nn.Module) -> dict[str, torch.Tensor]:
     left = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     left.update({f"buffer {name}": buffer for name, buffer in model.named_buffers()})
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in left.items()}
+
+
+def _differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[str, ...]:
+    """Names of what isn't the same in both."""
+    return tuple(name for name in {**a, **b} if not _same(a.get(name), b.get(name)))
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
