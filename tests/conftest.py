@@ -28,6 +28,12 @@ settings.register_profile("ckptplan", deadline=None)
 settings.load_profile("ckptplan")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Know the options of plugins that a machine with a GPU may lack; unknown ones are errors (--strict-config)."""
+    if importlib.util.find_spec("pytest_timeout") is None:
+        parser.addini("timeout", "seconds until a test is taken for hanging; without pytest-timeout none is")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # once, for all processes that run tests
         folder = tempfile.TemporaryDirectory(prefix="ckptplan-profiles-")
