@@ -415,6 +415,17 @@ PROMISES: tuple[Promise, ...] = (
     # Profiling
     Promise(
         "Profiling",
+        "A model on CUDA may take inputs from the host, which take none of the device's bytes",
+        _in(
+            "test_host_inputs",
+            "test_lengths_and_numbers_on_the_host_are_no_error",
+            "test_they_take_no_bytes_of_the_device",
+            "test_bytes_in_host_memory_are_not_the_device_s",
+            "test_made_up_operands_lie_where_the_real_ones_do",
+        ),
+    ),
+    Promise(
+        "Profiling",
         "Profiling, solving and verifying leave model, gradients and random states as they were, on errors too",
         _in(
             "test_profile",
@@ -662,6 +673,29 @@ PROMISES: tuple[Promise, ...] = (
         ),
         ("faults",),
     ),
+    Promise(
+        "Reports",
+        "Fragments, rounding and a segment that the allocator wanted are not told as a plan's overrun",
+        _in(
+            "test_oom",
+            "test_what_was_asked_for",
+            "test_what_was_asked_for_lies_in_the_range",
+            "test_a_report_on_cuda_counts_tensors",
+            "test_fragments_are_no_overrun",
+        ),
+    ),
+    Promise(
+        "Reports",
+        "Peaks are told by each account of the allocator, the plan's alone; the reserved one has to keep the budget",
+        _in(
+            "test_verify",
+            "test_each_account_has_its_own_peak",
+            "test_what_else_the_process_holds_is_told_apart",
+            "test_workspaces_of_captured_graphs_are_left_alone",
+            "test_profiling_leaves_no_cache",
+        )
+        + _in("test_stats", "test_peaks_are_those_since_the_plan_was_applied"),
+    ),
     # Command line
     Promise(
         "Command line",
@@ -704,7 +738,8 @@ PROMISES: tuple[Promise, ...] = (
         "What is measured",
         "Predicted step times are near the measured ones",
         _in("test_stats", "test_each_stage_has_its_own_seconds")
-        + _in("test_refine", "test_corrected_profile_predicts_what_was_measured"),
+        + _in("test_refine", "test_corrected_profile_predicts_what_was_measured")
+        + _in("test_verify", "test_timed_steps_are_not_metered"),
         ("predicted_steps",),
     ),
     Promise(

@@ -78,7 +78,8 @@ class FakeMemory(TorchDispatchMode):
     def installed(self) -> Iterator[FakeMemory]:
         """`torch.cuda` speaks of it inside, and tensors are its blocks."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.cuda, "memory_stats", self.stats)
+            for module in (torch.cuda, torch.cuda.memory):
+                patch.setattr(module, "memory_stats", self.stats)
             patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: self.allocator.reset_peaks())
             patch.setattr(torch.cuda, "empty_cache", self.allocator.empty_cache)
             patch.setattr(torch.cuda, "synchronize", lambda device=None: None)

@@ -399,6 +399,36 @@ def test_what_was_held_then(text: str) -> None:
         assert oom.live_bytes(error, DEVICE) == device_bytes(DEVICE)
 
 
+def test_a_report_on_cuda_counts_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the blocks that they lie in; the handle takes its device for one on CUDA."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (11 * MIB, 24 << 30))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
+    model, inputs = build("mlp")
+    memory = FakeMemory()
+
+    def step() -> None:
+        step_of(model, inputs)()
+        memory.allocate(5 * MIB + 100)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    with ckptplan.apply(model, planned("mlp", "keep"), on_oom="report") as handle, memory.installed():
+        handle._device = DEVICE
+        before = memory.allocate(3 * MIB + 100)
+        with pytest.raises(OutOfMemoryError) as raised:
+            handle.step(step)
+        memory.allocator.free(before)
+    found = raised.value.shortage
+    assert found.live_before_bytes == 3 * MIB + 100
+    assert (found.requested_least_bytes, found.requested_bytes) == (MIB + 1, 20 * MIB)
+    assert found.live_bytes is not None
+    assert found.allocated_bytes is not None
+    assert found.reserved_bytes is not None
+    assert 8 * MIB + 200 <= found.live_bytes < found.allocated_bytes < found.reserved_bytes
+    assert found.allocated_bytes - found.live_bytes >= 2 * 412  # of these two blocks alone
+    assert found.over_bytes == found.live_bytes + MIB + 1 - found.planned_bytes
+    assert found.capacity_bytes == 11 * MIB + found.reserved_bytes
+
+
 def test_fragments_are_no_overrun() -> None:
     """Between 1 and 20 MiB were asked for, and blocks have rests: neither is more than the plan has."""
     plan = dataclasses.replace(planned("transformer", "keep"), budget_bytes=1 << 30)
