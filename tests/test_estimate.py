@@ -241,6 +241,19 @@ def test_a_device_that_is_not_here_and_a_model_without_memory() -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
+def test_library_workspaces_are_those_of_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a B200 8.125 MiB and a MiB for cuBLASLt with 2.11, 32 MiB for both with 2.13; one for each of two threads."""
+    held = {}
+    for version in ("2.11.0", "2.13.0"):
+        monkeypatch.setattr(torch, "__version__", version)
+        found = estimate(nn.Linear(8, 8), torch.empty(4, 8), device="b200")
+        held[version] = sorted((t.name, t.count, t.nbytes) for t in found.alive if "workspace" in t.name)
+    assert held == {
+        "2.11.0": [("cuBLAS workspace", 2, 2 * 8_519_680), ("cuBLASLt workspace", 2, 2 << 20)],
+        "2.13.0": [("cuBLAS workspace", 2, 64 << 20)],
+    }
+
+
 def test_cuda_chooses_other_operations() -> None:
     class Attention(nn.Module):
         def __init__(self, dropout: float) -> None:

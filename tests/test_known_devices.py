@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from device_examples import FORMATS, ROOT, SIMPLE, example
 
-from ckptplan.core.device import OP_CLASSES, SCHEMA, Device, find_device, known_devices
+from ckptplan.core.device import OP_CLASSES, SCHEMA, Device, find_device, known_devices, library_workspaces
 from ckptplan.core.errors import InvalidInputError
 
 pytestmark = pytest.mark.planning
@@ -105,3 +105,22 @@ def test_the_documented_fields_of_a_device_are_those_written(tmp_path: Path) -> 
         assert f"`{name}`" in text, name
     assert set(json.loads(example())) <= set(written)
     assert f'`"{SCHEMA}"`' in text
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "workspaces"),
+    [
+        ((8, 0), "2.9.0", (8_519_680, 1 << 20)),
+        ((8, 9), "2.13.0+cu130", (8_519_680, 0)),
+        ((9, 0), "2.9.1+cu128", (32 << 20, 1 << 20)),
+        ((9, 0), "2.11.0", (32 << 20, 1 << 20)),
+        ((10, 0), "2.11.0+cu130", (8_519_680, 1 << 20)),
+        ((10, 0), "2.12.0", (32 << 20, 0)),
+        ((12, 0), "2.13.0a0+gitfffffff", (32 << 20, 0)),
+        ((11, 0), "2.13.0", (8_519_680, 0)),
+    ],
+)
+def test_workspaces_follow_architecture_and_version(
+    capability: tuple[int, int], version: str, workspaces: tuple[int, int]
+) -> None:
+    assert library_workspaces(capability, version) == workspaces

@@ -135,6 +135,26 @@ class Device:
             raise InvalidInputError(f"not a complete device: {error}; docs/formats.md lists the fields") from error
 
 
+def library_workspaces(compute_capability: tuple[int, int], torch_version: str) -> tuple[int, int]:
+    """Bytes of the workspaces that PyTorch allocates for a cuBLAS handle and a stream, and for cuBLASLt beside it.
+
+    cuBLAS gets 8,519,680 bytes, but 32 MiB on 9.0, and from 2.12 on on every 9.x, 10.x and 12.x
+    (pytorch/pytorch#175344; a B200 with 2.11 had the smaller one). cuBLASLt has a MiB of its own up to 2.11 and uses
+    cuBLAS's workspace from 2.12 on (pytorch/pytorch#168175). Read out of the machine code of the published builds of
+    2.11 and 2.13; that it changed with 2.12 follows from the dates of the two requests.
+
+    Parameters
+    ----------
+    compute_capability : tuple of int
+    torch_version : str
+        As `torch.__version__` has it.
+    """
+    major, minor = (int(part) for part in torch_version.split(".")[:2])
+    newer = (major, minor) >= (2, 12)
+    large = compute_capability[0] in (9, 10, 12) if newer else compute_capability == (9, 0)
+    return 32 << 20 if large else 8_519_680, 0 if newer else 1 << 20
+
+
 @functools.cache
 def known_devices() -> Mapping[str, Device]:
     """Every device known by name, by name."""

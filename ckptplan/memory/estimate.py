@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ckptplan.core.device import library_workspaces
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.estimate import CATEGORIES, Estimate, Phase
 from ckptplan.core.measured import DeviceBytes
@@ -28,9 +29,6 @@ from ckptplan.runtime.compiled import refuse_compiled
 from ckptplan.runtime.state import restored
 from ckptplan.runtime.step import LossFn, TrainingStep, check_supported, fingerprint, training_config
 
-_CUBLAS_BYTES = 8_519_680
-_CUBLAS_BYTES_FROM_9_0 = 32 << 20
-_CUBLASLT_BYTES = 1 << 20
 _UNKNOWN_ON_CUDA = (
     (("aten.convolution", "aten.convolution_backward"), "workspaces that cuDNN chooses for convolutions are not in it"),
     (("aten.mkldnn_rnn_layer", "aten.mkldnn_rnn_layer_backward"), "recurrent layers are counted as on the CPU"),
@@ -242,17 +240,19 @@ def _settings(allocator: AllocatorSettings | str | None, target: Target) -> Allo
     return AllocatorSettings.from_string(allocator) if isinstance(allocator, str) else allocator or AllocatorSettings()
 
 
-def _cublas_bytes(target: Target) -> int:
-    """A cuBLAS handle's workspace: by compute capability, or on the device here as CUBLAS_WORKSPACE_CONFIG says.
+def _workspaces(target: Target) -> Iterator[Block]:
+    """The workspaces of a cuBLAS handle: by device and version, or on the device here as CUBLAS_WORKSPACE_CONFIG says.
 
     The variable lists pairs ":KiB:count".
     """
+    cublas, cublaslt = library_workspaces(target.compute_capability or (0, 0), torch.__version__)
     asked = "" if target.spec is not None else os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
     numbers = [part for part in asked.split(":") if part]
     if numbers and len(numbers) % 2 == 0 and all(part.isdecimal() for part in numbers):
-        return 1024 * sum(int(size) * int(count) for size, count in zip(numbers[::2], numbers[1::2], strict=True))
-    newest = (target.compute_capability or (0, 0)) >= (9, 0)
-    return _CUBLAS_BYTES_FROM_9_0 if newest else _CUBLAS_BYTES
+        cublas = 1024 * sum(int(size) * int(count) for size, count in zip(numbers[::2], numbers[1::2], strict=True))
+    yield Block(cublas, "workspaces and temporaries", "cuBLAS workspace")
+    if cublaslt:
+        yield Block(cublaslt, "workspaces and temporaries", "cuBLASLt workspace")
 
 
 @dataclass
@@ -415,8 +415,8 @@ class _Run:
         operations = {block.op.removeprefix("aten.") for block in recording.blocks}
         if not self.target.is_cuda or not operations.intersection(_PRODUCTS):
             return
-        ledger.allocate(Block(_cublas_bytes(self.target), "workspaces and temporaries", "cuBLAS workspace"))
-        ledger.allocate(Block(_CUBLASLT_BYTES, "workspaces and temporaries", "cuBLASLt workspace"))
+        for block in _workspaces(self.target):
+            ledger.allocate(block)
 
     def _unscale(self, ledger: Ledger) -> None:
         if self.scaler:
