@@ -90,6 +90,11 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "Estimates and the allocator's model against a real CUDA device",
         "estimate_gpu.json",
     ),
+    Experiment(
+        "snapshots",
+        "Recorded histories of real devices, named by `$CKPTPLAN_HISTORIES`, through `ckptplan snapshot`",
+        "snapshots.json",
+    ),
     Experiment("published", "Estimates beside figures that others measured and published", "published.json"),
     Experiment(
         "bitwise",
@@ -563,8 +568,29 @@ PROMISES: tuple[Promise, ...] = (
             "test_state_is_sound_after_every_call",
             "test_a_plain_list_search_does_the_same",
         )
+        + _in(
+            "test_histories",
+            "test_a_history_of_a_real_device_replays_exactly",
+            "test_a_generated_history_replays_exactly",
+            "test_a_difference_is_found_where_it_is",
+        )
         + _in("test_allocator_gpu", "test_replay_of_recorded_history"),
-        ("estimate_gpu",),
+        ("snapshots", "estimate_gpu"),
+    ),
+    Promise(
+        "Estimates of memory",
+        "A recorded history says whose fragments are and what other settings would reserve; its file does no harm",
+        _in(
+            "test_snapshot",
+            "test_a_start_is_what_undoing_leaves",
+            "test_whose_the_fragments_are",
+            "test_what_other_settings_would_have_reserved",
+            "test_a_request_that_failed_and_what_would_have_held_it",
+            "test_snapshot_files_hold_plain_data",
+            "test_no_more_is_read_than_fits",
+            "test_entries_that_no_recording_makes",
+        ),
+        ("snapshots",),
     ),
     Promise(
         "Estimates of memory",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
 import struct
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from ckptplan.memory.snapshot import (
     replay_snapshot,
     settings_from_snapshot,
 )
-from ckptplan.memory.snapshot_summary import summarize, where
+from ckptplan.memory.snapshot_summary import Alternative, DeviceSummary, Holder, Shortage, State, summarize, where
 from ckptplan.report.snapshot import snapshot_tables
 
 pytestmark = pytest.mark.planning
@@ -641,8 +643,17 @@ def test_the_command_tells_everything(run: Run, file: Path, tmp_path: Path) -> N
     }
 
 
-def test_the_command_says_what_a_threshold_needs(run: Run, tmp_path: Path) -> None:
-    """Where pages can't be had and a threshold is the best: 12 MiB at a time, each larger than the one before."""
+def test_the_documented_fields_are_those_written() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "formats.md").read_text(encoding="utf-8")
+    section = text.partition("## `ckptplan snapshot --json`")[2].partition("\n## ")[0]
+    documented = set(re.findall(r"`(\w+)`", section))
+    written = {field.name for kind in (DeviceSummary, State, Holder, Alternative, Shortage) for field in fields(kind)}
+    assert written <= documented
+    assert documented - written == {"PYTORCH_CUDA_ALLOC_CONF"}
+
+
+def test_a_threshold_collects_what_the_next_request_cannot_use(run: Run, tmp_path: Path) -> None:
+    """By hand: 100 MiB, and then one block after the other, each larger by 2 MiB than the one before it."""
     entries, final, at = [], [], A
     for size in (100, 60, 62, 64, 66, 68):
         entries += [entry("segment_alloc", at, size * M), entry("alloc", at, size * M)]
@@ -659,6 +670,16 @@ def test_the_command_says_what_a_threshold_needs(run: Run, tmp_path: Path) -> No
     assert peaks["garbage_collection_threshold:0.6"] == 298 * M
     assert peaks["expandable_segments:True"] == 180 * M
     assert found["advice"]["conf"] == "expandable_segments:True"
+    # Had it been the best, the advice would say of what it is a part.
+    (summary,) = summarize(load_snapshot(path))
+    collected = next(a for a in summary.alternatives if a.change == "garbage_collection_threshold:0.6")
+    shown = io.StringIO()
+    Console(file=shown, width=400).print(snapshot_tables(replace(summary, advice=collected)))
+    assert (
+        'use PYTORCH_CUDA_ALLOC_CONF="garbage_collection_threshold:0.6" and call torch.cuda.'
+        "set_per_process_memory_fraction(440401920 / torch.cuda.get_device_properties(0).total_memory, 0):"
+        " 122.00 MiB less (modelled, not checked against a device)"
+    ) in shown.getvalue()
 
 
 def test_the_command_marks_what_is_only_modelled(run: Run, tmp_path: Path) -> None:

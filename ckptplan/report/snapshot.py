@@ -159,7 +159,7 @@ def _advice(summary: DeviceSummary) -> str:
     assert base is not None
     return (
         f'use PYTORCH_CUDA_ALLOC_CONF="{best.conf}"{_how(best, summary.device)}: '
-        f"{format_bytes(base - best.reserved_peak_bytes)} less" + ("" if best.checked else " ({UNCHECKED})")
+        f"{format_bytes(base - best.reserved_peak_bytes)} less" + ("" if best.checked else f" ({UNCHECKED})")
     )
 
 
