@@ -13,16 +13,20 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ckptplan.core.device import library_workspaces
 from ckptplan.memory.allocator import CachingAllocator
 
 DEVICE = torch.device("cuda", 0)
-WORKSPACE_BYTES = 8_519_680  # cuBLAS's before Hopper
+WORKSPACES = tuple(filter(None, library_workspaces((8, 0), torch.__version__)))
+"""What a cuBLAS handle takes on an A100, and cuBLASLt where it has one of its own."""
+WORKSPACE_BYTES = 2 * sum(WORKSPACES)
+"""Of the two handles, one in the thread that runs backward."""
 
 
 class FakeMemory(TorchDispatchMode):
     """Every tensor made inside, and those that it is told of, are blocks of the device; copies to the host aren't.
 
-    A product of matrices has cuBLAS take a workspace, once, which is kept.
+    The first product of matrices in forward, and that in backward, has cuBLAS take workspaces, which are kept.
     """
 
     def __init__(self) -> None:
@@ -31,7 +35,7 @@ class FakeMemory(TorchDispatchMode):
         self.pool_id = (0, 0)
         self._numbers = itertools.count()
         self._alive: set[int] = set()
-        self._workspace: int | None = None
+        self._workspaces: dict[bool, list[int]] = {}
 
     def allocate(self, nbytes: int) -> int:
         """A block; `self.allocator.free` frees it."""
@@ -52,8 +56,9 @@ class FakeMemory(TorchDispatchMode):
         self.allocator.free(number)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and self._workspace is None:
-            self._workspace = self.allocate(WORKSPACE_BYTES)
+        backward = torch._C._current_autograd_node() is not None
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and backward not in self._workspaces:
+            self._workspaces[backward] = [self.allocate(nbytes) for nbytes in WORKSPACES]
         result = func(*args, **(kwargs or {}))
         if func is not torch.ops.aten._to_copy.default:
             self.hold(*(t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)))
@@ -70,9 +75,9 @@ class FakeMemory(TorchDispatchMode):
         }
 
     def clear_workspaces(self) -> None:
-        if self._workspace is not None:
-            self.allocator.free(self._workspace)
-            self._workspace = None
+        for number in (n for numbers in self._workspaces.values() for n in numbers):
+            self.allocator.free(number)
+        self._workspaces.clear()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[FakeMemory]:

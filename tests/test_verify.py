@@ -18,14 +18,15 @@ from ckptplan import demo
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.units import format_bytes
+from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.profiling import profiler
 from ckptplan.profiling.profiler import profile
-from ckptplan.profiling.target import Target
+from ckptplan.profiling.target import Target, find_target
 from ckptplan.runtime import verify as verifying
 from ckptplan.runtime.apply import apply
 from ckptplan.runtime.measure import StepPeaks, held_tensors, step_peaks, unique_bytes
 from ckptplan.runtime.meter import Meter
-from ckptplan.runtime.step import TrainingStep, default_loss
+from ckptplan.runtime.step import TrainingStep, default_loss, make_step
 from ckptplan.runtime.verify import Verification, verify
 
 
@@ -174,18 +175,27 @@ def test_the_plain_step_has_its_own() -> None:
     assert found.plain.requested_bytes != found.measured.requested_bytes
 
 
-def test_a_prediction_beside_each_account() -> None:
-    plan, measured = uniform("recompute"), alone("recompute").measured
+@pytest.mark.parametrize("action", ["keep", "recompute"])
+def test_a_prediction_beside_each_account(action: Any) -> None:
+    """As a plan that is solved for a model has it, by a replay of that model on the allocator's model."""
+    model, x = subject()
+    predicted = TrainingBytes(model, find_target(model, "a100-40gb")).peaks(make_step(model, x), uniform(action))
     found = dataclasses.replace(
-        alone("recompute"),
-        predicted_allocated_bytes=measured.allocated_bytes,
-        predicted_reserved_bytes=measured.reserved_bytes,
-        budget_bytes=measured.needed_bytes,
+        alone(action),
+        predicted_allocated_bytes=predicted.allocated_bytes,
+        predicted_reserved_bytes=predicted.reserved_bytes,
+        budget_bytes=predicted.reserved_bytes,
     )
-    assert found.predicted_peak_bytes == plan.peak_bytes
+    measured, own = found.measured, found.measured.other_bytes
+    assert found.predicted_peak_bytes == uniform(action).peak_bytes
+    assert measured.requested_bytes == predicted.requested_bytes - WORKSPACE_BYTES
+    assert measured.allocated_bytes is not None
+    # The handle's own few numbers have blocks of 512 bytes.
+    assert abs(measured.allocated_bytes - predicted.allocated_bytes) <= 8 * 512
+    assert measured.reserved_bytes == predicted.reserved_bytes - own
     assert found.within_budget
     assert "within the budget" in str(found)
-    assert str(found).count("predicted +0.00%") == 2
+    assert "predicted +0.00%" in str(found).splitlines()[3]
     assert "not predicted" not in str(found)
 
 
