@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import plan_of
 from torch import nn
 
+import ckptplan
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.profiling.fake import fake_parameters
 from ckptplan.profiling.operations import op_key
@@ -115,3 +117,40 @@ def test_plans_know_them_by_path_type_and_shape() -> None:
     assert beyond[0].path == "[0][1]['lengths']"
     model = Model()
     assert "int64[2]" in fingerprint(TrainingStep(model, args)).inputs
+
+
+class Masked(nn.Module):
+    """Looks rows up by indices on the host, and masks by lengths that it moves itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, host: dict[str, torch.Tensor]) -> torch.Tensor:
+        kept = torch.arange(x.shape[1], device=x.device) < host["lengths"].to(x.device)[:, None]
+        x = x[host["order"]] * kept[..., None] * host["scale"]
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def on_device(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model, x = Masked().to(device), torch.randn(16, 64, 256, device=device)
+    given = {"lengths": torch.randint(1, 64, (16,)), "order": torch.randperm(16), "scale": torch.tensor(0.5)}
+    chain = ckptplan.profile(model, (x, given))
+    for action in ("keep", "recompute", "swap"):
+        plan = plan_of(chain, [action] * len(chain.stages))
+        found = ckptplan.verify(model, plan, (x, given), repeats=1)
+        assert found.gradients_equal, (action, found.differing)
+        assert found.other_paths == 0, action
+        assert found.measured_peak_bytes <= plan.peak_bytes, (action, str(found))
+
+
+def test_all_of_it_on_the_cpu() -> None:
+    on_device(torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_all_of_it_beside_a_device() -> None:
+    on_device(torch.device("cuda", torch.cuda.current_device()))

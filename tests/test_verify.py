@@ -245,3 +245,23 @@ def test_profiling_leaves_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     for device, count in ((torch.device("cpu"), 0), (DEVICE, 1)):
         assert profiler.profile_step(TrainingStep(model, (x,)), Target(device)) is chain()
         assert len(given) == count
+
+
+def as_predicted(device: torch.device) -> Verification:
+    model, x = subject()
+    model, x = model.to(device), x.to(device)
+    plan = plan_of(profile(model, x, menus=False), ["recompute"] * len(chain().stages))
+    needs = TrainingBytes(model, find_target(model)).peaks(make_step(model, x), plan)
+    told = dataclasses.replace(plan, allocated_bytes=needs.allocated_bytes, reserved_bytes=needs.reserved_bytes)
+    return verify(model, dataclasses.replace(told, budget_bytes=needs.reserved_bytes), x)
+
+
+@pytest.mark.gpu
+def test_a_device_s_own_accounts_are_as_predicted() -> None:
+    found = as_predicted(torch.device("cuda", torch.cuda.current_device()))
+    measured = found.measured
+    assert found.gradients_equal, found.differing
+    assert found.other_paths == 0
+    assert measured.workspace_bytes, "products of matrices take one"
+    assert 0.98 * found.predicted_peak_bytes <= measured.requested_bytes <= found.predicted_peak_bytes, str(found)
+    assert found.within_budget, str(found)
