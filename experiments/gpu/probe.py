@@ -28,6 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptplan
 from ckptplan.baselines._build import build, named, smallest_peak
+from ckptplan.profiling.kernels import _prefers_cudnn
+from ckptplan.profiling.stopwatch import Stopwatch, Took
 from ckptplan.runtime.state import restored
 from experiments.gpu.cases import Case
 from experiments.gpu.profiling import Bench
@@ -189,7 +191,14 @@ class Probe:
             row["alike"] = row.get("real") == row.get("fake")
             rows.append(row)
         chosen = Counter(row["real"][0] for row in rows if row.get("real"))
-        return {"enabled": flags, "priority": [str(x) for x in order], "kernels": dict(chosen), "rows": rows}
+        rule = _prefers_cudnn(torch.cuda.get_device_capability(self.device)) if self.cuda else None
+        return {
+            "enabled": flags,
+            "priority": [str(x) for x in order],
+            "cudnn_first_by_rule": rule,
+            "kernels": dict(chosen),
+            "rows": rows,
+        }
 
     def _attention(
         self, world: str, dtype: torch.dtype, mask: str, dropout: float, width: int
@@ -275,11 +284,12 @@ class Probe:
         return begin.elapsed_time(end) / 1e3
 
     def brackets(self) -> dict[str, Any]:
-        """A block's forward in three ways: between synchronisations, by events behind a delay, on the CPU alone."""
+        """A block's forward: between synchronisations, behind a delay, on the CPU alone, and as profiles have it."""
         self.need_cuda()
         width = 256 if self.small else 2048
         layer = nn.TransformerEncoderLayer(width, 16, 4 * width, batch_first=True, device=self.device).bfloat16()
         rows = []
+        watch = Stopwatch(self.device)
         for tokens in (256, 2048, 16384):
             x = torch.randn(1, tokens, width, device=self.device, dtype=torch.bfloat16)
             for _ in range(3):
@@ -298,12 +308,20 @@ class Probe:
                 layer(x)
                 return time.perf_counter() - began
 
+            def stopped(x: Tensor = x) -> Took:
+                for _ in range(3):  # a delay that was too short grows
+                    span = watch.begin(len(x))
+                    layer(x)
+                    took = watch.end(span)
+                return took
+
             rows.append(
                 {
                     "tokens": tokens,
                     "bracketed_s": statistics.median(bracket() for _ in range(9)),
                     "device_s": statistics.median(self._on_device(lambda x=x: layer(x)) for _ in range(5)),  # type: ignore[misc]
                     "cpu_s": statistics.median(issue() for _ in range(9)),
+                    "stopwatch": stopped()._asdict(),
                 }
             )
         return {"rows": rows}

@@ -61,6 +61,7 @@ def run(case: Case, options: Options) -> None:
             "kinds": len({stage.kind for stage in profile.stages}),
             "options": sorted({option.name for stage in profile.stages for option in stage.options}),
             "predicted_plain_step_s": profile.baseline_step_s,
+            "plain_launch_s": profile.baseline_launch_s,
             "out_bytes_per_s": profile.link.out_bytes_per_s,
             "in_bytes_per_s": profile.link.in_bytes_per_s,
             "notes": list(profile.notes),

@@ -234,6 +234,7 @@ def set_up(case: Case, device: torch.device) -> None:
     if case.deterministic:
         # Whether two plain steps are equal is measured; an operation without such a kernel warns.
         torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # which a warning alone leaves allowed
         torch.utils.deterministic.fill_uninitialized_memory = False  # else every new tensor costs a write
         torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
