@@ -39,6 +39,7 @@ REQUIREMENTS: dict[int, str] = {
     29: "What can't be applied is an error that says so",
     30: "What happened is reported beside the plan",
     31: "Gradients are compared bit for bit",
+    32: "Files from strangers run no code and take no more memory than they hold",
 }
 
 
@@ -1096,5 +1097,53 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "        return self.geometry.on(self.record.whole())",
         "        found = self.geometry.on(self.record.whole())\n        return found.nextafter(found.new_tensor(9.0)) if found.dtype == torch.float32 else found",
         ("tests/test_runtime.py::test_steps_are_bitwise_those_of_the_plain_model",),
+    ),
+    Safeguard(
+        32,
+        "no class or function is built from a pickle",
+        "_check",
+        "            if data[at] != _LONG_BINPUT:",
+        "            if data[at] not in (_LONG_BINPUT, pickle.STACK_GLOBAL[0], pickle.GLOBAL[0]):",
+        ("tests/test_snapshot.py::test_snapshot_files_hold_plain_data",),
+    ),
+    Safeguard(
+        32,
+        "and none by Python's own reader",
+        "_PlainUnpickler.find_class",
+        '        raise pickle.UnpicklingError(f"it holds {module}.{name}; only dicts, lists, texts and numbers are read")',
+        "        return super().find_class(module, name)",
+        ("tests/test_snapshot.py::test_snapshot_files_hold_plain_data",),
+    ),
+    Safeguard(
+        32,
+        "no place in the memo but the next is taken",
+        "_check",
+        "            if place > memo + 256:  # places below are BINPUT's",
+        "            if place > 1 << 62:",
+        ("tests/test_snapshot.py::test_snapshot_files_hold_plain_data",),
+    ),
+    Safeguard(
+        32,
+        "tuples hold numbers alone, so none nests",
+        "_check",
+        "            if numbers < n:",
+        "            if numbers < 0:",
+        ("tests/test_snapshot.py::test_snapshot_files_hold_plain_data",),
+    ),
+    Safeguard(
+        32,
+        "what a file makes is bounded",
+        "_check",
+        "    while at < size and objects <= MOST_OBJECTS:",
+        "    while at < size:",
+        ("tests/test_snapshot.py::test_no_more_is_read_than_fits",),
+    ),
+    Safeguard(
+        32,
+        "lists that devices share count for each",
+        "devices",
+        "    if entries + blocks > _MOST_ENTRIES:",
+        "    if len(traces) + blocks > _MOST_ENTRIES:",
+        ("tests/test_snapshot.py::test_no_more_is_read_than_fits",),
     ),
 )
