@@ -21,11 +21,13 @@ from typing import Any
 
 import pytest
 from command_line import Run
-from hypothesis import settings
 
-# No deadline: how long an example takes says more about the machine than about the code.
-settings.register_profile("ckptplan", deadline=None)
-settings.load_profile("ckptplan")
+if importlib.util.find_spec("hypothesis") is not None:  # the tests marked gpu do without (docs/gpu.md)
+    from hypothesis import settings
+
+    # No deadline: how long an example takes says more about the machine than about the code.
+    settings.register_profile("ckptplan", deadline=None)
+    settings.load_profile("ckptplan")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -873,6 +873,7 @@ def test_planned_bytes_are_those_of_the_replay() -> None:
 @pytest.mark.gpu
 def test_a_device_that_is_really_full() -> None:
     """Most of the process's share of the device is taken by somebody else; the planned step is replanned around it."""
+    pytest.importorskip("ortools")
     device = torch.device("cuda", 0)
     torch.manual_seed(0)
     model = nn.Sequential(
