@@ -23,16 +23,21 @@ class Experiment:
         The file it writes in experiments/results/, whether or not it is there yet; None where it only prints.
     options : str
         With which it is run.
+    module : str or None
+        The command, where it is a package of several.
     """
 
     name: str
     question: str
     result: str | None
     options: str = ""
+    module: str | None = None
 
     @property
     def command(self) -> str:
         """How to run it."""
+        if self.module is not None:
+            return self.module
         out = "" if self.result is None else "--out experiments/results"
         return " ".join(part for part in (f"python experiments/{self.name}.py", self.options, out) if part)
 
@@ -86,11 +91,6 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "estimate_large.json",
     ),
     Experiment(
-        "estimate_gpu",
-        "Estimates and the allocator's model against a real CUDA device",
-        "estimate_gpu.json",
-    ),
-    Experiment(
         "snapshots",
         "Recorded histories of real devices, named by `$CKPTPLAN_HISTORIES`, through `ckptplan snapshot`",
         "snapshots.json",
@@ -106,10 +106,10 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "soak", "Memory, threads and files over thousands of steps of random shapes", "soak.json", "--steps 2000"
     ),
     Experiment(
-        "gpu_suite",
-        "The tests marked gpu, and plans and baselines measured on a GPU",
-        "gpu_suite.json",
-        "--minutes 9",
+        "gpu",
+        "Plans and rivals at equal reserved peaks, bits, overlap, memory histories on a GPU (docs/gpu.md)",
+        "gpu.json",
+        module="python -m experiments.gpu all --out RUN --json experiments/results/gpu.json",
     ),
     Experiment("mutations", "Each of the runtime's safeguards taken out: does a test fail?", "mutations.json"),
     Experiment(
@@ -456,7 +456,7 @@ PROMISES: tuple[Promise, ...] = (
         + _in("test_models", "test_the_promises_hold")
         + _in("test_runtime", "test_peak_is_as_predicted", "test_predicted_peaks_differ_by_action")
         + _in("test_gpu", "test_peak_is_within_the_budget"),
-        ("estimate_accuracy", "compare_real", "gpu_suite"),
+        ("estimate_accuracy", "compare_real", "gpu"),
     ),
     Promise(
         "Profiling",
@@ -575,7 +575,7 @@ PROMISES: tuple[Promise, ...] = (
             "test_a_difference_is_found_where_it_is",
         )
         + _in("test_allocator_gpu", "test_replay_of_recorded_history"),
-        ("snapshots", "estimate_gpu"),
+        ("snapshots", "gpu"),
     ),
     Promise(
         "Estimates of memory",
@@ -614,7 +614,7 @@ PROMISES: tuple[Promise, ...] = (
             "test_the_reserved_peak_is_what_solve_compares_with_the_budget",
             "test_a_plan_for_another_device_is_checked_on_arrival",
         ),
-        ("published", "estimate_gpu"),
+        ("published", "gpu"),
     ),
     Promise(
         "Estimates of memory",
@@ -785,10 +785,10 @@ PROMISES: tuple[Promise, ...] = (
 )
 
 AT_SCALE: dict[int, tuple[str, ...]] = {
-    1: ("gpu_suite",),
-    2: ("bitwise", "gpu_suite"),
-    3: ("gpu_suite",),
-    4: ("bitwise", "gpu_suite"),
+    1: ("gpu",),
+    2: ("bitwise", "gpu"),
+    3: ("gpu",),
+    4: ("bitwise", "gpu"),
     5: ("bitwise",),
     7: ("faults", "soak"),
     9: ("bitwise",),

@@ -18,9 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
 from torch import Tensor, nn
-from torch._inductor.compile_fx import compile_fx
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint_sequential
 
@@ -139,6 +137,9 @@ def trl_offload(model: nn.Module, forward: Forward) -> Iterator[Forward]:
 
 @contextlib.contextmanager
 def compiled(model: nn.Module, forward: Forward, *, ratio: float) -> Iterator[Forward]:
+    import torch._functorch.config as functorch_config
+    from torch._inductor.compile_fx import compile_fx
+
     # A backend of its own: else a copy would reuse the code compiled for another copy's ratio.
     def backend(graph: Any, examples: Any) -> Any:
         with functorch_config.patch(activation_memory_budget=ratio):
@@ -158,7 +159,7 @@ class Saved:
     """One storage that left the device: its bytes on the host, and where it is on its way.
 
     Aliases share it. It lives as long as a graph refers to it. Its host memory goes back to the pool with it, to be
-    written only behind the copy that touched it last; its device memory, if a copy is under way, behind that copy.
+    written only behind the copy that touched it last; device memory that a copy still writes is freed behind that copy.
     """
 
     def __init__(self, offloader: Offloader, tensor: Tensor) -> None:
@@ -173,7 +174,6 @@ class Saved:
         self.host, self.touched = offloader.take(self.nbytes)
 
     def __del__(self) -> None:
-        self.offloader.wait(self.left if self.source is not None else None)
         self.offloader.wait(self.arrived if self.returned is not None else None)
         self.offloader.give(self.host, self.touched)
 
@@ -309,8 +309,7 @@ class Offloader:
                 saved.used = weakref.ref(base)
             self.wait(saved.arrived)
         self.fetch_ahead(saved)
-        view = torch.empty(0, dtype=held.dtype, device=base.device)
-        view.set_(base.untyped_storage(), held.offset, held.size, held.stride)
+        view = base.new_empty(0, dtype=held.dtype).set_(base.untyped_storage(), held.offset, held.size, held.stride)
         view._base_on_device = base  # type: ignore[attr-defined] # so that an alias finds it while this one is used
         return view
 
@@ -342,7 +341,7 @@ class Offloader:
 def _bytes_of(tensor: Tensor) -> Tensor:
     """The whole storage behind `tensor`."""
     storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    return tensor.new_empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _require_unchanged(tensor: Tensor | None, version: int) -> None:

@@ -74,7 +74,9 @@ def test_what_holds_a_promise_is_there(promise: Promise) -> None:
 
 def test_every_area_has_promises_and_every_script_is_an_experiment() -> None:
     assert {promise.area for promise in PROMISES} == set(AREAS)
-    scripts = {path.stem for path in (ROOT / "experiments").glob("*.py") if "main" in functions(path)}
+    folder = ROOT / "experiments"
+    scripts = {path.stem for path in folder.glob("*.py") if "main" in functions(path)}
+    scripts |= {path.parent.name for path in folder.glob("*/__main__.py")}
     assert {experiment.name for experiment in EXPERIMENTS} == scripts
     named = [name for promise in PROMISES for name in promise.experiments]
     assert scripts == {*named, *(name for names in AT_SCALE.values() for name in names), "mutations"}

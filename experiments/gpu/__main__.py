@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import argparse
-import math
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -102,7 +102,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny models, to try the commands")
     parser.add_argument("--cases", help="comma-separated names; default: all, in order of value")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="end within this time, and a few seconds")
+    parser.add_argument("--seconds", type=float, default=86400.0, help="end within this time, and a few seconds")
     parser.add_argument("--again", action="store_true", help="measure once more what failed")
     parser.add_argument("--one-process", action="store_true", help="no process of its own for each case")
     measure = parser.add_argument_group("measure")
@@ -122,4 +122,5 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

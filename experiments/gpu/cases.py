@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 GIB = 1 << 30
+
+Made = tuple[Callable[[], Any], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,8 @@ class Case:
     what : str
         In words.
     make : callable
-        (small) -> model and keyword inputs with labels, on the current default device, weights at random.
+        (small) -> a function that builds the model, weights at random, and keyword inputs with labels, each on the
+        default device of the moment.
     dtype, amp : str or None
         Of the weights, float32 by default; of autocast, none by default.
     optimizer : str or None
@@ -48,7 +52,7 @@ class Case:
 
     name: str
     what: str
-    make: Callable[[bool], tuple[Any, dict[str, Any]]]
+    make: Callable[[bool], Made]
     dtype: str | None = None
     amp: str | None = None
     optimizer: str | None = "adamw"
@@ -71,29 +75,31 @@ def _tokens(config: Any, batch: int, length: int) -> dict[str, Any]:
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def llama(batch: int, length: int) -> Callable[[bool], tuple[Any, dict[str, Any]]]:
+def llama(batch: int, length: int) -> Callable[[bool], Made]:
     """The shape of Llama 3.2 1B: 16 layers of width 2048, four query heads to a key-value head, tied embedding."""
 
-    def make(small: bool) -> tuple[Any, dict[str, Any]]:
+    def make(small: bool) -> Made:
         import transformers as hf
 
         config = hf.LlamaConfig(
             vocab_size=512 if small else 128256,
             hidden_size=64 if small else 2048,
             intermediate_size=256 if small else 8192,
-            num_hidden_layers=3 if small else 16,
+            num_hidden_layers=2 if small else 16,
             num_attention_heads=4 if small else 32,
             num_key_value_heads=1 if small else 8,
             max_position_embeddings=8192,
             tie_word_embeddings=True,
             use_cache=False,
         )
-        return hf.LlamaForCausalLM(config), _tokens(config, min(batch, 2) if small else batch, 64 if small else length)
+        return functools.partial(hf.LlamaForCausalLM, config), _tokens(
+            config, min(batch, 2) if small else batch, 64 if small else length
+        )
 
     return make
 
 
-def gpt2_medium(small: bool) -> tuple[Any, dict[str, Any]]:
+def gpt2_medium(small: bool) -> Made:
     """24 blocks of width 1024, dropout 0.1, sequences of different lengths padded and masked."""
     import torch
     import transformers as hf
@@ -103,7 +109,7 @@ def gpt2_medium(small: bool) -> tuple[Any, dict[str, Any]]:
         vocab_size=512 if small else 50257,
         n_positions=length,
         n_embd=64 if small else 1024,
-        n_layer=3 if small else 24,
+        n_layer=2 if small else 24,
         n_head=2 if small else 16,
         bos_token_id=0,
         eos_token_id=0,
@@ -114,10 +120,10 @@ def gpt2_medium(small: bool) -> tuple[Any, dict[str, Any]]:
     mask = torch.arange(length)[None] < lengths[:, None]
     inputs["attention_mask"] = mask.long()
     inputs["labels"] = inputs["labels"].where(mask, torch.tensor(-100))
-    return hf.GPT2LMHeadModel(config), inputs
+    return functools.partial(hf.GPT2LMHeadModel, config), inputs
 
 
-def vit_large(small: bool) -> tuple[Any, dict[str, Any]]:
+def vit_large(small: bool) -> Made:
     """24 layers of width 1024, patches of 16, dropout 0.1."""
     import torch
     import transformers as hf
@@ -127,7 +133,7 @@ def vit_large(small: bool) -> tuple[Any, dict[str, Any]]:
         image_size=side,
         patch_size=8 if small else 16,
         hidden_size=64 if small else 1024,
-        num_hidden_layers=3 if small else 24,
+        num_hidden_layers=2 if small else 24,
         num_attention_heads=2 if small else 16,
         intermediate_size=256 if small else 4096,
         hidden_dropout_prob=0.1,
@@ -135,13 +141,16 @@ def vit_large(small: bool) -> tuple[Any, dict[str, Any]]:
         num_labels=1000,
     )
     pixels = torch.randn(batch, 3, side, side)
-    return hf.ViTForImageClassification(config), {"pixel_values": pixels, "labels": torch.randint(1000, (batch,))}
+    return functools.partial(hf.ViTForImageClassification, config), {
+        "pixel_values": pixels,
+        "labels": torch.randint(1000, (batch,)),
+    }
 
 
-def resnet(depths: tuple[int, ...], batch: int) -> Callable[[bool], tuple[Any, dict[str, Any]]]:
+def resnet(depths: tuple[int, ...], batch: int) -> Callable[[bool], Made]:
     """Bottlenecks of He et al. (2016) on images of 224 pixels."""
 
-    def make(small: bool) -> tuple[Any, dict[str, Any]]:
+    def make(small: bool) -> Made:
         import torch
         import transformers as hf
 
@@ -151,7 +160,7 @@ def resnet(depths: tuple[int, ...], batch: int) -> Callable[[bool], tuple[Any, d
         config = hf.ResNetConfig(num_labels=1000, **sizes)
         count, side = (4, 32) if small else (batch, 224)
         pixels = torch.randn(count, 3, side, side)
-        return hf.ResNetForImageClassification(config), {
+        return functools.partial(hf.ResNetForImageClassification, config), {
             "pixel_values": pixels,
             "labels": torch.randint(1000, (count,)),
         }
@@ -193,6 +202,7 @@ CASES: Mapping[str, Case] = {
             rivals=(),
             extra=("bitwise",),
             tighter=False,
+            rehearsed=False,
         ),
         *(
             Case(
@@ -205,6 +215,7 @@ CASES: Mapping[str, Case] = {
                 allocator=setting,
                 fractions=(0.3,),
                 tighter=False,
+                rehearsed=setting is None,
             )
             for name, setting in (("memory", None), ("memory-expandable", "expandable_segments:True"))
         ),
@@ -261,7 +272,7 @@ CASES: Mapping[str, Case] = {
 """In the order in which they are measured."""
 
 
-def toy(small: bool) -> tuple[Any, dict[str, Any]]:
+def toy(small: bool) -> Made:
     """Two blocks, for trying the commands."""
     import torch
     import transformers as hf
@@ -270,7 +281,7 @@ def toy(small: bool) -> tuple[Any, dict[str, Any]]:
         vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, use_cache=False
     )
     tokens = torch.randint(64, (2, 32))
-    return hf.GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens.clone()}
+    return functools.partial(hf.GPT2LMHeadModel, config), {"input_ids": tokens, "labels": tokens.clone()}
 
 
 TOY = Case("toy", "two small blocks, to try the commands", toy, rivals=("hf",), fractions=(0.5,), extra=("bitwise",))

@@ -109,7 +109,7 @@ def one_group(bench: Bench, label: str, group: Mapping[str, dict[str, Any]]) -> 
     known = all_rivals(bench.case)
     beside = {label: known[label]} if bench.results.ok(f"measure/{bench.case.name}/rival.{_slug(label)}") else {}
     found = measured(bench, beside, group)
-    return {"label": label, "target_bytes": next(iter(group.values()))["target_bytes"], **found}
+    return {"label": label, **found}
 
 
 def measured(bench: Bench, others: Mapping[str, Rival], group: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -149,14 +149,13 @@ def measured(bench: Bench, others: Mapping[str, Rival], group: Mapping[str, dict
         if group and not running.keys() & group.keys():
             raise RuntimeError(f"no plan ran: {[contenders[name]['error'] for name in group]}")
         subject.clear()
-        for name in running.keys() & handles.keys():
-            stack.enter_context(handles[name].unmetered())
-        for name, times in race(subject, running, warm_up=options.warm_up, timed=options.timed).items():
-            contenders[name]["times"] = times
         for name, plan in loaded.items():
-            contenders[name]["predicted"] = predicted(plan)
+            contenders[name] |= {"predicted": predicted(plan), "target_bytes": group[name]["target_bytes"]}
             if name in running:
                 contenders[name]["stats"] = counts(handles[name].stats())
+                stack.enter_context(handles[name].unmetered())
+        for name, times in race(subject, running, warm_up=options.warm_up, timed=options.timed).items():
+            contenders[name]["times"] = times
     return {"contenders": contenders}
 
 

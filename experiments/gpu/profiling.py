@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from functools import cached_property
 from typing import Any
@@ -23,6 +24,8 @@ class Bench:
         self.results: Results = options.results
         self.device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
         set_up(case, self.device)
+        gc.collect()
+        gc.freeze()  # what the imports made is not searched for garbage before every step
 
     @cached_property
     def subject(self) -> Subject:

@@ -131,14 +131,14 @@ def _case_rows(results: Results, case: Case) -> Iterator[Row]:
         for name, found in contenders.items():
             if not label and name == "keep" and data["file"] != "keep":
                 continue  # beside each rival; once is enough
-            target = format_bytes(data["target_bytes"]) if "target_bytes" in data else ""
+            target = format_bytes(found["target_bytes"]) if "target_bytes" in found else ""
             if "error" in found:
                 yield (label, name, target, *[""] * 9, found["error"].partition("\n")[0][:80])
                 continue
-            yield label, name, target, *_figures(found, keep, data.get("target_bytes"))
+            yield label, name, target, *_figures(found, keep)
 
 
-def _figures(found: dict[str, Any], keep: dict[str, Any] | None, target: int | None) -> Row:
+def _figures(found: dict[str, Any], keep: dict[str, Any] | None) -> Row:
     peaks, times, planned = found["peaks"], found["times"], found.get("predicted")
     judged = peaks["judged_bytes"]
     expected = None if planned is None else planned["reserved_bytes"] or planned["peak_bytes"]
@@ -155,7 +155,7 @@ def _figures(found: dict[str, Any], keep: dict[str, Any] | None, target: int | N
         f"{step_s / keep['median_step_s']:.3f}" if keep else "",
         format_seconds(times["median_update_s"]),
         format_seconds(times["median_cpu_s"]),
-        f"OVER by {format_bytes(judged - target)}" if planned and target and judged > target else "",
+        f"OVER by {format_bytes(judged - found['target_bytes'])}" if planned and judged > found["target_bytes"] else "",
     )
 
 
@@ -210,8 +210,10 @@ def complaints(results: Results, cases: Sequence[str]) -> Iterator[str]:
             for name, found in data.get("contenders", {}).items():
                 if "error" in found:
                     yield f"{case.name} {label} {name}: {found['error']}".partition("\n")[0]
-                elif "predicted" in found and found["peaks"]["judged_bytes"] > data["target_bytes"]:
-                    yield f"{case.name}: {name} takes {found['peaks']['judged_bytes']} of {data['target_bytes']} bytes"
+                elif "predicted" in found and found["peaks"]["judged_bytes"] > found["target_bytes"]:
+                    yield f"{case.name}: {name} takes {found['peaks']['judged_bytes']} of {found['target_bytes']} bytes"
+                if (other := found.get("stats", {}).get("other_paths")) is not None and other > 0:
+                    yield f"{case.name}: {name} has {other} runs that saved something else than profiled"
         bits = results.ok(f"measure/{case.name}/bitwise")
         if bits is not None and bits["plain_again"]["equal"]:
             for name, found in bits["plans"].items():

@@ -52,11 +52,15 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A budget: by whom it is given, the bytes it allows on the device, and those of them for tensors."""
+    """A budget: by whom it is given, the bytes it allows on the device, and those of them for tensors.
+
+    `reserved` says that the first are known, so that a replay is held against them.
+    """
 
     label: str
     target_bytes: int
     budget_bytes: int
+    reserved: bool = True
 
 
 def solve_cases(results: Results, cases: list[Case], small: bool, choices: Choices) -> bool:
@@ -104,16 +108,16 @@ def goals(results: Results, case: Case, least: int, most: int, choices: Choices)
     if not found:
         budgets = [least + int((most - least) * share) for share in case.fractions]
         labels = [f"{share:.0%}" for share in case.fractions]
-        found = [Goal(label, b + outside, b) for label, b in zip(labels, budgets, strict=True)]
+        found = [Goal(label, b + outside, b, reserved=False) for label, b in zip(labels, budgets, strict=True)]
     for goal in list(found):
         measured = (results.ok(f"measure/{case.name}/plans.{goal.label.replace('/', '-')}") or {}).get("contenders", {})
         peaks = measured.get(f"{OURS}@{goal.label.replace('/', '-')}", {}).get("peaks")
         if peaks and peaks["judged_bytes"] > goal.target_bytes:
             over = peaks["judged_bytes"] - goal.target_bytes
-            found.append(Goal(f"{goal.label}-again", goal.target_bytes, goal.budget_bytes - over))
+            found.append(replace(goal, label=f"{goal.label}-again", budget_bytes=goal.budget_bytes - over))
         elif case.tighter:
             budget = least + int((goal.budget_bytes - least) * TIGHTER)
-            found.append(Goal(f"{goal.label}-tighter", budget + outside, budget))
+            found.append(Goal(f"{goal.label}-tighter", budget + outside, budget, goal.reserved))
     return found
 
 
@@ -174,7 +178,7 @@ def _plan(results: Results, job: Job, case: Case, planner: str, goal: Goal, name
     if goal.budget_bytes < 1:
         raise Skipped(f"of {goal.target_bytes} bytes nothing is left beside what the plain step reserves unpredicted")
     try:
-        plan = _solved(job, planner, goal.budget_bytes)
+        plan = _solved(job, planner, goal)
     except InfeasibleBudgetError as error:
         raise Skipped(f"no plan fits {goal.budget_bytes} bytes; the smallest peak is {error.min_peak_bytes}") from error
     broken = validate(job.profile, plan, plan.budget_bytes)
@@ -195,8 +199,9 @@ def _plan(results: Results, job: Job, case: Case, planner: str, goal: Goal, name
     }
 
 
-def _solved(job: Job, planner: str, budget_bytes: int) -> Plan:
-    if planner == OURS:
-        return job.solved(budget_bytes)
-    plan = BASELINES[planner](job.profile, budget_bytes)
-    return plan if job.replayed_bytes is None else replace(plan, reserved_bytes=job.replayed_bytes(plan))
+def _solved(job: Job, planner: str, goal: Goal) -> Plan:
+    if planner != OURS:
+        return job.reserving(BASELINES[planner](job.profile, goal.budget_bytes))
+    if goal.reserved:
+        return job.solved(goal.budget_bytes)
+    return job.reserving(replace(job, replayed=None).solved(goal.budget_bytes))

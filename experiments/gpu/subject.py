@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ckptplan.profiling.profiler import training_step
 from ckptplan.profiling.target import Target, find_target
-from ckptplan.runtime.measure import held_tensors, optimizer_tensors, peak_above_start, unique_bytes
+from ckptplan.runtime.measure import held_tensors, optimizer_tensors, step_peaks, unique_bytes
 from ckptplan.runtime.step import TrainingStep, training_config
 from experiments.gpu.cases import Case
 from experiments.rivals import Forward, Rival
@@ -52,8 +52,11 @@ class Subject:
     def __init__(self, case: Case, device: torch.device, small: bool) -> None:
         self.case, self.device, self.small = case, device, small
         torch.manual_seed(0)
+        # A model without values is planned for inputs with them: masks are looked at.
+        with torch.device("cpu") if device.type == "meta" else device:
+            build, self.inputs = case.make(small)
         with device:
-            model, self.inputs = case.make(small)
+            model = build()
         if case.dtype is not None:
             dtype = getattr(torch, case.dtype)
             model = model.to(dtype)
@@ -85,7 +88,7 @@ class Subject:
 
     def train(self, forward: Forward, marks: Callable[[str], None] = lambda name: None) -> Tensor:
         """One step of training; output and loss are held until the end of backward, as a loop's variables are."""
-        self.model.zero_grad(set_to_none=True)
+        self.drop_gradients()
         output, loss = forward()
         loss.backward()
         marks("backward")
@@ -102,9 +105,12 @@ class Subject:
         with training_config(model), enter(self.step_of(model)) as forward:
             yield forward
 
+    def drop_gradients(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
     def clear(self) -> None:
         """Give everything unused back: gradients, cached device memory, cached pinned memory."""
-        self.model.zero_grad(set_to_none=True)
+        self.drop_gradients()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -130,32 +136,17 @@ def as_regime(rival: Rival) -> Enter:
 # --- measuring ---
 
 
-def peaks(subject: Subject, forward: Forward, steps: int = 2) -> dict[str, int | None]:
-    """Most bytes requested, allocated and reserved in a step, from an emptied cache on; the timed steps are others.
-
-    The libraries' workspaces must be there already. On the CPU the allocator's events give the allocated bytes alone.
-    """
+def peaks(subject: Subject, forward: Forward) -> dict[str, Any]:
+    """Peaks of training steps from an emptied cache on, by each account of the allocator; timed steps are others."""
     subject.clear()
-    if subject.device.type != "cuda":
-        held = subject.held_bytes()
-        peak = max(held + peak_above_start(lambda: subject.train(forward), subject.device) for _ in range(steps))
-        return {"requested_bytes": None, "allocated_bytes": peak, "reserved_bytes": None, "judged_bytes": peak}
-    torch.cuda.reset_peak_memory_stats(subject.device)
-    for _ in range(steps):
-        subject.train(forward)
-    torch.cuda.synchronize(subject.device)
-    found = torch.cuda.memory_stats(subject.device)
-    names = ("requested_bytes", "allocated_bytes", "reserved_bytes")
-    out: dict[str, int | None] = {name: found[f"{name}.all.peak"] for name in names}
-    return {**out, "judged_bytes": out["reserved_bytes"], "retries": found["num_alloc_retries"]}
+    found = step_peaks(lambda: subject.train(forward), subject.device, subject.held_bytes(), subject.drop_gradients)
+    return {**asdict(found), "judged_bytes": found.needed_bytes}
 
 
 def race(subject: Subject, contenders: Mapping[str, Forward], *, warm_up: int, timed: int) -> dict[str, dict[str, Any]]:
     """Steps in turn, every other round in reverse order, so that each is measured beside the others."""
     found = {name: Timed() for name in contenders}
     order = list(contenders.items())
-    gc.collect()
-    gc.freeze()
     gc.disable()
     try:
         for turn in range(warm_up + timed):
@@ -169,7 +160,6 @@ def race(subject: Subject, contenders: Mapping[str, Forward], *, warm_up: int, t
                     found[name].cpu_s.append(cpu_s)
     finally:
         gc.enable()
-        gc.unfreeze()
     return {name: timed_.as_dict() for name, timed_ in found.items()}
 
 

@@ -8,12 +8,13 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from experiments.gpu.cases import CASES, Case, find
 from experiments.gpu.results import OutOfTime, Results
 
 RESTARTS = 4
-OUT_OF_TIME = 3  # exit code
+OUT_OF_TIME, NO_CUDA = 3, 4  # exit codes
 GRACE_S = 10.0
 """A process that has begun something may end it in this time after the deadline."""
 
@@ -80,23 +81,39 @@ def over_cases(module: str, options: Options) -> bool:
     return True
 
 
+PRELOADED = (
+    *("torch", "torch._dynamo", "ckptplan.model_api", "experiments.gpu.measure", "experiments.gpu.probe"),
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "vit", "resnet")),
+)
+
+
 def _in_a_process(module: str, name: str, options: Options) -> bool:
-    context = multiprocessing.get_context("forkserver")  # the imports are made once, and no CUDA context is inherited
-    context.set_forkserver_preload(["torch", "transformers", "ckptplan.model_api", "experiments.rivals"])
+    # The imports are made once. Should one of them have touched CUDA, which no copy of a process survives, each process
+    # makes its own.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
     for _ in range(RESTARTS):
         process = context.Process(target=_child, args=(module, name, options))
         process.start()
-        process.join(max(options.deadline - time.time(), 0.0) + GRACE_S)
-        if process.is_alive():
-            process.kill()
-            process.join()
-            options.results.close_running(None)
+        try:
+            process.join(max(options.deadline - time.time(), 0.0) + GRACE_S)
+        finally:  # also when this process is asked to end
+            cut_off = process.is_alive()
+            if cut_off:
+                process.kill()
+                process.join()
+                options.results.close_running(None)
+        if cut_off:
             return False
         code = process.exitcode
         if code == 0:
             return True
         if code == OUT_OF_TIME:
             return False
+        if code == NO_CUDA and context.get_start_method() == "forkserver":
+            context = multiprocessing.get_context("spawn")
+            continue
         # What the process died in is a result; a new one goes on behind it.
         options.results.close_running(f"the process ended with exit code {code}")
         print(f"{module.rpartition('.')[2]} {name}: the process ended with exit code {code}", flush=True)
@@ -104,6 +121,14 @@ def _in_a_process(module: str, name: str, options: Options) -> bool:
 
 
 def _child(module: str, name: str, options: Options) -> None:
+    if options.device == "cuda":
+        import torch
+
+        try:
+            torch.cuda.init()
+        except RuntimeError as error:
+            print(error, flush=True)
+            raise SystemExit(NO_CUDA) from error
     raise SystemExit(0 if _run(module, name, options) else OUT_OF_TIME)
 
 
