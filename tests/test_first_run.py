@@ -109,7 +109,8 @@ def test_a_failure_is_a_result_and_nothing_is_begun_after_the_deadline(tmp_path:
     assert results.read("e") is None
 
 
-def test_a_process_that_dies_leaves_the_rest(tmp_path: Path) -> None:
+def test_a_process_that_dies_leaves_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "PRELOADED", ())  # this case needs none of them
     options = work.Options(tmp_path, "cpu", True, deadline=time.time() + 600, cases=("toy",))
     assert work.over_cases("dying_case", options)
     results = Results(tmp_path)

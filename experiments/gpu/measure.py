@@ -142,10 +142,11 @@ def measured(bench: Bench, others: Mapping[str, Rival], group: Mapping[str, dict
                 if wanted == {name}:
                     raise
                 contenders[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
-                subject.clear()
             else:
                 stack.push(own)
                 running[name] = forward
+            if name not in running:  # the error is gone by here, and with it what its frames held
+                subject.clear()
         if group and not running.keys() & group.keys():
             raise RuntimeError(f"no plan ran: {[contenders[name]['error'] for name in group]}")
         subject.clear()
@@ -319,4 +320,6 @@ def replayed(path: Path) -> dict[str, Any]:
     return {
         "recorded_reserved_bytes": found.recorded_peak_reserved_bytes,
         "replayed_reserved_bytes": found.timeline.peak_reserved_bytes,
+        "addresses_compared": found.allocations,
+        "first_difference": found.first_difference,
     }
