@@ -632,7 +632,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         20,
         "nor have numbers, such as attention's seeds",
         "has_position",
-        "        and not (tensor.dim() == 0 and tensor.untyped_storage().nbytes() == tensor.element_size())\n",
+        "        and not (tensor.dim() == 0 and storage.nbytes() == tensor.element_size())\n",
         "",
         ("tests/test_positions.py::test_seeds_shift_no_position_wherever_they_lie",),
     ),
