@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 _FIRST_DELAY_S = 2e-3  # a stage of a hundred operations launches in about a millisecond
-_MOST_DELAY_S = 0.2  # code that waits for the device outlasts any delay
+_MOST_DELAY_S = 0.2  # more than the host takes for a thousand launches, which is what the device's queue holds
 _SPARE = 2.0  # launching varies from run to run
+_TRIES = 2  # longer delays for a kind, before it is taken to wait for the device itself
 _CALIBRATION_CYCLES = 10_000_000  # some milliseconds at 1-2 GHz
 
 
@@ -59,6 +61,7 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._delays_s: dict[Hashable, float] = {}
+        self._too_short: Counter[Hashable] = Counter()
 
     def begin(self, kind: Hashable = None) -> Span:
         """Wait for what runs, then time what is launched from here on."""
@@ -74,8 +77,8 @@ class Stopwatch:
         """What was launched since, timed when the device has done it.
 
         Where the delay was over before the last launch, the device may have waited for the host; the next span of this
-        kind gets a longer delay. Code that waits for the device itself outlasts every delay; then the delay is no part
-        of what the host takes, which is at most what the device does.
+        kind gets a longer delay. Code that waits for the device itself, or launches more than its queue holds, outlasts
+        every delay; then the delay is no part of what the host takes, which is at most what the device does.
         """
         launch_s = time.perf_counter() - span.begin_s
         if span.begin is None:
@@ -85,8 +88,9 @@ class Stopwatch:
         end.synchronize()
         compute_s = span.begin.elapsed_time(end) / 1e3
         if too_short:
-            delay_s = max(_SPARE * launch_s, _FIRST_DELAY_S)
-            self._delays_s[span.kind] = min(delay_s, _MOST_DELAY_S)
+            self._too_short[span.kind] += 1
+            longer_s = max(_SPARE * launch_s, _FIRST_DELAY_S) if self._too_short[span.kind] <= _TRIES else 0.0
+            self._delays_s[span.kind] = min(longer_s, _MOST_DELAY_S) or _FIRST_DELAY_S
             launch_s = min(launch_s, compute_s)
         return Took(compute_s, launch_s)
 
