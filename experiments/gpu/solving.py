@@ -194,6 +194,7 @@ def _plan(results: Results, job: Job, case: Case, planner: str, goal: Goal, name
         "peak_bytes": plan.peak_bytes,
         "reserved_bytes": plan.reserved_bytes,
         "step_s": plan.step_s,
+        "launch_s": plan.launch_s,
         "plain_step_s": plan.baseline_step_s,
         "host_bytes": plan.host_bytes,
     }
