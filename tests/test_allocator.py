@@ -654,7 +654,7 @@ def test_large_segments_get_falling_addresses_and_small_ones_growing_ones() -> N
     """As Linux drivers mostly do; under WSL all grow. It decides which of two equal blocks is taken."""
     placed = {}
     for descending in (True, False):
-        a = CachingAllocator(addresses=Addresses(descending))
+        a = CachingAllocator() if descending else CachingAllocator(addresses=Addresses(descending=False))
         for number, nbytes in enumerate((12 * M, 12 * M, 512, 2 * M, M, M)):
             a.allocate(number, nbytes)
         # 12 and 12 MiB, 2 MiB for the 512 bytes and a MiB, 20 MiB for the 2, 2 MiB for the last.

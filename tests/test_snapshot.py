@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from command_line import Run, assert_clean_error
+from counting import calls_in
 from histories import GENERATED, load_history, snapshot_from
 from rich.console import Console
 
@@ -575,6 +576,23 @@ def test_what_cannot_be_replayed_still_has_its_recorded_figures() -> None:
     assert found.reserved_at_start_bytes is None
     assert "entries are missing" in found.notes[0]
     assert "the figures are those of the moment of the snapshot" in found.notes[1]
+
+
+def test_what_a_summary_takes_does_not_grow_with_the_number_of_entries() -> None:
+    """By calls, also of built-in functions: eight times as many entries, and as many blocks alive."""
+
+    def calls(n: int) -> int:
+        entries, live, at = [], [], A
+        for _ in range(n):
+            entries += [entry("segment_alloc", at, 10 * M), entry("alloc", at, 10 * M)]
+            live.append((at, 10 * M, [(at, 10 * M)]))
+            at += 10 * M
+        for where_, size, _ in live:
+            entries += [entry("free_requested", where_, size), entry("free_completed", where_, size)]
+        snapshot = snapshot_of(entries, *((where_, size, []) for where_, size, _ in live))
+        return calls_in(lambda: summarize(snapshot))
+
+    assert calls(240) < 10 * calls(30)
 
 
 def test_devices_without_anything_are_left_out() -> None:
