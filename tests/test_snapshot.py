@@ -18,7 +18,7 @@ from histories import GENERATED, load_history, snapshot_from
 from rich.console import Console
 
 from ckptplan import AllocatorSettings, InvalidInputError
-from ckptplan.memory.allocator import BlockInfo, SegmentInfo
+from ckptplan.memory.allocator import BlockInfo, CachingAllocator, SegmentInfo
 from ckptplan.memory.plain_pickle import _PlainUnpickler, load_plain
 from ckptplan.memory.snapshot import (
     TraceEvent,
@@ -29,7 +29,17 @@ from ckptplan.memory.snapshot import (
     replay_snapshot,
     settings_from_snapshot,
 )
-from ckptplan.memory.snapshot_summary import Alternative, DeviceSummary, Holder, Shortage, State, summarize, where
+from ckptplan.memory.snapshot_summary import (
+    Alternative,
+    DeviceSummary,
+    Holder,
+    Shortage,
+    State,
+    _advice,
+    _would_fit,
+    summarize,
+    where,
+)
 from ckptplan.report.snapshot import snapshot_tables
 
 pytestmark = pytest.mark.planning
@@ -278,6 +288,17 @@ def test_a_record_that_begins_in_a_free() -> None:
     assert replay_snapshot(snapshot).first_difference is None
 
 
+def test_an_expandable_segment_begins_where_the_record_maps_its_lowest_page() -> None:
+    """At the start its first page is unmapped; the lowest room is taken, so it comes back before the fourth does."""
+    entries = [entry("segment_map", A, 20 * M), entry("alloc", A, 15 * M)]
+    final = (A, 60 * M, [(A, 15 * M), (A + 20 * M, 40 * M)])
+    snapshot = snapshot_of(entries, final, conf="expandable_segments:True")
+    history = read_history(snapshot)
+    assert [(segment.address, segment.size_bytes) for segment in history.start] == [(A + 20 * M, 40 * M)]
+    assert history.spaces == {(0, "large"): A}
+    assert replay_snapshot(snapshot).first_difference is None
+
+
 def test_older_formats() -> None:
     """No devices, pools, addresses of blocks or settings; the other name of a block that waits."""
     entries = [entry("segment_alloc", A, 20 * M), entry("alloc", A, 5 * M), entry("alloc", A + 5 * M, 6 * M)]
@@ -509,6 +530,32 @@ def test_a_request_that_failed_and_what_would_have_held_it() -> None:
     snapshot["device_traces"][0][-1]["device_free"] = 18 * M
     (found,) = summarize(snapshot)
     assert found.alternatives[0].fits_failed_requests is True
+
+
+def test_a_failed_request_is_tried_after_what_is_unused_went() -> None:
+    """Of 10, 30 and 40 MiB the first is in use. 35 would fit the 40, but the device holds 60: so 10 and a new 36."""
+    allocator = CachingAllocator()
+    for number, size in enumerate((10, 30, 40)):
+        allocator.allocate(number, size * M)
+    allocator.free(1)
+    allocator.free(2)
+    failed = TraceEvent("out_of_memory", 9, nbytes=35 * M)
+    assert _would_fit(allocator, failed, 60 * M)
+    assert _would_fit(allocator, failed, 46 * M)
+    assert not _would_fit(allocator, failed, 45 * M)
+    assert allocator.reserved_bytes == 80 * M  # it was a copy
+
+
+def test_of_equally_good_settings_a_checked_one_is_advised() -> None:
+    recorded = Alternative("", "", 1000 * M, None, None, True)
+    modelled = Alternative("max_split_size_mb:32", "max_split_size_mb:32", 600 * M, None, None, False)
+    checked = Alternative("expandable_segments:True", "expandable_segments:True", 606 * M, None, None, True)
+    failing = Alternative("roundup_power2_divisions:2", "roundup_power2_divisions:2", None, None, None, False)
+    assert _advice((recorded, modelled, checked, failing)) is checked
+    assert _advice((recorded, modelled, replace(checked, reserved_peak_bytes=607 * M), failing)) is modelled
+    assert _advice((recorded, replace(modelled, reserved_peak_bytes=991 * M))) is None
+    assert _advice((recorded, failing)) is None
+    assert _advice((replace(recorded, reserved_peak_bytes=None), modelled)) is None
 
 
 def test_expandable_pages_that_nothing_uses() -> None:
