@@ -552,6 +552,8 @@ def test_of_equally_good_settings_a_checked_one_is_advised() -> None:
     checked = Alternative("expandable_segments:True", "expandable_segments:True", 606 * M, None, None, True)
     failing = Alternative("roundup_power2_divisions:2", "roundup_power2_divisions:2", None, None, None, False)
     assert _advice((recorded, modelled, checked, failing)) is checked
+    assert _advice((recorded, checked, modelled)) is checked
+    assert _advice((recorded, modelled, replace(modelled, reserved_peak_bytes=601 * M))) is modelled
     assert _advice((recorded, modelled, replace(checked, reserved_peak_bytes=607 * M), failing)) is modelled
     assert _advice((recorded, replace(modelled, reserved_peak_bytes=991 * M))) is None
     assert _advice((recorded, failing)) is None
