@@ -101,6 +101,12 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "Losses, gradients and buffers against plain training, bit for bit, in 19 architectures",
         "bitwise.json",
     ),
+    Experiment(
+        "streams",
+        "Models on several streams, planned, on an emulated device: bits, and what notices that a wait is missing",
+        "streams.json",
+        "--seeds 1000 --without 40",
+    ),
     Experiment("faults", "1500 injected faults, each followed by a clean step", "faults.json", "--faults 1500"),
     Experiment(
         "soak", "Memory, threads and files over thousands of steps of random shapes", "soak.json", "--steps 2000"
@@ -788,7 +794,7 @@ AT_SCALE: dict[int, tuple[str, ...]] = {
     1: ("gpu",),
     2: ("bitwise", "gpu"),
     3: ("gpu",),
-    4: ("bitwise", "gpu"),
+    4: ("bitwise", "streams", "gpu"),
     5: ("bitwise",),
     7: ("faults", "soak"),
     9: ("bitwise",),

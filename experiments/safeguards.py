@@ -494,10 +494,18 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         ("tests/test_attributes.py::test_what_a_stage_adds_to_its_callers_containers_gets_there",),
     ),
     Safeguard(
+        15,
+        "it runs on the stream of its forward, whichever operation asked for it",
+        "Surroundings.restored",
+        "                stack.enter_context(run_on(self._stream, tensors))\n",
+        "",
+        ("tests/test_streams.py::test_a_segment_whose_backward_begins_on_a_stages_own_stream",),
+    ),
+    Safeguard(
         17,
         "a recompute draws the random numbers of its forward, alone or in a segment's sweep",
         "Call.__call__",
-        "            with self._surroundings.restored(), self._whole(), self._state.as_in_forward():",
+        "            with as_it_was, self._whole(), self._state.as_in_forward():",
         "            with self._whole(), self._state.as_in_forward():",
         (
             "tests/test_runtime.py::test_steps_are_bitwise_those_of_the_plain_model",
@@ -568,8 +576,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         19,
         "a sweep gathers what it needs",
         "Call.__call__",
-        "self._surroundings.restored(), self._whole(), self._state",
-        "self._surroundings.restored(), self._state",
+        "as_it_was, self._whole(), self._state",
+        "as_it_was, self._state",
         ("tests/test_sharded.py::test_a_sharded_model",),
     ),
     Safeguard(

@@ -52,12 +52,16 @@ class FakeEvent:
     def synchronize(self) -> None:
         self._gpu.run_until(self.query)
 
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 1.0
+
 
 class FakeStream:
     """First in, first out; each entry is work, or a condition to wait for."""
 
     def __init__(self, gpu: FakeCuda) -> None:
         self._gpu = gpu
+        self.device = DEVICE
         self.haste = gpu.rng.choice([1.0, 0.3, 0.03])
         self.queue: deque[tuple[str, Callable[[], Any]]] = deque()
         self.issued = 0
@@ -284,7 +288,7 @@ class FakeCuda:
         runtime = SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self._unregister)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "Stream", self.new_stream)
-            patch.setattr(torch.cuda, "Event", lambda: FakeEvent(self))
+            patch.setattr(torch.cuda, "Event", lambda enable_timing=False: FakeEvent(self))
             patch.setattr(torch.cuda, "current_stream", self.current_stream)
             patch.setattr(torch.cuda, "stream", self.stream)
             patch.setattr(torch.cuda, "synchronize", self.synchronize)

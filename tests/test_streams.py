@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import os
+import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +15,10 @@ from typing import Any
 
 import fake_cuda
 import pytest
+import stream_programs
 import torch
 from fake_cuda import FakeCuda
+from fake_kernels import Device
 
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.runtime.stores import ChecksumStore, DiskStore, PinnedStore, SynchronousStore, Ticket
@@ -440,3 +444,35 @@ def test_a_forked_copy_of_a_store_touches_nothing(kind: str, tmp_path: Path, mon
         gpu.synchronize()
         assert look()
         del again, source, target
+
+
+@functools.cache
+def plainly_trained() -> stream_programs.Run:
+    return stream_programs.train(Device.prompt(0), 0, None)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_plans_on_several_streams_give_the_gradients_of_the_plain_model(seed: int) -> None:
+    """Whole steps of swaps, recompute and segments; experiments/streams.py has a thousand of them."""
+    plan = stream_programs.random_plan(0, random.Random(seed))
+    run = stream_programs.train(Device(seed), 0, plan)
+    assert run.swapped_bytes or run.recomputed_stages
+    assert stream_programs.differing(run, plainly_trained()) == 0
+    assert run.left_bytes == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_segment_whose_backward_begins_on_a_stages_own_stream(seed: int) -> None:
+    """It is run again on the stream of its forward, not on that of the operation that asked first."""
+    plan = stream_programs.random_plan(0, random.Random(16))
+    assert stream_programs.built(0)[0].ends_aside(plan.segments[-1].last, plan.stages)
+    run = stream_programs.train(Device(seed), 0, plan)
+    assert stream_programs.differing(run, plainly_trained()) == 0
+
+
+def test_the_plain_model_is_right_however_late_the_device_is() -> None:
+    """So that whatever differs under a plan is the plan's."""
+    for seed in range(4):
+        run = stream_programs.train(Device(seed), 0, None)
+        assert stream_programs.differing(run, plainly_trained()) == 0
+        assert run.left_bytes == 0

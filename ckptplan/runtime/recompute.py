@@ -21,6 +21,7 @@ from ckptplan.runtime.meter import KINDS, RECOMPUTE
 from ckptplan.runtime.own import storages_of
 from ckptplan.runtime.selective import Selection
 from ckptplan.runtime.state import Attributes
+from ckptplan.runtime.streams import current_stream, run_on
 from ckptplan.runtime.swap import Counters, SwapSession, modified_error, version_of
 
 
@@ -93,6 +94,7 @@ class Call:
             del tensors
             return self._run_first(args, kwargs)
         assert self._surroundings is not None
+        as_it_was = self._surroundings.restored(tensors)
         leaves = list(self._rest)
         for same, tensor in zip(self._where, tensors, strict=True):
             for i in same:
@@ -100,13 +102,13 @@ class Call:
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         del leaves, tensors
         if self._state is None:  # a backward inside of the first run
-            with self._surroundings.restored():
+            with as_it_was:
                 return self._run_first(args, kwargs)
         self._counters.runs[self._index] += 1
         self._counters.recomputed_stages += 1
         before = self._counters.meter.mark(self._index * KINDS + RECOMPUTE)
         try:
-            with self._surroundings.restored(), self._whole(), self._state.as_in_forward():
+            with as_it_was, self._whole(), self._state.as_in_forward():
                 return self._original(*args, **kwargs)
         finally:
             self._counters.meter.mark(before)
@@ -183,7 +185,9 @@ def run_recomputed(
 
 
 class Surroundings:
-    """What a forward depends on besides its module and arguments: random states, autocast, the default device.
+    """What a forward depends on besides its module and arguments: random states, autocast, default device, stream.
+
+    A backward may ask for a recompute on another stream, that of an operation which the stage ran elsewhere by itself.
 
     Parameters
     ----------
@@ -195,19 +199,21 @@ class Surroundings:
 
     def __init__(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
         devices = {device, *(t.device for t in tensors)}
+        self._stream = current_stream(device)
         self._random = torch.get_rng_state()
         self._device_random = _device_states(d for d in devices if _has_generator(d))
         self._default_device = _default_device()
         self._autocast = {kind: _autocast(kind) for kind in {"cpu", *(d.type for d in devices)} - {"meta"}}
 
     @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """As it was; random states go on afterwards as if nothing had run inside."""
+    def restored(self, tensors: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+        """As it was, for a run on `tensors`; random states go on afterwards as if nothing had run inside."""
         random, device_random = torch.get_rng_state(), _device_states(self._device_random)
         try:
             torch.set_rng_state(self._random)
             _set_device_states(self._device_random)
             with contextlib.ExitStack() as stack:
+                stack.enter_context(run_on(self._stream, tensors))
                 for kind, state in self._autocast.items():
                     if state is not None and _autocast(kind) != state:
                         enabled, dtype, cached = state

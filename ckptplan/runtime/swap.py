@@ -69,6 +69,7 @@ from ckptplan.core.errors import CkptPlanError, PlanMismatchError
 from ckptplan.runtime.compiled import compiler_callback, out_of_sight
 from ckptplan.runtime.meter import Meter
 from ckptplan.runtime.stores import Store, Ticket
+from ckptplan.runtime.streams import current_stream, on_stream
 
 MIN_SWAP_BYTES = 1 << 12
 """Smaller storages stay, whatever the link: a page, and a block of the swap file. On CUDA the link says from how many
@@ -88,16 +89,6 @@ class State(enum.Enum):
     LEAVING = enum.auto()
     AWAY = enum.auto()
     RETURNING = enum.auto()
-
-
-def current_stream(device: torch.device) -> Any:
-    """The stream that computes now on `device`; None where there are no streams."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
-def on_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
-    """Inside, `stream` computes, if there is one."""
-    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _lazy(tensor: torch.Tensor, *, conj: bool, neg: bool) -> torch.Tensor:

@@ -1,0 +1,238 @@
+"""Random models on several streams, random plans for them, and their training on the emulated device."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from fake_cuda import FakeStream
+from fake_kernels import Device
+from made_plans import plan_with
+from torch import nn
+
+import ckptplan
+from ckptplan.core.chain import Option, Segment, enforceable_points
+from ckptplan.core.plan import Decision, Plan
+from ckptplan.core.profile import Profile
+from ckptplan.core.schedule import residency
+
+WIDTH = 64
+
+
+class Streams:
+    """The streams of one run by number; on the host there are none. Copies of a model share them."""
+
+    def __init__(self) -> None:
+        self.all: list[FakeStream] = []
+
+    def __deepcopy__(self, memo: Any) -> Streams:
+        return self
+
+    def enter(self, number: int, *tensors: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+        """Compute on a stream, behind the one that computes now; `tensors` are used there."""
+        if not self.all:
+            return contextlib.nullcontext()
+        stream = self.all[number]
+        stream.wait_stream(torch.cuda.current_stream())  # type: ignore[arg-type]
+        for tensor in tensors:
+            tensor.record_stream(stream)  # type: ignore[arg-type]
+        return torch.cuda.stream(stream)  # type: ignore[arg-type]
+
+    def join(self, number: int, *tensors: torch.Tensor) -> None:
+        """Go on behind what the stream has been given; `tensors` are used here."""
+        if self.all:
+            here = torch.cuda.current_stream()
+            here.wait_stream(self.all[number])  # type: ignore[arg-type]
+            for tensor in tensors:
+                tensor.record_stream(here)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Dropping(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(torch.tanh(super().forward(x)), 0.2)
+
+
+class Branching(nn.Module):
+    """A stage that computes one of its branches on a stream of its own."""
+
+    def __init__(self, streams: Streams, side: int) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self._streams, self._side = streams, side
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self._streams.enter(self._side, x):
+            right = torch.sigmoid(self.right(x))
+        left = torch.tanh(self.left(x))
+        self._streams.join(self._side, right)
+        return left * right + x
+
+
+class Ending(Branching):
+    """A stage whose last operations run on a stream of its own: backward, and a recompute, begin there."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left = torch.tanh(self.left(x))
+        with self._streams.enter(self._side, x, left):
+            right = torch.sigmoid(self.right(left)) * left + x
+        self._streams.join(self._side, right)
+        return right
+
+
+class Streamed(nn.Module):
+    """Blocks, each on its stream; some take an earlier output as well, made on whichever stream."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        rng = random.Random(seed)
+        self.streams = Streams()
+        count = rng.randint(4, 7)
+        route = [rng.randrange(3) for _ in range(count)]
+        for i in range(1, count):
+            if rng.random() < 0.5:
+                route[i] = route[i - 1]
+        self.route = tuple(route)
+        self.back = tuple(rng.choice([0, 0, 2, 3]) for _ in range(count))
+        kinds = [Plain, Dropping, *(functools.partial(kind, self.streams, 3) for kind in (Branching, Ending))]
+        self.blocks = nn.ModuleList([rng.choice(kinds)() for _ in range(count)])
+
+    def ends_aside(self, index: int, stages: Sequence[str]) -> bool:
+        """Whether the last operations of stage `index` run on a stream of its own."""
+        return isinstance(self.get_submodule(stages[index]), Ending)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = [x]
+        at = None
+        for block, number, back in zip(self.blocks, self.route, self.back, strict=True):
+            inputs = [made[-1], *([made[-back]] if 1 < back <= len(made) else [])]
+            if at is not None:
+                self.streams.join(at)
+            with self.streams.enter(number, *inputs):
+                x = inputs[0] if len(inputs) == 1 else inputs[0] + inputs[1]
+                made.append(block(x))
+            at = number
+        self.streams.join(at, made[-1])  # type: ignore[arg-type]
+        return made[-1]
+
+
+@functools.cache
+def built(seed: int) -> tuple[Streamed, torch.Tensor, Profile]:
+    """A model, its input and its profile, on the host."""
+    torch.manual_seed(seed)
+    model, x = Streamed(seed), torch.randn(24, WIDTH)
+    return model, x, ckptplan.profile(model, x)
+
+
+def random_plan(seed: int, rng: random.Random) -> Plan:
+    """Any option of each stage's menu, segments of stages on one stream, any release and prefetch near the stage."""
+    model, _, profile = built(seed)
+    stages = profile.stages
+    options: list[Option] = [rng.choice([o for o in s.options for _ in range(3 if o.moves else 1)]) for s in stages]
+    number = {f"blocks.{i}": stream for i, stream in enumerate(model.route)}
+    on = [number.get(stage.name) for stage in stages]
+    segments: list[Segment] = []
+    real = [i for i, stage in enumerate(stages) if on[i] is not None and stage.recompute is not None]
+    while len(real) > 1 and rng.random() < 0.7:
+        first = real.pop(0)
+        last = first
+        while real and on[real[0]] == on[first] and real[0] - last <= 2 and rng.random() < 0.8:
+            last = real.pop(0)
+        if last > first:
+            segments.append(Segment(first, last))
+            for i in range(first, last + 1):
+                stage = stages[i]
+                options[i] = stage.keep if on[i] is None else stage.find("recompute+swap") or stage.recompute  # type: ignore[assignment]
+    n = len(stages)
+    ends = list(range(n))
+    for segment in segments:
+        ends[segment.first : segment.last + 1] = [segment.last] * (segment.last + 1 - segment.first)
+    releases, prefetches = enforceable_points([stage.is_glue for stage in stages])
+    choices = []
+    moves = residency(profile, options, tuple(segments)).moves
+    for i, (option, moved) in enumerate(zip(options, moves, strict=True)):
+        if moved:
+            release = max(i, releases[min(i + rng.randint(0, 2), n - 1)])
+            prefetch = max(ends[i], prefetches[min(ends[i] + rng.randint(0, 2), n - 1)])
+            choices.append(Decision(option.action, moved, release, prefetch, option.name, option.ops))
+        else:
+            choices.append(Decision(option.action, option=option.name, ops=option.ops))
+    plan = plan_with(profile, tuple(choices), segments=tuple(segments))
+    return dataclasses.replace(plan, fingerprint=dataclasses.replace(plan.fingerprint, device="emulated"))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """Losses and gradients of some steps, and what was done."""
+
+    values: tuple[torch.Tensor, ...]
+    left_bytes: int
+    swapped_bytes: int = 0
+    recomputed_stages: int = 0
+    segments: int = 0
+
+
+def train(gpu: Device, seed: int, plan: Plan | None, steps: int = 2) -> Run:
+    """Train a copy of the model on `gpu`, following `plan`."""
+    model, x, _ = built(seed)
+    model = copy.deepcopy(model)
+    stats = None
+    with gpu.installed():
+        gpu.generator.manual_seed(seed)
+        for p in model.parameters():
+            p.data = gpu.put(p)
+        inputs = gpu.put(x)
+        streams = model.streams
+        streams.all = [gpu.default, gpu.new_stream(), gpu.new_stream(), gpu.new_stream()]
+        values: list[torch.Tensor] = []
+        try:
+            with contextlib.nullcontext() if plan is None else ckptplan.apply(model, plan) as handle:
+                for _ in range(steps):
+                    model.zero_grad()
+                    for stream in streams.all[1:]:
+                        stream.wait_stream(gpu.default)
+                    loss = model(inputs).square().mean()
+                    loss.backward()
+                    values.append(loss.detach().clone())
+                    values += [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+                    with torch.no_grad():
+                        for p in model.parameters():
+                            p.sub_(p.grad, alpha=0.05)  # type: ignore[arg-type]
+                    del loss
+                if handle is not None:
+                    stats = handle.stats()
+            found = tuple(gpu.get(value) for value in values)
+        finally:
+            streams.all = []
+        values.clear()
+        model.zero_grad()
+        del inputs
+        for p in model.parameters():
+            p.data = torch.empty(0)
+        gpu.synchronize()
+        left = gpu.in_use
+    if stats is None or plan is None:
+        return Run(found, left)
+    return Run(found, left, stats.swapped_out_bytes, stats.recomputed_stages, len(plan.segments))
+
+
+def differing(found: Run, wanted: Run) -> int:
+    """How many of the values have other bits."""
+    return sum(
+        not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        for a, b in zip(found.values, wanted.values, strict=True)
+    )
