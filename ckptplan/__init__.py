@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ckptplan.profiling.inputs import record_forward
     from ckptplan.profiling.profiler import profile
     from ckptplan.referee import simulate, validate
+    from ckptplan.runtime.stores.areas import keep_pinned_memory
     from ckptplan.runtime.verify import verify
 
 __version__ = "0.1.0"
@@ -57,6 +58,7 @@ __all__ = [
     "estimate",
     "explain",
     "frontier",
+    "keep_pinned_memory",
     "max_batch_size",
     "profile",
     "record_forward",
@@ -88,6 +90,7 @@ _MODULES = {
     "estimate": "ckptplan.memory.estimate",
     "explain": "ckptplan.api",
     "frontier": "ckptplan.api",
+    "keep_pinned_memory": "ckptplan.runtime.stores.areas",
     "max_batch_size": "ckptplan.fit",
     "profile": "ckptplan.profiling.profiler",
     "record_forward": "ckptplan.profiling.inputs",

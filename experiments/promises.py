@@ -105,7 +105,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "streams",
         "Models on several streams, planned, on an emulated device: bits, and what notices that a wait is missing",
         "streams.json",
-        "--seeds 1000 --without 40",
+        "--seeds 1000 --without 16",
     ),
     Experiment("faults", "1500 injected faults, each followed by a clean step", "faults.json", "--faults 1500"),
     Experiment(

@@ -80,7 +80,7 @@ def without(safeguard: Safeguard, package: Package, at: Path, seeds: int) -> dic
     """How many seeds notice that `safeguard` is missing from the copy at `at`, which is `package`."""
     definition = package.find(safeguard.where, safeguard.old)
     text = definition.path.read_text(encoding="utf-8")
-    command = [sys.executable, str(at / "experiments" / "streams.py"), "--seeds", str(seeds), "--models", "3", "--rows"]
+    command = [sys.executable, str(at / "experiments" / "streams.py"), "--seeds", str(seeds), "--models", "1", "--rows"]
     environment = {**os.environ, "PYTHONPATH": str(at), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         definition.path.write_text(definition.replaced(safeguard.old, safeguard.new), encoding="utf-8")

@@ -122,6 +122,7 @@ class FakeCuda:
         self._hosts: list[torch.Tensor] = []  # what is copied to and from stays until the end, as pinned memory does
         self.register_code = 0
         self.registered: dict[int, int] = {}  # address: bytes
+        self.registrations = 0
 
     # streams
 
@@ -256,6 +257,7 @@ class FakeCuda:
         if self.register_code == 0:
             assert not any(a < address + nbytes and address < a + n for a, n in self.registered.items())
             self.registered[address] = nbytes
+            self.registrations += 1
         return self.register_code
 
     def _unregister(self, address: int) -> int:

@@ -314,6 +314,14 @@ class Device(FakeCuda):
             patch.setattr(torch.cuda, "set_rng_state", set_state)
             patch.setattr(torch.cuda, "current_device", lambda: 0)
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+            counted = ("requested_bytes", "allocated_bytes", "reserved_bytes")
+            patch.setattr(
+                torch.cuda,
+                "memory_stats",
+                lambda device=None: {f"{n}.all.{w}": self.in_use for n in counted for w in ("current", "peak")},
+            )
+            for name in ("empty_cache", "reset_peak_memory_stats"):
+                patch.setattr(torch.cuda, name, lambda device=None: None)
             for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
                 patch.setattr(torch.cuda, name, lambda device=None: self.in_use)
             patch.setattr(torch.autograd, "_engine_run_backward", functools.partial(self._run_backward, real))

@@ -309,7 +309,7 @@ def test_remove_gives_pinned_memory_back() -> None:
     model, x = make()
     plan = plan_for(profiled(model, x), "swap")
     handle = ckptplan.apply(model, plan)
-    area = handle._stores["host"]._areas[0][1]  # type: ignore[attr-defined]
+    area = handle._stores["host"]._areas[0].memory  # type: ignore[attr-defined]
     assert area.is_pinned()
     assert area.numel() == plan.host_bytes
     loss = loss_of(model(x))
@@ -327,7 +327,7 @@ def test_a_plan_needs_no_more_pinned_memory_than_it_says() -> None:
     with ckptplan.apply(model, plan, host_gb=plan.host_bytes / 2**30) as handle:
         for seed in range(3):
             step(model, x, seed)
-        assert sum(area.numel() for _, area in handle._stores["host"]._areas) == plan.host_bytes  # type: ignore[attr-defined]
+        assert sum(area.nbytes for area in handle._stores["host"]._areas) == plan.host_bytes  # type: ignore[attr-defined]
 
 
 # --- the store alone ---
@@ -405,14 +405,14 @@ def test_blocks_are_not_reused_under_a_copy(slow_copies: None) -> None:
 
 def test_pinned_memory_is_on_the_host_whatever_the_default_device() -> None:
     with torch.device(DEVICE), store(1 << 20) as tier:
-        area = tier._areas[0][1]
+        area = tier._areas[0].memory
         assert area.device.type == "cpu"
         assert area.is_pinned()
 
 
 def test_a_store_that_nobody_closes_unpins() -> None:
     tier = PinnedStore(DEVICE, capacity_bytes=1 << 20)
-    area = tier._areas[0][1]
+    area = tier._areas[0].memory
     del tier
     gc.collect()
     assert not area.is_pinned()
@@ -420,7 +420,7 @@ def test_a_store_that_nobody_closes_unpins() -> None:
 
 def test_page_locking_that_fails_leaves_the_device_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     with store(1 << 20) as tier:
-        taken = tier._areas[0][1]
+        taken = tier._areas[0].memory
         with monkeypatch.context() as patch:
             patch.setattr(pinned.torch, "empty", lambda *args, **kwargs: taken)  # registered already
             with pytest.warns(RuntimeWarning, match="page-locking"):
@@ -477,7 +477,7 @@ def test_damage_in_pinned_memory_is_found() -> None:
     with ckptplan.apply(model, plan, checksums=True) as handle:
         loss = loss_of(model(x))
         torch.cuda.synchronize()
-        handle._stores["host"].inner._areas[0][1].bitwise_not_()  # type: ignore[attr-defined]
+        handle._stores["host"].inner._areas[0].memory.bitwise_not_()  # type: ignore[attr-defined]
         with pytest.raises(ckptplan.SwapError, match="damaged"):
             loss.backward()
 

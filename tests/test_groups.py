@@ -325,7 +325,7 @@ def test_a_damaged_part_is_found_in_its_group(tmp_path: Path) -> None:
         del tensors
         run.release(0)
         gpu.synchronize()
-        inner._areas[0][1][-(-held[0].nbytes // 512) * 512 + 7] += 1
+        inner._areas[0].memory[-(-held[0].nbytes // 512) * 512 + 7] += 1
         run.prefetch(0)
         gpu.synchronize()
         for _ in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import itertools
@@ -20,8 +21,18 @@ import torch
 from fake_cuda import FakeCuda
 from fake_kernels import Device
 
+import ckptplan
 from ckptplan.core.errors import InvalidInputError, SwapError
-from ckptplan.runtime.stores import ChecksumStore, DiskStore, PinnedStore, SynchronousStore, Ticket
+from ckptplan.runtime.stores import (
+    ChecksumStore,
+    DiskStore,
+    PinnedStore,
+    SynchronousStore,
+    Ticket,
+    areas,
+    handing_over,
+    keep_pinned_memory,
+)
 from ckptplan.runtime.swap import Counters, Record, State, SwapSession
 
 SEEDS = range(25)
@@ -260,7 +271,7 @@ def test_damage_in_pinned_memory_is_found(tmp_path: Path) -> None:
         gpu.synchronize()
         record.start_leaving(checked)
         record.finish_leaving()
-        inner._areas[0][1][7] += 1
+        inner._areas[0].memory[7] += 1
         for _ in range(2):  # whoever asks again is told again
             with pytest.raises(SwapError, match=r"at byte 0 of the host memory.*damaged"):
                 record.whole()
@@ -429,8 +440,10 @@ def test_a_forked_copy_of_a_store_touches_nothing(kind: str, tmp_path: Path, mon
             for finish in (store.finish_out, store.finish_in):
                 with pytest.raises(SwapError, match="forked from it"):
                     finish(ticket)
-            _, at_exit, arguments, _ = store._close.peek()
-            at_exit(*arguments)
+            endings = [area._ending for area in store._space.areas] + ([store._close] if kind == "disk" else [])
+            for ending in endings:
+                _, at_exit, arguments, _ = ending.peek()
+                at_exit(*arguments)
             if kind == "pinned":
                 store.free(ticket)
         assert gpu.registered == registered
@@ -444,6 +457,116 @@ def test_a_forked_copy_of_a_store_touches_nothing(kind: str, tmp_path: Path, mon
         gpu.synchronize()
         assert look()
         del again, source, target
+
+
+def test_pinned_memory_is_kept_as_long_as_asked_for() -> None:
+    """For the next store of about the size, and no longer than the block; the smallest that is large enough comes."""
+    gpu = FakeCuda(0)
+    with gpu.installed():
+        with keep_pinned_memory():
+            for capacity, registrations, reserved in (
+                (8192, 1, 8192),
+                (8192, 1, 8192),
+                (6144, 1, 8192),
+                (2048, 2, 2048),  # not a quarter of what is there
+                (10240, 2, 10240),  # both
+                (20480, 3, 20480),  # both and the rest of it
+            ):
+                store = PinnedStore(fake_cuda.DEVICE, capacity_bytes=capacity)
+                assert (gpu.registrations, store.reserved_bytes) == (registrations, reserved)
+                store.close()
+            with pytest.raises(InvalidInputError, match="host_gb"):
+                PinnedStore(fake_cuda.DEVICE, capacity_bytes=8192, limit_bytes=4096)
+            limited = PinnedStore(fake_cuda.DEVICE, capacity_bytes=7168, limit_bytes=7168)
+            assert limited.reserved_bytes == 7168
+            open_one = PinnedStore(fake_cuda.DEVICE, capacity_bytes=8192)
+            assert len(gpu.registered) > 2
+        assert sum(gpu.registered.values()) == limited.reserved_bytes + open_one.reserved_bytes
+        limited.close()
+        open_one.close()
+        assert gpu.registered == {}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_store_that_takes_over_anothers_memory(seed: int) -> None:
+    """Both copy through the same memory, each on its streams, until the graphs of the first are gone."""
+    looks: list[Callable[[], bool]] = []
+    gpu = FakeCuda(seed)
+    with gpu.installed():
+        gpu.poison = True
+        first = PinnedStore(fake_cuda.DEVICE, capacity_bytes=32768)
+        values = itertools.cycle(range(1, 200))
+        living: list[tuple[Record, int]] = []
+
+        def train(store: PinnedStore) -> None:
+            for _ in range(30):
+                if len(living) < 3:
+                    value = next(values)
+                    record = Record(made(gpu, value), Counters())
+                    record.start_leaving(store)
+                    record.finish_leaving()
+                    living.append((record, value))
+                    del record
+                else:
+                    record, value = living.pop(gpu.rng.randrange(len(living)))
+                    if gpu.rng.random() < 0.7:
+                        looks.append(gpu.look(record.whole(), value))
+                    else:
+                        record.start_returning()
+                    del record
+
+        train(first)
+        with handing_over({"host": first}):
+            second = PinnedStore(fake_cuda.DEVICE, capacity_bytes=20480)
+            train(second)
+            first.close()
+        train(second)
+        assert gpu.registrations == 1
+        living.clear()
+        second.close()
+        assert gpu.registered == {}
+    assert looks
+    assert all(look() for look in looks)
+
+
+def test_a_plan_in_anothers_place_locks_no_pages() -> None:
+    """Nor does it need both plans' memory at once; and with a handle all of it goes."""
+    model = copy.deepcopy(stream_programs.built(0)[0])
+    plans = [stream_programs.random_plan(0, random.Random(seed)) for seed in range(12)]
+    larger, smaller = sorted(plans, key=lambda plan: plan.host_bytes)[:-3:-1]
+    assert larger.host_bytes / 2 <= smaller.host_bytes < larger.host_bytes
+    gpu = Device(0)
+    with gpu.installed():
+        for p in model.parameters():
+            p.data = gpu.put(p)
+        with ckptplan.apply(model, larger) as handle:
+            assert sum(gpu.registered.values()) == -(-larger.host_bytes // 512) * 512
+            handle._take(smaller)
+            assert handle.plan == smaller
+            assert gpu.registrations == 1
+        assert gpu.registered == {}
+        for p in model.parameters():
+            p.data = torch.empty(0)
+
+
+def test_pages_are_there_before_they_are_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made by several threads, every one of them."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    pools: list[int] = []
+    pool = areas.ThreadPoolExecutor
+    monkeypatch.setattr(areas, "_SLICE_BYTES", 8 << 20)
+    monkeypatch.setattr(areas, "ThreadPoolExecutor", lambda threads, name: pools.append(threads) or pool(threads, name))
+    before = resident()
+    memory = areas._pages(64 << 20)
+    assert resident() - before > 60 << 20
+    assert pools == [min(os.cpu_count() or 1, 8)]
+    assert memory.numel() == 64 << 20
+    del memory
+    with pytest.raises(SwapError, match=r"no host memory for .*lower host_gb="):
+        areas._pages(1 << 60)
 
 
 @functools.cache

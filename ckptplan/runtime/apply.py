@@ -32,7 +32,7 @@ from ckptplan.runtime.refine import Refinement, checked_threshold, measured_step
 from ckptplan.runtime.shapes import Larger, OnLarger
 from ckptplan.runtime.stats import Peaks, Stats, stage_stats
 from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint, model_device, training_config
-from ckptplan.runtime.stores import Store, close_all, make_stores
+from ckptplan.runtime.stores import Store, close_all, handing_over, make_stores
 from ckptplan.runtime.swap import Counters
 from ckptplan.runtime.traced import record_step
 
@@ -277,12 +277,13 @@ class Handle:
     def _put(self, plan: Plan) -> None:
         """Apply `plan`; the present one, which is off the model, goes back on if that fails."""
         former, stores = self._controller, self._stores
-        try:
-            self._controller, self._stores = self._place(plan, former)
-        except BaseException:
-            former.install()
-            raise
-        close_all(stores)
+        with handing_over(stores):
+            try:
+                self._controller, self._stores = self._place(plan, former)
+            except BaseException:
+                former.install()
+                raise
+            close_all(stores)
         self.plan = plan
         self._controller.counters.meter.restart()
         self._peaks = Peaks(self._device, self._peaks)

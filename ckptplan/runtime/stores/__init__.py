@@ -5,7 +5,8 @@ On the CPU the host tier is the file. On CUDA the host tier is pinned memory, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from ckptplan.core.chain import STAGING_BYTES, Tier
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Plan
+from ckptplan.runtime.stores.areas import keep_pinned_memory
 from ckptplan.runtime.stores.base import NULL_STORES, Extent, Extents, NullStore, Store, Ticket
 from ckptplan.runtime.stores.checks import ChecksumStore, SynchronousStore
 from ckptplan.runtime.stores.disk import DISK_BLOCK_BYTES, DiskStore
@@ -31,6 +33,8 @@ __all__ = [
     "SynchronousStore",
     "Ticket",
     "close_all",
+    "handing_over",
+    "keep_pinned_memory",
     "make_store",
     "make_stores",
 ]
@@ -92,6 +96,15 @@ def make_stores(
         close_all(stores)
         raise
     return stores
+
+
+@contextlib.contextmanager
+def handing_over(stores: Mapping[Tier, Store]) -> Iterator[None]:
+    """Inside, stores that are made use the host memory of `stores`, which go on with it until they are closed."""
+    with keep_pinned_memory():
+        for store in stores.values():
+            store.lend()
+        yield
 
 
 def close_all(stores: Mapping[Tier, Store]) -> None:

@@ -26,7 +26,10 @@ from ckptplan.runtime.meter import OnCopy
 class Space:
     """What a store keeps open for its blocks (memory, a file, threads): ended when nobody holds it."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "areas")
+
+    def __init__(self) -> None:
+        self.areas: list[Any] = []  # of host memory
 
 
 class Ticket:
@@ -107,6 +110,9 @@ class Store(Protocol):
     def free(self, ticket: Ticket) -> None:
         """Give the host bytes back once no copy touches them."""
 
+    def lend(self) -> None:
+        """Let stores that are made inside of `handing_over` use this one's host memory too."""
+
     def close(self) -> None:
         """End threads, give memory and files back: now, or when the last block that is still in use is freed."""
 
@@ -133,6 +139,8 @@ class NullStore:
     def finish_in(self, ticket: Ticket, done: Any = None) -> None: ...
 
     def free(self, ticket: Ticket) -> None: ...
+
+    def lend(self) -> None: ...
 
     def close(self) -> None: ...
 

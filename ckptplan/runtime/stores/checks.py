@@ -66,6 +66,9 @@ class Around:
     def free(self, ticket: Ticket) -> None:
         self.inner.free(ticket)
 
+    def lend(self) -> None:
+        self.inner.lend()
+
     def close(self) -> None:
         self.inner.close()
 

@@ -20,8 +20,8 @@ from ckptplan.core.chain import STAGING_BYTES
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.meter import OnCopy, Way
+from ckptplan.runtime.stores.areas import CUDA_ALIGN, HostArea
 from ckptplan.runtime.stores.base import Extent, Extents, OfOneProcess, Ticket, bytes_of
-from ckptplan.runtime.stores.pinned import CUDA_ALIGN, host_area, unlock
 from ckptplan.runtime.stores.workers import Done, Worker
 
 DISK_BLOCK_BYTES = 4096
@@ -167,23 +167,20 @@ class DiskStore(OfOneProcess):
         self._where = where
         self._limit = limit_bytes
         self._reserved = 0
-        locked: list[torch.Tensor] = []
         self._stages: tuple[Staging, Staging] | None = None
         try:
             self._reserve(capacity_bytes)
             if chunk_bytes is not None or self._device.type != "cpu":
-                area, is_locked = host_area(4 * (chunk_bytes or CHUNK_BYTES), self._device)
-                locked += [area] * is_locked
-                self._stages = Staging(self._device, area.chunk(2)[0]), Staging(self._device, area.chunk(2)[1])
+                area = HostArea(4 * (chunk_bytes or CHUNK_BYTES), self._device)
+                self._open().areas.append(area)
+                out, back = area.memory.chunk(2)
+                self._stages = Staging(self._device, out), Staging(self._device, back)
         except SwapError as error:
-            unlock(locked, self._device)
             self._file.close()
             raise InvalidInputError(str(error)) from error
         self._out = Worker("ckptplan-swap-out")
         self._in = Worker("ckptplan-swap-in")
-        self._close = weakref.finalize(
-            self._space, _close_disk, self._pid, self._out, self._in, self._file, locked, self._device
-        )
+        self._close = weakref.finalize(self._space, _close_disk, self._pid, self._out, self._in, self._file)
 
     @property
     def name(self) -> str:
@@ -277,17 +274,17 @@ class DiskStore(OfOneProcess):
                     done.settle()
         ticket.let_go()
 
+    def lend(self) -> None:
+        """Nothing: a staging area is too small to wait for."""
 
-def _close_disk(
-    pid: int, out: Worker, back: Worker, file: Any, locked: list[torch.Tensor], device: torch.device
-) -> None:
+
+def _close_disk(pid: int, out: Worker, back: Worker, file: Any) -> None:
     if os.getpid() != pid:
-        return  # a forked copy: threads, file and page locks are the other process's
+        return  # a forked copy: threads and file are the other process's
     out.stop()
     back.stop()
     with contextlib.suppress(OSError):
         file.close()
-    unlock(locked, device)
 
 
 def _allocate(fd: int, held: int, nbytes: int) -> None:
