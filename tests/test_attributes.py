@@ -141,6 +141,31 @@ def test_gradients_are_those_of_plain_steps(kind: type[nn.Module], how: str) -> 
     assert random.random() == _after(kind, wanted)
 
 
+class _BeginsLater(_Stage):
+    def factor(self, x: torch.Tensor) -> Any:
+        if not self.known:
+            return 1
+        self.count += 1
+        self.seen.append(self.count)
+        return len(self.seen) * random.random() * float(np.random.randn()) + torch.rand(1, generator=self.generator)  # noqa: NPY002
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_stage_that_changes_and_draws_in_later_steps_alone(how: str) -> None:
+    def steps(model: nn.Module, x: torch.Tensor) -> list[list[torch.Tensor]]:
+        out = [step(model, x), step(model, x)]
+        for layer in model.layers:  # type: ignore[union-attr]
+            layer.known["begun"] = 1
+        return [*out, step(model, x), step(model, x)]
+
+    wanted = steps(*made(_BeginsLater))
+    plan = planned(*made(_BeginsLater), how)
+    model, x = made(_BeginsLater)
+    with ckptplan.apply(model, plan):
+        assert all(same(found, want) for found, want in zip(steps(model, x), wanted, strict=True))
+    assert [layer.seen for layer in model.layers] == [[1, 2]] * 4  # type: ignore[union-attr]
+
+
 def _after(kind: type[nn.Module], wanted: list[list[torch.Tensor]]) -> float:
     """What Python's generator gives behind as many plain steps."""
     state = random.getstate()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import weakref
 from collections.abc import Iterator
 from types import CodeType
 from typing import Any
@@ -186,9 +185,8 @@ def test_the_compiler_leaves_hooks_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(convert_frame, "_compile", noting)
     check(model, plan_of(traced(model, x), "swap", "recompute+swap"), x)
-    # In torch 2.11 its own checkpoint runs Python's weakref.py where the compiler looks.
-    assert set(compiled) <= {weakref.__file__}
-    assert compiled or not counters["frames"]
+    assert not compiled
+    assert not counters["frames"]
 
 
 class _Wide(nn.Module):

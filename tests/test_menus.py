@@ -387,7 +387,7 @@ def test_peaks_and_gradients_under_any_mixture_of_options(name: str) -> None:
         mixture = [option.name for option in options]
         assert report.gradients_equal, (mixture, report.differing)
         assert report.other_paths == 0, mixture
-        # Never under; 2 % over at most, and the random states that checkpoint keeps a stage that recomputes.
+        # Never under; 2 % over at most, and the random state of each stage that recomputes.
         assert report.measured_peak_bytes <= report.predicted_peak_bytes, mixture
         assert report.predicted_peak_bytes <= 1.02 * report.measured_peak_bytes + 2 * state, mixture
 

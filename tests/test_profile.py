@@ -197,7 +197,7 @@ def test_a_solved_plan_holds_its_budget_and_gradients(name: str, share: float) -
     report = ckptplan.verify(model, ckptplan.solve(profile, budget / 2**30), inputs, repeats=1)
     assert report.gradients_equal
     assert report.measured_peak_bytes <= budget
-    # 2 %, and the random states that checkpoint keeps (5 KB a stage, as much again while one recomputes).
+    # 2 %, and the random states that are kept (5 KB a stage, as much again while one recomputes).
     assert report.predicted_peak_bytes <= 1.02 * report.measured_peak_bytes + 3 * 5056
 
 
@@ -344,7 +344,7 @@ def test_the_options_of_a_block() -> None:
     keep, swap, again, away = stage.options
     assert [option.name for option in stage.options] == ["keep", "swap", "recompute", "recompute+swap"]
     assert (swap.saved, swap.pinned, swap.moved) == (keep.saved, keep.pinned, keep.saved)
-    # Its input alone, and the random state that checkpoint keeps on the CPU.
+    # Its input alone, and the random state that is kept on the CPU.
     assert [profile.storages[s].nbytes for s in again.saved] == [64 * 64 * 4]
     assert [profile.storages[s].nbytes for s in again.pinned] == [torch.get_rng_state().numel()]
     assert (away.saved, away.moved) == (again.saved, again.saved)

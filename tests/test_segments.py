@@ -29,7 +29,7 @@ from ckptplan.runtime import segments as segments_module
 from ckptplan.runtime.apply import apply
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.measure import no_cycles_collected, peak_above_start
-from ckptplan.runtime.segments import Frame
+from ckptplan.runtime.segments import SegmentFrame
 from ckptplan.runtime.selective import NumberedOps, alias, can_be_saved, is_random
 from ckptplan.runtime.step import default_loss, fingerprint, make_step, model_device
 from ckptplan.runtime.stores import NULL_STORES, make_store
@@ -794,10 +794,10 @@ def test_a_freed_graph_frees_everything() -> None:
     """Without a collection of cycles, whatever was run of it before."""
     model, x, stages = make("loop")
     log: list[Any] = []
-    frames: list[weakref.ref[Frame]] = []
+    frames: list[weakref.ref[SegmentFrame]] = []
     real = segments_module.SegmentRun.add
 
-    def add(run: Any, frame: Frame) -> None:
+    def add(run: Any, frame: SegmentFrame) -> None:
         frames.append(weakref.ref(frame))
         real(run, frame)
 

@@ -197,7 +197,7 @@ def test_the_promises_hold(name: str) -> None:
         assert report.gradients_equal, report.differing
         assert report.other_paths == 0
         assert report.measured_peak_bytes <= report.predicted_peak_bytes
-        # 2 %, and the random states that checkpoint keeps (5 KB a stage, as much again while one recomputes).
+        # 2 %, and the random states that are kept (5 KB a stage, as much again while one recomputes).
         # Of what is read by index, backward writes into zeros in place, and makes a copy of them on fake tensors.
         over = 1.06 if name == "reading" else 1.02
         assert report.predicted_peak_bytes <= over * report.measured_peak_bytes + 3 * 5056

@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ckptplan.profiling.stopwatch import Span, Stopwatch, Took
+from ckptplan.runtime.frames import run_recomputed
 from ckptplan.runtime.patching import PatchedForward, installed
-from ckptplan.runtime.recompute import run_recomputed
 from ckptplan.runtime.step import TrainingStep, without_graph
 from ckptplan.runtime.swap import Counters
 

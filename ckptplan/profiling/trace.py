@@ -410,7 +410,7 @@ class _Tracing:
         self.resident_bytes, self.update_bytes = resident_bytes, update_bytes
         self.notes: list[str] = []
         self.kinds: dict[int, str] = {}
-        # checkpoint keeps the generator's state on the CPU, where it counts; fake replays don't see it.
+        # A frame keeps the generator's state on the CPU, where it counts; fake replays don't see it.
         self.state_bytes = 0 if target.is_cuda else torch.get_rng_state().numel()
         n = len(names)
         self.program = self._run((KEEP,) * n, saves=False)

@@ -25,10 +25,11 @@ from ckptplan.core.chain import InputTensor, Phase, Segment, Tier
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Decision
 from ckptplan.runtime.engine import OldGraph
+from ckptplan.runtime.frames import run_recomputed
 from ckptplan.runtime.meter import BACKWARD, KINDS
 from ckptplan.runtime.own import OwnStorages
 from ckptplan.runtime.patching import PatchedForward
-from ckptplan.runtime.recompute import Call, run_recomputed
+from ckptplan.runtime.recompute import Call
 from ckptplan.runtime.segments import OpenSegment
 from ckptplan.runtime.shapes import Limits
 from ckptplan.runtime.stores import Store
@@ -140,7 +141,7 @@ class Controller:
         self._choices = tuple(choices)
         # What one stage moves, stages before it may hold too, and all must hold it by the same record.
         self._moves = any(choice.moves for choice in self._choices)
-        self._asks_what_is_own = any(choice.action != "keep" for choice in self._choices)
+        self._asks_what_is_own = self._moves or bool(segments) or any(c.action == "swap" for c in self._choices)
         self._stores = stores
         self._device = device
         self._limits = [Limits(planned) for planned in inputs or [None] * len(self._stages)]

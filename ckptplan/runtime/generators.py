@@ -1,33 +1,33 @@
-"""Random generators that a stage may draw from besides PyTorch's own: Python's, numpy's, those of modules."""
+"""Random generators that a stage may draw from besides PyTorch's own: Python's, numpy's, those of modules.
+
+NOTE [Generators' memory]
+A stage's forward compares the states of Python's and numpy's own generators before and after it, and both take tens of
+microseconds to give theirs, making 624 words into numbers one by one. So where they lie is read instead: the words and
+the position, and the normal number that waits to be drawn, if any (drawing it moves no word). Where a version of Python
+or numpy keeps them elsewhere, as generators made for the purpose tell when this module is imported, the states are
+asked for after all.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import operator
 import random
+import struct
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-Access = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""How to read and how to set a state."""
-
-
-def _access(generator: Any) -> Access | None:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state, generator.set_state
-    if isinstance(generator, random.Random):
-        return generator.getstate, generator.setstate
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state, generator.set_state
-    if isinstance(generator, np.random.Generator):
-        bits = generator.bit_generator
-        return (lambda: bits.state), (lambda state: setattr(bits, "state", state))
-    return None
+KINDS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
+"""Generators that a module may hold in an attribute."""
 
 
 def _equal(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, np.ndarray):
@@ -39,27 +39,119 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-class Generators:
-    """The states of Python's and numpy's generators, and of those that `modules` hold, as they are now."""
+class Access:
+    """How to read and how to set a generator's state, and whether two states are the same."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        found: list[Access] = [(random.getstate, random.setstate), (np.random.get_state, np.random.set_state)]
-        held = {id(value): value for m in modules for value in m.__dict__.values()}
-        found += [access for value in held.values() if (access := _access(value)) is not None]
-        self._states = [(access, access[0]()) for access in found]
+    __slots__ = ("get", "put", "same")
+
+    def __init__(
+        self, get: Callable[[], Any], put: Callable[[Any], Any], same: Callable[[Any, Any], bool] = _equal
+    ) -> None:
+        self.get = get
+        self.put = put
+        self.same = same
+
+
+_WORDS = 624  # of a Mersenne twister
+_BYTES = 4 * (_WORDS + 1)
+
+
+def pythons(generator: random.Random) -> Access:
+    """Access to a generator of Python's own kind, in memory where it can be (NOTE [Generators' memory])."""
+    plain = Access(generator.getstate, generator.setstate, operator.eq)
+    if type(generator) is not random.Random or sys.implementation.name != "cpython":
+        return plain
+    address = id(generator) + object.__basicsize__
+
+    def get() -> tuple[bytes, float | None]:
+        return ctypes.string_at(address, _BYTES), generator.gauss_next  # type: ignore[attr-defined]
+
+    def decoded(state: tuple[bytes, float | None]) -> tuple[Any, ...]:
+        position, *words = struct.unpack(f"i{_WORDS}I", state[0])
+        return random.Random.VERSION, (*words, position), state[1]
+
+    if decoded(get()) != generator.getstate():
+        return plain
+    return Access(get, lambda state: generator.setstate(decoded(state)), operator.eq)
+
+
+def _gauss_offset() -> int | None:
+    """Where a `RandomState` has whether a normal number waits, and that number; None: not where it is looked for."""
+    if sys.implementation.name != "cpython":
+        return None
+    probe, mark, found = np.random.RandomState(0), 0.8414709848078965, set()
+    words = probe.get_state()[1]  # type: ignore[index]
+    for waits in (0, 1):
+        probe.set_state(("MT19937", words, 1, waits, mark))
+        raw = ctypes.string_at(id(probe), np.random.RandomState.__basicsize__)
+        found.add(raw.find(struct.pack("iid", waits, 0, mark)))
+    return found.pop() if len(found) == 1 and -1 not in found else None
+
+
+_GAUSS_OFFSET = _gauss_offset()
+
+
+def numpys(generator: np.random.RandomState) -> Access:
+    """Access to a generator of numpy's former kind, in memory where it can be (NOTE [Generators' memory])."""
+    plain = Access(generator.get_state, generator.set_state)
+    if type(generator) is not np.random.RandomState or _GAUSS_OFFSET is None:
+        return plain
+    gauss = id(generator) + _GAUSS_OFFSET
+
+    def get() -> Any:
+        bits = generator._bit_generator  # type: ignore[attr-defined]
+        if type(bits) is not np.random.MT19937:  # numpy's own may be given another
+            return generator.get_state()
+        return ctypes.string_at(bits.ctypes.state_address, _BYTES), ctypes.string_at(gauss, 16)
+
+    def decoded(state: Any) -> Any:
+        if not isinstance(state, tuple) or not isinstance(state[0], bytes):
+            return state
+        *words, position = struct.unpack(f"{_WORDS}Ii", state[0])
+        waits, _, number = struct.unpack("iid", state[1])
+        return "MT19937", np.array(words, dtype=np.uint32), position, waits, number
+
+    if not _equal(decoded(get()), generator.get_state()):
+        return plain
+    return Access(get, lambda state: generator.set_state(decoded(state)))
+
+
+def _access(generator: Any) -> Access:
+    if isinstance(generator, torch.Generator):
+        return Access(generator.get_state, generator.set_state)
+    if isinstance(generator, random.Random):
+        return Access(generator.getstate, generator.setstate, operator.eq)
+    if isinstance(generator, np.random.RandomState):
+        return Access(generator.get_state, generator.set_state)
+    bits = generator.bit_generator
+    return Access(lambda: bits.state, lambda state: setattr(bits, "state", state))
+
+
+_PROCESS = (
+    pythons(random.getstate.__self__),  # type: ignore[attr-defined]
+    numpys(np.random.get_state.__self__),  # type: ignore[attr-defined]
+)
+
+
+class Generators:
+    """The states of Python's and numpy's generators, and of `held`, as they are now."""
+
+    def __init__(self, held: Iterable[Any] = ()) -> None:
+        accesses = _PROCESS + tuple(map(_access, {id(g): g for g in held}.values()))
+        self._states = [(access, access.get()) for access in accesses]
 
     def settle(self) -> None:
         """A forward has ended: keep those alone that it drew from."""
-        self._states = [(access, state) for access, state in self._states if not _equal(access[0](), state)]
+        self._states = [(access, state) for access, state in self._states if not access.same(access.get(), state)]
 
     def put(self) -> Callable[[], None]:
         """Set them to these states; calling the result sets them back to where they were."""
-        now = [(access, access[0]()) for access, _ in self._states]
-        for (_, put), state in self._states:
-            put(state)
+        now = [(access, access.get()) for access, _ in self._states]
+        for access, state in self._states:
+            access.put(state)
 
         def back() -> None:
-            for (_, put), state in now:
-                put(state)
+            for access, state in now:
+                access.put(state)
 
         return back

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.checkpoint import checkpoint
 
-from ckptplan.core.chain import Tier
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.runtime.generators import Generators
 from ckptplan.runtime.meter import KINDS, RECOMPUTE
 from ckptplan.runtime.own import storages_of
-from ckptplan.runtime.selective import Selection
 from ckptplan.runtime.state import Attributes
 from ckptplan.runtime.streams import current_stream, run_on
-from ckptplan.runtime.swap import Counters, SwapSession, modified_error, version_of
+from ckptplan.runtime.swap import Counters, modified_error, version_of
+
+_LEAVES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, type(None), torch.dtype, torch.device})
+"""Types of arguments inside which nothing lies."""
 
 
 class Call:
@@ -52,7 +53,7 @@ class Call:
         self._whole = whole
         self._rest: list[Any] = []
         self._where: list[tuple[int, ...]] = []
-        self._spec: pytree.TreeSpec | None = None
+        self._form: pytree.TreeSpec | tuple[int, tuple[str, ...]] | None = None
         self._surroundings: Surroundings | None = None
         self._state: _State | None = None
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -67,7 +68,11 @@ class Call:
         UnsupportedModelError
             If an argument is an iterator, which the first run uses up.
         """
-        leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        leaves: list[Any] = [*args, *kwargs.values()]
+        if _LEAVES.issuperset(map(type, leaves)):
+            self._form = len(args), tuple(kwargs)
+        else:
+            leaves, self._form = pytree.tree_flatten((args, kwargs))
         used_up = next((leaf for leaf in leaves if isinstance(leaf, Iterator)), None)
         if used_up is not None:
             raise UnsupportedModelError(
@@ -86,7 +91,6 @@ class Call:
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """Run the stage on `tensors`, in the order of `split`: the first time as it is, then as it was."""
-        assert self._spec is not None
         if self._first is not None:
             # The caller's own lists and dictionaries, since the stage may add to them.
             (args, kwargs), self._first = self._first, None
@@ -99,7 +103,12 @@ class Call:
         for same, tensor in zip(self._where, tensors, strict=True):
             for i in same:
                 leaves[i] = tensor
-        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        if isinstance(self._form, tuple):
+            count, names = self._form
+            args, kwargs = tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
+        else:
+            assert self._form is not None
+            args, kwargs = pytree.tree_unflatten(leaves, self._form)
         del leaves, tensors
         if self._state is None:  # a backward inside of the first run
             with as_it_was:
@@ -123,67 +132,6 @@ class Call:
         return result
 
 
-def run_recomputed(
-    module: nn.Module,
-    original: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    counters: Counters,
-    device: torch.device,
-    *,
-    index: int = 0,
-    name: str = "",
-    ops: tuple[int, ...] = (),
-    moves: tuple[int, ...] = (),
-    tier: Tier = "host",
-    session: SwapSession | None = None,
-    planned: Sequence[int] | None = None,
-) -> Any:
-    """Call `original(*args, **kwargs)` so that backward recomputes what it saved.
-
-    Tensors anywhere in the arguments are passed to `checkpoint` positionally: it holds those, and those alone, through
-    autograd, where hooks and the in-place check see them.
-
-    Parameters
-    ----------
-    device : torch.device
-        Where the plan runs.
-    index, name : int, str
-        The stage.
-    ops : tuple of int
-        Operations whose outputs are saved all the same (NOTE [Numbering] in selective.py).
-    moves : tuple of int
-        Positions of what leaves: saved outputs come first, in the order of `ops`, then the inputs.
-    tier : "host" or "disk"
-        Where to.
-    session : SwapSession, optional
-        Holds what is saved; needed where something moves.
-    planned : sequence of int, optional
-        Bytes of what is saved, in order, as it was planned. With them, a forward that takes another path is recomputed
-        whole where its `ops` would hold something else; without, that is an error.
-    """
-    inputs, outputs = (None, None) if session is None else (session.packing(), session.packing())
-    selection = None
-    if ops:
-        selection = Selection(ops, None if outputs is None else outputs.pack, name, planned)
-        original = selection.around(original)
-    call = Call(module, original, counters, device, index)
-    tensors = call.split(args, kwargs)
-    del args, kwargs
-    with contextlib.nullcontext() if inputs is None else inputs.hooks():
-        result = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=False)
-    if selection is not None and selection.gave_up:
-        counters.other_paths += 1
-        if outputs is not None:
-            outputs.order.clear()
-    if inputs is not None and outputs is not None and session is not None:
-        order = {**outputs.order, **inputs.order}
-        outputs.order.clear()
-        inputs.order.clear()
-        session.leave(index, order, moves, tier)
-    return result
-
-
 class Surroundings:
     """What a forward depends on besides its module and arguments: random states, autocast, default device, stream.
 
@@ -203,7 +151,7 @@ class Surroundings:
         self._random = torch.get_rng_state()
         self._device_random = _device_states(d for d in devices if _has_generator(d))
         self._default_device = _default_device()
-        self._autocast = {kind: _autocast(kind) for kind in {"cpu", *(d.type for d in devices)} - {"meta"}}
+        self._autocast = [_autocast(kind) for kind in {"cpu", *(d.type for d in devices)} if _has_autocast(kind)]
 
     @contextlib.contextmanager
     def restored(self, tensors: Sequence[torch.Tensor] = ()) -> Iterator[None]:
@@ -214,10 +162,9 @@ class Surroundings:
             _set_device_states(self._device_random)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(run_on(self._stream, tensors))
-                for kind, state in self._autocast.items():
-                    if state is not None and _autocast(kind) != state:
-                        enabled, dtype, cached = state
-                        stack.enter_context(torch.autocast(kind, dtype, enabled, cached))
+                for kind, dtype, enabled, caches in self._autocast:
+                    if _autocast(kind) != (kind, dtype, enabled, caches):
+                        stack.enter_context(torch.autocast(kind, dtype, enabled, caches))
                 if _default_device() != self._default_device:
                     stack.enter_context(self._default_device)
                 yield
@@ -248,27 +195,38 @@ def _default_device() -> torch.device:
     return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
 
 
-def _autocast(kind: str) -> tuple[bool, torch.dtype, bool] | None:
-    """Autocast's state for a kind of device; None where it has none."""
-    if not torch.amp.is_autocast_available(kind):
-        return None
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+@functools.cache
+def _has_autocast(kind: str) -> bool:
+    return kind != "meta" and torch.amp.is_autocast_available(kind)
+
+
+def _autocast(kind: str) -> tuple[str, torch.dtype, bool, bool]:
+    """Autocast's state for a kind of device, as its constructor takes it."""
+    return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
 
 
 class _State:
     """What a stage's forward reads besides its inputs: parameters, buffers, attributes, random generators."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._attributes = Attributes(module.modules())
-        self._generators = Generators(module.modules())
-        self._versions = [_versions(attributes) for _, attributes in self._attributes.found]
-        self._children = [(m, dict(m._modules)) for m in module.modules()]
-        parameters = [(m, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None]
-        self._parameters = [(m, name, p, version_of(p), _storage(p)) for m, name, p in parameters]
+        modules = _modules(module)
+        self._attributes = Attributes(modules)
+        self._generators = Generators(self._attributes.generators)
+        self._tensors = [(name, t, version_of(t)) for name, t in self._attributes.tensors]
+        self._modules = modules
+        self._children = [(m, m._modules.copy()) for m in modules if m._modules]
+        self._parameters = [
+            (m, name, p, version_of(p), _storages(p))
+            for m in modules
+            if m._parameters
+            for name, p in m._parameters.items()
+            if p is not None
+        ]
         # Copies, since only after the forward is it known which buffers it updates; the others' go at once then.
         self._before = [
             (m, name, buffer, version_of(buffer), buffer.detach().clone())
-            for m in module.modules()
+            for m in modules
+            if m._buffers
             for name, buffer in m._buffers.items()
             if buffer is not None
         ]
@@ -285,11 +243,10 @@ class _State:
                 self._untouched.append((m, name, buffer, version))
         self._before = []
         self._generators.settle()
-        for (_, attributes), versions in zip(self._attributes.found, self._versions, strict=True):
-            written = [name for name, version in versions.items() if version_of(attributes[name]) != version]
-            if written:
+        for name, tensor, version in self._tensors:
+            if version_of(tensor) != version:
                 raise UnsupportedModelError(
-                    f"a stage that is to run again writes to its tensor attribute {written[0]!r}, of which no copy is "
+                    f"a stage that is to run again writes to its tensor attribute {name!r}, of which no copy is "
                     "kept; register it as a buffer, or keep this stage"
                 )
 
@@ -311,10 +268,10 @@ class _State:
             If a parameter, or a buffer or an attribute that the forward only read, was written to since: the recompute
             would differ.
         """
-        for _, name, p, version, storage in self._parameters:
+        for _, name, p, version, storages in self._parameters:
             if version_of(p) != version:
                 raise modified_error(p.shape, version, version_of(p))
-            if _storage(p) != storage:
+            if _storages(p) != storages:
                 raise RuntimeError(
                     f"the data of parameter {name!r} {list(p.shape)} was replaced between forward and backward, which "
                     "runs this stage again with it: the gradient would be another; write to .data between steps"
@@ -322,21 +279,21 @@ class _State:
         for _, _, buffer, version in self._untouched:
             if version_of(buffer) != version:
                 raise modified_error(buffer.shape, version, version_of(buffer))
-        for (_, attributes), versions in zip(self._attributes.found, self._versions, strict=True):
-            for name, version in versions.items():
-                if version_of(attributes[name]) != version:
-                    raise modified_error(attributes[name].shape, version, version_of(attributes[name]))
+        for _, tensor, version in self._tensors:
+            if version_of(tensor) != version:
+                raise modified_error(tensor.shape, version, version_of(tensor))
         tables: list[dict[str, Any]] = [
             table
-            for m, _ in self._attributes.found
+            for m in self._modules
             for table in (m._buffers, m._parameters, m._modules)  # type: ignore[list-item]
         ]
-        now = [(table, dict(table)) for table in tables]
+        now = [(table, table.copy()) for table in tables if table]
         for m, children in self._children:
             m._modules.update(children)
         for m, name, p, _, _ in self._parameters:
             # Parameters are a sharded unit's to replace: where it has gathered or freed them since, others are right.
-            if is_traceable_wrapper_subclass(m._parameters.get(name)) == is_traceable_wrapper_subclass(p):
+            present = m._parameters.get(name)
+            if present is not p and is_traceable_wrapper_subclass(present) == is_traceable_wrapper_subclass(p):
                 m._parameters[name] = p
         for m, name, copy in self._updated:
             m._buffers[name] = copy.clone()
@@ -352,11 +309,20 @@ class _State:
                 table.update(former)
 
 
-def _versions(attributes: dict[str, Any]) -> dict[str, int]:
-    """Versions of the tensors among a module's attributes."""
-    return {name: version_of(value) for name, value in attributes.items() if isinstance(value, torch.Tensor)}
+def _modules(module: nn.Module) -> list[nn.Module]:
+    """`module` and what lies below it, each once: `module.modules()` in a fraction of its time."""
+    found = [module]
+    known = {id(module)}
+    for m in found:
+        for child in m._modules.values():
+            if child is not None and id(child) not in known:
+                known.add(id(child))
+                found.append(child)
+    return found
 
 
-def _storage(parameter: torch.Tensor) -> tuple[StorageWeakRef, ...]:
-    """Where a parameter's values are; weak references, so that the address stays nobody else's meanwhile."""
-    return tuple(StorageWeakRef(storage) for storage in storages_of(parameter))
+def _storages(parameter: torch.Tensor) -> Any:
+    """Where a parameter's values are; weak references, which are equal for one storage that is alive and no others."""
+    if type(parameter) is nn.Parameter:
+        return weakref.ref(parameter.untyped_storage())
+    return [weakref.ref(storage) for storage in storages_of(parameter)]

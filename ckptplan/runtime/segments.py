@@ -22,7 +22,7 @@ from __future__ import annotations
 import bisect
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +31,8 @@ from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.chain import Segment, Tier
-from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
-from ckptplan.runtime.compiled import out_of_sight
+from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.runtime.frames import Frame, Slot, hold, nothing_saved, taken
 from ckptplan.runtime.recompute import Call
 from ckptplan.runtime.swap import (
     Geometry,
@@ -53,7 +53,7 @@ Made = tuple[int, int]
 class Link:
     """An input that an earlier stage of the segment makes (NOTE [Frames and links], rule 2)."""
 
-    maker: Frame
+    maker: SegmentFrame
     leaf: int
     nbytes: int
     geometry: Geometry
@@ -64,61 +64,23 @@ class Link:
         return self.maker.index, self.leaf
 
 
-class Slot:
-    """The place of one saved tensor."""
-
-    __slots__ = ("__weakref__", "frame", "number")
-
-    def __init__(self, frame: Frame, number: int) -> None:
-        self.frame = frame
-        self.number = number
-
-    def tensor(self) -> torch.Tensor:
-        """What was saved, made again."""
-        return self.frame.run.saved(self.frame, self.number)
-
-    def __del__(self) -> None:
-        self.frame.run.forget(self.frame.index, self.number)
-
-
-class _Enough(BaseException):
-    """Every slot of a frame is filled."""
-
-
-def _read(slot: Slot) -> torch.Tensor:
-    return slot.tensor()
-
-
-def _nothing_saved(_: Any) -> torch.Tensor:
-    raise UnsupportedModelError(
-        "a stage runs backward inside its own forward, which a segment can't make again; give it another option"
-    )
-
-
-class Frame:
-    """One stage's call within a segment's run, and all it takes to make it again."""
+class SegmentFrame(Frame):
+    """One stage's call within a segment's run."""
 
     def __init__(
         self, run: SegmentRun, index: int, name: str, call: Call, belongs: Callable[[torch.Tensor], bool]
     ) -> None:
+        super().__init__(name, call)
         self.run = run
         self.index = index
-        self.name = name
-        self._call = call
         self._belongs = belongs
-        self._models_own: dict[int, Held] = {}
-        self._inputs: list[Link | Packed] = []
-        self._needs_grad: list[bool] = []
-        self._slots: list[weakref.ref[Slot]] = []
-        self._like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        self._complete = False
 
     @property
     def links(self) -> list[Link]:
         """The inputs that aren't held."""
         return [x for x in self._inputs if isinstance(x, Link)]
 
-    def forward(self, tensors: list[torch.Tensor], inputs: list[Link | Packed]) -> Any:
+    def forward(self, tensors: list[torch.Tensor], inputs: Sequence[Link | Packed]) -> Any:
         """Run the stage for the first time.
 
         Raises
@@ -126,22 +88,24 @@ class Frame:
         UnsupportedModelError
             If it writes to its inputs: it couldn't be run again.
         """
-        self._inputs = inputs
-        self._needs_grad = [t.requires_grad for t in tensors]
         versions = [version_of(t) for t in tensors]
-        with torch.autograd.graph.saved_tensors_hooks(out_of_sight(self._save), _read):
-            output = self._call(*tensors)
-        self._complete = True
+        output = super().forward(tensors, inputs)
         if [version_of(t) for t in tensors] != versions:
             raise UnsupportedModelError(
                 f"stage {self.name!r} writes to its inputs, so it can't run again in a segment; give it another option"
             )
         return output
 
+    def saved(self, number: int) -> torch.Tensor:
+        """What slot `number` stands for, in the backward that runs now."""
+        return self.run.saved(self, number)
+
+    def forget(self, number: int) -> None:
+        """Slot `number` is gone: what it stands for is needed no more."""
+        self.run.forget(self.index, number)
+
     def _save(self, tensor: torch.Tensor) -> Slot:
-        slot = Slot(self, len(self._slots))
-        self._slots.append(weakref.ref(slot))
-        self._like.append((tensor.shape, tensor.dtype, tensor.device))
+        slot = super()._save(tensor)
         if plain(tensor) and self._belongs(tensor):
             # As the plain model holds it: running statistics, say, of which another run would save a copy.
             self._models_own[slot.number] = Held(
@@ -149,77 +113,19 @@ class Frame:
             )
         return slot
 
-    @property
-    def complete(self) -> bool:
-        """Whether forward has ended."""
-        return self._complete
+    def pass_through(self, inputs: list[torch.Tensor]) -> list[Any]:
+        """Run the stage again and save nothing."""
+        return self._again(inputs, lambda tensor: None)
 
-    def fill(self, given: dict[Made, torch.Tensor], table: dict[int, Held], *, to_the_end: bool) -> list[Any]:
-        """Run the stage again and put what it saves in `table`.
+    def inputs(self, given: dict[Made, torch.Tensor]) -> list[torch.Tensor]:
+        """The stage's inputs; `given` has the whole storages of the linked ones."""
+        return [self._linked(x, given[x.made]) if isinstance(x, Link) else x.tensor() for x in self._inputs]
 
-        Parameters
-        ----------
-        given : dict
-            Whole storages of the linked inputs.
-        to_the_end : bool
-            False: stop as soon as every slot is filled; nobody needs the outputs.
-
-        Returns
-        -------
-        list
-            The leaves of the output; empty if it stopped early.
-        """
-        count = 0
-
-        def save(tensor: torch.Tensor) -> None:
-            nonlocal count
-            number = count
-            count += 1
-            if number >= len(self._slots) or (tensor.shape, tensor.dtype, tensor.device) != self._like[number]:
-                raise self._another_path(f"saves a {tensor.dtype} {list(tensor.shape)} as tensor number {number}")
-            if self._slots[number]() is not None:
-                value = tensor.detach() if tensor.requires_grad else tensor
-                table[number] = self._models_own.get(number) or Held(value, version_of(value))
-            if not to_the_end and count == len(self._slots):
-                raise _Enough
-
-        try:
-            leaves = self._again(given, save)
-        except _Enough:
-            return []
-        if count != len(self._slots):
-            raise self._another_path(f"saves {count} tensors")
-        return leaves
-
-    def pass_through(self, given: dict[Made, torch.Tensor]) -> list[Any]:
-        """Run the stage again and save nothing.
-
-        With gradients on, like forward: without them some operations take other kernels, whose results differ.
-        """
-        return self._again(given, lambda tensor: None)
-
-    def _again(self, given: dict[Made, torch.Tensor], save: Callable[[torch.Tensor], None]) -> list[Any]:
-        inputs = [self._input(x, given) for x in self._inputs]
-        for i, needed in enumerate(self._needs_grad):
-            if needed and not isinstance(inputs[i], torch.nn.Parameter):
-                inputs[i] = inputs[i].detach().requires_grad_()
-        hooks = torch.autograd.graph.saved_tensors_hooks(out_of_sight(save), _nothing_saved)
-        with torch.enable_grad(), hooks:
-            return pytree.tree_leaves(self._call(*inputs))
-
-    def _input(self, packed: Link | Packed, given: dict[Made, torch.Tensor]) -> torch.Tensor:
-        if not isinstance(packed, Link):
-            return packed.tensor()
-        whole = given[packed.made]
-        if whole.untyped_storage().nbytes() != packed.nbytes:
-            raise packed.maker._another_path(f"returns {whole.untyped_storage().nbytes()} bytes")
-        return packed.geometry.on(whole)
-
-    def _another_path(self, found: str) -> PlanMismatchError:
-        return PlanMismatchError(
-            f"stage {self.name!r}, run again, {found}, and {len(self._slots)} tensors as in forward were expected; its "
-            "forward depends on something that changed in between"
-        )
+    @staticmethod
+    def _linked(link: Link, whole: torch.Tensor) -> torch.Tensor:
+        if whole.untyped_storage().nbytes() != link.nbytes:
+            raise link.maker._another_path(f"returns {whole.untyped_storage().nbytes()} bytes")
+        return link.geometry.on(whole)
 
 
 @dataclass(slots=True)
@@ -244,20 +150,20 @@ class SegmentRun:
     def __init__(self, segment: Segment, modules: tuple[int, ...]) -> None:
         self._segment = segment
         self._modules = modules
-        self._frames: dict[int, weakref.ref[Frame]] = {}
+        self._frames: dict[int, weakref.ref[SegmentFrame]] = {}
         self._consumers: dict[Made, list[int]] = {}
         self._tasks: dict[int, _Task] = {}
 
-    def add(self, frame: Frame) -> None:
+    def add(self, frame: SegmentFrame) -> None:
         """A stage has run forward."""
         self._frames[frame.index] = weakref.ref(frame)
         for link in frame.links:
             self._consumers.setdefault(link.made, []).append(frame.index)
 
-    def saved(self, frame: Frame, number: int) -> torch.Tensor:
+    def saved(self, frame: SegmentFrame, number: int) -> torch.Tensor:
         """What slot `number` of `frame` stands for, in the backward that runs now."""
         if not frame.complete:
-            _nothing_saved(None)
+            nothing_saved(None)
         key, task = self._task()
         if frame.index not in task.saved:
             try:
@@ -265,13 +171,7 @@ class SegmentRun:
             except BaseException:
                 self._tasks.pop(key, None)
                 raise
-        held = task.saved[frame.index].pop(number, None)
-        if held is None:
-            raise RuntimeError(
-                f"a tensor saved by stage {frame.name!r} is asked for twice in one backward; where a custom autograd "
-                "Function reads ctx.saved_tensors, let it do so once"
-            )
-        return held.tensor()
+        return taken(task.saved[frame.index], number, frame.name)
 
     def forget(self, index: int, number: int) -> None:
         """Nobody will ask for that slot any more."""
@@ -292,7 +192,7 @@ class SegmentRun:
         """Drop what a backward has left."""
         self._tasks.pop(key, None)
 
-    def _bring(self, task: _Task, frame: Frame) -> None:
+    def _bring(self, task: _Task, frame: SegmentFrame) -> None:
         """Fill the slots of `frame` (NOTE [Frames and links], rule 3)."""
         k = frame.index
         path = _path(self._segment, k)
@@ -304,7 +204,7 @@ class SegmentRun:
             task.swept[id(segment)] = k
         if k not in task.saved:
             table = task.saved[k] = {}
-            frame.fill(task.given.get(k, {}), table, to_the_end=False)
+            frame.fill(frame.inputs(task.given.get(k, {})), table)
             task.given.pop(k, None)
 
     def _sweep(self, task: _Task, segment: Segment, stop: int, limit: int) -> None:
@@ -318,16 +218,16 @@ class SegmentRun:
             given = task.given.get(k, {})
             if inner is None:
                 table = task.saved[k] = {}
-                leaves = frame.fill(given, table, to_the_end=True)
+                leaves = frame.fill(frame.inputs(given), table, to_the_end=True)
                 task.given.pop(k, None)
             else:
-                leaves = frame.pass_through(given)
+                leaves = frame.pass_through(frame.inputs(given))
                 for made in [made for made in given if made[0] >= inner.first]:
                     del given[made]
             self._hand_over(task, frame, leaves, limit)
             del leaves, given  # they would live on through the next run
 
-    def _hand_over(self, task: _Task, frame: Frame, leaves: list[Any], limit: int) -> None:
+    def _hand_over(self, task: _Task, frame: SegmentFrame, leaves: list[Any], limit: int) -> None:
         for place, leaf in enumerate(leaves):
             made = (frame.index, place)
             wanted = [k for k in self._consumers.get(made, ()) if k <= limit and self._frames[k]() is not None]
@@ -382,7 +282,7 @@ class OpenSegment:
         self._moves = moves
         self._run = SegmentRun(segment, modules)
         self._stream = session.stream()
-        self._frames: dict[int, Frame] = {}  # a frame without slots lives by this until a link may own it
+        self._frames: dict[int, SegmentFrame] = {}  # a frame without slots lives by this until a link may own it
         # By Python's weak references: see `Record.is_gone`.
         self._made: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[int, Made]] = weakref.WeakKeyDictionary()
 
@@ -406,7 +306,7 @@ class OpenSegment:
                 f"stage {name!r} runs on another stream than the first stage of its segment, whose stages are run "
                 "again together, on one; give it another option"
             )
-        frame = Frame(self._run, index, name, call, self._session.belongs)
+        frame = SegmentFrame(self._run, index, name, call, self._session.belongs)
         packing = self._session.packing() if self._moves else None
         inputs = [self._pack(index, tensor, packing) for tensor in tensors]
         output = frame.forward(tensors, inputs)
@@ -431,5 +331,4 @@ class OpenSegment:
                 if packing is not None:
                     packing.skip(tensor)
                 return Link(self._frames[maker], place, storage.nbytes(), Geometry.of(tensor))
-        held = tensor if isinstance(tensor, torch.nn.Parameter) else tensor.detach()
-        return Held(held, version_of(held)) if packing is None else packing.pack(held)
+        return hold(tensor, packing)

@@ -4,13 +4,14 @@ NOTE [Numbering]
 Inside one run of a stage's forward, every call that reaches a dispatch mode, which is every operation below autograd,
 gets the next number, from 0, but for those that come or don't by the state of something else: views and what fake
 tensors are asked about themselves (autograd calls `aten.detach` when it saves a result and no hook is in force,
-`checkpoint` does in its recompute, and after a write in place to a view autograd makes the view again on fake tensors
-alone), and casts of parameters, which autocast's cache may have from an earlier call. A recompute makes the same
-numbered calls in the same order.
+a frame does when its stage runs again, and after a write in place to a view autograd makes the view again on fake
+tensors alone), and casts of parameters, which autocast's cache may have from an earlier call. A recompute makes the
+same numbered calls in the same order.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,9 +55,15 @@ class NumberedOps(TorchDispatchMode):
 
 def is_numbered(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether a call gets a number (NOTE [Numbering])."""
-    return func not in _ASKING and not getattr(func, "is_view", False) and not _casts_parameter(func, args)
+    return _counts(func) and not _casts_parameter(func, args)
 
 
+@functools.cache
+def _counts(func: Any) -> bool:
+    return func not in _ASKING and not getattr(func, "is_view", False)
+
+
+@functools.cache
 def is_random(func: Any) -> bool:
     """Whether an operation moves a random generator's state."""
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
@@ -76,7 +83,10 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 def _operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """What tells operations apart: the function, and the shapes and dtypes of its operands."""
-    return func, tuple((tuple(t.shape), t.dtype) for t in _tensors((args, kwargs)))
+    operands = [*args, *kwargs.values()]
+    if any(isinstance(x, (list, tuple)) for x in operands):
+        operands = _tensors(operands)
+    return func, tuple([(t.shape, t.dtype) for t in operands if isinstance(t, torch.Tensor)])
 
 
 def _casts_parameter(func: Any, args: tuple[Any, ...]) -> bool:

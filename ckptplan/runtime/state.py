@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckptplan.runtime.generators import KINDS as GENERATORS
 from ckptplan.runtime.generators import Generators
 
 
@@ -20,7 +23,7 @@ def random_state(modules: Iterable[nn.Module] = ()) -> Callable[[], None]:
     """
     torch_state = torch.get_rng_state()
     cuda_state = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    others = Generators(modules)
+    others = Generators(Attributes(modules).generators)
 
     def restore() -> None:
         torch.set_rng_state(torch_state)
@@ -53,6 +56,17 @@ _MODULES_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"forward", "_co
 """Attributes of every module, which have rules of their own or don't change from call to call."""
 
 
+_ATOMS = frozenset({bool, int, float, complex, str, bytes, tuple, type(None), torch.Size, torch.dtype, torch.device})
+"""Types of most attributes: those of which no copy is taken, and that are neither tensors nor generators."""
+
+_CONTAINERS = (list, dict, set)
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _takes_care(kind: type) -> bool:
+    return kind in _CONTAINERS or issubclass(kind, (torch.Tensor, *GENERATORS))
+
+
 class Attributes:
     """What modules keep in plain attributes now: training flags, counters, tensors; lists and the like as copies.
 
@@ -60,62 +74,102 @@ class Attributes:
 
     Attributes
     ----------
-    found : list of (nn.Module, dict)
-        By module.
+    tensors : list of (str, torch.Tensor)
+        Those among them, by name.
+    generators : list
+        Random generators among them.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.found = _copied([(m, _plain_attributes(m)) for m in modules])
+        self.tensors: list[tuple[str, torch.Tensor]] = []
+        self.generators: list[Any] = []
+        self._found: list[tuple[nn.Module, dict[str, Any], bool]] = []  # with whether there are containers
+        copies = _Copies()
+        for module in modules:
+            attributes = _plain_attributes(module)
+            contains = False
+            if not _ATOMS.issuperset(map(type, attributes.values())):
+                for name, value in attributes.items():
+                    kind = type(value)
+                    if not _takes_care(kind):  # type: ignore[arg-type]
+                        continue
+                    if kind in _CONTAINERS:
+                        contains = True
+                        attributes[name] = copies.of(value)
+                    elif isinstance(value, torch.Tensor):
+                        attributes[name] = _alone(value)
+                        self.tensors.append((name, attributes[name]))
+                    else:
+                        self.generators.append(value)
+            self._found.append((module, attributes, contains))
 
     def put(self) -> None:
         """Give the modules copies of these, and no others: what is written to them goes nowhere."""
-        for module, attributes in _copied(self.found):
-            _put(module, attributes)
+        self._put([_plain_attributes(module) for module, _, _ in self._found])
+
+    def _put(self, now: list[dict[str, Any]]) -> None:
+        copies = _Copies()
+        for (module, attributes, contains), present in zip(self._found, now, strict=True):
+            if contains:
+                attributes = {
+                    name: copies.of(value) if type(value) in _CONTAINERS else value
+                    for name, value in attributes.items()
+                }
+            _put(module, attributes, present)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Inside, the modules have copies of these; afterwards what they had before, the very objects."""
-        now = [(module, _plain_attributes(module)) for module, _ in self.found]
-        self.put()
+        now = [_plain_attributes(module) for module, _, _ in self._found]
+        self._put(now)
         try:
             yield
         finally:
-            for module, attributes in now:
-                _put(module, attributes)
+            for (module, _, _), attributes in zip(self._found, now, strict=True):
+                _put(module, attributes, _plain_attributes(module))
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in module.__dict__.items() if name not in _MODULES_OWN}
 
 
-def _copied(found: list[tuple[nn.Module, dict[str, Any]]]) -> list[tuple[nn.Module, dict[str, Any]]]:
-    copies: dict[int, Any] = {}  # what several modules share they go on sharing
+def _alone(value: Any) -> Any:
+    """`value`, a tensor without its graph."""
+    graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
+    return value.detach().requires_grad_() if graph else value
 
-    def alone(value: Any) -> Any:
-        graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
-        return value.detach().requires_grad_() if graph else value
 
-    def copied(value: Any) -> Any:
-        if type(value) not in (list, dict, set):
-            return alone(value)
-        if id(value) not in copies:
-            copies[id(value)] = (
-                {key: alone(item) for key, item in value.items()}
+class _Copies:
+    """Copies of containers: what several modules share they go on sharing."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, Any] = {}
+
+    def of(self, value: Any) -> Any:
+        """The copy of a list, dictionary or set."""
+        if id(value) not in self._made:
+            self._made[id(value)] = (
+                {key: _alone(item) for key, item in value.items()}
                 if isinstance(value, dict)
-                else type(value)(map(alone, value))
+                else type(value)(map(_alone, value))
             )
-        return copies[id(value)]
-
-    return [(module, {name: copied(value) for name, value in given.items()}) for module, given in found]
+        return self._made[id(value)]
 
 
-def _put(module: nn.Module, attributes: dict[str, Any]) -> None:
-    """Give a module these attributes and no others, past any code of its own."""
-    for name in [name for name in module.__dict__ if name not in attributes and name not in _MODULES_OWN]:
-        del module.__dict__[name]
+def _put(module: nn.Module, attributes: dict[str, Any], present: dict[str, Any]) -> None:
+    """Give a module these attributes in place of those that it has, past any code of its own."""
+    if (
+        len(attributes) == len(present)
+        and all(map(operator.is_, attributes.values(), present.values()))
+        and all(map(operator.eq, attributes, present))
+    ):
+        return
+    table = module.__dict__
+    for name in present.keys() - attributes.keys():
+        del table[name]
     for name, value in attributes.items():
-        if module.__dict__.get(name, module) is not value:
-            module.__dict__[name] = value
+        if present.get(name, module) is not value:
+            table[name] = value
 
 
 _ONE_AT_A_TIME = threading.RLock()

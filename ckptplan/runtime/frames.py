@@ -1,0 +1,270 @@
+"""Frames: a stage's call that saves nothing, and makes again what its backward needs (NOTE [Frames and links])."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.utils import _pytree as pytree
+
+from ckptplan.core.chain import Tier
+from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
+from ckptplan.runtime.compiled import out_of_sight
+from ckptplan.runtime.recompute import Call
+from ckptplan.runtime.selective import Selection
+from ckptplan.runtime.swap import Counters, Held, Packed, Packing, SwapSession, version_of
+
+
+class Slot:
+    """The place of one saved tensor."""
+
+    __slots__ = ("__weakref__", "frame", "number")
+
+    def __init__(self, frame: Frame, number: int) -> None:
+        self.frame = frame
+        self.number = number
+
+    def tensor(self) -> torch.Tensor:
+        """What was saved, made again."""
+        return self.frame.saved(self.number)
+
+    def __del__(self) -> None:
+        self.frame.forget(self.number)
+
+
+class _Enough(BaseException):
+    """Every slot of a frame is filled."""
+
+
+def _read(slot: Slot) -> torch.Tensor:
+    return slot.tensor()
+
+
+def nothing_saved(_: Any) -> torch.Tensor:
+    """Refuse a backward that begins inside of a stage of a segment."""
+    raise UnsupportedModelError(
+        "a stage runs backward inside its own forward, which a segment can't make again; give it another option"
+    )
+
+
+def _as_it_is(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+class Frame:
+    """One stage's call, and all it takes to make it again.
+
+    Parameters
+    ----------
+    name : str
+        The stage, for messages.
+    """
+
+    backward_inside = False
+    """Whether the stage may run backward inside its own forward: what another run saves then stays readable in it."""
+
+    def __init__(self, name: str, call: Call) -> None:
+        self.name = name
+        self.complete = False
+        self._call = call
+        self._inputs: Sequence[Any] = ()
+        self._needs_grad: list[bool] = []
+        self._slots: list[weakref.ref[Slot]] = []
+        self._like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._models_own: dict[int, Held] = {}  # what slots stand for whatever a run saves in their places
+
+    def forward(self, tensors: list[torch.Tensor], inputs: Sequence[Any]) -> Any:
+        """Run the stage for the first time; `inputs` is how `tensors` are held."""
+        self._inputs = inputs
+        self._needs_grad = [t.requires_grad for t in tensors]
+        with torch.autograd.graph.saved_tensors_hooks(out_of_sight(self._save), _read):
+            output = self._call(*tensors)
+        self.complete = True
+        return output
+
+    def saved(self, number: int) -> torch.Tensor:
+        """What slot `number` stands for, in the backward that runs now."""
+        raise NotImplementedError
+
+    def forget(self, number: int) -> None:
+        """Slot `number` is gone: what it stands for is needed no more."""
+        raise NotImplementedError
+
+    def _save(self, tensor: torch.Tensor) -> Slot:
+        slot = Slot(self, len(self._slots))
+        self._slots.append(weakref.ref(slot))
+        self._like.append((tensor.shape, tensor.dtype, tensor.device))
+        return slot
+
+    def fill(self, inputs: list[torch.Tensor], table: dict[int, Held], *, to_the_end: bool = False) -> list[Any]:
+        """Run the stage again and put what it saves in `table`.
+
+        Parameters
+        ----------
+        to_the_end : bool
+            False: stop as soon as every slot is filled; nobody needs the outputs.
+
+        Returns
+        -------
+        list
+            The leaves of the output; empty if it stopped early.
+        """
+        count, last = 0, len(self._slots)
+
+        def save(tensor: torch.Tensor) -> torch.Tensor | None:
+            nonlocal count
+            number = count
+            count += 1
+            if number >= last or (tensor.shape, tensor.dtype, tensor.device) != self._like[number]:
+                raise self._another_path(f"saves a {tensor.dtype} {list(tensor.shape)} as tensor number {number}")
+            value = tensor.detach() if tensor.requires_grad else tensor
+            if self._slots[number]() is not None:
+                table[number] = self._models_own.get(number) or Held(value, version_of(value))
+            if not to_the_end and count == last:
+                raise _Enough
+            return value if self.backward_inside else None
+
+        try:
+            leaves = self._again(inputs, save)
+        except _Enough:
+            return []
+        if count != last:
+            raise self._another_path(f"saves {count} tensors")
+        return leaves
+
+    def _again(self, inputs: list[torch.Tensor], save: Callable[[torch.Tensor], Any]) -> list[Any]:
+        """Run the stage, with gradients on, like forward: else some operations take kernels whose results differ."""
+        for i, needed in enumerate(self._needs_grad):
+            if needed and not isinstance(inputs[i], nn.Parameter):
+                inputs[i] = inputs[i].detach().requires_grad_()
+        unpack = _as_it_is if self.backward_inside else nothing_saved
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(out_of_sight(save), unpack):
+            return pytree.tree_leaves(self._call(*inputs))
+
+    def _another_path(self, found: str) -> PlanMismatchError:
+        return PlanMismatchError(
+            f"stage {self.name!r}, run again, {found}, and {len(self._slots)} tensors as in forward were expected; its "
+            "forward depends on something that changed in between"
+        )
+
+
+class LoneFrame(Frame):
+    """The call of a stage that is recomputed by itself, once for each backward that asks for what it saved."""
+
+    backward_inside = True
+
+    def __init__(self, name: str, call: Call) -> None:
+        super().__init__(name, call)
+        self._tables: dict[int, dict[int, Held]] = {}
+
+    def saved(self, number: int) -> torch.Tensor:
+        """What slot `number` stands for, in the backward that runs now."""
+        key = torch._C._current_graph_task_id()
+        table = self._tables.get(key)
+        if table is None:
+            table = {}
+            if key != -1:  # else somebody looks at a node outside of any backward
+                self._tables[key] = table
+                Variable._execution_engine.queue_callback(functools.partial(_end, weakref.ref(self), key))
+            try:
+                self.fill([held.tensor() for held in self._inputs], table)
+            except BaseException:
+                self._tables.pop(key, None)
+                raise
+        return taken(table, number, self.name)
+
+    def forget(self, number: int) -> None:
+        """Slot `number` is gone: what it stands for is needed no more."""
+        for table in tuple(self._tables.values()):
+            table.pop(number, None)
+
+    def end(self, key: int) -> None:
+        """Drop what a backward has left."""
+        self._tables.pop(key, None)
+
+
+def _end(frame: weakref.ref[LoneFrame], key: int) -> None:
+    alive = frame()
+    if alive is not None:
+        alive.end(key)
+
+
+def taken(table: dict[int, Held], number: int, name: str) -> torch.Tensor:
+    """What `table` has for slot `number`, which it gives once: memory falls as backward reads."""
+    held = table.pop(number, None)
+    if held is None:
+        raise RuntimeError(
+            f"a tensor saved by stage {name!r} is asked for twice in one backward; where a custom autograd "
+            "Function reads ctx.saved_tensors, let it do so once"
+        )
+    return held.tensor()
+
+
+def hold(tensor: torch.Tensor, packing: Packing | None) -> Packed:
+    """A stage's input for its next run; one that may move is packed."""
+    held = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
+    return Held(held, version_of(held)) if packing is None else packing.pack(held)
+
+
+def run_recomputed(
+    module: nn.Module,
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    counters: Counters,
+    device: torch.device,
+    *,
+    index: int = 0,
+    name: str = "",
+    ops: tuple[int, ...] = (),
+    moves: tuple[int, ...] = (),
+    tier: Tier = "host",
+    session: SwapSession | None = None,
+    planned: Sequence[int] | None = None,
+) -> Any:
+    """Call `original(*args, **kwargs)` so that backward recomputes what it saved.
+
+    Tensors anywhere in the arguments are held, and those alone, as they would be if autograd had saved them.
+
+    Parameters
+    ----------
+    device : torch.device
+        Where the plan runs.
+    index, name : int, str
+        The stage.
+    ops : tuple of int
+        Operations whose outputs are saved all the same (NOTE [Numbering] in selective.py).
+    moves : tuple of int
+        Positions of what leaves: saved outputs come first, in the order of `ops`, then the inputs.
+    tier : "host" or "disk"
+        Where to.
+    session : SwapSession, optional
+        Holds what is saved; needed where something moves.
+    planned : sequence of int, optional
+        Bytes of what is saved, in order, as it was planned. With them, a forward that takes another path is recomputed
+        whole where its `ops` would hold something else; without, that is an error.
+    """
+    inputs, outputs = (None, None) if session is None else (session.packing(), session.packing())
+    selection = None
+    if ops:
+        selection = Selection(ops, None if outputs is None else outputs.pack, name, planned)
+        original = selection.around(original)
+    call = Call(module, original, counters, device, index)
+    tensors = call.split(args, kwargs)
+    del args, kwargs
+    result = LoneFrame(name, call).forward(tensors, [hold(tensor, inputs) for tensor in tensors])
+    if selection is not None and selection.gave_up:
+        counters.other_paths += 1
+        if outputs is not None:
+            outputs.order.clear()
+    if inputs is not None and outputs is not None and session is not None:
+        order = {**outputs.order, **inputs.order}
+        outputs.order.clear()
+        inputs.order.clear()
+        session.leave(index, order, moves, tier)
+    return result
