@@ -116,7 +116,7 @@ def goals(results: Results, case: Case, least: int, most: int, choices: Choices)
             over = peaks["judged_bytes"] - goal.target_bytes
             found.append(replace(goal, label=f"{goal.label}-again", budget_bytes=goal.budget_bytes - over))
         elif case.tighter:
-            budget = least + int((goal.budget_bytes - least) * TIGHTER)
+            budget = least + int((min(goal.budget_bytes, most) - least) * TIGHTER)
             found.append(Goal(f"{goal.label}-tighter", budget + outside, budget, goal.reserved))
     return found
 
