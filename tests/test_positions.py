@@ -198,7 +198,7 @@ def test_the_whole_menu_keeps_to_the_profiled_positions(
             assert handle._controller.counters.other_paths == 0, name
 
 
-@pytest.mark.parametrize("name", ["transformer", "views"])
+@pytest.mark.parametrize("name", ["unet", "views"])
 def test_profiled_inputs_take_the_profiled_path(name: str) -> None:
     """Every option of every stage, each wherever there is one of that name."""
     profile = measured(name)
