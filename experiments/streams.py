@@ -40,7 +40,7 @@ MODELS = 24
 ORDER = [
     s
     for s in SAFEGUARDS
-    if (s.item <= 5 and s.where.split(".")[0] in ("PinnedStore", "Record", "_Batch", "_Group"))
+    if (s.item <= 5 and s.where.split(".")[0] in ("PinnedStore", "Record", "_Batch", "_Group", "start_leaving"))
     or s.where == "Surroundings.restored"
 ]
 """The safeguards that order streams, and memory by them."""
