@@ -47,9 +47,9 @@ def test_the_commands_exchange_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     group = results.ok("measure/toy/plans.hf")
     assert rival is not None
     assert group is not None
-    assert set(group["contenders"]) == {"keep", "hf", "ckptplan@hf", "ckptplan@hf-tighter"}
-    assert group["contenders"]["ckptplan@hf"]["target_bytes"] == rival["contenders"]["hf"]["peaks"]["judged_bytes"]
-    for name in ("ckptplan@hf", "ckptplan@hf-tighter"):
+    assert set(group["contenders"]) == {"keep", "hf", "ckptplan.hf", "ckptplan.hf-tighter"}
+    assert group["contenders"]["ckptplan.hf"]["target_bytes"] == rival["contenders"]["hf"]["peaks"]["judged_bytes"]
+    for name in ("ckptplan.hf", "ckptplan.hf-tighter"):
         found = group["contenders"][name]
         assert found["peaks"]["judged_bytes"] <= found["target_bytes"]
         assert len(found["times"]["step_s"]) == 3
@@ -65,7 +65,7 @@ def test_the_commands_exchange_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert {path: path.read_text() for path in tmp_path.rglob("*.json")} == before
     assert call(tmp_path, "table", "--json", str(tmp_path / "copy.json")) == 0
     assert json.loads((tmp_path / "copy.json").read_text())["cases"]["toy"]["measure"]["plans.hf"]["status"] == "ok"
-    assert "ckptplan@hf-tighter" in (tmp_path / "table.txt").read_text()
+    assert "ckptplan.hf-tighter" in (tmp_path / "table.txt").read_text()
 
 
 def test_the_probe_says_what_it_can_here(tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ def plots(results: Results, cases: Sequence[str], folder: Path) -> list[Path]:
             for contender, found in data.get("contenders", {}).items():
                 if "times" not in found or (contender == "keep" and data["file"] != "keep"):
                     continue
-                kind = contender.partition("@")[0]
+                kind = contender.partition(".")[0]
                 if label and "predicted" not in found:
                     continue  # the rival, which has a measurement of its own
                 point = (found["peaks"]["judged_bytes"] / 2**30, found["times"]["median_step_s"] * 1e3, contender)

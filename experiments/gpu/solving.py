@@ -89,7 +89,7 @@ def solve_case(results: Results, case: Case, small: bool, choices: Choices) -> N
         return
     for goal in goals(results, case, found["smallest_peak_bytes"], found["keep_peak_bytes"], choices):
         for planner in (OURS, *(case.baselines if not goal.label.endswith("tighter") else ())):
-            name = f"{planner}@{goal.label.replace('/', '-')}"
+            name = f"{planner}.{goal.label.replace('/', '-')}"
             results.run(f"plans/{case.name}/{name}", functools.partial(_plan, results, job, case, planner, goal, name))
 
 
@@ -107,11 +107,11 @@ def goals(results: Results, case: Case, least: int, most: int, choices: Choices)
                 found.append(Goal(name, target, target - outside))
     if not found:
         budgets = [least + int((most - least) * share) for share in case.fractions]
-        labels = [f"{share:.0%}" for share in case.fractions]
+        labels = [f"{share * 100:.0f}pc" for share in case.fractions]  # goes into names of files
         found = [Goal(label, b + outside, b, reserved=False) for label, b in zip(labels, budgets, strict=True)]
     for goal in list(found):
         measured = (results.ok(f"measure/{case.name}/plans.{goal.label.replace('/', '-')}") or {}).get("contenders", {})
-        peaks = measured.get(f"{OURS}@{goal.label.replace('/', '-')}", {}).get("peaks")
+        peaks = measured.get(f"{OURS}.{goal.label.replace('/', '-')}", {}).get("peaks")
         if peaks and peaks["judged_bytes"] > goal.target_bytes:
             over = peaks["judged_bytes"] - goal.target_bytes
             found.append(replace(goal, label=f"{goal.label}-again", budget_bytes=goal.budget_bytes - over))
