@@ -924,9 +924,10 @@ class _BackwardInside(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(torch.tanh(self.linear(x)).sum(), x, create_graph=True)
-        return slope
+        inside = x.detach().requires_grad_()
+        y = nn.functional.dropout(torch.tanh(self.linear(inside)), 0.5)
+        (slope,) = torch.autograd.grad(y.sum(), inside, create_graph=True)
+        return slope * x
 
 
 def test_a_stage_that_runs_backward_inside() -> None:
@@ -936,6 +937,14 @@ def test_a_stage_that_runs_backward_inside() -> None:
         pytest.raises(UnsupportedModelError, match="backward inside its own forward"),
     ):
         model(torch.randn(4, 8))
+
+
+def test_a_stage_that_runs_backward_inside_by_itself() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), _BackwardInside(), nn.Linear(8, 8)), torch.randn(4, 8)
+    want = train(copy.deepcopy(model), x)
+    with applied(model, ["0", "1", "2"]):
+        assert_same(train(model, x), want)
 
 
 class _Calls:
