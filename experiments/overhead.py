@@ -1,7 +1,8 @@
-"""What does the machinery itself cost: per packed tensor, per stage call, and for a plan that keeps everything?
+"""What the machinery itself costs: per packed tensor, stage call and recomputed block, and where everything is kept.
 
     python experiments/overhead.py --out experiments/results
     python experiments/overhead.py --quick
+    python experiments/overhead.py --blocks --out experiments/results
 
 Runs with and without are interleaved, eight steps at a time after one that isn't timed, of which the runtime measures
 one, so that the machine's load meets both alike. Figures are medians over pairs, in seconds of the calling thread's
@@ -22,44 +23,52 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import gc
+import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import documents
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ckptplan.core.chain import Segment
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.profiling.profiler import profile
 from ckptplan.runtime.apply import apply
-from ckptplan.runtime.controller import is_glue
+from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.meter import EVERY, Meter
+from ckptplan.runtime.selective import NumberedOps
+from ckptplan.runtime.stores import NULL_STORES
 from ckptplan.runtime.swap import Counters, SwapSession
 
-SCHEMA = "ckptplan.overhead/4"
+SCHEMA = "ckptplan.overhead/5"
 PROMISE = 0.01
 STAGE_S = 5e-3
 """What the promise speaks of."""
+BLOCK_PROMISE = 1.2
+"""Times `torch.utils.checkpoint`, for a recomputed block."""
 
 
 Way = tuple[Callable[[], Any], Callable[[], contextlib.AbstractContextManager[Any]]]
 """What to time, and in what surroundings, which aren't timed."""
-Found = dict[str, tuple[list[float], list[float]]]
+Found = dict[str, tuple[list[float], ...]]
 
 
-def interleaved(first: Way, second: Way, rounds: int) -> Found:
-    """Seconds of both, by CPU and by the wall clock, in turn, after a warm-up; every other round in reverse order."""
-    found: Found = {"cpu": ([], []), "wall": ([], [])}
+def interleaved(ways: Sequence[Way], rounds: int) -> Found:
+    """Seconds of each, by CPU and by the wall clock, in turn, after a warm-up; every other round in reverse order."""
+    found: Found = {clock: tuple([] for _ in ways) for clock in ("cpu", "wall")}
     for k in range(-2, rounds):
         gc.collect()  # whose turn it would be is chance
         gc.disable()
-        for i in (0, 1) if k % 2 == 0 else (1, 0):
-            run, around = (first, second)[i]
+        for i in range(len(ways)) if k % 2 == 0 else reversed(range(len(ways))):
+            run, around = ways[i]
             with around():
                 begin, wall = time.thread_time(), time.perf_counter()
                 run()
@@ -114,7 +123,7 @@ def per_packed_tensor(rounds: int, count: int = 200) -> dict[str, float]:
         with session.packing().hooks():
             step()
 
-    return added_us(interleaved((step, contextlib.nullcontext), (packed, contextlib.nullcontext), rounds), count)
+    return added_us(interleaved([(step, contextlib.nullcontext), (packed, contextlib.nullcontext)], rounds), count)
 
 
 def keep_all(model: nn.Module, inputs: Any) -> Plan:
@@ -158,11 +167,11 @@ def plain_and_kept(model: nn.Module, inputs: torch.Tensor, rounds: int) -> tuple
             with handle.paused(), kept():
                 yield
 
-        found = interleaved((steps, plain), (steps, kept), rounds)
+        found = interleaved([(steps, plain), (steps, kept)], rounds)
     return found, EVERY * sum(not is_glue(name) for name in plan.stages)
 
 
-def added_share(found: tuple[list[float], list[float]]) -> dict[str, float]:
+def added_share(found: tuple[list[float], ...]) -> dict[str, float]:
     """Of what the second takes more than the first, as a fraction, pair by pair."""
     plain, other = found
     return {
@@ -186,15 +195,217 @@ class _Stages(nn.Module):
         return x
 
 
+class _Blocks(nn.Module):
+    """A chain of equal blocks, each called through `around`."""
+
+    def __init__(self, blocks: Sequence[nn.Module], extra: dict[str, Any]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.extra = extra
+        self.around: Callable[..., Any] = lambda block, x, **extra: block(x, **extra)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.around(block, x, **self.extra)
+        return x
+
+
+DEPTH = 4
+"""Blocks in a chain."""
+STEPS = 2
+"""Timed together."""
+
+
+def gpt2() -> tuple[_Blocks, torch.Tensor]:
+    from transformers import GPT2Config
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+    config = GPT2Config(n_embd=16, n_head=2, n_layer=DEPTH, n_positions=8, attn_implementation="sdpa")
+    return _Blocks([GPT2Block(config, layer_idx=i) for i in range(DEPTH)], {}), torch.randn(2, 8, 16)
+
+
+def llama() -> tuple[_Blocks, torch.Tensor]:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_hidden_layers=DEPTH,
+        max_position_embeddings=8,
+        attn_implementation="sdpa",
+    )
+    x = torch.randn(2, 8, 16)
+    positions = LlamaRotaryEmbedding(config)(x, torch.arange(8)[None])
+    layers = [LlamaDecoderLayer(config, layer_idx=i) for i in range(DEPTH)]
+    return _Blocks(layers, {"position_embeddings": positions}), x
+
+
+def conv_norm() -> tuple[_Blocks, torch.Tensor]:
+    def block() -> nn.Module:
+        once = [nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()]
+        return nn.Sequential(*once, nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+
+    return _Blocks([block() for _ in range(DEPTH)], {}), torch.randn(2, 4, 4, 4)
+
+
+def mlp() -> tuple[_Blocks, torch.Tensor]:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 16))
+
+    return _Blocks([block() for _ in range(DEPTH)], {}), torch.randn(4, 16)
+
+
+def many_modules() -> tuple[_Blocks, torch.Tensor]:
+    """61 modules a block."""
+
+    def block() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(20)))
+
+    return _Blocks([block() for _ in range(DEPTH)], {}), torch.randn(2, 8)
+
+
+BLOCKS = (gpt2, llama, conv_norm, mlp, many_modules)
+
+_PRODUCTS = (
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.mm.default,
+    torch.ops.aten.convolution.default,
+)
+
+
+def _products(model: _Blocks, x: torch.Tensor) -> tuple[int, ...]:
+    """The numbers of the matrix products of one block."""
+    found: list[int] = []
+
+    def note(number: int, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in _PRODUCTS:
+            found.append(number)
+        return func(*args, **kwargs)
+
+    with NumberedOps(note):
+        model.blocks[0](x, **model.extra)
+    return tuple(found)
+
+
+def _saved_by_pytorch(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if func in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def per_recomputed_block(make: Callable[[], tuple[_Blocks, torch.Tensor]], rounds: int) -> dict[str, Any]:
+    """Seconds of a block's forward and backward each way, and their ratios, round by round."""
+    torch.manual_seed(0)
+    model, x = make()
+    model.train()
+    x.requires_grad_()
+    device = torch.device("cpu")
+    ways: dict[str, Way] = {}
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            model.zero_grad()
+            model(x).mean().backward()
+
+    def called(around: Callable[..., Any]) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        @contextlib.contextmanager
+        def entered() -> Iterator[None]:
+            before, model.around = model.around, around
+            yield
+            model.around = before
+
+        return entered
+
+    def planned(decision: Decision, segments: tuple[Segment, ...] = ()) -> Callable[[], Any]:
+        names = [f"blocks.{i}" for i in range(DEPTH)]
+        counters = Counters(meter=Meter(device))
+        controller = Controller(
+            model, names, [decision] * DEPTH, NULL_STORES, device, segments=segments, counters=counters
+        )
+
+        @contextlib.contextmanager
+        def entered() -> Iterator[None]:
+            controller.install()
+            before = counters.recomputed_stages
+            yield
+            assert counters.recomputed_stages == before + STEPS * DEPTH
+            controller.remove()
+
+        return entered
+
+    ways["plain"] = steps, contextlib.nullcontext
+    ways["torch"] = steps, called(functools.partial(checkpoint, use_reentrant=False))
+    ways["torch selective"] = (
+        steps,
+        called(
+            functools.partial(
+                checkpoint,
+                use_reentrant=False,
+                context_fn=functools.partial(create_selective_checkpoint_contexts, _saved_by_pytorch),
+            )
+        ),
+    )
+    ways["recompute"] = steps, planned(Decision("recompute"))
+    ways["segment"] = steps, planned(Decision("recompute"), (Segment(0, DEPTH - 1),))
+    ways["selective"] = steps, planned(Decision("recompute", ops=_products(model, x)))
+    seconds = dict(zip(ways, interleaved(list(ways.values()), rounds)["cpu"], strict=True))
+
+    def ratio(ours: str, theirs: str) -> dict[str, float]:
+        return spread([a / b for a, b in zip(seconds[ours], seconds[theirs], strict=True)])
+
+    return {
+        "modules": len(list(model.blocks[0].modules())),
+        "block_us": {way: statistics.median(s) / (STEPS * DEPTH) * 1e6 for way, s in seconds.items()},
+        "recompute_over_torch": ratio("recompute", "torch"),
+        "segment_over_torch": ratio("segment", "torch"),
+        "selective_over_torch_selective": ratio("selective", "torch selective"),
+        "torch_over_plain": ratio("torch", "plain"),
+        "recompute_over_plain": ratio("recompute", "plain"),
+    }
+
+
+def print_blocks(found: dict[str, dict[str, Any]]) -> None:
+    """One row for each kind."""
+    print(
+        f"\nforward and backward of a recomputed block, medians; at most {BLOCK_PROMISE} times torch.utils.checkpoint\n"
+        f"{'':<13}{'modules':>8}{'plain':>9}{'torch':>9}{'ours':>9}{'ours/torch':>20}{'segment/torch':>15}"
+        f"{'selective/selective':>21}{'torch/plain':>13}{'ours/plain':>12}"
+    )
+    for name, row in found.items():
+        us, ours = row["block_us"], row["recompute_over_torch"]
+        print(
+            f"{name:<13}{row['modules']:>8}{us['plain']:>6.0f} µs{us['torch']:>6.0f} µs{us['recompute']:>6.0f} µs"
+            f"{ours['median']:>13.2f} ± {ours['error']:.2f}{row['segment_over_torch']['median']:>15.2f}"
+            f"{row['selective_over_torch_selective']['median']:>21.2f}{row['torch_over_plain']['median']:>13.2f}"
+            f"{row['recompute_over_plain']['median']:>12.2f}"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for the JSON file")
-    parser.add_argument("--rounds", type=int, default=120, help="pairs of eight steps")
+    parser.add_argument("--rounds", type=int, default=30, help="pairs of eight steps")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a quarter of the rounds")
+    parser.add_argument("--blocks", action="store_true", help="recomputed blocks alone; the file keeps the rest")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     rounds = max(args.rounds // 4, 4) if args.quick else args.rounds
+    found = {make.__name__: per_recomputed_block(make, rounds) for make in BLOCKS}
+    blocks = {
+        "command": documents.command(),
+        "environment": documents.environment(args.threads),
+        "rounds": rounds,
+        "results": found,
+        "promise_kept": all(row["recompute_over_torch"]["median"] <= BLOCK_PROMISE for row in found.values()),
+    }
+    if args.blocks:
+        print_blocks(found)
+        if args.out is not None:
+            path = args.out / "overhead.json"
+            documents.write({**json.loads(path.read_text(encoding="utf-8")), "schema": SCHEMA, "blocks": blocks}, path)
+        return
     tensor = per_packed_tensor(rounds)
     tiny, calls = plain_and_kept(_Stages(100, 4), torch.randn(2, 4), rounds)
     call = added_us(tiny, calls)
@@ -238,6 +449,7 @@ def main() -> None:
                 f"{q['median']:+.2%} ± {q['error']:.2%} (median of {rounds} pairs of {EVERY} steps; "
                 f"quartiles {q['first']:+.2%} {q['third']:+.2%}; least {q['least']:+.2%})"
             )
+    print_blocks(found)
     if args.out is not None:
         document = {
             "schema": SCHEMA,
@@ -245,6 +457,7 @@ def main() -> None:
             "environment": documents.environment(args.threads),
             "rounds": rounds,
             "results": results,
+            "blocks": blocks,
         }
         documents.write(document, args.out / "overhead.json")
 
