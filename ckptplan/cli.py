@@ -538,7 +538,7 @@ def snapshot_command(
         return
     console = _console()
     for summary in found:
-        console.print(snapshot_tables(summary), soft_wrap=False)
+        console.print(snapshot_tables(summary), crop=False)
     if not found:
         typer.echo("nothing reserved or recorded on any device")
     if json_file is not None:

@@ -742,7 +742,7 @@ def test_a_threshold_collects_what_the_next_request_cannot_use(run: Run, tmp_pat
     (summary,) = summarize(load_snapshot(path))
     collected = next(a for a in summary.alternatives if a.change == "garbage_collection_threshold:0.6")
     shown = io.StringIO()
-    Console(file=shown, width=400).print(snapshot_tables(replace(summary, advice=collected)))
+    Console(file=shown, width=100).print(snapshot_tables(replace(summary, advice=collected)), crop=False)
     assert (
         'use PYTORCH_CUDA_ALLOC_CONF="garbage_collection_threshold:0.6" and call torch.cuda.'
         "set_per_process_memory_fraction(440401920 / torch.cuda.get_device_properties(0).total_memory, 0):"

@@ -37,7 +37,7 @@ def _parts(summary: DeviceSummary) -> Iterator[RenderableType]:
     if summary.alternatives:
         yield _alternatives(summary)
         yield Text()
-        yield Text(_advice(summary))
+        yield Text(_advice(summary), no_wrap=True, overflow="ignore")  # it is for copying
     for shortage in summary.shortages:
         yield Text(
             f"out of memory at entry {shortage.entry}: {format_bytes(shortage.requested_bytes)} requested,"
