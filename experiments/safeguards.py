@@ -519,7 +519,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         15,
         "it runs on the stream of its forward, whichever operation asked for it",
         "Surroundings.restored",
-        "                stack.enter_context(run_on(self._stream, tensors))\n",
+        "                if self._stream is not None:\n                    stack.enter_context(run_on(self._stream, tensors))\n",
         "",
         ("tests/test_streams.py::test_a_segment_whose_backward_begins_on_a_stages_own_stream",),
     ),

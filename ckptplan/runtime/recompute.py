@@ -73,12 +73,12 @@ class Call:
             self._form = len(args), tuple(kwargs)
         else:
             leaves, self._form = pytree.tree_flatten((args, kwargs))
-        used_up = next((leaf for leaf in leaves if isinstance(leaf, Iterator)), None)
-        if used_up is not None:
-            raise UnsupportedModelError(
-                f"a {type(self._module).__name__} that is to run again gets a {type(used_up).__name__}, which its "
-                "first run uses up; pass it a list, or keep this stage"
-            )
+            used_up = next((leaf for leaf in leaves if isinstance(leaf, Iterator)), None)
+            if used_up is not None:
+                raise UnsupportedModelError(
+                    f"a {type(self._module).__name__} that is to run again gets a {type(used_up).__name__}, which its "
+                    "first run uses up; pass it a list, or keep this stage"
+                )
         self._first = args, kwargs
         places: dict[int, list[int]] = {}
         for i, leaf in enumerate(leaves):
@@ -161,7 +161,8 @@ class Surroundings:
             torch.set_rng_state(self._random)
             _set_device_states(self._device_random)
             with contextlib.ExitStack() as stack:
-                stack.enter_context(run_on(self._stream, tensors))
+                if self._stream is not None:
+                    stack.enter_context(run_on(self._stream, tensors))
                 for kind, dtype, enabled, caches in self._autocast:
                     if _autocast(kind) != (kind, dtype, enabled, caches):
                         stack.enter_context(torch.autocast(kind, dtype, enabled, caches))
