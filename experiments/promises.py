@@ -78,6 +78,12 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "The time that the machinery adds to a step that keeps everything, and to a recomputed block",
         "overhead.json",
     ),
+    Experiment(
+        "swap_overhead",
+        "Swapping's bookkeeping per saved storage, beside a pair of hooks that does nothing",
+        "swap_overhead.json",
+        "--rounds 40",
+    ),
     Experiment("roofline_check", "Times of a roofline against real ones on this machine", None),
     Experiment(
         "estimate_accuracy",
