@@ -115,7 +115,7 @@ def goals(results: Results, case: Case, least: int, most: int, choices: Choices)
         if peaks and peaks["judged_bytes"] > goal.target_bytes:
             over = peaks["judged_bytes"] - goal.target_bytes
             found.append(replace(goal, label=f"{goal.label}-again", budget_bytes=goal.budget_bytes - over))
-        elif case.tighter:
+        elif case.tighter and goal.budget_bytes > least:
             budget = least + int((min(goal.budget_bytes, most) - least) * TIGHTER)
             found.append(Goal(f"{goal.label}-tighter", budget + outside, budget, goal.reserved))
     return found
