@@ -788,6 +788,16 @@ PROMISES: tuple[Promise, ...] = (
     ),
     Promise(
         "What is measured",
+        "Swapping's bookkeeping grows with the storages; waits, events and jobs with the stages that move something",
+        _in(
+            "test_groups",
+            "test_bookkeeping_grows_with_the_storages",
+            "test_waits_events_and_jobs_are_as_many_for_fifty_storages_as_for_two",
+        ),
+        ("swap_overhead",),
+    ),
+    Promise(
+        "What is measured",
         "A recomputed block takes at most 1.2 times as long as with `torch.utils.checkpoint`, its state guarded",
         _in("test_attributes", "test_gradients_are_those_of_plain_steps")
         + _in("test_generators", "test_of_those_not_drawn_from_nothing_is_kept"),
