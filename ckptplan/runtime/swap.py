@@ -559,14 +559,19 @@ def plain(tensor: torch.Tensor) -> bool:
     return _storage_of(tensor) is not None
 
 
+def _positioned(tensor: torch.Tensor, never: Callable[[torch.UntypedStorage], bool]) -> torch.UntypedStorage | None:
+    """The storage of a saved tensor, if it has a position in the order of saving (NOTE [Positions])."""
+    storage = _storage_of(tensor)
+    if storage is None or tensor.dtype is torch.uint64:
+        return None
+    if tensor.dim() == 0 and storage.nbytes() == tensor.element_size():
+        return None
+    return None if never(storage) else storage
+
+
 def has_position(tensor: torch.Tensor, never: Callable[[torch.UntypedStorage], bool] = lambda storage: False) -> bool:
     """Whether the storage of a saved tensor has a position in the order of saving (NOTE [Positions])."""
-    return (
-        (storage := _storage_of(tensor)) is not None
-        and tensor.dtype is not torch.uint64
-        and not (tensor.dim() == 0 and storage.nbytes() == tensor.element_size())
-        and not never(storage)
-    )
+    return _positioned(tensor, never) is not None
 
 
 Order = dict[tuple[int, int], "Record | None"]
@@ -596,12 +601,13 @@ class Packing:
         # Called for every saved tensor: few calls, and nothing that only those need that leave.
         if compiler_callback() is not None:
             return out_of_sight(self.pack)(tensor)
-        if not has_position(tensor, self._never):
+        storage = _positioned(tensor, self._never)
+        if storage is None:
             return _held(tensor)
         if tensor.device != self._device or tensor.is_inference():  # the latter comes from outside the step
             self.order.setdefault(storage_key(tensor), None)
             return _held(tensor)
-        key = tensor.untyped_storage()._cdata, tensor._version
+        key = storage._cdata, tensor._version
         known = self._records.get(key)
         record = None if known is None else known()
         if record is not None and not record.is_gone:
