@@ -604,10 +604,13 @@ class Packing:
         storage = _positioned(tensor, self._never)
         if storage is None:
             return _held(tensor)
-        if tensor.device != self._device or tensor.is_inference():  # the latter comes from outside the step
+        try:
+            key = storage._cdata, tensor._version
+        except RuntimeError:  # made in inference mode, which counts no versions; it comes from outside the step
+            key = None
+        if key is None or tensor.device != self._device:
             self.order.setdefault(storage_key(tensor), None)
             return _held(tensor)
-        key = storage._cdata, tensor._version
         known = self._records.get(key)
         record = None if known is None else known()
         if record is not None and not record.is_gone:
@@ -708,8 +711,9 @@ class SwapSession:
         PlanMismatchError
             If there is no such position, or it stands for what the stage doesn't hold.
         """
-        held = [record is not None for record in order.values()]
-        alive = [None if record is None else weakref.ref(record) for record in order.values()]
+        # Of a stage that moves nothing, nothing needs to be known.
+        held = [record is not None for record in order.values()] if moves else []
+        alive = [None if record is None else weakref.ref(record) for record in order.values()] if moves else []
         # Autograd keeps the pack hook, and so the order, as long as any of the stage's saved tensors (rule 3). Records
         # of graphs that the stage has dropped itself end here: nothing of them is held.
         order.clear()
