@@ -82,6 +82,7 @@ def timed(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[fl
         gc.collect()  # whose turn it would be is chance
         gc.disable()
         for name in ways if number % 2 == 0 else reversed(ways):
+            ways[name]()  # what ran before has left its own memory in the caches
             begin = time.thread_time()
             ways[name]()
             seconds = time.thread_time() - begin

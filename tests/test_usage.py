@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import assert_same, build, gradients, plan_of, scheduled
+from small_models import assert_same, build, gradients, measured, plan_of, scheduled
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -596,6 +596,20 @@ def test_saved_tensors_hooks_around_the_step(what: str) -> None:
         return out
 
     check(functools.partial(build, "transformer"), what, run)
+
+
+def test_hooks_around_the_step_get_what_a_stage_runs_again_from() -> None:
+    """So that `save_on_cpu` leaves no such input on the device; what they hand back is checked for writes."""
+    model, x = build("mlp")
+    seen: list[torch.Tensor] = []
+    with apply(model, plan_of(measured("mlp"), ["recompute"] * len(measured("mlp").stages))):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+            given = x.clone()
+            loss = default_loss(model(given))
+        assert any(t.data_ptr() == given.data_ptr() for t in seen)
+        given.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 class _Checkpoints(nn.Module):

@@ -388,8 +388,10 @@ class Handle:
         """
         if not self._applied:
             raise InvalidInputError("the plan isn't applied now, so no step of it can be traced")
-        tensors = [*held_tensors(self._model), *optimizer_tensors(optimizer), *tensors_in(inputs)]
-        held = unique_bytes(tensors, self._device)
+        # In no variable: gradients that the step drops must go.
+        held = unique_bytes(
+            [*held_tensors(self._model), *optimizer_tensors(optimizer), *tensors_in(inputs)], self._device
+        )
         before = [StorageWeakRef(p.grad.untyped_storage()) for p in self._model.parameters() if p.grad is not None]
         step, notes = record_step(self._controller.counters.meter, run, self._device, held, self.plan.stages)
         if self._device.type == "cpu":

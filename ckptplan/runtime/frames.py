@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.runtime.compiled import out_of_sight
 from ckptplan.runtime.recompute import Call
 from ckptplan.runtime.selective import Selection
-from ckptplan.runtime.swap import Counters, Held, Packed, Packing, SwapSession, version_of
+from ckptplan.runtime.swap import Counters, Held, Packed, Packing, SwapSession, modified_error, version_of
 
 
 class Slot:
@@ -205,10 +205,39 @@ def taken(table: dict[int, Held], number: int, name: str) -> torch.Tensor:
     return held.tensor()
 
 
-def hold(tensor: torch.Tensor, packing: Packing | None) -> Packed:
-    """A stage's input for its next run; one that may move is packed."""
-    held = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
-    return Held(held, version_of(held)) if packing is None else packing.pack(held)
+class Handed(NamedTuple):
+    """What hooks around the step (`save_on_cpu`) made of a tensor, and how they give it back."""
+
+    packed: Any
+    unpack: Callable[[Any], torch.Tensor]
+    version: int | None
+    """Of hooks that hand the tensor itself back, at the time."""
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor, as the hooks give it back; an error if it was written to since and they didn't copy it."""
+        if self.version is not None and version_of(self.packed) != self.version:
+            raise modified_error(self.packed.shape, self.version, version_of(self.packed))
+        return self.unpack(self.packed)
+
+
+_hooks_around = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def hold(tensor: torch.Tensor, packing: Packing | None) -> Packed | Handed:
+    """A stage's input for its next run; one that may move is packed, one that stays is left to hooks around the step.
+
+    As for what autograd saves, the innermost hooks decide.
+    """
+    if isinstance(tensor, nn.Parameter):
+        return Held(tensor, version_of(tensor)) if packing is None else packing.pack(tensor)
+    held = tensor.detach()
+    if packing is not None:
+        return packing.pack(held)
+    hooks = _hooks_around(False)
+    if hooks is None:
+        return Held(held, version_of(held))
+    packed = hooks[0](held)
+    return Handed(packed, hooks[1], version_of(held) if packed is held else None)
 
 
 def run_recomputed(

@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.chain import Segment, Tier
 from ckptplan.core.errors import UnsupportedModelError
-from ckptplan.runtime.frames import Frame, Slot, hold, nothing_saved, taken
+from ckptplan.runtime.frames import Frame, Handed, Slot, hold, nothing_saved, taken
 from ckptplan.runtime.recompute import Call
 from ckptplan.runtime.swap import (
     Geometry,
@@ -80,7 +80,7 @@ class SegmentFrame(Frame):
         """The inputs that aren't held."""
         return [x for x in self._inputs if isinstance(x, Link)]
 
-    def forward(self, tensors: list[torch.Tensor], inputs: Sequence[Link | Packed]) -> Any:
+    def forward(self, tensors: list[torch.Tensor], inputs: Sequence[Link | Packed | Handed]) -> Any:
         """Run the stage for the first time.
 
         Raises
@@ -323,7 +323,7 @@ class OpenSegment:
             self._session.leave(index, packing.order, moves, tier)
         return output
 
-    def _pack(self, index: int, tensor: torch.Tensor, packing: Packing | None) -> Link | Packed:
+    def _pack(self, index: int, tensor: torch.Tensor, packing: Packing | None) -> Link | Packed | Handed:
         if plain(tensor):
             storage = tensor.untyped_storage()
             version, (maker, place) = self._made.get(storage, (-1, (index, 0)))
