@@ -4,10 +4,12 @@
     python experiments/swap_overhead.py --quick
 
 One stage multiplies `count` times and so saves as many storages, small ones, since bookkeeping doesn't depend on sizes;
-then it runs backward. Five ways, interleaved, in seconds of the calling thread's CPU, every other round in reverse:
+then it runs backward. Six ways, interleaved, in seconds of the calling thread's CPU, every other round in reverse:
 
 - plain: without hooks.
 - identity: under a pair of `torch.autograd.graph.saved_tensors_hooks` that returns what it is given.
+- checked: under a pair that keeps PyTorch's check for writes in place, which any hooks switch off: an object for each
+  tensor with its version, compared when it is unpacked. In Python no less will do.
 - stays: as a stage of a plan whose storages all stay: packed, recorded, compared by their versions, unpacked.
 - mostly: nine of ten stay, the tenth leaves, is released, prefetched and unpacked.
 - moves: all do.
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import operator
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +43,20 @@ PROMISE = 3.0
 GROWTH = 2.2
 
 CPU = torch.device("cpu")
+
+
+class Checked:
+    """A saved tensor with its version."""
+
+    __slots__ = ("value", "version")
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value, self.version = value, value._version
+
+    def tensor(self) -> torch.Tensor:
+        if self.value._version != self.version:
+            raise RuntimeError(f"version {self.value._version} of a tensor that was saved at version {self.version}")
+        return self.value
 
 
 class Work:
@@ -61,6 +78,11 @@ class Work:
 
     def identity(self) -> None:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            y = self._forward()
+        y.sum().backward()
+
+    def checked(self) -> None:
+        with torch.autograd.graph.saved_tensors_hooks(Checked, operator.methodcaller("tensor")):
             y = self._forward()
         y.sum().backward()
 
@@ -98,6 +120,7 @@ def measured(count: int, rounds: int, file: DiskStore | None) -> dict[str, dict[
     ways: dict[str, Callable[[], None]] = {
         "plain": work.plain,
         "identity": work.identity,
+        "checked": work.checked,
         "stays": lambda: work.planned((), store),
         "mostly": lambda: work.planned(tuple(range(0, count, 10)), store),
         "moves": lambda: work.planned(tuple(range(count)), store),

@@ -36,6 +36,7 @@ def bytecodes_in(run: Callable[[], object]) -> int:
         return counting
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks at it when tracing begins, and never again
     sys.settrace(counting)
     try:
         run()

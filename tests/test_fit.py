@@ -216,7 +216,7 @@ def test_devices_of_a_class_take_the_same_bytes() -> None:
         target = Target(torch.device("cpu"), device)
         needed = TrainingBytes(model, target, amp="bfloat16").reserved(TrainingBytes(model, target).step(tokens))
         classes.setdefault(target.byte_class, set()).add(needed)
-    assert len(classes) == 4
+    assert 4 <= len(classes) <= 5, "by PyTorch's version, Blackwell has Hopper's cuBLAS workspace or the older one"
     assert all(len(sizes) == 1 for sizes in classes.values())
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptplan.core.device import Device, find_device, known_devices
+from ckptplan.core.device import Device, find_device, known_devices, library_workspaces
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.profiling.answers import Answers, seen_in, without_seen
 from ckptplan.profiling.kernels import real_choices
@@ -22,7 +22,7 @@ from ckptplan.runtime.step import model_device
 from ckptplan.runtime.swap import MIN_SWAP_BYTES
 
 _THRESHOLDS = ((5, 0), (8, 0), (9, 0), (11, 0))
-"""Compute capabilities from which on other kernels (kernels.py) or workspaces (memory/estimate.py) are chosen."""
+"""Compute capabilities from which on other kernels are chosen (kernels.py)."""
 
 PLANNED = "planned for "
 """Begins the device of a fingerprint made without the device."""
@@ -93,11 +93,13 @@ class Target:
         return torch.cuda.get_device_capability(self.device) if self.is_cuda else None
 
     @property
-    def byte_class(self) -> tuple[bool, ...] | None:
+    def byte_class(self) -> tuple[object, ...] | None:
         """Equal for two CUDA devices that aren't here: a step takes the same bytes on both. None for any other."""
         if self.spec is None or self.spec.compute_capability is None:
             return None
-        return tuple(self.spec.compute_capability >= least for least in _THRESHOLDS)
+        capability = self.spec.compute_capability
+        kernels = (capability >= least for least in _THRESHOLDS)
+        return *kernels, library_workspaces(capability, torch.__version__)
 
     @property
     def capacity_bytes(self) -> int | None:
