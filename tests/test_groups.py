@@ -349,3 +349,14 @@ def test_chunks_of_a_group_are_stretches_of_the_file() -> None:
             assert begin <= at < at + piece.numel() <= end
             found.update(zip(range(at, at + piece.numel()), piece.tolist(), strict=True))
     assert found == {at + i: i for data, at in parts for i in range(data.numel())}
+
+
+def test_layouts_of_several_shapes_leave_no_gaps() -> None:
+    """Each step fits, in any order of shapes: places that are known never lie across another step's."""
+    shapes = [(6, 2, 2), (6, 4, 2), (3, 4, 5), (12,), (1, 1, 10), (5, 5, 2)]
+    for order in itertools.permutations(shapes):
+        extents = Extents(align=1, capacity=12)
+        for sizes in (*order, *order):
+            held = [extents.take(nbytes, place) for place, nbytes in enumerate(sizes)]
+            assert None not in held, order
+            del held

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import os
 import random
@@ -647,3 +648,36 @@ def test_any_program_of_records(
         assert not store._extents._alive()
         store.close()
     assert swap_threads() == []
+
+
+def test_a_file_stays_open_for_copies_that_are_queued(tmp_path: Path) -> None:
+    """The last ticket may end in a worker's thread, which collects garbage, while copies wait behind the present one.
+
+    Closed then, the file's number could be another file's, into which they would write; and the thread that writes
+    would wait for the one that reads, which waits for a copy behind it.
+    """
+    store = DiskStore(tmp_path, capacity_bytes=1 << 20)
+    gate, collected = threading.Event(), threading.Event()
+
+    def collect(*_: Any) -> None:
+        if not collected.is_set():
+            gate.wait()
+            gc.collect()
+            collected.set()
+
+    store.on_copy = collect
+    out, back = torch.ones(4096, dtype=torch.uint8), torch.zeros(4096, dtype=torch.uint8)
+    tickets: list[Any] = [store.start_out(out), store.start_out(out)]
+    store.start_in(tickets[1], back)
+    returned = tickets[1].in_done
+    tickets.append(tickets)  # a cycle, as graphs may be in
+    store.close()
+    gc.disable()
+    try:
+        del tickets, store
+        gate.set()
+        assert collected.wait(20)
+        returned.wait("the copy in")
+    finally:
+        gc.enable()
+    assert torch.equal(out, back)

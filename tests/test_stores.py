@@ -172,8 +172,13 @@ def test_a_dropped_store_ends_its_threads(tmp_path: Path) -> None:
     before, files = swap_threads(), open_files()
     store = DiskStore(tmp_path)
     ticket = store.start_out(torch.randn(5000))
+    done = ticket.out_done
     del store, ticket
     gc.collect()
+    done.settle()  # the copy under way holds the file
+    for thread in threading.enumerate():
+        if thread.name.startswith("ckptplan-swap"):
+            thread.join(20)
     assert swap_threads() == before
     assert open_files() == files
     assert list(tmp_path.iterdir()) == []

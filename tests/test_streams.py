@@ -599,3 +599,41 @@ def test_the_plain_model_is_right_however_late_the_device_is() -> None:
         run = stream_programs.train(Device(seed), 0, None)
         assert stream_programs.differing(run, plainly_trained()) == 0
         assert run.left_bytes == 0
+
+
+def test_a_store_waits_for_copies_out_of_the_one_before() -> None:
+    """A graph that went while it left: its late copy must not land on what the next store wrote there."""
+    for seed in range(40):
+        gpu = FakeCuda(seed)
+        with gpu.installed():
+            first = PinnedStore(fake_cuda.DEVICE, capacity_bytes=4096)
+            dropped, kept, back = (torch.empty(4096, dtype=torch.uint8, device=fake_cuda.DEVICE) for _ in range(3))
+            gpu.fill(dropped, 1)
+            first.free(first.start_out(dropped))
+            with handing_over({"host": first}):
+                second = PinnedStore(fake_cuda.DEVICE, capacity_bytes=4096)
+                first.close()
+            gpu.fill(kept, 50)
+            ticket = second.start_out(kept)
+            second.finish_out(ticket)
+            second.start_in(ticket, back)
+            second.finish_in(ticket)
+            right = gpu.look(back, 50)
+            gpu.synchronize()
+            assert right(), seed
+            second.free(ticket)
+            second.close()
+
+
+def test_memory_goes_when_all_devices_that_copied_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, devices = FakeCuda(0), [torch.device("cuda", 0), torch.device("cuda", 1)]
+    with gpu.installed():
+        waited: list[Any] = []
+        monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+        with keep_pinned_memory():
+            PinnedStore(devices[0], capacity_bytes=4096).close()
+            store = PinnedStore(devices[1], capacity_bytes=4096)
+        assert gpu.registrations == 1
+        store.close()
+        assert set(waited) == set(devices)
+        assert not gpu.registered

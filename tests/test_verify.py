@@ -265,3 +265,21 @@ def test_a_device_s_own_accounts_are_as_predicted() -> None:
     assert measured.workspace_bytes, "products of matrices take one"
     assert 0.98 * found.predicted_peak_bytes <= measured.requested_bytes <= found.predicted_peak_bytes, str(found)
     assert found.within_budget, str(found)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        (torch.tensor(1.0), torch.tensor(2.0), False),
+        (torch.tensor(float("nan")), torch.tensor(float("nan")), True),
+        (torch.zeros(3), -torch.zeros(3), False),
+        (torch.ones(2, 3).t(), torch.ones(3, 2), True),
+        (torch.ones(2, 3), torch.ones(3, 2), False),
+        (torch.ones(2, 2).to_sparse(), torch.ones(2, 2).to_sparse(), True),
+        (torch.ones(2, 2).to_sparse(), torch.zeros(2, 2).to_sparse(), False),
+        (torch.empty(0), torch.empty(0), True),
+    ],
+)
+def test_tensors_are_compared_bit_for_bit(a: torch.Tensor, b: torch.Tensor, same: bool) -> None:
+    """A single number, NaN, the sign of zero, another layout."""
+    assert verifying._same(a, b) is same

@@ -288,12 +288,13 @@ def _differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Bit for bit, NaNs included."""
+    """Bit for bit, NaNs and the signs of zeros included."""
     if a is None or b is None:
         return a is b
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(a, b) or torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    dense = (t if t.layout is torch.strided else t.to_dense() for t in (a, b))
+    return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in dense))
 
 
 def _read_from_outside(training: TrainingStep, rewind: Callable[[], None]) -> list[torch.Tensor]:

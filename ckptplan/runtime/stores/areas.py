@@ -16,6 +16,7 @@ import torch
 
 from ckptplan.core.errors import SwapError
 from ckptplan.core.units import format_bytes
+from ckptplan.runtime.meter import Way
 from ckptplan.runtime.stores.base import Extents
 
 CUDA_ALIGN = 512
@@ -48,8 +49,10 @@ class HostArea:
     extents : Extents
         What of it is taken.
     is_locked : bool
-    reads : dict
-        The last copy in of each store: whatever is written here next waits for them.
+    uses : dict
+        The last copy of each store in each direction: whatever is written here next waits for them.
+    devices : set of torch.device
+        Those that copy: all are waited for before the memory goes.
 
     Raises
     ------
@@ -57,16 +60,17 @@ class HostArea:
         If there is no such memory.
     """
 
-    __slots__ = ("__weakref__", "_ending", "extents", "is_locked", "memory", "reads")
+    __slots__ = ("__weakref__", "_ending", "devices", "extents", "is_locked", "memory", "uses")
 
     def __init__(self, nbytes: int, device: torch.device, *, warn: bool = True) -> None:
         self.memory = _pages(nbytes)
         self.extents = Extents(CUDA_ALIGN, nbytes)
-        self.reads: dict[int, Any] = {}
+        self.uses: dict[tuple[int, Way], Any] = {}
+        self.devices = {device}
         self.is_locked = device.type == "cuda" and _lock(self.memory, device, warn=warn)
         if self.is_locked:
             # With the last store or ticket that holds the area: memory freed while registered poisons its next owner.
-            self._ending = weakref.finalize(self, _unlock, os.getpid(), self.memory, device)
+            self._ending = weakref.finalize(self, _unlock, os.getpid(), self.memory, self.devices)
 
     @property
     def nbytes(self) -> int:
@@ -113,12 +117,13 @@ def _lock(memory: torch.Tensor, device: torch.device, *, warn: bool) -> bool:
     return False
 
 
-def _unlock(pid: int, memory: torch.Tensor, device: torch.device) -> None:
+def _unlock(pid: int, memory: torch.Tensor, devices: set[torch.device]) -> None:
     """End the page-locking of `memory`, once no copy touches it."""
     if os.getpid() != pid:
         return  # a forked copy: the memory is registered for the other process
-    with contextlib.suppress(RuntimeError):  # a device that failed: nothing to wait for
-        torch.cuda.synchronize(device)
+    for device in devices:
+        with contextlib.suppress(RuntimeError):  # a device that failed: nothing to wait for
+            torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 

@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -186,6 +186,7 @@ class Extents:
         self._gaps: list[tuple[int, int]] = []  # begin and end, in order; no two touch
         self._used = 0
         self._places: dict[Hashable, tuple[int, int]] = {}  # offset, size
+        self._layout: Literal["new", "known", "strayed"] = "new"  # since the area was empty
         self._unsure = True
         self._lock = threading.RLock()  # its thread gets it again, should an interrupt have kept it from releasing
 
@@ -218,8 +219,9 @@ class Extents:
         Parameters
         ----------
         place : hashable, optional
-            Remembered with the size, for `again`. Another size at a known place is the beginning of other shapes: all
-            that is remembered goes, since places of before would lie across each other.
+            Remembered with the size, for `again`. Another size than remembered, or a new place in an area that was
+            filled before, is the beginning of other shapes: all that is remembered goes, and pieces are taken first
+            fit until the area is empty, since places of two layouts would lie across each other.
         """
         size = self.size(nbytes)
         with self._lock:
@@ -230,20 +232,25 @@ class Extents:
             start = self._first_fit(size)
             if start is None:
                 return None
-            if place is not None:
-                if self._places.get(place, (0, size))[1] != size:
+            if place is not None and self._layout != "strayed":
+                known = self._places.get(place)
+                if known is None and self._layout == "new":
+                    self._places[place] = start, size
+                elif known is None or known[1] != size:
                     self._places.clear()
-                self._places.setdefault(place, (start, size))
+                    self._layout = "strayed"
             return self._cut(start, size)
 
     def again(self, nbytes: int, place: Hashable) -> Extent | None:
         """The piece where `place` had one of that size before; None where it had none, or it is taken."""
         size = self.size(nbytes)
         with self._lock:
+            self._settle()
+            if not self._used:
+                self._layout = "known" if self._places else "new"
             start, known = self._places.get(place, (0, -1))
             if known != size:
                 return None
-            self._settle()
             i = bisect.bisect_right(self._gaps, (start, _ENDLESS)) - 1
             if i < 0 or self._gaps[i][1] < start + size:
                 return None

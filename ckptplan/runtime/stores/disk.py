@@ -21,7 +21,7 @@ from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.meter import OnCopy, Way
 from ckptplan.runtime.stores.areas import CUDA_ALIGN, HostArea
-from ckptplan.runtime.stores.base import Extent, Extents, OfOneProcess, Ticket, bytes_of
+from ckptplan.runtime.stores.base import Extent, Extents, OfOneProcess, Space, Ticket, bytes_of
 from ckptplan.runtime.stores.workers import Done, Worker
 
 DISK_BLOCK_BYTES = 4096
@@ -248,7 +248,7 @@ class DiskStore(OfOneProcess):
             work = functools.partial(_staged_in, self._stages[1], self._ready(), blocks, fd)
         nbytes = sum(self._extents.size(data.numel()) for data, _ in blocks)
         worker, after = (self._out, None) if way == "out" else (self._in, ticket.out_done)
-        return worker.submit(_timed, self.on_copy, way, nbytes, ticket.extent, work, after)
+        return worker.submit(_timed, self.on_copy, way, nbytes, (ticket.extent, ticket.space), work, after)
 
     def finish_out(self, ticket: Ticket) -> None:
         self._require_owner()
@@ -301,9 +301,17 @@ def _allocate(fd: int, held: int, nbytes: int) -> None:
 
 
 def _timed(
-    tell: OnCopy | None, way: Way, nbytes: int, extent: Extent, work: Callable[[], None], after: Done | None
+    tell: OnCopy | None,
+    way: Way,
+    nbytes: int,
+    held: tuple[Extent | None, Space | None],
+    work: Callable[[], None],
+    after: Done | None,
 ) -> None:
-    """Do `work`, holding `extent` as long, and tell how long it took."""
+    """Do `work` and tell how long it took; as long as the job is queued or done, it holds its piece and the open file.
+
+    Where the last ticket ends in a worker's thread, the file would be closed under copies that are queued.
+    """
     if after is not None:
         after.wait("the copy out")  # its own; before the clock starts, since waiting isn't copying
     begin = time.perf_counter()

@@ -18,10 +18,10 @@ _NUMBERS = itertools.count()
 
 
 class PinnedTicket(Ticket):
-    """With the memory of each block, and the last copies out of their area (`HostArea.reads`)."""
+    """With the memory of each block, and the last copies to and from their area (`HostArea.uses`)."""
 
     hosts: Sequence[torch.Tensor]
-    reads: dict[int, Any]
+    uses: dict[tuple[int, Way], Any]
 
 
 class PinnedStore(OfOneProcess):
@@ -35,8 +35,8 @@ class PinnedStore(OfOneProcess):
     Streams: a group's copies out wait for the compute stream of its caller; the compute stream waits for all of them at
     the release point, by one event, so the blocks are free for reuse on that stream and no `record_stream` is needed.
     Copies in wait for the compute stream, on which their targets were allocated, and for their group's copies out.
-    Memory that is taken again is written only after the copy in that read it last: copies out wait for all copies in
-    that were issued before them.
+    Memory that is taken again is written only after the copies that used it: copies out wait for all copies in that
+    were issued before them, and for copies out of a store that had the memory before, whose graphs may be gone.
     """
 
     def __init__(self, device: torch.device, *, capacity_bytes: int, limit_bytes: int | None = None) -> None:
@@ -46,7 +46,7 @@ class PinnedStore(OfOneProcess):
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
         self._number = next(_NUMBERS)
-        self._waited: dict[tuple[int, int], Any] = {}  # the last copy in that was waited for, by area and store
+        self._waited: dict[tuple[int, int, Way], Any] = {}  # the last copy waited for, by area, store and direction
         needed = max(capacity_bytes, CUDA_ALIGN)
         try:
             while (held := self.reserved_bytes) < needed:
@@ -97,6 +97,7 @@ class PinnedStore(OfOneProcess):
         if area is None:
             nbytes = -(-nbytes // CUDA_ALIGN) * CUDA_ALIGN
             area = HostArea(nbytes, self._device, warn=all(area.is_locked for area in self._areas))
+        area.devices.add(self._device)
         self._areas.append(area)
 
     def _take(self, nbytes: int, place: Hashable) -> tuple[Extent, HostArea]:
@@ -120,18 +121,19 @@ class PinnedStore(OfOneProcess):
         extent, area = self._take(nbytes, place)
         ticket = PinnedTicket(sizes, offsets, extent, space)
         begins = (extent.offset + offset for offset in offsets)
-        ticket.reads = area.reads
+        ticket.uses = area.uses
         ticket.hosts = [area.memory[at : at + size] for at, size in zip(begins, sizes, strict=True)]
         self._out.wait_stream(compute)
-        for reader, read in area.reads.items():
-            if self._waited.get((id(area), reader)) is not read:
-                self._out.wait_event(read)
-                self._waited[id(area), reader] = read
+        for (store, way), use in area.uses.items():
+            before = (store, way) != (self._number, "out")  # its own copies out are in order
+            if before and self._waited.get((id(area), store, way)) is not use:
+                self._out.wait_event(use)
+                self._waited[id(area), store, way] = use
         with torch.cuda.stream(self._out):
             begin = self._timing()
             for host, source in zip(ticket.hosts, sources, strict=True):
                 host.copy_(bytes_of(source), non_blocking=True)
-            ticket.out_done = self._out.record_event()
+            area.uses[self._number, "out"] = ticket.out_done = self._out.record_event()
             self._tell("out", ticket.nbytes, begin)
         return self._issued(ticket)
 
@@ -161,7 +163,7 @@ class PinnedStore(OfOneProcess):
             begin = self._timing()
             for target, host in zip(targets, hosts, strict=True):
                 bytes_of(target).copy_(host, non_blocking=True)
-            ticket.reads[self._number] = ticket.in_done = self._in.record_event()
+            ticket.uses[self._number, "in"] = ticket.in_done = self._in.record_event()
             self._tell("in", sum(target.nbytes for target in targets), begin)
         return ticket.in_done
 
