@@ -82,7 +82,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "swap_overhead",
         "Swapping's bookkeeping per saved storage, beside a pair of hooks that does nothing",
         "swap_overhead.json",
-        "--rounds 40",
+        "--rounds 60",
     ),
     Experiment("roofline_check", "Times of a roofline against real ones on this machine", None),
     Experiment(
