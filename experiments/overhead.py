@@ -405,8 +405,8 @@ def main() -> None:
         if args.out is not None:
             path = args.out / "overhead.json"
             if not path.exists():
-            raise SystemExit(f"{path} isn't there, and --blocks replaces a part of it alone: leave --blocks out first")
-        documents.write({**json.loads(path.read_text(encoding="utf-8")), "schema": SCHEMA, "blocks": blocks}, path)
+                raise SystemExit(f"{path} isn't there, and --blocks replaces a part of it: leave --blocks out first")
+            documents.write({**json.loads(path.read_text(encoding="utf-8")), "schema": SCHEMA, "blocks": blocks}, path)
         return
     tensor = per_packed_tensor(rounds)
     tiny, calls = plain_and_kept(_Stages(100, 4), torch.randn(2, 4), rounds)
