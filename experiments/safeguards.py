@@ -315,14 +315,6 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         ("tests/test_streams.py::test_memory_goes_when_all_devices_that_copied_are_done",),
     ),
     Safeguard(
-        7,
-        "places of two layouts never lie across each other",
-        "Extents.take",
-        '                    self._layout = "strayed"\n',
-        "                    pass\n",
-        ("tests/test_groups.py::test_layouts_of_several_shapes_leave_no_gaps",),
-    ),
-    Safeguard(
         27,
         "a file stays open for copies that are queued",
         "DiskStore._submit",
