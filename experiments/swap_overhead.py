@@ -4,12 +4,14 @@
     python experiments/swap_overhead.py --quick
 
 One stage multiplies `count` times and so saves as many storages, small ones, since bookkeeping doesn't depend on sizes;
-then it runs backward. Six ways, interleaved, in seconds of the calling thread's CPU, every other round in reverse:
+then it runs backward. Seven ways, interleaved, in seconds of the calling thread's CPU, every other round in reverse:
 
 - plain: without hooks.
 - identity: under a pair of `torch.autograd.graph.saved_tensors_hooks` that returns what it is given.
 - checked: under a pair that keeps PyTorch's check for writes in place, which any hooks switch off: an object for each
   tensor with its version, compared when it is unpacked. In Python no less will do.
+- emptied: under a pair that drops the tensor and makes an empty one in its place when it is unpacked: the least that
+  leaving and returning cost where copies take no time.
 - stays: as a stage of a plan whose storages all stay: packed, recorded, compared by their versions, unpacked.
 - mostly: nine of ten stay, the tenth leaves, is released, prefetched and unpacked.
 - moves: all do.
@@ -59,6 +61,18 @@ class Checked:
         return self.value
 
 
+class Emptied:
+    """A saved tensor that isn't held, but for what it takes to make one like it."""
+
+    __slots__ = ("device", "dtype", "size")
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.size, self.dtype, self.device = value.size(), value.dtype, value.device
+
+    def tensor(self) -> torch.Tensor:
+        return torch.empty(self.size, dtype=self.dtype, device=self.device)
+
+
 class Work:
     """A stage's forward and backward that saves `count` storages."""
 
@@ -86,8 +100,14 @@ class Work:
             y = self._forward()
         y.sum().backward()
 
+    def emptied(self) -> None:
+        with torch.autograd.graph.saved_tensors_hooks(Emptied, operator.methodcaller("tensor")):
+            y = self._forward()
+        y.sum().backward()
+
     def planned(self, moves: tuple[int, ...], store: Store) -> None:
-        session = SwapSession({"host": store}, CPU, lambda storage: False, Counters())
+        sizes = [[ELEMENTS * 4] * self.count]
+        session = SwapSession({"host": store}, CPU, lambda storage: False, Counters(), sizes)
         with session.stage(0, moves):
             y = self._forward()
         loss = y.sum()
@@ -121,6 +141,7 @@ def measured(count: int, rounds: int, file: DiskStore | None) -> dict[str, dict[
         "plain": work.plain,
         "identity": work.identity,
         "checked": work.checked,
+        "emptied": work.emptied,
         "stays": lambda: work.planned((), store),
         "mostly": lambda: work.planned(tuple(range(0, count, 10)), store),
         "moves": lambda: work.planned(tuple(range(count)), store),

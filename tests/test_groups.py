@@ -45,7 +45,7 @@ def packed(run: SwapSession, index: int, tensors: list[torch.Tensor]) -> list[An
     """What a stage saves, all of which leaves."""
     packing = run.packing()
     out = [packing.pack(t) for t in tensors]
-    run.leave(index, packing.order, tuple(range(len(tensors))))
+    run.leave(index, packing.saved, tuple(range(len(tensors))))
     return out
 
 
@@ -125,7 +125,7 @@ def test_a_group_counts_until_its_last_copy_is_done_and_returns_at_once(kind: st
         assert store.used_bytes == 5632
         run.prefetch(0)
         assert gpu.in_use == 5632
-        assert {x.state for x in held} == {State.RETURNING}
+        assert {x.record.state for x in held} == {State.RETURNING}
         del held
         gc.collect()
         assert store.used_bytes == gpu.in_use == 0
@@ -143,11 +143,11 @@ def test_one_that_is_needed_early_comes_alone(kind: str, tmp_path: Path) -> None
         del tensors, tensor
         run.release(0)
         looks = [gpu.look(unpack(held[2]), 2)]
-        assert [x.state for x in held] == [State.AWAY, State.AWAY, State.ON_DEVICE, State.AWAY]
+        assert [x.record.state for x in held] == [State.AWAY, State.AWAY, State.ON_DEVICE, State.AWAY]
         del held[0]
         gc.collect()
         run.prefetch(0)
-        assert [x.state for x in held] == [State.RETURNING, State.ON_DEVICE, State.RETURNING]
+        assert [x.record.state for x in held] == [State.RETURNING, State.ON_DEVICE, State.RETURNING]
         for _ in range(2):  # as through a graph that is kept
             looks += [gpu.look(unpack(x), value) for value, x in enumerate(held, 1)]
         assert run._counters.swapped_in_bytes == 2000 + 3000 + 4000
@@ -221,7 +221,7 @@ def test_after_the_first_step_no_place_is_searched_for(
             return [packed(run, i, [gpu.empty(n, torch.uint8) for n in (size, 700)]) for i, size in enumerate(sizes)]
 
         def offsets(graph: list[Any]) -> list[int]:
-            return [held[0]._trip.group.ticket.offset for held in graph]
+            return [held[0].record.group.ticket.offset for held in graph]
 
         graph: list[Any] | None = step(2000, 512, 1500)
         first = offsets(graph)
@@ -325,7 +325,7 @@ def test_a_damaged_part_is_found_in_its_group(tmp_path: Path) -> None:
         del tensors
         run.release(0)
         gpu.synchronize()
-        inner._areas[0].memory[-(-held[0].nbytes // 512) * 512 + 7] += 1
+        inner._areas[0].memory[-(-held[0].record.nbytes // 512) * 512 + 7] += 1
         run.prefetch(0)
         gpu.synchronize()
         for _ in range(2):

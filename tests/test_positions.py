@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +74,7 @@ def session() -> swap.SwapSession:
     return swap.SwapSession(NULL_STORES, HERE, lambda storage: False, swap.Counters())
 
 
-def pack(session: swap.SwapSession, tensors: list[torch.Tensor]) -> tuple[swap.Packing, list[swap.Packed]]:
+def pack(session: swap.SwapSession, tensors: list[torch.Tensor]) -> tuple[swap.Packing, list[swap.Held]]:
     packing = session.packing()
     return packing, [packing.pack(t) for t in tensors]
 
@@ -85,9 +86,11 @@ def test_seeds_shift_no_position_wherever_they_lie(seeds_at: torch.device) -> No
     numbers = [torch.empty((), dtype=torch.int64, device=seeds_at) for _ in range(2)]
     state = [torch.empty(2, dtype=torch.uint64, device=seeds_at), torch.empty((), dtype=torch.uint64, device=seeds_at)]
     for seeds in (numbers, state, []):
-        packing, packed = pack(session(), [x, *seeds, rows])
-        assert [r and r.nbytes for r in packing.order.values()] == [64 * 64 * 4, 8 * 4]
-        assert all(isinstance(p, swap.Held) and p.tensor() is s for p, s in zip(packed[1:], seeds, strict=False))
+        now = session()
+        packing, packed = pack(now, [x, *seeds, rows])
+        assert all(p.tensor() is s for p, s in zip(packed[1:], seeds, strict=False))
+        now.leave(0, packing.saved, (0, 1))
+        assert [p.record and p.record.nbytes for p in packed] == [64 * 64 * 4, *(None for _ in seeds), 8 * 4]
 
 
 def test_what_lies_elsewhere_has_a_position_and_stays_there() -> None:
@@ -95,14 +98,13 @@ def test_what_lies_elsewhere_has_a_position_and_stays_there() -> None:
     elsewhere, large = torch.arange(1000), torch.empty(64, 64, device=HERE)
     now = session()
     packing, (first, second) = pack(now, [elsewhere, large])
-    assert isinstance(first, swap.Held)
+    now.leave(0, packing.saved, (1,))
     assert first.tensor() is elsewhere
-    now.leave(0, packing.order, (1,))
-    assert isinstance(second, swap.Record)
-    assert second.state is swap.State.LEAVING
+    assert second.record is not None
+    assert second.record.state is swap.State.LEAVING
     packing, _ = pack(now, [elsewhere, large])
     with pytest.raises(PlanMismatchError, match=r"storage number 1 of the stage.* elsewhere than on meta"):
-        now.leave(0, packing.order, (0,))
+        now.leave(0, packing.saved, (0,))
 
 
 def test_the_profile_counts_what_lies_elsewhere_and_no_bytes_of_it() -> None:
@@ -132,11 +134,15 @@ def test_a_number_that_its_own_node_saves_goes_with_the_graph() -> None:
     gc.collect()
     gc.disable()
     try:
-        with now.packing().hooks():
+        packing = now.packing()
+        with packing.hooks():
             output = module(torch.ones(3))
-        assert [alive() is not None for alive in now._records.values()] == [True]  # of the input
+        held = [weakref.ref(each) for each in packing.saved]
+        now.leave(0, packing.saved, ())
+        assert [alive() is not None for alive in held] == [True] * len(held)
+        assert len(held) > 1
         del output
-        assert [alive() is not None for alive in now._records.values()] == [False]
+        assert [alive() is not None for alive in held] == [False] * len(held)
     finally:
         gc.enable()
 

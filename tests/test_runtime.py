@@ -1049,21 +1049,25 @@ def test_arguments_that_are_the_same_tensor_stay_the_same(action: Any) -> None:
     assert report.stats.runs == report.stats.planned_runs
 
 
-def test_a_record_goes_with_its_own_saved_tensor_and_not_with_its_stages_last() -> None:
-    """Autograd keeps the hook that packed, so what the hook knows must not hold the records."""
+@pytest.mark.parametrize("moves", [(), (0,), (0, 1)])
+def test_what_is_saved_goes_with_its_own_node_and_not_with_its_stages_last(moves: tuple[int, ...]) -> None:
+    """Autograd keeps the hook that packed, so what the hook knows must not hold what is saved."""
     session = SwapSession(NULL_STORES, torch.device("cpu"), lambda storage: False, Counters())
     x = torch.randn(2048, requires_grad=True)
 
-    def alive() -> int:
-        return sum(record() is not None for record in session._records.values())
+    def alive() -> list[int]:
+        return [sum(ref() is not None for ref in refs) for refs in (held, session._records.values())]
 
-    with session.stage(0, ()):
+    packing = session.packing()
+    with packing.hooks():
         first, second = x.exp(), x.sigmoid()
-    assert alive() == 2
+    held = [weakref.ref(each) for each in packing.saved]
+    session.leave(0, packing.saved, moves)
+    assert alive() == [2, len(moves)]
     del first
-    assert alive() == 1
+    assert alive() == [1, int(1 in moves)]
     second.sum().backward()
-    assert alive() == 0
+    assert alive() == [0, 0]
 
 
 @pytest.mark.parametrize("seen_as", [lambda t: t, lambda t: t.t(), lambda t: t[1:, ::2], torch.conj, lambda t: t.imag])
@@ -1074,10 +1078,8 @@ def test_what_stays_is_given_as_it_was_saved(seen_as: Callable[[torch.Tensor], t
     base = torch.randn(6, 4, dtype=torch.complex64)
     tensor = seen_as(base)
     first, again, part = packing.pack(tensor), packing.pack(tensor), packing.pack(base[2:])
-    assert isinstance(first, swap.Record)
-    found = first.tensor()
-    assert first._whole is None
-    for given in (found, swap.unpack(again)):
+    session.leave(0, packing.saved, ())
+    for given in (swap.unpack(first), swap.unpack(again)):
         assert torch.equal(given, tensor)
         assert (given.stride(), given.storage_offset()) == (tensor.stride(), tensor.storage_offset())
         assert (given.is_conj(), given.is_neg()) == (tensor.is_conj(), tensor.is_neg())

@@ -33,7 +33,7 @@ from ckptplan.runtime.measure import held_tensors, peak_above_start, run_step, u
 from ckptplan.runtime.shapes import ByName, Limits, input_tensors, read_inputs, tensors_at
 from ckptplan.runtime.step import default_loss, make_step
 from ckptplan.runtime.stores import NULL_STORES
-from ckptplan.runtime.swap import Alias, Counters, Record, State, SwapSession
+from ckptplan.runtime.swap import Counters, State, SwapSession
 
 # Smaller inputs
 
@@ -182,8 +182,8 @@ def test_what_moves_when_other_storages_are_saved(given: list[int], moved: list[
     packing = now.packing()
     tensors = [torch.zeros(n, dtype=torch.uint8) for n in given]
     packed = [packing.pack(t) for t in tensors]
-    now.leave(0, packing.order, (0,))
-    assert [i for i, x in enumerate(packed) if isinstance(x, Record) and x.state is State.LEAVING] == moved
+    now.leave(0, packing.saved, (0,))
+    assert [i for i, x in enumerate(packed) if x.record is not None and x.record.state is State.LEAVING] == moved
 
 
 def test_what_has_left_and_is_still_there_is_saved_by_the_same_record() -> None:
@@ -191,15 +191,16 @@ def test_what_has_left_and_is_still_there_is_saved_by_the_same_record() -> None:
     packing, tensor = now.packing(), torch.zeros(64)
     first = packing.pack(tensor)
     now._planned = ()
-    now.leave(0, packing.order, (0,))
+    now.leave(0, packing.saved, (0,))
     now.release(0)
-    again = now.packing().pack(tensor)
-    assert isinstance(first, Record)
-    assert isinstance(again, Alias)
-    assert again.record is first
-    assert first.state is State.AWAY
+    packing = now.packing()
+    again = packing.pack(tensor)
+    now.leave(1, packing.saved, ())
+    assert first.record is not None
+    assert again.record is first.record
+    assert first.record.state is State.AWAY
     del tensor
-    assert first.is_gone
+    assert first.record.is_gone
 
 
 # What a call is compared with

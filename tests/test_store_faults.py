@@ -29,7 +29,7 @@ from ckptplan import apply
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.profiling import links
 from ckptplan.runtime.stores import ChecksumStore, DiskStore, SynchronousStore, Ticket, disk
-from ckptplan.runtime.swap import Counters, Record, State
+from ckptplan.runtime.swap import Counters, Record, State, finish_leaving, start_leaving, start_returning
 
 CHUNKS = [None, 1000]  # straight from memory; through staging, as for a device
 
@@ -178,8 +178,8 @@ def test_damage_in_the_file_is_found(tmp_path: Path, chunk_bytes: int | None) ->
     assert round_trip(store)
     other = store.start_out(torch.randn(2048))
     record = Record(torch.randn(2500), Counters())
-    record.start_leaving(store)
-    record.finish_leaving()
+    start_leaving([record], store)
+    finish_leaving([record])
     os.pwrite(inner._file.fileno(), b"\x01", 8192 + 5003)
     for _ in range(2):  # whoever asks again is told again
         with pytest.raises(SwapError, match=r"9.77 KiB at byte 8192 of the swap file.* came back damaged"):
@@ -605,16 +605,16 @@ def test_any_program_of_records(
             if action <= 1 or not living:
                 wanted = torch.full((1 + 97 * number,), float(len(living) + number))
                 record = Record(wanted.clone(), Counters())
-                record.start_leaving(store)
+                start_leaving([record], store)
                 living.append((record, wanted))
                 del record
             else:
                 record, wanted = living[number % len(living)]
                 try:
                     if action == 2:
-                        record.finish_leaving()
+                        finish_leaving([record])
                     elif action == 3:
-                        record.start_returning()
+                        start_returning([record])
                     elif action == 4:
                         record.finish_returning()
                     elif action == 5:

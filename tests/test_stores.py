@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.runtime.stores import DISK_BLOCK_BYTES, DiskStore, Extent, Extents, Ticket, disk
-from ckptplan.runtime.swap import Counters, Record, State, SwapSession
+from ckptplan.runtime.swap import Counters, Record, State, SwapSession, finish_leaving, start_leaving, start_returning
 
 
 def open_files() -> set[str]:
@@ -284,7 +284,7 @@ def test_garbage_collected_in_a_worker_does_not_wait_for_itself(
     try:
         ticket = store.start_out(torch.randn(2048))
         record = Record(torch.randn(4096), counters)
-        record.start_leaving(store)  # its copy is queued behind the one that will collect it
+        start_leaving([record], store)  # its copy is queued behind the one that will collect it
         cycle: list[Any] = [record]
         cycle.append(cycle)
         del record, cycle
@@ -309,34 +309,45 @@ def record() -> Record:
 def test_record_states(record: Record, store: DiskStore) -> None:
     want = torch.arange(4096.0)
     assert record.state is State.ON_DEVICE
-    record.finish_leaving()
-    record.start_returning()
+    finish_leaving([record])
+    start_returning([record])
     record.finish_returning()
     assert record.state is State.ON_DEVICE, "nothing has left, so nothing changes"
-    record.start_leaving(store)
+    start_leaving([record], store)
     assert record.state is State.LEAVING
-    record.start_leaving(store)
+    start_leaving([record], store)
     record.finish_returning()
     assert record.state is State.LEAVING
     assert torch.equal(record.whole(), want)
     assert record.state is State.LEAVING, "a look at bytes that are still there moves nothing"
-    record.finish_leaving()
+    finish_leaving([record])
     assert record.state is State.AWAY
     assert record._whole is None
-    record.finish_leaving()
+    finish_leaving([record])
     record.finish_returning()
     assert record.state is State.AWAY
-    record.start_returning()
+    start_returning([record])
     assert record.state is State.RETURNING
-    record.start_returning()
-    record.start_leaving(store)
+    start_returning([record])
+    start_leaving([record], store)
     assert record.state is State.RETURNING
     record.finish_returning()
     assert record.state is State.ON_DEVICE
     assert torch.equal(record.whole(), want)
-    record.start_leaving(store)
+    start_leaving([record], store)
     assert record.state is State.ON_DEVICE, "its backward is here: it doesn't leave again"
     assert record._counters.swapped_out_bytes == record._counters.swapped_in_bytes == 4 * 4096
+
+
+def moved(record: Record, store: DiskStore, step: str) -> None:
+    """Take one step of NOTE [States of a swapped storage]."""
+    steps = {
+        "start_leaving": lambda: start_leaving([record], store),
+        "finish_leaving": lambda: finish_leaving([record]),
+        "start_returning": lambda: start_returning([record]),
+        "finish_returning": record.finish_returning,
+    }
+    steps[step]()
 
 
 @pytest.mark.parametrize(
@@ -344,7 +355,7 @@ def test_record_states(record: Record, store: DiskStore) -> None:
 )
 def test_any_state_gives_the_bytes(record: Record, store: DiskStore, path: tuple[str, ...]) -> None:
     for step in path:
-        getattr(record, step)(*[store][: step == "start_leaving"])
+        moved(record, store, step)
     assert torch.equal(record.whole(), torch.arange(4096.0))
     assert torch.equal(record.whole().view(torch.int32), torch.arange(4096.0).view(torch.int32))
     assert record.state is (State.LEAVING if path == ("start_leaving",) else State.ON_DEVICE)
@@ -359,7 +370,7 @@ def test_a_record_gives_its_host_bytes_back_in_any_state(
     store = DiskStore(tmp_path)
     record = Record(torch.arange(4096.0), Counters())
     for step in ("start_leaving", "finish_leaving", "start_returning", "finish_returning")[:steps]:
-        getattr(record, step)(*[store][: step == "start_leaving"])
+        moved(record, store, step)
     store.close()
     del record
     assert not store._out.thread.is_alive(), "the last block was freed, so the store is closed"
@@ -381,8 +392,9 @@ def saved_exp(run: SwapSession, moves: tuple[int, ...]) -> tuple[torch.Tensor, t
 
 @pytest.mark.parametrize("moves", [(), (0,)])
 @pytest.mark.parametrize("through", ["itself", "detached", "view"])
+@pytest.mark.parametrize("released", [True, False])
 def test_modified_before_it_left(
-    store: DiskStore, monkeypatch: pytest.MonkeyPatch, moves: tuple[int, ...], through: str
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch, moves: tuple[int, ...], through: str, released: bool
 ) -> None:
     """Kept under hooks, or swapped with the copy under way: PyTorch's error, not a wrong gradient."""
     real = disk._write
@@ -393,7 +405,8 @@ def test_modified_before_it_left(
     with torch.no_grad():
         {"itself": y, "detached": y.detach(), "view": y[10:20]}[through].mul_(2)
     del y
-    run.release(0)
+    if released:
+        run.release(0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -419,6 +432,23 @@ def test_small_tensors_kept_under_hooks_are_checked_too(store: DiskStore) -> Non
         y.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_what_a_stage_before_holds_leaves_as_well(store: DiskStore) -> None:
+    """A storage that several stages save is moved by the last of them alone, and then no stage keeps it here."""
+    x = torch.randn(64, 64, requires_grad=True)
+    run = session(store)
+    with run.stage(0, ()):
+        base = x * 1
+        loss = (base[:, :10] * 2).exp().sum() + (base.t()[3:] ** 2).sum()
+    with run.stage(1, (0,)):
+        loss = loss + base.square().sum()
+    want = torch.autograd.grad(loss, x, retain_graph=True)[0]
+    watch = torch.multiprocessing.reductions.StorageWeakRef(base.untyped_storage())
+    del base
+    run.release(1)
+    assert watch.expired(), "the device bytes are gone"
+    assert torch.equal(torch.autograd.grad(loss, x)[0], want)
 
 
 def test_aliases_share_one_copy(store: DiskStore) -> None:

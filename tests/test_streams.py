@@ -33,7 +33,17 @@ from ckptplan.runtime.stores import (
     handing_over,
     keep_pinned_memory,
 )
-from ckptplan.runtime.swap import Counters, Record, State, SwapSession
+from ckptplan.runtime.swap import (
+    Counters,
+    Held,
+    Record,
+    State,
+    SwapSession,
+    finish_leaving,
+    start_leaving,
+    start_returning,
+    unpack,
+)
 
 SEEDS = range(25)
 SIZES = (100, 512, 3000, 5000)
@@ -90,20 +100,20 @@ def test_records_in_random_order(seed: int, kind: str, tmp_path: Path) -> None:
             if action <= 1 or not living:
                 value = next(values)
                 record = record_of(gpu, value)
-                record.start_leaving(store)
+                start_leaving([record], store)
                 living.append((record, value))
                 record = None
                 continue
             chosen = gpu.rng.randrange(len(living))
             record, value = living[chosen]
             if action == 2:
-                record.finish_leaving()
+                finish_leaving([record])
             elif action == 3:
                 junk.append(made(gpu, 255))  # what lies in freed memory from now on
                 if gpu.rng.random() < 0.5:
                     junk.clear()
             elif action == 4:
-                record.start_returning()
+                start_returning([record])
             elif action in (5, 6):
                 looks.append(gpu.look(record.whole(), value))
                 if action == 6:
@@ -155,7 +165,7 @@ def test_records_of_several_streams(seed: int, kind: str, tmp_path: Path) -> Non
                     gpu.fill(tensor, value)
                     record = Record(tensor, Counters())
                 with gpu.stream(gpu.rng.choice(streams)):
-                    record.start_leaving(store)
+                    start_leaving([record], store)
                 living.append((record, value, home, None if told else here))
                 record = tensor = None  # type: ignore[assignment]
                 continue
@@ -163,11 +173,11 @@ def test_records_of_several_streams(seed: int, kind: str, tmp_path: Path) -> Non
             record, value, home, untold = living[chosen]
             with gpu.stream(gpu.rng.choice(streams)):
                 if action == 2:
-                    record.finish_leaving()
+                    finish_leaving([record])
                 elif action == 3:
                     made(gpu, 255)
                 elif action == 4:
-                    record.start_returning()
+                    start_returning([record])
                 elif action in (5, 6):
                     here = gpu.current_stream()
                     here.wait_stream(home)  # the user's own order: what is saved there is used here
@@ -175,7 +185,7 @@ def test_records_of_several_streams(seed: int, kind: str, tmp_path: Path) -> Non
                         record._watch.record_stream(here)  # type: ignore[arg-type]
                     looks.append(gpu.look(record.whole(), value))
                 if action == 5 and gpu.rng.random() < 0.5:
-                    record.finish_leaving()
+                    finish_leaving([record])
                 if action in (6, 7):
                     record = None
                     drop(chosen)
@@ -269,8 +279,8 @@ def test_damage_in_pinned_memory_is_found(tmp_path: Path) -> None:
         checked = ChecksumStore(store)
         record = record_of(gpu, 9)
         gpu.synchronize()
-        record.start_leaving(checked)
-        record.finish_leaving()
+        start_leaving([record], checked)
+        finish_leaving([record])
         inner._areas[0].memory[7] += 1
         for _ in range(2):  # whoever asks again is told again
             with pytest.raises(SwapError, match=r"at byte 0 of the host memory.*damaged"):
@@ -329,8 +339,8 @@ def test_without_page_locking_ordinary_memory_serves(kind: str, tmp_path: Path) 
         looks = []
         for value in range(1, 9):  # grows on the way: no further warning, which would be an error here
             record = record_of(gpu, value)
-            record.start_leaving(store)
-            record.finish_leaving()
+            start_leaving([record], store)
+            finish_leaving([record])
             looks.append((gpu.look(record.whole(), value), record))
         gpu.synchronize()
         assert all(look() for look, _ in looks)
@@ -360,10 +370,10 @@ def test_a_failed_copy_leaves_nothing_running(direction: str, tmp_path: Path, mo
             gpu.fill(record.whole(), 3)
             with monkeypatch.context() as patch:
                 patch.setattr(disk, "_write" if direction == "out" else "_read", fails)
-                record.start_leaving(store)
+                start_leaving([record], store)
                 if direction == "in":
-                    record.finish_leaving()
-                wait = record.finish_leaving if direction == "out" else record.whole
+                    finish_leaving([record])
+                wait = functools.partial(finish_leaving, [record]) if direction == "out" else record.whole
                 with pytest.raises(SwapError, match="on purpose"):
                     wait()
                 del wait
@@ -371,8 +381,8 @@ def test_a_failed_copy_leaves_nothing_running(direction: str, tmp_path: Path, mo
             assert not any(s.queue for s in (store._stages[0]._stream, store._stages[1]._stream))
             del record
             again = record_of(gpu, 5)
-            again.start_leaving(store)
-            again.finish_leaving()
+            start_leaving([again], store)
+            finish_leaving([again])
             look = gpu.look(again.whole(), 5)
             gpu.synchronize()
             assert look()
@@ -384,16 +394,18 @@ def test_what_leaves_goes_to_the_tier_of_its_decision(tier: Any, tmp_path: Path)
     with on_device(3, "pinned", tmp_path) as (gpu, pinned):
         stores = {"host": pinned, "disk": DiskStore(tmp_path, device=fake_cuda.DEVICE, chunk_bytes=1024)}
         session = SwapSession(stores, fake_cuda.DEVICE, lambda storage: False, Counters())  # type: ignore[arg-type]
-        record = record_of(gpu, 6)
-        session.leave(0, {(1, 1): record}, (0,), tier)
-        session.leave(1, {(1, 1): record}, (0,), "host" if tier == "disk" else "disk")  # it has gone already
+        tensor = made(gpu, 6)
+        held = Held(tensor), Held(tensor)
+        session.leave(0, [held[0]], (0,), tier)
+        session.leave(1, [held[1]], (0,), "host" if tier == "disk" else "disk")  # it has gone already
+        del tensor
         assert {name for name, store in stores.items() if store.used_bytes} == {tier}
         session.release(0)
         session.prefetch(0)
-        look = gpu.look(record.whole(), 6)
+        looks = [gpu.look(unpack(each), 6) for each in held]
         gpu.synchronize()
-        assert look()
-        del record
+        assert all(look() for look in looks)
+        del held
         stores["disk"].close()
 
 
@@ -451,8 +463,8 @@ def test_a_forked_copy_of_a_store_touches_nothing(kind: str, tmp_path: Path, mon
         assert kind == "pinned" or (store._out.thread.is_alive() and not store._file.closed)
         store.free(ticket)
         again = record_of(gpu, 8)
-        again.start_leaving(store)
-        again.finish_leaving()
+        start_leaving([again], store)
+        finish_leaving([again])
         look = gpu.look(again.whole(), 8)
         gpu.synchronize()
         assert look()
@@ -503,8 +515,8 @@ def test_a_store_that_takes_over_anothers_memory(seed: int) -> None:
                 if len(living) < 3:
                     value = next(values)
                     record = Record(made(gpu, value), Counters())
-                    record.start_leaving(store)
-                    record.finish_leaving()
+                    start_leaving([record], store)
+                    finish_leaving([record])
                     living.append((record, value))
                     del record
                 else:
@@ -512,7 +524,7 @@ def test_a_store_that_takes_over_anothers_memory(seed: int) -> None:
                     if gpu.rng.random() < 0.7:
                         looks.append(gpu.look(record.whole(), value))
                     else:
-                        record.start_returning()
+                        start_returning([record])
                     del record
 
         train(first)

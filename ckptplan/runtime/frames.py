@@ -17,7 +17,7 @@ from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.runtime.compiled import out_of_sight
 from ckptplan.runtime.recompute import Call
 from ckptplan.runtime.selective import Selection
-from ckptplan.runtime.swap import Counters, Held, Packed, Packing, SwapSession, modified_error, version_of
+from ckptplan.runtime.swap import Counters, Held, Packing, SwapSession, modified_error, version_of
 
 
 class Slot:
@@ -124,7 +124,7 @@ class Frame:
                 raise self._another_path(f"saves a {tensor.dtype} {list(tensor.shape)} as tensor number {number}")
             value = tensor.detach() if tensor.requires_grad else tensor
             if self._slots[number]() is not None:
-                table[number] = self._models_own.get(number) or Held(value, version_of(value))
+                table[number] = self._models_own.get(number) or Held(value)
             if not to_the_end and count == last:
                 raise _Enough
             return value if self.backward_inside else None
@@ -223,19 +223,19 @@ class Handed(NamedTuple):
 _hooks_around = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-def hold(tensor: torch.Tensor, packing: Packing | None) -> Packed | Handed:
+def hold(tensor: torch.Tensor, packing: Packing | None) -> Held | Handed:
     """A stage's input for its next run; one that may move is packed, one that stays is left to hooks around the step.
 
     As for what autograd saves, the innermost hooks decide.
     """
     if isinstance(tensor, nn.Parameter):
-        return Held(tensor, version_of(tensor)) if packing is None else packing.pack(tensor)
+        return Held(tensor) if packing is None else packing.pack(tensor)
     held = tensor.detach()
     if packing is not None:
         return packing.pack(held)
     hooks = _hooks_around(False)
     if hooks is None:
-        return Held(held, version_of(held))
+        return Held(held)
     packed = hooks[0](held)
     return Handed(packed, hooks[1], version_of(held) if packed is held else None)
 
@@ -290,10 +290,10 @@ def run_recomputed(
     if selection is not None and selection.gave_up:
         counters.other_paths += 1
         if outputs is not None:
-            outputs.order.clear()
+            outputs.saved.clear()
     if inputs is not None and outputs is not None and session is not None:
-        order = {**outputs.order, **inputs.order}
-        outputs.order.clear()
-        inputs.order.clear()
-        session.leave(index, order, moves, tier)
+        saved = [*outputs.saved, *inputs.saved]
+        outputs.saved.clear()
+        inputs.saved.clear()
+        session.leave(index, saved, moves, tier)
     return result

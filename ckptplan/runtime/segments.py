@@ -37,7 +37,6 @@ from ckptplan.runtime.recompute import Call
 from ckptplan.runtime.swap import (
     Geometry,
     Held,
-    Packed,
     Packing,
     SwapSession,
     plain,
@@ -80,7 +79,7 @@ class SegmentFrame(Frame):
         """The inputs that aren't held."""
         return [x for x in self._inputs if isinstance(x, Link)]
 
-    def forward(self, tensors: list[torch.Tensor], inputs: Sequence[Link | Packed | Handed]) -> Any:
+    def forward(self, tensors: list[torch.Tensor], inputs: Sequence[Link | Held | Handed]) -> Any:
         """Run the stage for the first time.
 
         Raises
@@ -108,9 +107,7 @@ class SegmentFrame(Frame):
         slot = super()._save(tensor)
         if plain(tensor) and self._belongs(tensor):
             # As the plain model holds it: running statistics, say, of which another run would save a copy.
-            self._models_own[slot.number] = Held(
-                tensor.detach() if tensor.requires_grad else tensor, version_of(tensor)
-            )
+            self._models_own[slot.number] = Held(tensor.detach() if tensor.requires_grad else tensor)
         return slot
 
     def pass_through(self, inputs: list[torch.Tensor]) -> list[Any]:
@@ -320,10 +317,10 @@ class OpenSegment:
                 if storage._cdata not in given and (known is None or known[0] != version_of(leaf)):
                     self._made[storage] = (version_of(leaf), (index, place))
         if packing is not None:
-            self._session.leave(index, packing.order, moves, tier)
+            self._session.leave(index, packing.saved, moves, tier)
         return output
 
-    def _pack(self, index: int, tensor: torch.Tensor, packing: Packing | None) -> Link | Packed | Handed:
+    def _pack(self, index: int, tensor: torch.Tensor, packing: Packing | None) -> Link | Held | Handed:
         if plain(tensor):
             storage = tensor.untyped_storage()
             version, (maker, place) = self._made.get(storage, (-1, (index, 0)))

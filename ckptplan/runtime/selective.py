@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptplan.core.errors import PlanMismatchError
-from ckptplan.runtime.swap import Held, Packed, has_position, version_of
+from ckptplan.runtime.swap import Held, has_position
 
 _ASKING = {torch.ops.prim.device.default, torch.ops.prim.layout.default, *FunctionalTensor.metadata_fns}
 
@@ -111,7 +111,7 @@ class _Saved:
 
     def value(self) -> Any:
         """The output; its tensors are new objects each time, as autograd wants of a result."""
-        leaves = [alias(x.tensor()) if isinstance(x, Packed) else x for x in self.leaves]
+        leaves = [alias(x.tensor()) if isinstance(x, Held) else x for x in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
 
@@ -140,7 +140,7 @@ class Selection:
     def __init__(
         self,
         ops: Iterable[int],
-        pack: Callable[[torch.Tensor], Packed] | None = None,
+        pack: Callable[[torch.Tensor], Held] | None = None,
         name: str = "",
         planned: Sequence[int] | None = None,
     ) -> None:
@@ -202,7 +202,7 @@ class Selection:
         """Whether what was saved is as it was made, and nowhere larger than planned."""
         if self._planned is None:
             return True
-        held = [x for saved in self._saved.values() for x in saved.leaves if isinstance(x, Packed)]
+        held = [x for saved in self._saved.values() for x in saved.leaves if isinstance(x, Held)]
         sizes: dict[int, int] = {}
         for packed in held:
             try:
@@ -238,10 +238,10 @@ class Selection:
         self._saved[number] = _Saved([self._held(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
         return result
 
-    def _held(self, tensor: torch.Tensor) -> Packed:
+    def _held(self, tensor: torch.Tensor) -> Held:
         detached = alias(tensor)
         if self._pack is None:
-            return Held(detached, version_of(detached))
+            return Held(detached)
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             return self._pack(detached)
 

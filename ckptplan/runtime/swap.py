@@ -5,7 +5,8 @@ NOTE [States of a swapped storage]
     ON_DEVICE --start_leaving--> LEAVING --finish_leaving--> AWAY
     AWAY --start_returning--> RETURNING --finish_returning--> ON_DEVICE
 
-1. One record per (storage, version), shared by every alias that any stage of the same forward saves.
+1. A storage, in one version, gets a record when the first stage sends it away. The record has the bytes of every alias
+   that any stage of the same forward has saved before or saves later: rule 4 of NOTE [Residency] counts on it.
 2. The device bytes are dropped in `finish_leaving` alone, after the copy out; they are allocated in `start_returning`
    alone, by the thread that computes.
 3. A record lives as long as a saved alias of it (the autograd graph owns those), and nothing else keeps it: freeing the
@@ -203,77 +204,60 @@ class _Batch:
                 self._group.store.finish_in(self._group.ticket, self._done)
 
 
-class _Trip:
-    """What a record that is sent away needs beyond others."""
-
-    __slots__ = (
-        "batch", "device", "fake", "geometry", "group", "like", "modified", "nbytes", "part", "returned", "state",
-        "storage",
-    )  # fmt: skip
-
-    def __init__(self, group: _Group, part: int, geometry: Geometry | None, whole: torch.Tensor) -> None:
-        self.group = group
-        self.part = part
-        self.geometry = geometry
-        self.device = whole.device
-        self.nbytes = whole.nbytes
-        self.state = State.LEAVING
-        self.like: tuple[torch.Size, torch.dtype]
-        self.fake: torch.Tensor | None = None
-        self.storage: weakref.ref[torch.UntypedStorage] | None = None
-        self.batch: _Batch | None = None
-        self.returned = 0
-        self.modified: int | None = None
-
-    def __del__(self) -> None:
-        if self.state is State.RETURNING and self.batch is not None:  # in any thread, so that this is nobody's stall
-            with contextlib.suppress(CkptPlanError):
-                self.batch.end()
-
-
 class Record:
-    """One storage under swap (NOTE [States of a swapped storage]).
+    """One storage that leaves (NOTE [States of a swapped storage]).
 
     Parameters
     ----------
     home : stream or None, optional
-        The stream that computes now, where that is known.
+        The stream that first saved it; without one, the stream that computes now.
+    version : int, optional
+        Of the storage when it was saved; without one, that of `tensor` now.
     """
 
-    # Most of all records stay: what only those need that leave is in their trips, or asked for when it is wanted.
-    __slots__ = ("__weakref__", "_counters", "_home", "_trip", "_users", "_watch", "_whole", "version")
+    __slots__ = (
+        "__weakref__",
+        "_batch",
+        "_counters",
+        "_fake",
+        "_geometry",
+        "_like",
+        "_modified",
+        "_returned",
+        "_storage",
+        "_users",
+        "_watch",
+        "_whole",
+        "device",
+        "group",
+        "home",
+        "nbytes",
+        "part",
+        "state",
+        "version",
+    )  # fmt: skip
 
-    def __init__(self, tensor: torch.Tensor, counters: Counters, home: Any = _UNKNOWN) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, counters: Counters, home: Any = _UNKNOWN, version: int | None = None
+    ) -> None:
+        self.state = State.ON_DEVICE
         self._counters = counters
         # Shares the version counter of what was saved; autograd hands hooks a tensor of their own.
         self._watch: torch.Tensor | None = tensor.detach() if tensor.requires_grad else tensor
         self._whole: torch.Tensor | None = None
-        self.version = tensor._version
-        self._trip: _Trip | None = None
+        self._geometry: Geometry | None = None
+        self.version = tensor._version if version is None else version
+        self.device = tensor.device
+        self.nbytes = tensor.untyped_storage().nbytes()
+        self.group: _Group | None = None
         # NOTE [Models on several streams]; the users are those of the memory that the record holds now.
-        self._home = _home_of(tensor) if home is _UNKNOWN else home
-        self._users: list[Any] = _NO_USERS if self._home is None else [self._home]
+        self.home = _home_of(tensor) if home is _UNKNOWN else home
+        self._users: list[Any] = _NO_USERS if self.home is None else [self.home]
 
-    @property
-    def nbytes(self) -> int:
-        """Of the whole storage."""
-        if self._watch is not None:
-            return self._watch.untyped_storage().nbytes()
-        assert self._trip is not None
-        return self._trip.nbytes
-
-    @property
-    def state(self) -> State:
-        """Where the bytes are."""
-        return State.ON_DEVICE if self._trip is None else self._trip.state
-
-    @property
-    def device(self) -> torch.device:
-        """Where the storage is or comes back to."""
-        if self._watch is not None:
-            return self._watch.device
-        assert self._trip is not None
-        return self._trip.device
+    def __del__(self) -> None:
+        if self.state is State.RETURNING:  # in any thread, so that this is nobody's stall
+            with contextlib.suppress(CkptPlanError):
+                self._batch.end()
 
     @property
     def is_gone(self) -> bool:
@@ -282,35 +266,23 @@ class Record:
         By Python's weak reference: in PyTorch 2.9 the C++ one of `StorageWeakRef` keeps the Python object of a
         freed storage alive, whose end tells the tracker that the bytes are free.
         """
-        if self._watch is not None:
-            return False
-        return self._trip is not None and self._trip.storage is not None and self._trip.storage() is None
+        return self._watch is None and self._storage() is None
 
-    def start_leaving(self, store: Store) -> None:
-        """`start_leaving` for this one alone."""
-        start_leaving([self], store)
-
-    def finish_leaving(self) -> None:
-        """`finish_leaving` for this one alone."""
-        finish_leaving([self])
-
-    def start_returning(self) -> None:
-        """`start_returning` for this one alone."""
-        start_returning([self])
+    def is_made_from(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor()` gives `tensor` back while nothing has left."""
+        return self._watch is tensor
 
     def finish_returning(self) -> None:
         """Wait for the copy in, on the stream that computes now."""
-        if self._trip is not None and self._trip.state is State.RETURNING:
+        if self.state is State.RETURNING:
             self._wait_for_copy_in()
             assert self._whole is not None
-            self._trip.returned = version_of(self._whole)
-            self._trip.state = State.ON_DEVICE
+            self._returned = version_of(self._whole)
+            self.state = State.ON_DEVICE
 
     def _wait_for_copy_in(self) -> None:
-        assert self._trip is not None
-        assert self._trip.batch is not None
-        stream = None if self._home is None else current_stream(self._trip.device)
-        self._trip.batch.wait(stream, self._counters)
+        stream = None if self.home is None else current_stream(self.device)
+        self._batch.wait(stream, self._counters)
         if stream is not None:
             self._users.append(stream)
             self._tell_allocator(self._users[-1:])
@@ -320,13 +292,18 @@ class Record:
         for stream in users:
             self._whole.record_stream(stream)
 
-    def used_now(self) -> None:
-        """The stream that computes now uses the memory that the record holds, if it holds any."""
-        if self._home is None or (stream := current_stream(self.device)) in self._users:
+    def used_on(self, stream: Any) -> None:
+        """`stream` uses the memory that was saved, if the record still holds it."""
+        if self._watch is not None and stream is not None and stream not in self._users:
+            self._users.append(stream)
+
+    def _used_now(self) -> None:
+        """The stream that computes now uses the memory that the record holds."""
+        if self.home is None or (stream := current_stream(self.device)) in self._users:
             return
         if self._watch is not None:
             self._users.append(stream)
-        elif self.state is State.ON_DEVICE:
+        else:
             self._wait_for_copy_in()
 
     def source(self) -> torch.Tensor:
@@ -334,47 +311,45 @@ class Record:
         watch = self._watch
         assert watch is not None
         if self._whole is None:
-            self._whole = watch if _covers(watch, self.nbytes) else whole_storage(watch)
+            if _covers(watch, self.nbytes):
+                self._whole = watch
+            else:
+                self._whole = whole_storage(watch)
+                self._geometry = Geometry.of(watch)
         return self._whole
 
     def sent(self, group: _Group, part: int) -> None:
         """The copy out is under way."""
-        assert self._watch is not None
-        assert self._whole is not None
-        geometry = None if self._whole is self._watch else Geometry.of(self._watch)
-        self._trip = _Trip(group, part, geometry, self._whole)
-        self._counters.swapped_out_bytes += self._trip.nbytes
+        self.group, self.part = group, part
+        self.state = State.LEAVING
+        self._counters.swapped_out_bytes += self.nbytes
 
     def drop(self) -> None:
         """The copy out is done: the device bytes go."""
-        trip, whole = self._trip, self._whole
-        assert trip is not None
+        whole, watch = self._whole, self._watch
         assert whole is not None
-        assert self._watch is not None
-        if self._watch._version != self.version:
-            trip.modified = self._watch._version
+        assert watch is not None
+        self._modified = None if watch._version == self.version else watch._version
         self._tell_allocator(self._users)
-        trip.storage = weakref.ref(whole.untyped_storage())
-        trip.like = whole.size(), whole.dtype
-        trip.fake = whole.new_empty(0) if isinstance(whole, FakeTensor) else None
+        self._storage = weakref.ref(whole.untyped_storage())
+        self._like = whole.size(), whole.dtype
+        self._fake = whole.new_empty(0) if isinstance(whole, FakeTensor) else None
         self._whole = self._watch = None
-        trip.state = State.AWAY
+        self.state = State.AWAY
 
     def target(self) -> torch.Tensor:
         """Device memory for the bytes, on the stream that computes now."""
-        assert self._trip is not None
-        size, dtype = self._trip.like
-        if self._trip.fake is not None:  # where whole numbers made from nothing would be real (profiling/fake.py)
-            return self._trip.fake.new_empty(size)
-        return torch.empty(size, dtype=dtype, device=self._trip.device)
+        size, dtype = self._like
+        if self._fake is not None:  # where whole numbers made from nothing would be real (profiling/fake.py)
+            return self._fake.new_empty(size)
+        return torch.empty(size, dtype=dtype, device=self.device)
 
     def returns(self, batch: _Batch, target: torch.Tensor, home: Any) -> None:
         """The copy in is under way."""
-        assert self._trip is not None
-        self._whole, self._trip.batch, self._trip.state = target, batch, State.RETURNING
+        self._whole, self._batch, self.state = target, batch, State.RETURNING
         if home is not None:
-            self._home, self._users = home, []
-        self._counters.swapped_in_bytes += self._trip.nbytes
+            self.home, self._users = home, []
+        self._counters.swapped_in_bytes += self.nbytes
 
     def whole(self) -> torch.Tensor:
         """The whole storage on the device, as one dimension of the dtype in which it was saved first.
@@ -387,41 +362,35 @@ class Record:
             If a copy failed.
         """
         if self._watch is None:
-            return self._returned().view(-1)
+            return self._brought_back().view(-1)
         self._check(self._watch)
         return self.source().view(-1)
 
     def tensor(self) -> torch.Tensor:
         """The tensor that the record was made from; raises as `whole`."""
-        watch = self._watch
-        if watch is None:
-            assert self._trip is not None
-            whole = self._returned()
-            return whole if self._trip.geometry is None else self._trip.geometry.on(whole)
-        if self._trip is not None or watch._version != self.version:
-            self._check(watch)
-        return watch
+        if self._watch is None:
+            whole = self._brought_back()
+            return whole if self._geometry is None else self._geometry.on(whole)
+        self._check(self._watch)
+        return self._watch
 
     def _check(self, watch: torch.Tensor) -> None:
-        if self._trip is not None:
-            self.used_now()
+        self._used_now()
         if watch._version != self.version:
             raise modified_error([self.nbytes], self.version, watch._version)
 
-    def _returned(self) -> torch.Tensor:
-        trip = self._trip
-        assert trip is not None
-        if trip.state is State.ON_DEVICE:
-            self.used_now()
+    def _brought_back(self) -> torch.Tensor:
+        if self.state is State.ON_DEVICE:
+            self._used_now()
         else:
-            if trip.state is State.AWAY:
-                self.start_returning()
+            if self.state is State.AWAY:
+                start_returning([self])
             self.finish_returning()
-        if trip.modified is not None:
-            raise modified_error([self.nbytes], self.version, trip.modified)
+        if self._modified is not None:
+            raise modified_error([self.nbytes], self.version, self._modified)
         assert self._whole is not None
-        if version_of(self._whole) != trip.returned:  # a backward wrote to it
-            raise modified_error([self.nbytes], trip.returned, version_of(self._whole))
+        if version_of(self._whole) != self._returned:  # a backward wrote to it
+            raise modified_error([self.nbytes], self._returned, version_of(self._whole))
         return self._whole
 
 
@@ -435,8 +404,8 @@ def start_leaving(records: Iterable[Record], store: Store, place: Hashable = Non
     """
     homes: dict[Any, list[Record]] = {}
     for record in records:
-        if record._trip is None:
-            homes.setdefault(record._home, []).append(record)
+        if record.group is None:
+            homes.setdefault(record.home, []).append(record)
     for number, (home, leaving) in enumerate(homes.items()):
         with on_stream(home):
             ticket = store.start_out(
@@ -450,9 +419,9 @@ def start_leaving(records: Iterable[Record], store: Store, place: Hashable = Non
 def finish_leaving(records: Iterable[Record]) -> None:
     """Wait for the copies out, then drop the device bytes: the release point."""
     for record in records:
-        trip = record._trip
-        if trip is not None and trip.state is State.LEAVING:
-            trip.group.finish(record._counters)
+        if record.state is State.LEAVING:
+            assert record.group is not None
+            record.group.finish(record._counters)
             record.drop()
 
 
@@ -461,12 +430,12 @@ def start_returning(records: Sequence[Record]) -> None:
     finish_leaving(records)
     away: dict[_Group, list[tuple[int, Record]]] = {}
     for record in records:
-        trip = record._trip
-        if trip is not None and trip.state is State.AWAY:
-            away.setdefault(trip.group, []).append((trip.part, record))
+        if record.state is State.AWAY:
+            assert record.group is not None
+            away.setdefault(record.group, []).append((record.part, record))
     for group, members in away.items():
         first = members[0][1]
-        home = None if first._home is None else current_stream(first.device)
+        home = None if first.home is None else current_stream(first.device)
         targets = [record.target() for _, record in members]
         batch = _Batch(group, group.store.start_in(group.ticket, *targets, parts=[part for part, _ in members]), home)
         for (_, record), target in zip(members, targets, strict=True):
@@ -502,39 +471,63 @@ class Geometry(NamedTuple):
         return _lazy(plain, conj=self.conj, neg=self.neg) if self.conj or self.neg else plain
 
 
-@dataclass(slots=True)
-class Alias:
-    """A saved tensor as a view of a record that was made from another one."""
-
-    record: Record
-    geometry: Geometry
-
-    def tensor(self) -> torch.Tensor:
-        """The tensor, brought back where it was away."""
-        return self.geometry.on(self.record.whole())
-
-
-@dataclass(slots=True)
 class Held:
-    """A saved tensor that stays, with PyTorch's check that hooks switch off."""
+    """A saved tensor, held until its backward, with PyTorch's check that hooks switch off.
 
-    value: torch.Tensor
-    version: int
+    Parameters
+    ----------
+    value : torch.Tensor
+        Not part of the graph: a node that holds its own result would never be freed.
+
+    Attributes
+    ----------
+    value : torch.Tensor or None
+        None once a record has the bytes.
+    version : int or None
+        How often it was written to; None where that isn't counted, in inference mode.
+    stream : optional
+        The stream that saved it, where what is saved may leave.
+    """
+
+    __slots__ = ("__weakref__", "_geometry", "record", "stream", "value", "version")
+
+    def __init__(self, value: torch.Tensor, stream: Any = None) -> None:
+        # Most of what is saved stays, so what only those need that leave is asked for when it is known who does.
+        self.value: torch.Tensor | None = value
+        try:
+            self.version: int | None = value._version
+        except RuntimeError:
+            self.version = None
+        self.stream = stream
+        self.record: Record | None = None
+
+    def give(self, record: Record) -> None:
+        """From now on `record` holds the bytes."""
+        assert self.value is not None
+        self._geometry = None if record.is_made_from(self.value) else Geometry.of(self.value)
+        self.record, self.value = record, None
 
     def tensor(self) -> torch.Tensor:
-        """The tensor.
+        """The tensor, brought back where it was away.
 
         Raises
         ------
         RuntimeError
             If it was written to since.
         """
-        if version_of(self.value) != self.version:
-            raise modified_error(self.value.shape, self.version, self.value._version)
-        return self.value
+        value = self.value
+        if value is None:
+            assert self.record is not None
+            return self.record.tensor() if self._geometry is None else self._geometry.on(self.record.whole())
+        if self.version is not None and value._version != self.version:
+            raise modified_error(value.shape, self.version, value._version)
+        return value
 
 
-Packed = Record | Alias | Held
+class _Counted(Held):
+    """A tensor that counts in the order of saving, and isn't held."""
+
+    __slots__ = ()
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -543,101 +536,75 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 _PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-
-
-def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The storage of whole elements that `tensor` is nothing but a view of; None where it is something else."""
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_quantized:
-        return None
-    storage = tensor.untyped_storage()
-    nbytes = storage.nbytes()
-    return storage if nbytes > 0 and nbytes % tensor.element_size() == 0 else None
+_STRIDED = torch.strided
+_QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+_ITEMSIZE = {d: d.itemsize for d in vars(torch).values() if isinstance(d, torch.dtype) and d not in _QUANTIZED}
 
 
 def plain(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is nothing but a view of a storage of whole elements."""
-    return _storage_of(tensor) is not None
+    return _storage_of(tensor, _ITEMSIZE) is not None
 
 
-def _positioned(tensor: torch.Tensor, never: Callable[[torch.UntypedStorage], bool]) -> torch.UntypedStorage | None:
-    """The storage of a saved tensor, if it has a position in the order of saving (NOTE [Positions])."""
-    storage = _storage_of(tensor)
-    if storage is None or tensor.dtype is torch.uint64:
+def _storage_of(tensor: torch.Tensor, itemsizes: Mapping[torch.dtype, int]) -> tuple[torch.UntypedStorage, int] | None:
+    """The storage of whole elements that `tensor` is nothing but a view of, and its bytes; None where it isn't."""
+    # Called for every tensor that a swapped stage saves, so it makes few calls.
+    itemsize = itemsizes.get(tensor.dtype)
+    if itemsize is None or type(tensor) not in _PLAIN or tensor.layout is not _STRIDED:
         return None
-    if tensor.dim() == 0 and storage.nbytes() == tensor.element_size():
+    storage = tensor.untyped_storage()
+    nbytes = storage.nbytes()
+    return (storage, nbytes) if nbytes > 0 and nbytes % itemsize == 0 else None
+
+
+_POSITIONED = {dtype: itemsize for dtype, itemsize in _ITEMSIZE.items() if dtype != torch.uint64}
+
+
+def _positioned(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int] | None:
+    """The storage and bytes of what may have a position (NOTE [Positions], but for rule 4)."""
+    found = _storage_of(tensor, _POSITIONED)
+    if found is None or (found[1] == tensor.itemsize and tensor.dim() == 0):
         return None
-    return None if never(storage) else storage
+    return found
 
 
 def has_position(tensor: torch.Tensor, never: Callable[[torch.UntypedStorage], bool] = lambda storage: False) -> bool:
     """Whether the storage of a saved tensor has a position in the order of saving (NOTE [Positions])."""
-    return _positioned(tensor, never) is not None
-
-
-Order = dict[tuple[int, int], "Record | None"]
-"""Storages in the order of their packing; None: counted, but not held."""
-
-
-def storage_key(tensor: torch.Tensor) -> tuple[int, int]:
-    """A storage in one version, as long as it is alive."""
-    return tensor.untyped_storage()._cdata, version_of(tensor)
+    found = _positioned(tensor)
+    return found is not None and not never(found[0])
 
 
 class Packing:
-    """Packs what one stage holds, and remembers in which order."""
+    """Packs what one stage saves, in order; whether it stays or leaves is decided when the stage has run."""
 
-    def __init__(self, session: SwapSession) -> None:
-        self._session = session
-        self._device, self._never, self._counters = session._device, session._never, session._counters
-        self._home = _UNKNOWN if self._device.type == "cuda" else None
-        self._records = session._records
-        self.order: Order = {}
+    def __init__(self, device: torch.device) -> None:
+        self._streams = device.type == "cuda"
+        self.saved: list[Held] = []
 
-    def pack(self, tensor: torch.Tensor) -> Packed:
-        """`tensor` as its storage's record, which all stages of this forward share, or as a view of it.
-
-        Itself where it can't be moved.
-        """
-        # Called for every saved tensor: few calls, and nothing that only those need that leave.
+    def pack(self, tensor: torch.Tensor) -> Held:
+        """Hold `tensor`."""
+        # Called for every saved tensor, so it makes few calls.
         if compiler_callback() is not None:
             return out_of_sight(self.pack)(tensor)
-        storage = _positioned(tensor, self._never)
-        if storage is None:
-            return _held(tensor)
-        try:
-            key = storage._cdata, tensor._version
-        except RuntimeError:  # made in inference mode, which counts no versions; it comes from outside the step
-            key = None
-        if key is None or tensor.device != self._device:
-            self.order.setdefault(storage_key(tensor), None)
-            return _held(tensor)
-        known = self._records.get(key)
-        record = None if known is None else known()
-        if record is not None and not record.is_gone:
-            record.used_now()
-            self.order.setdefault(key, record)
-            return Alias(record, Geometry.of(tensor))
-        self.order[key] = record = Record(tensor, self._counters, self._home)
-        self._records[key] = weakref.ref(record)
-        return record
+        held = Held(tensor if tensor.grad_fn is None else tensor.detach(), _home_of(tensor) if self._streams else None)
+        self.saved.append(held)
+        return held
 
     def skip(self, tensor: torch.Tensor) -> None:
         """Count `tensor` in the order without holding it."""
-        if self._session.has_position(tensor):
-            self.order.setdefault(storage_key(tensor), None)
+        self.saved.append(_Counted(tensor))
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Pack what autograd saves inside."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
 
 
-def _held(tensor: torch.Tensor) -> Held:
-    """`tensor` itself, without the graph: a node that holds its own result would never be freed."""
-    return Held(tensor if tensor.grad_fn is None else tensor.detach(), version_of(tensor))
-
-
-unpack: Callable[[Packed], torch.Tensor] = operator.methodcaller("tensor")
+unpack: Callable[[Held], torch.Tensor] = operator.methodcaller("tensor")
 """The tensor that was packed."""
+
+
+_Key = tuple[int, int | None]
+"""A storage in one version, as long as it is alive."""
 
 
 class SwapSession:
@@ -668,7 +635,9 @@ class SwapSession:
         self._device = device
         self._never = never
         self._counters = counters
-        self._records: dict[tuple[int, int], weakref.ref[Record]] = {}
+        # Autograd owns what holds a storage, and that its record; of a storage that is freed these say nothing.
+        self._holders: collections.defaultdict[_Key, list[weakref.ref[Held]]] = collections.defaultdict(list)
+        self._records: dict[_Key, weakref.ref[Record]] = {}
         self._moved: dict[int, list[weakref.ref[Record]]] = {}
 
     @contextlib.contextmanager
@@ -685,15 +654,11 @@ class SwapSession:
         packing = self.packing()
         with packing.hooks():
             yield
-        self.leave(index, packing.order, moves, tier)
+        self.leave(index, packing.saved, moves, tier)
 
     def packing(self) -> Packing:
-        """A new order in which one stage packs."""
-        return Packing(self)
-
-    def has_position(self, tensor: torch.Tensor) -> bool:
-        """Whether the storage of `tensor` counts in the order of saving."""
-        return has_position(tensor, self._never)
+        """What packs for one run of a stage."""
+        return Packing(self._device)
 
     def stream(self) -> Any:
         """The stream that computes now; None where there are no streams."""
@@ -703,45 +668,78 @@ class SwapSession:
         """Whether the storage of `tensor` is the model's own."""
         return self._never(tensor.untyped_storage())
 
-    def leave(self, index: int, order: Order, moves: tuple[int, ...], tier: Tier = "host") -> None:
-        """What `moves` names of `order`, which is emptied, starts to leave for `tier`, on behalf of stage `index`.
+    def leave(self, index: int, saved: list[Held], moves: tuple[int, ...], tier: Tier = "host") -> None:
+        """What `moves` names of the storages in `saved` starts to leave for `tier`, on behalf of stage `index`.
+
+        Empties `saved`: autograd keeps the pack hook, and so the list, as long as any of the stage's saved tensors.
 
         Raises
         ------
         PlanMismatchError
             If there is no such position, or it stands for what the stage doesn't hold.
         """
-        # Of a stage that moves nothing, nothing needs to be known.
-        held = [record is not None for record in order.values()] if moves else []
-        alive = [None if record is None else weakref.ref(record) for record in order.values()] if moves else []
-        # Autograd keeps the pack hook, and so the order, as long as any of the stage's saved tensors (rule 3). Records
-        # of graphs that the stage has dropped itself end here: nothing of them is held.
-        order.clear()
-        records = [None if record is None else record() for record in alive]
+        sizes = self._counted(saved)
         if moves and self._planned:
-            moves = self._as_planned(records, moves, self._planned[index])
-        if moves and max(moves) >= len(records):
+            moves = self._as_planned(tuple(sizes.values()), moves, self._planned[index])
+        if moves and max(moves) >= len(sizes):
             raise PlanMismatchError(
-                f"the stage saved {len(records)} storages, the plan moves number {max(moves) + 1}: its forward took "
+                f"the stage saved {len(sizes)} storages, the plan moves number {max(moves) + 1}: its forward took "
                 "another path than the one profiled; solve again with such inputs"
             )
+        for key in self._records.keys() & sizes.keys():  # have left for another stage
+            self._record(key)
         leaving = []
+        keys = tuple(sizes)
         for position in moves:
-            record = records[position]
-            if not held[position]:
+            key = keys[position]
+            if sizes[key] == 0:
                 raise PlanMismatchError(
                     f"the plan moves storage number {position + 1} of the stage, which its segment makes again instead "
                     f"of holding it, or which lies elsewhere than on {self._device}; solve again with this step"
                 )
+            record = self._record(key)
             if record is not None:
                 leaving.append(record)
         if leaving:
             start_leaving(leaving, self._stores[tier], index)
         self._moved[index] = [weakref.ref(record) for record in leaving]
 
-    def _as_planned(
-        self, records: Sequence[Record | None], moves: tuple[int, ...], planned: Sequence[int]
-    ) -> tuple[int, ...]:
+    def _counted(self, saved: list[Held]) -> dict[_Key, int]:
+        """Storages of `saved`, which is emptied, with their bytes, in order; 0 where nothing of one is held."""
+        device, never, holders = self._device, self._never, self._holders
+        sizes: dict[_Key, int] = {}
+        for each in saved:
+            value = each.value
+            found = None if value is None else _positioned(value)
+            if value is None or found is None or never(found[0]):
+                continue
+            key = found[0]._cdata, each.version
+            if type(each) is Held and each.version is not None and value.device == device:
+                sizes[key] = found[1]
+                holders[key].append(weakref.ref(each))
+            else:
+                sizes.setdefault(key, 0)
+        saved.clear()
+        return sizes
+
+    def _record(self, key: _Key) -> Record | None:
+        """The record of a storage, which has the bytes of all that hold it, in every stage; None if none does."""
+        holders = [held for ref in self._holders.pop(key, ()) if (held := ref()) is not None]
+        ref = self._records.get(key)
+        record = None if ref is None else ref()
+        if record is None or record.is_gone:
+            if not holders:
+                return None
+            first = holders[0]
+            assert first.value is not None
+            record = Record(first.value, self._counters, first.stream, first.version)
+            self._records[key] = weakref.ref(record)
+        for held in holders:
+            record.used_on(held.stream)
+            held.give(record)
+        return record
+
+    def _as_planned(self, sizes: Sequence[int], moves: tuple[int, ...], planned: Sequence[int]) -> tuple[int, ...]:
         """Positions to move so that no more is held than planned, whatever path the forward took.
 
         Smaller inputs may save other storages, in another order: one sample needs no copy where several do, a mask
@@ -753,7 +751,6 @@ class SwapSession:
         PlanMismatchError
             If there is more in all than planned.
         """
-        sizes = [0 if record is None else record.nbytes for record in records]
         if len(sizes) == len(planned):
             stays = sorted(set(range(len(sizes))).difference(moves))
             if sum(sizes) <= sum(planned) and all(sizes[i] <= planned[i] for i in stays):
@@ -764,7 +761,7 @@ class SwapSession:
             leaving = []
             for i in sorted(range(len(sizes)), key=sizes.__getitem__):
                 room -= sizes[i]
-                if room < 0 and records[i] is not None:
+                if room < 0 and sizes[i] > 0:
                     leaving.append(i)
             return tuple(sorted(leaving))
         raise PlanMismatchError(
