@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -186,7 +186,7 @@ class Extents:
         self._gaps: list[tuple[int, int]] = []  # begin and end, in order; no two touch
         self._used = 0
         self._places: dict[Hashable, tuple[int, int]] = {}  # offset, size
-        self._layout: Literal["new", "known", "strayed"] = "new"  # since the area was empty
+        self._learns = True  # whether new places are remembered, since the area was empty
         self._unsure = True
         self._lock = threading.RLock()  # its thread gets it again, should an interrupt have kept it from releasing
 
@@ -232,13 +232,13 @@ class Extents:
             start = self._first_fit(size)
             if start is None:
                 return None
-            if place is not None and self._layout != "strayed":
+            if place is not None:
                 known = self._places.get(place)
-                if known is None and self._layout == "new":
+                if known is None and self._learns:
                     self._places[place] = start, size
                 elif known is None or known[1] != size:
                     self._places.clear()
-                    self._layout = "strayed"
+                    self._learns = False
             return self._cut(start, size)
 
     def again(self, nbytes: int, place: Hashable) -> Extent | None:
@@ -247,7 +247,7 @@ class Extents:
         with self._lock:
             self._settle()
             if not self._used:
-                self._layout = "known" if self._places else "new"
+                self._learns = not self._places
             start, known = self._places.get(place, (0, -1))
             if known != size:
                 return None
