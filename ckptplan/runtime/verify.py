@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -30,6 +30,8 @@ from ckptplan.runtime.measure import (
 from ckptplan.runtime.state import restored
 from ckptplan.runtime.stats import Stats
 from ckptplan.runtime.step import LossFn, TrainingStep, fingerprint, make_step, model_device, training_config
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,13 +216,9 @@ def verify(
         def once() -> torch.Tensor:
             return run_step(training)
 
-        def measured(run: Callable[[], Any], how: Callable[[Callable[[], Any], torch.device], Any]) -> Any:
+        def measured(how: Callable[..., T], *more: Any) -> T:
             rewind()
-            return how(run, device)
-
-        def peaks() -> StepPeaks:
-            rewind()
-            return step_peaks(once, device, held_bytes, rewind)
+            return how(once, device, *more)
 
         plain_peaks: StepPeaks | None = None
         plain_loss: torch.Tensor | None = None
@@ -229,33 +227,35 @@ def verify(
             try:
                 with handle.paused():
                     rewind()
-                    plain_loss = run_step(training).cpu()
+                    plain_loss = once().cpu()
                     reference = _results(model)
-                    plain_peaks = peaks()
+                    plain_peaks = measured(step_peaks, held_bytes, rewind)
             except torch.OutOfMemoryError:
                 plain_loss, reference = None, {}
         if plain_loss is None and device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
         before = handle.stats()
-        loss = measured(once, lambda run, _: run().cpu())
+        rewind()
+        loss = once().cpu()
         stats = handle.stats().since(before)
         found = _results(model)
-        planned_peaks = peaks()
+        planned_peaks = measured(step_peaks, held_bytes, rewind)
         planned_s, plain_s = [], []
         warm_up = int(device.type == "cuda")  # its cache was emptied
         with handle.unmetered():
             for _ in range(warm_up + repeats):
                 if plain_loss is not None:
                     with handle.paused():
-                        plain_s.append(measured(once, timed))
-                planned_s.append(measured(once, timed))
+                        plain_s.append(measured(timed))
+                planned_s.append(measured(timed))
         differing = _differing(reference, found) if plain_loss is not None else ()
         equal = None if plain_loss is None else not differing and _same(loss, plain_loss)
         plain_differing: tuple[str, ...] = ()
         if equal is False:
             with handle.paused():
-                measured(once, lambda run, _: run())
+                rewind()
+                once()
             plain_differing = _differing(reference, _results(model))
     return Verification(
         budget_bytes=plan.budget_bytes,
