@@ -168,7 +168,7 @@ def load_snapshot(path: str | Path) -> dict[str, Any]:
         )
     try:
         for device in devices(found):
-            _parts(found, device)
+            entries_of(found, device)
     except InvalidInputError as error:
         raise InvalidInputError(f"{path} is no memory snapshot: {error}") from error
     return found  # type: ignore[no-any-return]
@@ -220,15 +220,16 @@ def settings_from_snapshot(snapshot: Mapping[str, Any]) -> AllocatorSettings:
     return settings
 
 
-def _parts(snapshot: object, device: int) -> tuple[tuple[Entry, ...], list[Mapping[str, Any]]]:
-    """Entries and final segments of one device."""
+def _require_device(snapshot: Mapping[str, Any], device: int) -> None:
     known = devices(snapshot)
-    assert isinstance(snapshot, Mapping)
     if device not in known:
         raise InvalidInputError(f"the snapshot has {len(known)} devices, so no device {device}")
-    traces = snapshot["device_traces"]
-    entries = [_entry(index, entry) for index, entry in enumerate(traces[device] if device < len(traces) else ())]
-    return tuple(entries), [segment for segment in snapshot["segments"] if segment.get("device", 0) == device]
+
+
+def _final_segments(snapshot: Mapping[str, Any], device: int) -> list[Mapping[str, Any]]:
+    """Segments of one device, as the snapshot has them."""
+    _require_device(snapshot, device)
+    return [segment for segment in snapshot["segments"] if segment.get("device", 0) == device]
 
 
 def _entry(index: int, found: Any) -> Entry:
@@ -312,7 +313,7 @@ def read_history(snapshot: Mapping[str, Any], device: int = 0, settings: Allocat
         For records that miss entries, and settings that aren't modelled.
     """
     settings = settings_from_snapshot(snapshot) if settings is None else settings
-    entries, final = _parts(snapshot, device)
+    entries = entries_of(snapshot, device)
     end = segments_of(snapshot, device)
     kept = stacks_of(snapshot, device)
     pools = _Pools(entries, end)
@@ -361,7 +362,7 @@ def read_history(snapshot: Mapping[str, Any], device: int = 0, settings: Allocat
         frames=frames,
         reserved_bytes=reserved,
         private=any(entry.pool_id for entry in entries)
-        or any(_pool_id(segment.get("segment_pool_id", ())) for segment in final),
+        or any(_pool_id(segment.get("segment_pool_id", ())) for segment in _final_segments(snapshot, device)),
     )
 
 
@@ -392,18 +393,20 @@ def _segment(found: Mapping[str, Any]) -> SegmentInfo:
 
 def entries_of(snapshot: Mapping[str, Any], device: int) -> tuple[Entry, ...]:
     """Entries of a device's record, oldest first; none where nothing was recorded."""
-    return _parts(snapshot, device)[0]
+    _require_device(snapshot, device)
+    traces = snapshot["device_traces"]
+    return tuple(_entry(index, entry) for index, entry in enumerate(traces[device] if device < len(traces) else ()))
 
 
 def segments_of(snapshot: Mapping[str, Any], device: int) -> tuple[SegmentInfo, ...]:
     """State of a device at the snapshot, by address; blocks have no numbers."""
-    return tuple(sorted(map(_segment, _parts(snapshot, device)[1]), key=lambda segment: segment.address))
+    return tuple(sorted(map(_segment, _final_segments(snapshot, device)), key=lambda segment: segment.address))
 
 
 def stacks_of(snapshot: Mapping[str, Any], device: int) -> dict[int, Frames]:
     """Address of a block that is alive at the snapshot -> where it was made, if recorded."""
     found: dict[int, Frames] = {}
-    for segment in _parts(snapshot, device)[1]:
+    for segment in _final_segments(snapshot, device):
         at = segment["address"]
         for block in segment.get("blocks", ()):
             at = block.get("address", at)
@@ -415,7 +418,7 @@ def stacks_of(snapshot: Mapping[str, Any], device: int) -> dict[int, Frames]:
 
 def segment_stacks_of(snapshot: Mapping[str, Any], device: int) -> dict[int, Frames]:
     """Address of a segment -> the stack of the request that it was made for, if recorded."""
-    return {segment["address"]: _frames(segment) for segment in _parts(snapshot, device)[1]}
+    return {segment["address"]: _frames(segment) for segment in _final_segments(snapshot, device)}
 
 
 @dataclass(frozen=True, slots=True)

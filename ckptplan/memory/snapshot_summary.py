@@ -18,7 +18,13 @@ from typing import Any
 import numpy as np
 
 from ckptplan.core.errors import InvalidInputError
-from ckptplan.memory.allocator import BlockInfo, CachingAllocator, SegmentInfo, SimulatedOutOfMemoryError
+from ckptplan.memory.allocator import (
+    AllocatorTimeline,
+    BlockInfo,
+    CachingAllocator,
+    SegmentInfo,
+    SimulatedOutOfMemoryError,
+)
 from ckptplan.memory.allocator_settings import MIB, SMALL_SEGMENT_BYTES, AllocatorSettings
 from ckptplan.memory.snapshot import (
     Frames,
@@ -302,7 +308,7 @@ class _Summary:
         if self.modelled:
             self.on_progress(f"device {self.device}: replaying {len(history.entries)} entries")
             replay = replay_history(history)
-            peak = self._at_peak(history)
+            peak = self._at_peak(history, replay.timeline)
             if replay.first_difference is not None:
                 self.notes.append(
                     f"the model differs from the record from entry {replay.first_difference} on; what depends on it"
@@ -341,13 +347,9 @@ class _Summary:
             self._without_model("parts of it belong to private pools (CUDA graphs, MemPool), which aren't modelled")
         return history
 
-    def _at_peak(self, history: History) -> State:
+    def _at_peak(self, history: History, timeline: AllocatorTimeline) -> State:
         """The state where most is reserved; of several such moments that with most allocated."""
         events = events_of(history)
-        replayer = RecordedReplayer(history)
-        for event in events:
-            replayer.apply(event)
-        timeline = replayer.timeline()
         most = timeline.reserved_bytes.max(initial=0)
         at = -1
         if len(events) and most >= history.reserved_at_start_bytes:
