@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckptplan.api import explain, frontier, solve
+    from ckptplan.core.allocator_settings import AllocatorSettings
     from ckptplan.core.device import Device
     from ckptplan.core.errors import (
         CkptPlanError,
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from ckptplan.core.profile import Profile
     from ckptplan.core.trace import Trace
     from ckptplan.fit import BatchFit, max_batch_size
-    from ckptplan.memory.allocator_settings import AllocatorSettings
     from ckptplan.memory.estimate import DDP, estimate
     from ckptplan.model_api import apply, trace
     from ckptplan.profiling.inputs import record_forward
@@ -71,7 +71,7 @@ __all__ = [
 
 _MODULES = {
     "DDP": "ckptplan.memory.estimate",
-    "AllocatorSettings": "ckptplan.memory.allocator_settings",
+    "AllocatorSettings": "ckptplan.core.allocator_settings",
     "BatchFit": "ckptplan.fit",
     "CkptPlanError": "ckptplan.core.errors",
     "Decision": "ckptplan.core.plan",

@@ -65,9 +65,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ckptplan.core.errors import CkptPlanError, InvalidInputError
-from ckptplan.core.units import format_bytes
-from ckptplan.memory.allocator_settings import (
+from ckptplan.core.allocator_settings import (
     INTERVALS,
     MIB,
     MIN_BLOCK_BYTES,
@@ -77,6 +75,8 @@ from ckptplan.memory.allocator_settings import (
     SMALL_SEGMENT_BYTES,
     AllocatorSettings,
 )
+from ckptplan.core.errors import CkptPlanError, InvalidInputError
+from ckptplan.core.units import format_bytes
 
 __all__ = [
     "Addresses",

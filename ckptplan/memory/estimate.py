@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from ckptplan.core.allocator_settings import AllocatorSettings, allocator_conf
 from ckptplan.core.device import library_workspaces
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.estimate import CATEGORIES, Estimate, Phase
 from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.plan import Plan
 from ckptplan.memory.allocator import SimulatedOutOfMemoryError
-from ckptplan.memory.allocator_settings import AllocatorSettings
 from ckptplan.memory.folding import Folding
 from ckptplan.memory.ledger import Account, Ledger, Player, saved_bytes
 from ckptplan.memory.record import Block, Recording, record_step, record_updates
@@ -228,9 +228,8 @@ def _in_float16(step: TrainingStep) -> bool:
 
 def _settings(allocator: AllocatorSettings | str | None, target: Target) -> AllocatorSettings | None:
     """The allocator's settings: as given, else this process's for the device that is here, else the defaults."""
-    if allocator is None and target.spec is None:
-        allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-        allocator = allocator if target.is_cuda else None
+    if allocator is None and target.spec is None and target.is_cuda:
+        allocator = allocator_conf()
     if not target.is_cuda:
         if allocator is not None:
             raise InvalidInputError(

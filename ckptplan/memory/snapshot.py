@@ -20,13 +20,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from ckptplan.core.allocator_settings import SMALL_BYTES, SMALL_SEGMENT_BYTES, AllocatorSettings
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.memory.allocator import Addresses, AllocatorTimeline, BlockInfo, CachingAllocator, SegmentInfo, _timeline
-from ckptplan.memory.allocator_settings import (
-    SMALL_BYTES,
-    SMALL_SEGMENT_BYTES,
-    AllocatorSettings,
-)
 from ckptplan.memory.plain_pickle import load_plain
 
 Action = Literal["allocate", "free", "record_stream", "synchronize", "empty_cache", "make_room", "out_of_memory"]

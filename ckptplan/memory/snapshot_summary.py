@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from ckptplan.core.allocator_settings import MIB, SMALL_SEGMENT_BYTES, AllocatorSettings
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.memory.allocator import (
     AllocatorTimeline,
@@ -25,7 +26,6 @@ from ckptplan.memory.allocator import (
     SegmentInfo,
     SimulatedOutOfMemoryError,
 )
-from ckptplan.memory.allocator_settings import MIB, SMALL_SEGMENT_BYTES, AllocatorSettings
 from ckptplan.memory.snapshot import (
     Frames,
     History,

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ckptplan.core.allocator_settings import allocator_conf
 from ckptplan.core.chain import Phase, Tier, is_int
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, OutOfMemoryError, PlanMismatchError
 from ckptplan.core.measured import Measured, StageTimes
@@ -231,7 +232,7 @@ class Handle:
             live_bytes=None if live is None else live.requested_bytes,
             allocated_bytes=None if live is None else live.allocated_bytes,
             reserved_bytes=None if live is None else live.reserved_bytes,
-            expandable_segments="expandable_segments:True" in oom.allocator_conf(),
+            expandable_segments="expandable_segments:True" in allocator_conf(),
             capacity_bytes=oom.capacity_bytes(self._device),
             live_before_bytes=live_before,
             model_bytes=oom.model_bytes(self._model, self._device),

@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import os
 import re
 import traceback
 from collections.abc import Callable, Iterator
@@ -39,6 +38,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ckptplan.core.allocator_settings import (
+    LARGE_SEGMENT_BYTES,
+    MIB,
+    MIN_BLOCK_BYTES,
+    MIN_LARGE_BYTES,
+    ROUND_LARGE_BYTES,
+    SMALL_BYTES,
+    SMALL_SEGMENT_BYTES,
+    allocator_conf,
+)
 from ckptplan.core.chain import Phase
 from ckptplan.core.errors import SwapError
 from ckptplan.core.measured import DeviceBytes
@@ -57,9 +66,7 @@ _SEGMENT = re.compile(rf"(?:CUDA|HIP) out of memory\..*?(?:Tried to allocate|Req
 _REQUESTED = re.compile(rf"(?:[Tt]ried to allocate|Requested +:) {_SIZE}")  # the CPU's allocator, and cudaMallocAsync
 _ALLOCATED = re.compile(rf"(?:{_SIZE} is allocated by PyTorch|Currently allocated +: {_SIZE})")
 _UNUSED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
-_MIB = 1 << 20
-_SMALL_MOST, _SMALL_SEGMENT = _MIB, 2 * _MIB  # the largest small request, and the segment for such
-_LARGE_LEAST, _LARGE_STEP = 10 * _MIB - 511, 2 * _MIB  # from which on a request has a segment of its own, and its steps
+_OWN_SEGMENT_LEAST = MIN_LARGE_BYTES - MIN_BLOCK_BYTES + 1  # smaller ones round up to less than that
 
 
 def exhaustion(error: BaseException) -> BaseException | None:
@@ -83,19 +90,16 @@ def requested_bytes(error: BaseException) -> tuple[int, int] | None:
     segment = _bytes_in(_SEGMENT, error)
     if segment is None:
         return _bytes_in(_REQUESTED, error)
-    low, high = -(-segment[0] // _LARGE_STEP) * _LARGE_STEP, segment[1] // _LARGE_STEP * _LARGE_STEP
+    step = ROUND_LARGE_BYTES
+    low, high = -(-segment[0] // step) * step, segment[1] // step * step
     if low > high:
         return segment  # no segment has that size: the request itself
-    if high == _SMALL_SEGMENT:
-        return 1, _SMALL_MOST
+    if high == SMALL_SEGMENT_BYTES:
+        return 1, SMALL_BYTES
     shared = re.search(r"large_segment_size_mb:(\d+)", allocator_conf())
-    in_common = _MIB * int(shared[1]) if shared else 20 * _MIB
-    return _SMALL_MOST + 1 if low <= in_common <= high else max(low - _LARGE_STEP + 1, _LARGE_LEAST), high
-
-
-def allocator_conf() -> str:
-    """The settings of CUDA's caching allocator that the process began with."""
-    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    in_common = MIB * int(shared[1]) if shared else LARGE_SEGMENT_BYTES
+    least = SMALL_BYTES + 1 if low <= in_common <= high else max(low - step + 1, _OWN_SEGMENT_LEAST)
+    return least, high
 
 
 def live_bytes(error: BaseException, device: torch.device) -> DeviceBytes | None:

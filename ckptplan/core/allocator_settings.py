@@ -8,6 +8,7 @@ that a slip is seen: text after a number ("128MB", which PyTorch reads as 128) a
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -179,6 +180,11 @@ class AllocatorSettings:
         if max(self.divisions) > 1:
             found.append(f"roundup_power2_divisions:{_divisions_text(self.divisions)}")
         return ",".join(found)
+
+
+def allocator_conf() -> str:
+    """The settings of CUDA's caching allocator that the process began with, as text."""
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
 
 
 def _divisions_text(divisions: Sequence[int]) -> str:
