@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -153,6 +152,18 @@ class Frame:
         )
 
 
+def at_end_of_task(method: Callable[[int], None], key: int) -> None:
+    """Call a method with `key` at the end of the backward that runs now, should its object be alive then."""
+    held = weakref.WeakMethod(method)
+
+    def end() -> None:
+        alive = held()
+        if alive is not None:
+            alive(key)
+
+    Variable._execution_engine.queue_callback(end)
+
+
 class LoneFrame(Frame):
     """The call of a stage that is recomputed by itself, once for each backward that asks for what it saved."""
 
@@ -170,7 +181,7 @@ class LoneFrame(Frame):
             table = {}
             if key != -1:  # else somebody looks at a node outside of any backward
                 self._tables[key] = table
-                Variable._execution_engine.queue_callback(functools.partial(_end, weakref.ref(self), key))
+                at_end_of_task(self.end, key)
             try:
                 self.fill([held.tensor() for held in self._inputs], table)
             except BaseException:
@@ -186,12 +197,6 @@ class LoneFrame(Frame):
     def end(self, key: int) -> None:
         """Drop what a backward has left."""
         self._tables.pop(key, None)
-
-
-def _end(frame: weakref.ref[LoneFrame], key: int) -> None:
-    alive = frame()
-    if alive is not None:
-        alive.end(key)
 
 
 def taken(table: dict[int, Held], number: int, name: str) -> torch.Tensor:

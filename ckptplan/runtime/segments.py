@@ -20,19 +20,17 @@ NOTE [Frames and links]
 from __future__ import annotations
 
 import bisect
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.chain import Segment, Tier
 from ckptplan.core.errors import UnsupportedModelError
-from ckptplan.runtime.frames import Frame, Handed, Slot, hold, nothing_saved, taken
+from ckptplan.runtime.frames import Frame, Handed, Slot, at_end_of_task, hold, nothing_saved, taken
 from ckptplan.runtime.recompute import Call
 from ckptplan.runtime.swap import (
     Geometry,
@@ -182,7 +180,7 @@ class SegmentRun:
         task = self._tasks.get(key)
         if task is None:
             task = self._tasks[key] = _Task()
-            Variable._execution_engine.queue_callback(functools.partial(_end, weakref.ref(self), key))
+            at_end_of_task(self.end, key)
         return key, task
 
     def end(self, key: int) -> None:
@@ -235,12 +233,6 @@ class SegmentRun:
             whole = whole_storage(leaf)
             for k in wanted:
                 task.given.setdefault(k, {})[made] = whole
-
-
-def _end(run: weakref.ref[SegmentRun], key: int) -> None:
-    alive = run()
-    if alive is not None:
-        alive.end(key)
 
 
 def _inner(segment: Segment, k: int) -> Segment | None:
