@@ -1020,14 +1020,8 @@ def test_state_is_sound_after_every_call(steps: list[tuple[str, int, int]], conf
                 assert a.reserved_bytes == reserved
                 assert block.address in known
                 assert block.address == min(fits)[1] or a.settings.expandable_segments
-        elif call == "free" and live:
-            a.free(live.pop(value % len(live)))
-        elif call == "record_stream" and live:
-            a.record_stream(live[value % len(live)], stream)
-        elif call == "synchronize":
-            a.synchronize(stream)
-        elif call == "empty_cache":
-            a.empty_cache()
+        else:
+            run([(call, value, stream)], a, live, number)
         check(a)
     for block in live:
         a.free(block)
