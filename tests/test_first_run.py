@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +29,21 @@ def call(out: Path, *words: str) -> int:
     return command.main([*words, "--out", str(out), "--device", "cpu", "--small", "--cases", "toy", "--one-process"])
 
 
-def test_the_commands_exchange_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextlib.contextmanager
+def without_ortools(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as without:
         for name in [name for name in sys.modules if name.partition(".")[0] == "ortools"]:
             without.delitem(sys.modules, name)
         without.setitem(sys.modules, "ortools", None)
+        yield
+
+
+def test_the_commands_exchange_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with without_ortools(monkeypatch):
         assert call(tmp_path, "profile") == 0
         assert call(tmp_path, "measure", "--rivals") == 0
     assert call(tmp_path, "solve", "--time-limit", "0.3") == 0
-    with monkeypatch.context() as without:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "ortools"]:
-            without.delitem(sys.modules, name)
-        without.setitem(sys.modules, "ortools", None)
+    with without_ortools(monkeypatch):
         assert call(tmp_path, "measure", "--plans") == 0
     results = Results(tmp_path)
     assert list(show.complaints(results, ["toy"])) == []

@@ -22,7 +22,7 @@ from ckptplan.runtime.state import restored
 from ckptplan.runtime.step import TrainingStep
 from experiments.gpu.cases import Case
 from experiments.gpu.profiling import Bench
-from experiments.gpu.results import Skipped
+from experiments.gpu.results import Skipped, slug
 from experiments.gpu.subject import Enter, as_regime, compared, peaks, race, results_of
 from experiments.gpu.work import Options
 from experiments.rivals import Forward, NotHere, Rival, rivals
@@ -35,14 +35,14 @@ def run(case: Case, options: Options) -> None:
     bench = Bench(case, options)
     if options.rivals:
         for name in ("keep", *case.rivals):
-            bench.run(f"measure/{case.name}/rival.{_slug(name)}", functools.partial(one_rival, bench, name))
+            bench.run(f"measure/{case.name}/rival.{slug(name)}", functools.partial(one_rival, bench, name))
     if options.plans:
         plans = dict(planned_files(bench))
         if "bitwise" in case.extra:
             bench.run(f"measure/{case.name}/bitwise", functools.partial(bitwise, bench, plans))
         for label in dict.fromkeys(item["label"] for item in plans.values()):
             group = {name: item for name, item in plans.items() if item["label"] == label}
-            bench.run(f"measure/{case.name}/plans.{_slug(label)}", functools.partial(one_group, bench, label, group))
+            bench.run(f"measure/{case.name}/plans.{slug(label)}", functools.partial(one_group, bench, label, group))
         if "profiler" in case.extra:
             bench.run(f"measure/{case.name}/profiler", functools.partial(overlap, bench, plans))
     if "memory" in case.extra:
@@ -50,10 +50,6 @@ def run(case: Case, options: Options) -> None:
             bench.run(f"measure/{case.name}/memory.plain", functools.partial(history, bench, None))
         if options.plans:
             bench.run(f"measure/{case.name}/memory.plan", functools.partial(history, bench, plans))
-
-
-def _slug(name: str) -> str:
-    return name.replace("/", "-")
 
 
 # --- contenders ---
@@ -72,7 +68,7 @@ def planned_files(bench: Bench) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def load(bench: Bench, name: str) -> Plan:
-    return Plan.load(bench.results.folder / "plans" / bench.case.name / "files" / f"{name}.json")
+    return Plan.load(bench.results.file(f"plans/{bench.case.name}", name))
 
 
 def as_plan(bench: Bench, plan: Plan, handles: dict[str, Any], name: str) -> Enter:
@@ -107,7 +103,7 @@ def one_rival(bench: Bench, name: str) -> dict[str, Any]:
 def one_group(bench: Bench, label: str, group: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """All plans for one budget, the rival whose peak it is, and everything kept, in turn."""
     known = all_rivals(bench.case)
-    beside = {label: known[label]} if bench.results.ok(f"measure/{bench.case.name}/rival.{_slug(label)}") else {}
+    beside = {label: known[label]} if bench.results.ok(f"measure/{bench.case.name}/rival.{slug(label)}") else {}
     found = measured(bench, beside, group)
     return {"label": label, **found}
 

@@ -32,14 +32,10 @@ class Bench:
         return Subject(self.case, self.device, self.options.small)
 
     def run(self, key: str, measure: Any) -> dict[str, Any] | None:
-        found = self.results.run(f"{key}", measure)
+        found = self.results.run(key, measure)
         if "subject" in self.__dict__:
             self.subject.clear()
         return found
-
-
-def profile_path(results: Results, case: Case) -> Any:
-    return results.folder / "profile" / "files" / f"{case.name}.json"
 
 
 def run(case: Case, options: Options) -> None:
@@ -52,9 +48,7 @@ def run(case: Case, options: Options) -> None:
         began = time.perf_counter()
         profile = ckptplan.profile(subject.copy(), subject.inputs, optimizer=subject.optimizer, amp=case.amp)
         took_s = time.perf_counter() - began
-        path = profile_path(bench.results, case)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        profile.save(path)
+        profile.save(bench.results.file("profile", case.name))
         return {
             "what": case.what,
             "profiling_s": took_s,

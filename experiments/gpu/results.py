@@ -24,6 +24,11 @@ class Skipped(Exception):
     """There is nothing to measure here; the message says why."""
 
 
+def slug(name: str) -> str:
+    """A rival's or a budget's name as a part of a file's."""
+    return name.replace("/", "-")
+
+
 class Results:
     """`<folder>/<part>/<part>/<name>.json`, each a dictionary with a "status".
 
@@ -44,6 +49,12 @@ class Results:
     def path(self, key: str) -> Path:
         return self.folder / f"{key}.json"
 
+    def file(self, part: str, name: str) -> Path:
+        """A file beside the results of `part`, in a folder that is there."""
+        path = self.folder / part / "files" / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
     def read(self, key: str) -> dict[str, Any] | None:
         path = self.path(key)
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
@@ -56,9 +67,7 @@ class Results:
     def done(self, key: str) -> bool:
         """Whether a run that goes on where another stopped would skip it."""
         found = self.read(key)
-        if found is None:
-            return False
-        if found["status"] == "running":
+        if found is None or found["status"] == "running":
             return False
         return not (self.again and found["status"] in ("failed", "oom"))
 

@@ -113,7 +113,7 @@ def _groups(results: Results, case: Case) -> Iterator[tuple[str, dict[str, Any]]
     for name, data in results.under(f"measure/{case.name}"):
         kind, _, label = name.partition(".")
         if kind in ("rival", "plans"):
-            yield f"{data.get('label', '') if kind == 'plans' else ''}", {**data, "file": label}
+            yield data.get("label", "") if kind == "plans" else "", {**data, "file": label}
 
 
 def _case_rows(results: Results, case: Case) -> Iterator[Row]:

@@ -16,7 +16,7 @@ from ckptplan.job import Job, PlanLimits, job_of_profile
 from ckptplan.referee import validate
 from ckptplan.solving.peak import smallest_peak
 from experiments.gpu.cases import Case
-from experiments.gpu.results import OutOfTime, Results, Skipped
+from experiments.gpu.results import OutOfTime, Results, Skipped, slug
 
 OURS = "ckptplan"
 TIGHTER = 0.85
@@ -89,7 +89,7 @@ def solve_case(results: Results, case: Case, small: bool, choices: Choices) -> N
         return
     for goal in goals(results, case, found["smallest_peak_bytes"], found["keep_peak_bytes"], choices):
         for planner in (OURS, *(case.baselines if not goal.label.endswith("tighter") else ())):
-            name = f"{planner}.{goal.label.replace('/', '-')}"
+            name = f"{planner}.{slug(goal.label)}"
             results.run(f"plans/{case.name}/{name}", functools.partial(_plan, results, job, case, planner, goal, name))
 
 
@@ -110,8 +110,8 @@ def goals(results: Results, case: Case, least: int, most: int, choices: Choices)
         labels = [f"{share * 100:.0f}pc" for share in case.fractions]  # goes into names of files
         found = [Goal(label, b + outside, b, reserved=False) for label, b in zip(labels, budgets, strict=True)]
     for goal in list(found):
-        measured = (results.ok(f"measure/{case.name}/plans.{goal.label.replace('/', '-')}") or {}).get("contenders", {})
-        peaks = measured.get(f"{OURS}.{goal.label.replace('/', '-')}", {}).get("peaks")
+        measured = (results.ok(f"measure/{case.name}/plans.{slug(goal.label)}") or {}).get("contenders", {})
+        peaks = measured.get(f"{OURS}.{slug(goal.label)}", {}).get("peaks")
         if peaks and peaks["judged_bytes"] > goal.target_bytes:
             over = peaks["judged_bytes"] - goal.target_bytes
             found.append(replace(goal, label=f"{goal.label}-again", budget_bytes=goal.budget_bytes - over))
@@ -122,16 +122,16 @@ def goals(results: Results, case: Case, least: int, most: int, choices: Choices)
 
 
 def _peak(results: Results, case: Case, rival: str) -> int | None:
-    found = results.ok(f"measure/{case.name}/rival.{rival.replace('/', '-')}")
+    found = results.ok(f"measure/{case.name}/rival.{slug(rival)}")
     peaks = (found or {}).get("contenders", {}).get(rival, {}).get("peaks")
     return None if peaks is None else int(peaks["judged_bytes"])
 
 
 def _job(results: Results, case: Case, small: bool, choices: Choices) -> Job | None:
     limits = PlanLimits(ACTIONS, True, choices.host_bytes, choices.time_limit_s)
-    path = results.folder / "profile" / "files" / f"{case.name}.json"
+    path = results.file("profile", case.name)
     if not path.exists() and choices.ahead is not None:
-        path = results.folder / "ahead" / "files" / f"{case.name}.json"
+        path = results.file("ahead", case.name)
         results.run(f"ahead/{case.name}", functools.partial(_ahead, path, case, small, choices.ahead))
     if not path.exists():
         return None
@@ -162,7 +162,6 @@ def _ahead(path: Any, case: Case, small: bool, device: str) -> dict[str, Any]:
     if case.compiled_layers:
         raise Skipped("compiled layers are profiled on the device")
     step, target = _on_meta(case, small, device)
-    path.parent.mkdir(parents=True, exist_ok=True)
     profile_step(step, target, optimizer=case.optimizer).save(path)
     return {"device": device}
 
@@ -184,9 +183,7 @@ def _plan(results: Results, job: Job, case: Case, planner: str, goal: Goal, name
     broken = validate(job.profile, plan, plan.budget_bytes)
     if broken:
         raise RuntimeError(f"the referee rejects the plan: {[v.kind for v in broken]}")
-    path = results.folder / "plans" / case.name / "files" / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    plan.save(path)
+    plan.save(results.file(f"plans/{case.name}", name))
     return {
         **facts,
         "planning_s": time.perf_counter() - began,
