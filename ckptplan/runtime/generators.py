@@ -52,13 +52,24 @@ class Access:
         self.same = same
 
 
+def _access(generator: Any) -> Access:
+    if isinstance(generator, torch.Generator):
+        return Access(generator.get_state, generator.set_state)
+    if isinstance(generator, random.Random):
+        return Access(generator.getstate, generator.setstate, operator.eq)
+    if isinstance(generator, np.random.RandomState):
+        return Access(generator.get_state, generator.set_state)
+    bits = generator.bit_generator
+    return Access(lambda: bits.state, lambda state: setattr(bits, "state", state))
+
+
 _WORDS = 624  # of a Mersenne twister
 _BYTES = 4 * (_WORDS + 1)
 
 
 def pythons(generator: random.Random) -> Access:
     """Access to a generator of Python's own kind, in memory where it can be (NOTE [Generators' memory])."""
-    plain = Access(generator.getstate, generator.setstate, operator.eq)
+    plain = _access(generator)
     if type(generator) is not random.Random or sys.implementation.name != "cpython":
         return plain
     address = id(generator) + object.__basicsize__
@@ -93,7 +104,7 @@ _GAUSS_OFFSET = _gauss_offset()
 
 def numpys(generator: np.random.RandomState) -> Access:
     """Access to a generator of numpy's former kind, in memory where it can be (NOTE [Generators' memory])."""
-    plain = Access(generator.get_state, generator.set_state)
+    plain = _access(generator)
     if type(generator) is not np.random.RandomState or _GAUSS_OFFSET is None:
         return plain
     gauss = id(generator) + _GAUSS_OFFSET
@@ -114,17 +125,6 @@ def numpys(generator: np.random.RandomState) -> Access:
     if not _equal(decoded(get()), generator.get_state()):
         return plain
     return Access(get, lambda state: generator.set_state(decoded(state)))
-
-
-def _access(generator: Any) -> Access:
-    if isinstance(generator, torch.Generator):
-        return Access(generator.get_state, generator.set_state)
-    if isinstance(generator, random.Random):
-        return Access(generator.getstate, generator.setstate, operator.eq)
-    if isinstance(generator, np.random.RandomState):
-        return Access(generator.get_state, generator.set_state)
-    bits = generator.bit_generator
-    return Access(lambda: bits.state, lambda state: setattr(bits, "state", state))
 
 
 _PROCESS = (
