@@ -95,7 +95,7 @@ def _holders(state: State) -> Table:
     shown = list(dict.fromkeys((*first, *most)))
     for holder in shown:
         table.add_row(escape(_short(holder)), *_held((holder,)))
-    rest = [holder for holder in state.holders if holder not in set(shown)]
+    rest = [holder for holder in state.holders if holder not in shown]
     if rest:
         table.add_row(f"{len(rest)} other places", *_held(rest))
     return table
