@@ -60,12 +60,8 @@ def mutated(safeguard: Safeguard, package: Package, at: Path) -> tuple[str, str]
         definition = package.find(safeguard.where, safeguard.old)
     except AddressError as error:
         return "error", str(error)
-    text = definition.path.read_text(encoding="utf-8")
-    try:
-        definition.path.write_text(definition.replaced(safeguard.old, safeguard.new), encoding="utf-8")
+    with definition.changed(safeguard.old, safeguard.new):
         return run_tests(list(safeguard.tests), at)
-    finally:
-        definition.path.write_text(text, encoding="utf-8")
 
 
 def last_runs() -> dict[str, str]:

@@ -8,6 +8,7 @@ of changes of the source, as in safeguards.py and mutants.json, stays valid when
 from __future__ import annotations
 
 import ast
+import contextlib
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,6 +48,16 @@ class Definition:
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
         before, after = lines[: self.first_line - 1], lines[self.last_line :]
         return "".join([*before, self.text.replace(old, new), *after])
+
+    @contextlib.contextmanager
+    def changed(self, old: str, new: str) -> Iterator[None]:
+        """Inside, the file has `new` for `old`, which must occur once in the definition."""
+        text = self.path.read_text(encoding="utf-8")
+        try:
+            self.path.write_text(self.replaced(old, new), encoding="utf-8")
+            yield
+        finally:
+            self.path.write_text(text, encoding="utf-8")
 
     def lines_of(self, text: str) -> tuple[int, int]:
         """The first and last line in the file of `text`, which must occur once in the definition."""

@@ -79,14 +79,10 @@ def trained(seed: int, models: int, *, control: bool) -> dict[str, Any]:
 def without(safeguard: Safeguard, package: Package, at: Path, seeds: int) -> dict[str, Any]:
     """How many seeds notice that `safeguard` is missing from the copy at `at`, which is `package`."""
     definition = package.find(safeguard.where, safeguard.old)
-    text = definition.path.read_text(encoding="utf-8")
     command = [sys.executable, str(at / "experiments" / "streams.py"), "--seeds", str(seeds), "--models", "1", "--rows"]
     environment = {**os.environ, "PYTHONPATH": str(at), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        definition.path.write_text(definition.replaced(safeguard.old, safeguard.new), encoding="utf-8")
+    with definition.changed(safeguard.old, safeguard.new):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
-    finally:
-        definition.path.write_text(text, encoding="utf-8")
     rows = json.loads(done.stdout.strip().splitlines()[-1])
     noticed = sum(bool(row["differing"]) for row in rows)
     return {"what": safeguard.what, "where": safeguard.where, "seeds": seeds, "noticed": noticed}
