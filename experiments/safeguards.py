@@ -217,9 +217,9 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         5,
         "an extent is nobody else's as long as a copy holds it",
-        "Extents._cut",
-        "        self._gaps[i : i + 1] = [gap for gap in ((begin, start), (start + size, end)) if gap[0] < gap[1]]\n",
-        "        self._gaps[i : i + 1] = [gap for gap in ((begin, start), (start, end)) if gap[0] < gap[1]]\n",
+        "Ranges.remove",
+        "        self.pairs[at : at + 1] = [pair for pair in ((low, start), (stop, high)) if pair[0] < pair[1]]\n",
+        "        self.pairs[at : at + 1] = [pair for pair in ((low, start), (start, high)) if pair[0] < pair[1]]\n",
         (
             "tests/test_store_faults.py::test_any_program_of_records",
             "tests/test_stores.py::test_extents_never_overlap_and_are_free_when_nobody_holds_them",
@@ -228,8 +228,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         5,
         "a group lies where it lay before only if nothing that is alive does",
-        "Extents.again",
-        "            if i < 0 or self._gaps[i][1] < start + size:\n                return None\n",
+        "Ranges.remove",
+        "        if at < 0 or self.pairs[at][1] < stop:\n            return False\n",
         "",
         ("tests/test_groups.py::test_places_of_several_graphs_never_overlap",),
     ),

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from ckptplan.core.allocator_settings import SMALL_BYTES, SMALL_SEGMENT_BYTES, AllocatorSettings
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.ranges import Ranges
 from ckptplan.memory.allocator import Addresses, AllocatorTimeline, BlockInfo, CachingAllocator, SegmentInfo, _timeline
 from ckptplan.memory.plain_pickle import load_plain
 
@@ -433,7 +434,7 @@ class _Undone:
         self._pools = pools
         self.blocks: dict[int, _Held] = {}
         self._fixed: dict[int, tuple[int, int, str]] = {}  # address -> size, stream, pool
-        self._mapped: dict[int, _Ranges] = {}  # by stream
+        self._mapped: dict[int, Ranges] = {}  # by stream
         for segment in end:
             if segment.expandable:
                 self._ranges(segment.stream).add(segment.address, segment.address + segment.size_bytes)
@@ -459,8 +460,8 @@ class _Undone:
             ]
         return sorted(found)
 
-    def _ranges(self, stream: int) -> _Ranges:
-        return self._mapped.setdefault(stream, _Ranges())
+    def _ranges(self, stream: int) -> Ranges:
+        return self._mapped.setdefault(stream, Ranges())
 
     def _undo(self, entry: Entry) -> bool:
         """False where the entry can't have led to what follows it."""
@@ -488,35 +489,6 @@ class _Undone:
             return self._ranges(stream).remove(address, address + size)
         elif action == "segment_unmap":
             return self._ranges(stream).add(address, address + size)
-        return True
-
-
-class _Ranges:
-    """Disjoint half-open ranges; those that touch are one."""
-
-    def __init__(self) -> None:
-        self.pairs: list[tuple[int, int]] = []
-
-    def add(self, start: int, stop: int) -> bool:
-        """False where a part of it is there."""
-        at = bisect_left(self.pairs, (start, stop))
-        if (at and self.pairs[at - 1][1] > start) or (at < len(self.pairs) and self.pairs[at][0] < stop):
-            return False
-        first = last = at
-        if at and self.pairs[at - 1][1] == start:
-            first, start = at - 1, self.pairs[at - 1][0]
-        if at < len(self.pairs) and self.pairs[at][0] == stop:
-            last, stop = at + 1, self.pairs[at][1]
-        self.pairs[first:last] = [(start, stop)]
-        return True
-
-    def remove(self, start: int, stop: int) -> bool:
-        """False where a part of it isn't there."""
-        at = bisect_right(self.pairs, (start, _MOST * 2)) - 1
-        if at < 0 or self.pairs[at][1] < stop:
-            return False
-        low, high = self.pairs[at]
-        self.pairs[at : at + 1] = [pair for pair in ((low, start), (stop, high)) if pair[0] < pair[1]]
         return True
 
 

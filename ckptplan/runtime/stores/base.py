@@ -8,7 +8,6 @@ ticket is `start_out`, `finish_out`, `start_in`, `finish_in`, then `free`; the l
 from __future__ import annotations
 
 import abc
-import bisect
 import collections
 import os
 import threading
@@ -20,6 +19,7 @@ import torch
 
 from ckptplan.core.chain import Tier
 from ckptplan.core.errors import SwapError
+from ckptplan.core.ranges import Ranges
 from ckptplan.runtime.meter import OnCopy
 
 
@@ -183,7 +183,7 @@ class Extents:
         self._end = _ENDLESS if capacity is None else capacity
         self._taken: dict[int, tuple[int, int, weakref.ref[Extent]]] = {}  # by its reference's identity: offset, size
         self._dead: collections.deque[weakref.ref[Extent]] = collections.deque()
-        self._gaps: list[tuple[int, int]] = []  # begin and end, in order; no two touch
+        self._gaps = Ranges()
         self._used = 0
         self._places: dict[Hashable, tuple[int, int]] = {}  # offset, size
         self._learns = True  # whether new places are remembered, since the area was empty
@@ -249,29 +249,23 @@ class Extents:
             if not self._used:
                 self._learns = not self._places
             start, known = self._places.get(place, (0, -1))
-            if known != size:
-                return None
-            i = bisect.bisect_right(self._gaps, (start, _ENDLESS)) - 1
-            if i < 0 or self._gaps[i][1] < start + size:
-                return None
-            return self._cut(start, size)
+            return self._cut(start, size) if known == size else None
 
     def _first_fit(self, size: int) -> int | None:
-        for begin, end in self._gaps:
+        for begin, end in self._gaps.pairs:
             if end - begin >= size:
                 return begin
         return None
 
-    def _cut(self, start: int, size: int) -> Extent:
-        """Take what lies within one gap."""
+    def _cut(self, start: int, size: int) -> Extent | None:
+        """Take that piece; None where it isn't free."""
         self._unsure = True
-        extent = Extent(start, size)
-        reference = weakref.ref(extent, self._dead.append)
-        self._taken[id(reference)] = start, size, reference
-        i = bisect.bisect_right(self._gaps, (start, _ENDLESS)) - 1
-        begin, end = self._gaps[i]
-        self._gaps[i : i + 1] = [gap for gap in ((begin, start), (start + size, end)) if gap[0] < gap[1]]
-        self._used += size
+        extent = None
+        if self._gaps.remove(start, start + size):
+            extent = Extent(start, size)
+            reference = weakref.ref(extent, self._dead.append)
+            self._taken[id(reference)] = start, size, reference
+            self._used += size
         self._unsure = False
         return extent
 
@@ -283,15 +277,7 @@ class Extents:
             self._unsure = True
             piece = self._taken.pop(id(self._dead.popleft()), None)
             if piece is not None:
-                begin, end = piece[0], piece[0] + piece[1]
-                i = bisect.bisect_left(self._gaps, (begin, 0))
-                first, last = i, i
-                if i and self._gaps[i - 1][1] == begin:
-                    first, begin = i - 1, self._gaps[i - 1][0]
-                if i < len(self._gaps) and self._gaps[i][0] == end:
-                    last, end = i + 1, self._gaps[i][1]
-                if begin < end:
-                    self._gaps[first:last] = [(begin, end)]
+                self._gaps.add(piece[0], piece[0] + piece[1])
                 self._used -= piece[1]
             self._unsure = False
 
@@ -299,7 +285,7 @@ class Extents:
         alive = self._alive()
         self._taken = {id(piece[2]): piece for piece in alive}
         edges = [0, *(edge for begin, size, _ in alive for edge in (begin, begin + size)), self._end]
-        self._gaps = [gap for gap in zip(edges[::2], edges[1::2], strict=True) if gap[0] < gap[1]]
+        self._gaps = Ranges(zip(edges[::2], edges[1::2], strict=True))
         self._used = sum(size for _, size, _ in alive)
         self._unsure = False
 
