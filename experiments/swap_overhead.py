@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import gc
 import operator
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -117,25 +118,29 @@ class Work:
         loss.backward()
 
 
-def timed(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+Way = tuple[int, str]
+"""How many storages, and how they are saved."""
+
+
+def timed(ways: dict[Way, Callable[[], None]], rounds: int) -> dict[Way, list[float]]:
     """CPU seconds of each way in each round, after two that don't count."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    found: dict[Way, list[float]] = {way: [] for way in ways}
     for number in range(-2, rounds):
         gc.collect()  # whose turn it would be is chance
         gc.disable()
-        for name in ways if number % 2 == 0 else reversed(ways):
-            ways[name]()  # what ran before has left its own memory in the caches
+        for way in ways if number % 2 == 0 else reversed(ways):
+            ways[way]()  # what ran before has left its own memory in the caches
             begin = time.thread_time()
-            ways[name]()
+            ways[way]()
             seconds = time.thread_time() - begin
             if number >= 0:
-                found[name].append(seconds)
+                found[way].append(seconds)
         gc.enable()
     return found
 
 
-def measured(count: int, rounds: int, file: DiskStore | None) -> dict[str, dict[str, float]]:
-    """Per way: what it takes and what it adds to plain per storage, in µs, and the latter over identity's."""
+def ways_of(count: int, file: DiskStore | None) -> dict[Way, Callable[[], None]]:
+    """The ways to save that many storages."""
     work, store = Work(count), NULL_STORES["host"]
     ways: dict[str, Callable[[], None]] = {
         "plain": work.plain,
@@ -148,13 +153,18 @@ def measured(count: int, rounds: int, file: DiskStore | None) -> dict[str, dict[
     }
     if file is not None:
         ways["moves through the file"] = lambda: work.planned(tuple(range(count)), file)
-    found = timed(ways, rounds)
+    return {(count, name): way for name, way in ways.items()}
+
+
+def summary(count: int, found: dict[Way, list[float]]) -> dict[str, dict[str, float]]:
+    """Per way: what it takes and what it adds to plain per storage, in µs, and the latter over identity's."""
+    plain = found[count, "plain"]
     out: dict[str, dict[str, float]] = {}
-    for name, seconds in found.items():
-        added = spread([(own - plain) / count * 1e6 for own, plain in zip(seconds, found["plain"], strict=True)])
+    for name, seconds in [(name, seconds) for (of, name), seconds in found.items() if of == count]:
+        added = spread([(own - without) / count * 1e6 for own, without in zip(seconds, plain, strict=True)])
         out[name] = {
             "in_all_us": min(seconds) / count * 1e6,
-            "added_us": (min(seconds) - min(found["plain"])) / count * 1e6,
+            "added_us": (min(seconds) - min(plain)) / count * 1e6,
             "added_us_median": added["median"],
             "added_us_error": added["error"],
         }
@@ -175,7 +185,8 @@ def main() -> None:
     torch.set_num_threads(1)
     rounds = max(args.rounds // 4, 4) if args.quick else args.rounds
     file = DiskStore(capacity_bytes=max(COUNTS) * ELEMENTS * 4) if args.file else None
-    results = {count: measured(count, rounds, file) for count in COUNTS}
+    found = timed({way: run for count in COUNTS for way, run in ways_of(count, file).items()}, rounds)
+    results = {count: summary(count, found) for count in COUNTS}
     if file is not None:
         file.close()
     print(f"{'storages':>8}  {'':<22}{'in all':>9}{'added':>9}{'over identity':>15}{'medians: added':>23}{'over':>7}")
@@ -186,7 +197,7 @@ def main() -> None:
                 f"{q['added_us_median']:13.2f} ± {q['added_us_error']:4.2f} µs{q['over_identity_median']:7.2f}"
             )
     growth = {
-        name: 2000 * results[2000][name]["in_all_us"] / (1000 * results[1000][name]["in_all_us"])
+        name: statistics.median(a / b for a, b in zip(found[2000, name], found[1000, name], strict=True))
         for name in results[1000]
     }
     for name, factor in growth.items():

@@ -239,11 +239,12 @@ def test_on_the_cpu_there_is_one_account(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_profiling_leaves_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[None] = []
+    found = chain()
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(None))
-    monkeypatch.setattr(profiler, "_profile", lambda *args: chain())
+    monkeypatch.setattr(profiler, "_profile", lambda *args: found)
     model, x = subject()
     for device, count in ((torch.device("cpu"), 0), (DEVICE, 1)):
-        assert profiler.profile_step(TrainingStep(model, (x,)), Target(device)) is chain()
+        assert profiler.profile_step(TrainingStep(model, (x,)), Target(device)) is found
         assert len(given) == count
 
 

@@ -607,6 +607,14 @@ _Key = tuple[int, int | None]
 """A storage in one version, as long as it is alive."""
 
 
+def _fit(sizes: Sequence[int], moves: tuple[int, ...], planned: Sequence[int]) -> bool:
+    """Whether all that is saved, and each storage that stays, is no larger than planned."""
+    if len(sizes) != len(planned) or sum(sizes) > sum(planned):
+        return False
+    stays = set(range(len(sizes))).difference(moves)
+    return all(sizes[i] <= planned[i] for i in stays)
+
+
 class SwapSession:
     """The records of one forward pass and the backward that follows it.
 
@@ -680,7 +688,7 @@ class SwapSession:
         """
         sizes = self._counted(saved)
         if moves and self._planned:
-            moves = self._as_planned(tuple(sizes.values()), moves, self._planned[index])
+            moves = self._as_planned(sizes, moves, self._planned[index])
         if moves and max(moves) >= len(sizes):
             raise PlanMismatchError(
                 f"the stage saved {len(sizes)} storages, the plan moves number {max(moves) + 1}: its forward took "
@@ -739,7 +747,9 @@ class SwapSession:
             held.give(record)
         return record
 
-    def _as_planned(self, sizes: Sequence[int], moves: tuple[int, ...], planned: Sequence[int]) -> tuple[int, ...]:
+    def _as_planned(
+        self, counted: Mapping[_Key, int], moves: tuple[int, ...], planned: Sequence[int]
+    ) -> tuple[int, ...]:
         """Positions to move so that no more is held than planned, whatever path the forward took.
 
         Smaller inputs may save other storages, in another order: one sample needs no copy where several do, a mask
@@ -751,10 +761,14 @@ class SwapSession:
         PlanMismatchError
             If there is more in all than planned.
         """
-        if len(sizes) == len(planned):
-            stays = sorted(set(range(len(sizes))).difference(moves))
-            if sum(sizes) <= sum(planned) and all(sizes[i] <= planned[i] for i in stays):
-                return moves
+        sizes = list(counted.values())
+        if _fit(sizes, moves, planned):
+            return moves
+        # Of graphs that the stage has dropped itself nothing is held any more.
+        alive = [any(ref() is not None for ref in self._holders.get(key, ())) for key in counted]
+        sizes = [nbytes if held else 0 for nbytes, held in zip(sizes, alive, strict=True)]
+        if _fit(sizes, moves, planned):
+            return moves
         self._counters.other_paths += 1
         if sum(sizes) <= sum(planned):
             room = sum(planned) - sum(planned[i] for i in moves)
