@@ -1,0 +1,546 @@
+"""Train an odd model plainly and under a forced plan, and tell what became of it.
+
+A case is a function that builds a model, its inputs and a training loop; `case` registers it. A plan forces one
+decision on every stage that has it in the profile. The training with the plan is compared with the plain one, bit for
+bit: what the loop yields, gradients, parameters, buffers, what the modules, their classes and the inputs keep in plain
+Python objects, and the next random draws.
+
+Outcomes
+--------
+equal
+    All as in plain training, and the stages really were swapped or recomputed.
+refused
+    Profiling, planning or applying raised an error of this package that says why.
+not possible
+    The profile offers the decision for no stage; its notes say why.
+error
+    Training raised an error of this package, or one that it raises on purpose.
+raw error
+    An error from inside, or from PyTorch, that plain training doesn't raise.
+DIFFERENT
+    Something isn't what plain training gives, without any error.
+over
+    The step's measured peak is above the plan's budget, without any error.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import linecache
+import random
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from made_plans import plan_of, scheduled
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+import ckptplan
+from ckptplan.core.chain import Segment
+from ckptplan.core.errors import CkptPlanError
+from ckptplan.core.plan import Decision, Plan
+from ckptplan.core.profile import Profile
+from ckptplan.runtime.measure import held_tensors, optimizer_tensors, peak_above_start, unique_bytes
+from ckptplan.runtime.patching import PatchedForward, installed
+from ckptplan.runtime.selective import NumberedOps
+
+Kind = Literal["equal", "refused", "not possible", "error", "raw error", "DIFFERENT", "over"]
+Extras = list[Any]
+Loop = Callable[[nn.Module, Any], Iterator[Extras]]
+
+BROKEN: tuple[Kind, ...] = ("raw error", "DIFFERENT", "over")
+"""Outcomes that break a promise."""
+DECISIONS = ("profiled", "swap", "recompute", "segment", "selective")
+"""`profiled`: the model is trained without a plan after it was profiled, which is to leave nothing behind."""
+STEPS = 3
+WIDTH, BATCH = 32, 64  # an activation has 8 KiB, of which 4 would be enough to be swapped
+_PRODUCTS = ("addmm", "mm", "bmm", "convolution")
+
+
+class BadCase(Exception):
+    """The case itself is wrong: its plain training doesn't repeat, or nothing is swapped or recomputed in it."""
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    """The loss of all loops and profiles."""
+    return output.square().mean()
+
+
+def plain_step(model: nn.Module, x: Any) -> torch.Tensor:
+    """Forward, loss and backward; returns the loss."""
+    loss = loss_of(model(x))
+    loss.backward()
+    return loss.detach()
+
+
+def update(model: nn.Module) -> None:
+    """Plain gradient descent."""
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                p -= 0.5 * p.grad
+
+
+def plain_loop(model: nn.Module, x: Any) -> Iterator[Extras]:
+    """Steps with an update at the end of each."""
+    for _ in range(STEPS):
+        model.zero_grad()
+        loss = plain_step(model, x)
+        update(model)
+        yield [loss]
+
+
+def one_forward_around(surroundings: Callable[[], contextlib.AbstractContextManager[Any]]) -> Loop:
+    """Return a loop whose forwards, but not its backwards, run inside `surroundings()`."""
+
+    def loop(model: nn.Module, x: Any) -> Iterator[Extras]:
+        for _ in range(STEPS):
+            model.zero_grad()
+            with surroundings():
+                loss = loss_of(model(x))
+            loss.backward()
+            update(model)
+            yield [loss.detach()]
+
+    return loop
+
+
+@dataclass(frozen=True, slots=True)
+class Odd:
+    """A model to be trained.
+
+    Attributes
+    ----------
+    model : nn.Module
+    inputs : tensor or tuple
+    loop : callable
+        Trains the model for three steps and yields behind each what is to be compared besides the model's own.
+    optimizer : torch.optim.Optimizer, optional
+        Counted in the profile and in what is measured.
+    """
+
+    model: nn.Module
+    inputs: Any
+    loop: Loop = plain_loop
+    optimizer: torch.optim.Optimizer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A named odd model.
+
+    Attributes
+    ----------
+    name : str
+    item : str
+        The kind of fault that it looks for, as in `ITEMS`.
+    about : str
+    build : callable
+    says : str or None
+        What an error of ours has to mention to be clear.
+    measured : bool
+        Whether the peak of the last step is measured and held against the plan's. The plans come with menus then.
+    """
+
+    name: str
+    item: str
+    about: str
+    build: Callable[[], Odd]
+    says: str | None = None
+    measured: bool = False
+
+
+ITEMS = {
+    "1": "state written without a version counter",
+    "2": "state not found",
+    "3": "surroundings of forward that are gone in backward",
+    "4": "parameters changed before the recompute",
+    "5": "activations edited between stages",
+    "6": "copies of a planned layer",
+    "7": "profiling a model that registers things lazily",
+    "8": "a stage without a tensor among its arguments",
+    "9": "gradients that exist when a step starts",
+    "10": "storages larger than their fake twins",
+    "11": "checkpoints inside the model",
+    "errors": "errors that are to be clear",
+}
+CASES: dict[str, Case] = {}
+
+
+def case(item: str, says: str | None = None, *, measured: bool = False) -> Callable[[Callable[[], Odd]], Callable[[], Odd]]:
+    """Register a builder as a case; its name and docstring are the case's."""
+
+    def register(build: Callable[[], Odd]) -> Callable[[], Odd]:
+        name = build.__name__
+        if name in CASES or item not in ITEMS:
+            raise BadCase(f"{name}: a second one, or of an unknown item {item!r}")
+        CASES[name] = Case(name, item, (build.__doc__ or "").split("\n")[0], build, says, measured)
+        return build
+
+    return register
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of one case under one decision.
+
+    Attributes
+    ----------
+    kind : str
+    detail : str
+        The error, the notes, or the names of what differs.
+    stages : str
+        How many of the module stages had the decision.
+    """
+
+    kind: Kind
+    detail: str = ""
+    stages: str = ""
+
+    @property
+    def broken(self) -> bool:
+        """Whether a promise is broken."""
+        return self.kind in BROKEN
+
+
+# ---------------------------------------------------------------- training and comparing
+
+
+def _seed() -> None:
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)  # noqa: NPY002
+
+
+def _built(case: Case) -> Odd:
+    _seed()
+    odd = case.build()
+    odd.model.train()
+    return odd
+
+
+def _train(odd: Odd, peaks: list[int] | None = None) -> dict[str, Any]:
+    """Train for all steps; what is to be compared, by name."""
+    _seed()
+    found: dict[str, Any] = {}
+    steps = odd.loop(odd.model, odd.inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(1, STEPS + 1):
+            extras: Extras = []
+            if peaks is not None and number == STEPS:
+                inputs = [t for t in pytree.tree_leaves(odd.inputs) if isinstance(t, torch.Tensor)]
+                held = unique_bytes([*held_tensors(odd.model), *optimizer_tensors(odd.optimizer), *inputs])
+                peaks.append(held + peak_above_start(lambda: extras.extend(next(steps)), torch.device("cpu")))  # noqa: B023
+            else:
+                extras.extend(next(steps))
+            for name, value in _left(odd, extras).items():
+                found[f"step {number}: {name}"] = value
+    if next(steps, None) is not None:
+        raise BadCase(f"the loop has more than {STEPS} steps")
+    return found
+
+
+def _left(odd: Odd, extras: Extras) -> dict[str, Any]:
+    """What a step leaves."""
+    found: dict[str, Any] = {f"value {i} of the loop": _content(value) for i, value in enumerate(extras)}
+    for name, p in odd.model.named_parameters():
+        found[f"parameter {name}"] = _content(p.detach())
+        found[f"gradient of {name}"] = _content(p.grad)
+    for name, buffer in odd.model.named_buffers():
+        found[f"buffer {name}"] = _content(buffer)
+    for name, module in odd.model.named_modules():
+        found[f"attributes of {name or 'the model'}"] = _attributes(module)
+    found["inputs"] = _content(odd.inputs)
+    found["next random draws"] = [
+        torch.rand(1),
+        random.random(),
+        random.gauss(0, 1),
+        np.random.rand(),  # noqa: NPY002
+        np.random.randn(),  # noqa: NPY002
+    ]
+    return found
+
+
+_MODULES_OWN = frozenset(nn.Module().__dict__) | {"forward", "_compiled_call_impl"}
+
+
+def _attributes(module: nn.Module, known: frozenset[int] = frozenset()) -> dict[str, Any]:
+    """What a module and its class keep in plain attributes, the class only where it is a case's own."""
+    attributes = {name: value for name, value in vars(module).items() if name not in _MODULES_OWN}
+    for kind in type(module).__mro__:
+        if kind.__module__.startswith("odd."):
+            of_kind = {f"class {name}": value for name, value in vars(kind).items() if not name.startswith("__")}
+            attributes.update(of_kind)
+    return {name: _content(value, known) for name, value in attributes.items()}
+
+
+def _content(value: Any, known: frozenset[int] = frozenset()) -> Any:
+    """A copy of `value` that can be compared, without what is only code."""
+    if id(value) in known:
+        return "seen"
+    if isinstance(value, FakeTensor):
+        return "a fake tensor"
+    if isinstance(value, torch.Tensor):
+        dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
+        own = {name: _content(more, known) for name, more in vars(value).items()} if type(value) is torch.Tensor else {}
+        return [dense.clone(), own]
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.SystemRandom):
+        return "system"
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.RandomState):
+        return _content(value.get_state(), known)
+    if isinstance(value, np.random.Generator):
+        return _content(value.bit_generator.state, known)
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.copy())
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    known |= {id(value)}
+    if isinstance(value, dict):
+        return {str(key): _content(item, known) for key, item in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if isinstance(value, list | tuple | collections.deque):
+        return [_content(item, known) for item in value]
+    if isinstance(value, nn.Module):
+        state = {name: _content(t, known) for name, t in value.state_dict(keep_vars=True).items()}
+        return [state, _attributes(value, known)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _content(vars(value), known)
+    if isinstance(value, types.SimpleNamespace):
+        return _content(vars(value), known)
+    return None
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Bit for bit, NaNs and the signs of zeros included."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (a, b)))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return type(a) is type(b) and bool(a == b)
+
+
+def _differing(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    return [name for name in {**wanted, **found} if not _same(found.get(name), wanted.get(name))]
+
+
+@functools.cache
+def _wanted(name: str) -> dict[str, Any]:
+    """What plain training gives.
+
+    Raises
+    ------
+    BadCase
+        If it gives something else the second time.
+    """
+    case = CASES[name]
+    wanted = _train(_built(case))
+    differing = _differing(_train(_built(case)), wanted)
+    if differing:
+        raise BadCase(f"{name} isn't the same from one plain training to the next: {differing[:4]}")
+    return wanted
+
+
+# ---------------------------------------------------------------- planning
+
+
+class _NotPossible(Exception):
+    """The profile offers the decision for no stage."""
+
+
+def _profiled(odd: Odd, *, menus: bool) -> Profile:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ckptplan.profile(odd.model, odd.inputs, loss_fn=loss_of, optimizer=odd.optimizer, menus=menus)
+
+
+@functools.cache
+def _profile(name: str) -> tuple[Profile | Exception, Outcome]:
+    """The profile of a case, or why there is none, and the end of a plain training of the model behind it."""
+    case = CASES[name]
+    wanted = _wanted(name)
+    odd = _built(case)
+    profile: Profile | Exception
+    try:
+        profile = _profiled(odd, menus=case.measured)
+    except Exception as error:
+        profile = error
+    try:
+        found = _train(odd)
+    except Exception as error:
+        return profile, _failed(error, case)
+    return profile, _compared(found, wanted)
+
+
+def _plan(case: Case, profile: Profile, decision: str) -> tuple[Plan, str]:
+    """A plan that decides alike for every stage that can, and how many of the stages that are."""
+    action = "recompute" if decision in ("segment", "selective") else decision
+    real = [i for i, stage in enumerate(profile.stages) if not stage.is_glue]
+    able = [i for i in real if profile.stages[i].find(action) is not None]  # type: ignore[arg-type]
+    if decision == "selective" and case.measured:
+        able = [i for i in able if any(option.ops for option in profile.stages[i].options)]
+    notes = "; ".join(profile.notes) or "no note"
+    if not able:
+        raise _NotPossible(notes)
+    options = [
+        (stage.find(action) if i in able else None) or stage.keep  # type: ignore[arg-type]
+        for i, stage in enumerate(profile.stages)
+    ]
+    stages = f"{len(able)} of {len(real)}"
+    if decision == "segment":
+        last = able[0]
+        for i in real[real.index(able[0]) + 1 :]:
+            if i not in able:
+                break
+            last = i
+        if last == able[0]:
+            raise _NotPossible(f"no two stages in a row; {notes}")
+        return scheduled(profile, options, (Segment(able[0], last),)), stages
+    if decision == "selective" and case.measured:
+        options = [
+            next(option for option in stage.options if option.ops) if i in able else stage.keep
+            for i, stage in enumerate(profile.stages)
+        ]
+        return scheduled(profile, options), stages
+    plan = plan_of(profile, [option.name for option in options])  # type: ignore[misc]
+    if decision == "selective":
+        products = _products(_built(case), profile)
+        choices = tuple(
+            Decision("recompute", ops=products[name]) if choice.action == "recompute" and products.get(name) else choice
+            for name, choice in zip(plan.stages, plan.choices, strict=True)
+        )
+        if not any(choice.ops for choice in choices):
+            raise _NotPossible(f"no stage that can be recomputed has a product; {notes}")
+        plan = dataclasses.replace(plan, choices=choices)
+    return plan, stages
+
+
+def _products(odd: Odd, profile: Profile) -> dict[str, tuple[int, ...]]:
+    """Per stage, the numbers of its products, whose outputs a selective plan saves."""
+    found: dict[str, tuple[int, ...]] = {}
+    calls: collections.Counter[str] = collections.Counter()
+    stages = {stage.name.partition("#")[0] for stage in profile.stages if not stage.is_glue}
+
+    def runner(name: str) -> Callable[..., Any]:
+        def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            numbers: list[int] = []
+
+            def note(number: int, func: Any, given: Any, more: Any) -> Any:
+                if str(func).split(".")[1] in _PRODUCTS:
+                    numbers.append(number)
+                return func(*given, **more)
+
+            calls[name] += 1
+            with NumberedOps(note):
+                result = original(*args, **kwargs)
+            found[name if calls[name] == 1 else f"{name}#{calls[name]}"] = tuple(numbers)
+            return result
+
+        return run
+
+    modules = dict(odd.model.named_modules())
+    patches = [PatchedForward(modules[name], runner(name)) for name in stages]
+    with installed(patches), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inputs = odd.inputs if isinstance(odd.inputs, tuple) else (odd.inputs,)
+        odd.model(*inputs)
+    return found
+
+
+# ---------------------------------------------------------------- outcomes
+
+
+def outcome(name: str, decision: str) -> Outcome:
+    """What becomes of a case under a decision, one of `DECISIONS`.
+
+    Raises
+    ------
+    BadCase
+    """
+    case = CASES[name]
+    wanted = _wanted(name)
+    profile, after = _profile(name)
+    if decision == "profiled":
+        return after
+    if isinstance(profile, Exception):
+        return _failed(profile, case, before=True)
+    try:
+        plan, stages = _plan(case, profile, decision)
+        odd = _built(case)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            handle = ckptplan.apply(odd.model, plan)
+    except _NotPossible as why:
+        return Outcome("not possible", str(why))
+    except BadCase:
+        raise
+    except Exception as error:
+        return _failed(error, case, before=True)
+    peaks: list[int] | None = [] if case.measured else None
+    with handle:
+        try:
+            found = _train(odd, peaks)
+        except BadCase:
+            raise
+        except Exception as error:
+            return dataclasses.replace(_failed(error, case), stages=stages)
+        stats = handle.stats()
+    happened = stats.swapped_out_bytes if decision == "swap" else stats.recomputed_stages
+    found_out = dataclasses.replace(_compared(found, wanted), stages=stages)
+    if peaks and found_out.kind == "equal" and peaks[0] > plan.budget_bytes:
+        share = peaks[0] / plan.budget_bytes - 1
+        text = f"{peaks[0]} bytes measured, {plan.budget_bytes} planned ({share:+.1%})"
+        return Outcome("over", text, stages)
+    if found_out.kind == "equal" and not happened:
+        raise BadCase(f"{name}: nothing was moved or recomputed under {decision}, which was to be forced")
+    return found_out
+
+
+def _compared(found: dict[str, Any], wanted: dict[str, Any]) -> Outcome:
+    differing = _differing(found, wanted)
+    if not differing:
+        return Outcome("equal")
+    return Outcome("DIFFERENT", f"{len(differing)} of {len(wanted)} values, first {', '.join(differing[:4])}")
+
+
+def _failed(error: Exception, case: Case, *, before: bool = False) -> Outcome:
+    """The outcome of an error, by who raised it: this package on purpose, or anything else."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    ours = isinstance(error, CkptPlanError) and "failed while" not in str(error)
+    if not ours and isinstance(error, RuntimeError):
+        ours = _raised_on_purpose(error)
+    if ours and case.says is not None and case.says not in text:
+        return Outcome("raw error", f"{text} [doesn't mention {case.says!r}]")
+    return Outcome(("refused" if before else "error") if ours else "raw error", text)
+
+
+_PACKAGE = str(Path(ckptplan.__file__).parent)
+
+
+def _raised_on_purpose(error: BaseException) -> bool:
+    """Whether a `raise` statement of this package raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1] if frames else None
+    if last is None or not last.filename.startswith(_PACKAGE) or last.lineno is None:
+        return False
+    return linecache.getline(last.filename, last.lineno).lstrip().startswith("raise ")

@@ -1,0 +1,110 @@
+"""Steps whose peak may be above the plan's: gradients from before (item 9), fake sizes (10), checkpoints inside (11)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from small_models import Transformer
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from odd.harness import STEPS, Extras, Loop, Odd, case, plain_step
+from odd.layers import DEPTH
+
+Optimizers = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Optimizers] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
+
+
+def _wide() -> tuple[nn.Module, torch.Tensor]:
+    """Gradients as large as activations."""
+    blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Tanh()) for _ in range(DEPTH))
+    return nn.Sequential(*blocks), torch.randn(128, 64)
+
+
+def _transformer() -> tuple[nn.Module, torch.Tensor]:
+    return Transformer(depth=DEPTH), torch.randint(0, 50, (4, 32))
+
+
+MODELS = {"wide": _wide, "transformer": _transformer}
+
+
+def _trained(optimizer: torch.optim.Optimizer, micro_batches: int = 1, *, set_to_none: bool = True) -> Loop:
+    """A loop of steps of as many forwards and backwards, with an update at the end."""
+
+    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+        for _ in range(STEPS):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            losses = [plain_step(model, x) for _ in range(micro_batches)]
+            optimizer.step()
+            yield losses
+
+    return loop
+
+
+def _register(model: str, how: str, kind: str) -> None:
+    def build() -> Odd:
+        made, x = MODELS[model]()
+        optimizer = OPTIMIZERS[kind](made.parameters())
+        if how == "gradients_kept":
+            return Odd(made, x, _trained(optimizer, set_to_none=False), optimizer)
+        return Odd(made, x, _trained(optimizer, 2 if how == "two_micro_batches" else 1), optimizer)
+
+    build.__name__ = f"{how}_{model}_{kind}"
+    build.__doc__ = {
+        "gradients_kept": "`zero_grad(set_to_none=False)`: gradients are there when a step starts.",
+        "two_micro_batches": "Two micro-batches: gradients are there when the second one starts.",
+        "one_batch": "As it was profiled, for comparison.",
+    }[how]
+    case("9", measured=True)(build)
+
+
+for _model in MODELS:
+    for _how in ("one_batch", "gradients_kept", "two_micro_batches"):
+        for _kind in OPTIMIZERS:
+            _register(_model, _how, _kind)
+
+
+@case("10", measured=True)
+def fold() -> Odd:
+    """`F.fold`, whose result lies in a larger storage than its fake twin's."""
+
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4 * 9, 4 * 9)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            patches = F.unfold(x, 3, padding=1).transpose(1, 2)
+            return torch.tanh(F.fold(self.linear(patches).transpose(1, 2), (12, 12), 3, padding=1))
+
+    model = nn.Sequential(*(Stage() for _ in range(DEPTH)))
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    return Odd(model, torch.randn(4, 4, 12, 12), _trained(optimizer), optimizer)
+
+
+@case("11", measured=True)
+def checkpoint_inside() -> Odd:
+    """Non-reentrant checkpoints inside the layers."""
+
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+            self.drop = nn.Dropout(0.2)
+
+        def _block(self, x: torch.Tensor) -> torch.Tensor:
+            return self.drop(torch.tanh(self.down(F.gelu(self.up(x)))))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = checkpoint(self._block, x, use_reentrant=False)
+            return x + torch.sin(y)
+
+    model = nn.Sequential(*(Stage() for _ in range(DEPTH)))
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    return Odd(model, torch.randn(128, 64), _trained(optimizer), optimizer)

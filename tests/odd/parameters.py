@@ -1,0 +1,228 @@
+"""Parameters that change before the recompute (item 4), copies of layers (6), and models that register late (7)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from odd.harness import BATCH, STEPS, WIDTH, Extras, Loop, Odd, case, loss_of, plain_step, update
+from odd.layers import Layer, Normed, chain
+
+# ---------------------------------------------------------------- 4: changed before the recompute
+
+
+def _two_backwards(make: Callable[[Any], torch.optim.Optimizer]) -> Loop:
+    """A loop in which an optimizer steps between two backwards through one forward, as in adversarial training."""
+
+    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+        optimizer = make(model.parameters())
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            y = model(x)
+            first, second = loss_of(y[: BATCH // 2]), loss_of(y[BATCH // 2 :])
+            first.backward(retain_graph=True)
+            optimizer.step()
+            second.backward()
+            yield [first.detach(), second.detach()]
+
+    return loop
+
+
+@case("4")
+def fused_adamw_between_two_backwards() -> Odd:
+    """Fused AdamW steps between two backwards through one forward."""
+    return chain(Normed, _two_backwards(lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True)))
+
+
+@case("4")
+def fused_sgd_between_two_backwards() -> Odd:
+    """Fused SGD steps between two backwards through one forward."""
+    return chain(Normed, _two_backwards(lambda parameters: torch.optim.SGD(parameters, lr=0.5, fused=True)))
+
+
+def _between(change: Callable[[nn.Module], Any], back: Callable[[nn.Module], Any] = lambda model: None) -> Loop:
+    """A loop that calls `change` between forward and backward, and `back` behind it."""
+
+    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+        for _ in range(STEPS):
+            model.zero_grad()
+            loss = loss_of(model(x))
+            change(model)
+            loss.backward()
+            back(model)
+            update(model)
+            yield [loss.detach()]
+
+    return loop
+
+
+@case("4")
+def parameter_data_between_forward_and_backward() -> Odd:
+    """`p.data.mul_()` between forward and backward."""
+    return chain(Normed, _between(lambda model: [p.data.mul_(0.5) for p in model.parameters()]))
+
+
+def _frozen(model: nn.Module, name: str, frozen: bool) -> None:
+    model[1].get_parameter(name).requires_grad_(not frozen)  # type: ignore[index]
+
+
+def _thawed(name: str) -> Loop:
+    """A loop in which a parameter of the second layer is frozen in forward alone."""
+
+    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+        for _ in range(STEPS):
+            model.zero_grad()
+            _frozen(model, name, True)
+            loss = loss_of(model(x))
+            _frozen(model, name, False)
+            loss.backward()
+            update(model)
+            yield [loss.detach()]
+
+    return loop
+
+
+def _freezing(name: str) -> Loop:
+    """A loop in which a parameter of the second layer is frozen in backward alone."""
+    return _between(lambda model: _frozen(model, name, True), lambda model: _frozen(model, name, False))
+
+
+class _Scaled(Layer):
+    """With a parameter as large as an activation: what is saved for either looks alike."""
+
+    def set_up(self) -> None:
+        self.scale = nn.Parameter(torch.randn(BATCH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x) * self.scale)
+
+
+@case("4")
+def frozen_in_forward_and_thawed_before_backward() -> Odd:
+    """A weight that doesn't require gradients in forward and does in backward."""
+    return chain(Layer, _thawed("linear.weight"))
+
+
+@case("4")
+def frozen_in_forward_and_thawed_of_equal_shapes() -> Odd:
+    """The same of a parameter as large as an activation."""
+    return chain(_Scaled, _thawed("scale"))
+
+
+@case("4")
+def trained_in_forward_and_frozen_before_backward() -> Odd:
+    """A weight that requires gradients in forward and doesn't in backward."""
+    return chain(Layer, _freezing("linear.weight"))
+
+
+@case("4")
+def trained_in_forward_and_frozen_of_equal_shapes() -> Odd:
+    """The same of a parameter as large as an activation."""
+    return chain(_Scaled, _freezing("scale"))
+
+
+# ---------------------------------------------------------------- 6: copies
+
+
+@case("6")
+def copied_layer() -> Odd:
+    """`copy.copy` of a layer, which then gets weights of its own."""
+
+    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+        twin = copy.copy(model[1])  # type: ignore[index]
+        twin._modules = dict(twin._modules)
+        twin.linear = nn.Linear(WIDTH, WIDTH)
+        for _ in range(STEPS):
+            model.zero_grad()
+            loss = plain_step(model, x)
+            with torch.no_grad():
+                other = twin(x)
+            update(model)
+            yield [loss, other]
+
+    return chain(Layer, loop)
+
+
+@case("6")
+def copied_layer_that_is_trained() -> Odd:
+    """`copy.copy` of a layer, with weights of its own, trained beside the original."""
+
+    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+        twin = copy.copy(model[1])  # type: ignore[index]
+        twin._modules = dict(twin._modules)
+        twin.linear = nn.Linear(WIDTH, WIDTH)
+        for _ in range(STEPS):
+            model.zero_grad()
+            twin.zero_grad()
+            loss = loss_of(model(x))
+            loss.backward()
+            other = loss_of(twin(x))
+            other.backward()
+            update(model)
+            update(twin)
+            yield [loss.detach(), other.detach(), twin.linear.weight.grad, twin.linear.weight.detach()]
+
+    return chain(Layer, loop)
+
+
+# ---------------------------------------------------------------- 7: registered late
+
+
+@case("7")
+def layer_made_in_first_forward() -> Odd:
+    """A module that the first forward makes, of the size that it sees, and the model trains."""
+
+    class Stage(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.tanh(self.linear(x))
+            if not hasattr(self, "more"):
+                self.more = nn.Linear(x.shape[-1], x.shape[-1])
+            return x + torch.tanh(self.more(y))
+
+    return chain(Stage)
+
+
+@case("7")
+def parameter_made_in_first_forward() -> Odd:
+    """A parameter that the first forward registers."""
+
+    class Stage(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if "scale" not in self._parameters:
+                self.scale = nn.Parameter(torch.ones(x.shape[-1]))
+            return x + torch.tanh(self.linear(x) * self.scale)
+
+    return chain(Stage)
+
+
+@case("7")
+def buffer_made_in_first_forward() -> Odd:
+    """A table that the first forward computes and registers, and later ones read."""
+
+    class Stage(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not hasattr(self, "table"):
+                self.register_buffer("table", torch.linspace(0, 1, x.shape[-1]).sin())
+            return x + torch.tanh(self.linear(x) * self.table)
+
+    return chain(Stage)
+
+
+@case("7")
+def attribute_made_in_first_forward() -> Odd:
+    """A table that the first forward computes and keeps in a plain dictionary."""
+
+    class Stage(Layer):
+        def set_up(self) -> None:
+            self.tables: dict[int, dict[str, torch.Tensor]] = {0: {}}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if "sine" not in self.tables[0]:
+                self.tables[0]["sine"] = torch.linspace(0, 1, x.shape[-1]).sin()
+            return x + torch.tanh(self.linear(x) * self.tables[0]["sine"])
+
+    return chain(Stage)

@@ -1,0 +1,243 @@
+"""What surrounds a forward and is gone in backward (item 3): flags, modes, hooks; and stages without tensors (8)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from odd.harness import BATCH, STEPS, WIDTH, Extras, Odd, case, loss_of, one_forward_around, update
+from odd.layers import DEPTH, Layer, batch, chain
+
+
+@contextlib.contextmanager
+def _set(put: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+# ---------------------------------------------------------------- flags
+
+
+@case("3")
+def mkldnn_flags() -> Odd:
+    """Convolutions without oneDNN in forward alone."""
+
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = nn.Conv2d(8, 8, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.tanh(self.convolution(x))
+
+    without = functools.partial(torch.backends.mkldnn.flags, enabled=False)
+    model = nn.Sequential(*(Stage() for _ in range(DEPTH)))
+    return Odd(model, torch.randn(4, 8, 12, 12), one_forward_around(without))
+
+
+@case("3")
+def matmul_precision() -> Odd:
+    """Another precision of float32 products in forward alone, as a layer that goes by it sees it."""
+
+    class Stage(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            exact = torch.get_float32_matmul_precision() == "highest"
+            return x + torch.tanh(self.linear(x) if exact else self.linear(x).bfloat16().float())
+
+    medium = functools.partial(_set, torch.set_float32_matmul_precision, "medium", "highest")
+    return chain(Stage, one_forward_around(medium))
+
+
+@case("3")
+def default_dtype() -> Odd:
+    """Numbers are made in float64 in forward alone."""
+
+    class Stage(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.tanh(self.linear(x) * torch.full((WIDTH,), 0.1).sin().float())
+
+    double = functools.partial(_set, torch.set_default_dtype, torch.float64, torch.float32)
+    return chain(Stage, one_forward_around(double))
+
+
+class _Attention(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.linear(x).view(1, BATCH, 4, WIDTH // 4).transpose(1, 2)
+        return x + F.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(BATCH, WIDTH)
+
+
+@case("3")
+def attention_kernel_in_the_model() -> Odd:
+    """A model that runs its layers inside `sdpa_kernel`."""
+
+    class Model(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            with sdpa_kernel([SDPBackend.MATH]):
+                return super().forward(x)
+
+    return Odd(Model(*(_Attention() for _ in range(DEPTH))), batch())
+
+
+@case("3")
+def attention_kernel() -> Odd:
+    """`sdpa_kernel` around forward alone, of a model that is profiled without."""
+    return chain(_Attention, one_forward_around(lambda: sdpa_kernel([SDPBackend.MATH])))
+
+
+@case("3")
+def numpy_bit_generator() -> Odd:
+    """numpy's own generator draws other bits in backward than in forward."""
+
+    class Stage(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.tanh(self.linear(x) * np.random.randn())  # noqa: NPY002
+
+    @contextlib.contextmanager
+    def other_bits() -> Iterator[None]:
+        with _set(np.random.set_bit_generator, np.random.PCG64(3), np.random.get_bit_generator()):
+            yield
+
+    return chain(Stage, one_forward_around(other_bits))
+
+
+# ---------------------------------------------------------------- modes
+
+
+class _SineForTanh(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (torch.sin if func is torch.tanh else func)(*args, **(kwargs or {}))
+
+
+class _SmallerTanh(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 0.5 if func is torch.ops.aten.tanh.default else result
+
+
+@case("3")
+def function_mode() -> Odd:
+    """A mode on PyTorch's functions around forward alone."""
+    return chain(Layer, one_forward_around(_SineForTanh))
+
+
+@case("3")
+def dispatch_mode() -> Odd:
+    """A mode on operations around forward alone."""
+    return chain(Layer, one_forward_around(_SmallerTanh))
+
+
+# ---------------------------------------------------------------- hooks
+
+
+@case("3")
+def saved_tensors_hooks_of_the_user() -> Odd:
+    """Hooks that save what backward needs in half the bytes."""
+
+    def pack(tensor: torch.Tensor) -> Any:
+        return tensor.bfloat16() if tensor.is_floating_point() and not tensor.is_leaf else tensor
+
+    hooks = functools.partial(torch.autograd.graph.saved_tensors_hooks, pack, lambda packed: packed.float())
+    return chain(Layer, one_forward_around(hooks))
+
+
+@case("3")
+def hooks_that_remove_themselves() -> Odd:
+    """A forward hook of a layer's module that runs once in a step."""
+
+    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+        for _ in range(STEPS):
+            model.zero_grad()
+            for layer in model:  # type: ignore[attr-defined]
+
+                def once(module: nn.Module, given: Any, output: torch.Tensor, layer: Any = layer) -> torch.Tensor:
+                    layer.hook.remove()
+                    return output * 1.5
+
+                layer.hook = layer.linear.register_forward_hook(once)
+            loss = loss_of(model(x))
+            loss.backward()
+            for layer in model:  # type: ignore[attr-defined]
+                del layer.hook
+            update(model)
+            yield [loss.detach()]
+
+    return chain(Layer, loop)
+
+
+@case("3")
+def hooks_that_come_and_go() -> Odd:
+    """A forward hook of a layer's module that is there in forward alone."""
+
+    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+        for _ in range(STEPS):
+            model.zero_grad()
+            hooks = [
+                layer.linear.register_forward_hook(lambda module, given, output: output * 1.5)
+                for layer in model  # type: ignore[attr-defined]
+            ]
+            loss = loss_of(model(x))
+            for hook in hooks:
+                hook.remove()
+            loss.backward()
+            update(model)
+            yield [loss.detach()]
+
+    return chain(Layer, loop)
+
+
+@case("3")
+def forward_patched_for_a_while() -> Odd:
+    """Another forward of a layer's module in the model's forward alone."""
+
+    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+        for _ in range(STEPS):
+            model.zero_grad()
+            for layer in model:  # type: ignore[attr-defined]
+                layer.linear.forward = lambda x, former=layer.linear.forward: former(x) * 1.5
+            loss = loss_of(model(x))
+            for layer in model:  # type: ignore[attr-defined]
+                del layer.linear.forward
+            loss.backward()
+            update(model)
+            yield [loss.detach()]
+
+    return chain(Layer, loop)
+
+
+# ---------------------------------------------------------------- 8: no tensor among the arguments
+
+
+@case("8")
+def stages_without_tensor_arguments() -> Odd:
+    """Layers that are given a number, under autocast and with dropout."""
+
+    class Stage(Layer):
+        def set_up(self) -> None:
+            self.drop = nn.Dropout(0.3)
+
+        def forward(self, number: int) -> torch.Tensor:  # type: ignore[override]
+            x = torch.full((BATCH, WIDTH), float(number)) + torch.rand(BATCH, WIDTH)
+            return self.drop(torch.tanh(self.linear(x)))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Stage() for _ in range(DEPTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([layer(i).float() for i, layer in enumerate(self.layers)]).sum(0) * x
+
+    return Odd(Model(), torch.randn(BATCH, WIDTH), one_forward_around(lambda: torch.autocast("cpu", torch.bfloat16)))
