@@ -107,6 +107,11 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "bitwise.json",
     ),
     Experiment(
+        "odd_models",
+        "Odd but legal models and loops under every forced decision: equal, refused, an error, or silently wrong",
+        "odd_models.json",
+    ),
+    Experiment(
         "streams",
         "Models on several streams, planned, on an emulated device: bits, and what notices that a wait is missing",
         "streams.json",
@@ -822,8 +827,8 @@ AT_SCALE: dict[int, tuple[str, ...]] = {
     9: ("bitwise",),
     12: ("faults", "soak"),
     14: ("faults",),
-    17: ("bitwise",),
-    18: ("bitwise",),
+    17: ("bitwise", "odd_models"),
+    18: ("bitwise", "odd_models"),
     25: ("soak",),
     27: ("faults",),
     29: ("faults",),

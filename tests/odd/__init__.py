@@ -1,1 +1,5 @@
-"""Odd but legal models and training loops, and what becomes of each under every kind of decision (see `harness`)."""
+"""Odd but legal models and training loops, by what is odd about them, and what becomes of them (see `harness`)."""
+
+from odd import activations, errors, memory, parameters, state, surroundings
+
+__all__ = ["activations", "errors", "memory", "parameters", "state", "surroundings"]

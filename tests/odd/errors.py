@@ -71,8 +71,7 @@ def retained_gradient() -> Odd:
     class Stage(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = torch.tanh(self.linear(x))
-            if y.requires_grad:
-                y.retain_grad()
+            y.retain_grad()
             self.made = y
             return x + torch.sin(y)
 
@@ -140,7 +139,7 @@ def sparse_buffer() -> Odd:
     return chain(Stage)
 
 
-@case("errors", says="forward")
+@case("errors", says=("one forward", "Lazy"))
 def lazy_linear() -> Odd:
     """`LazyLinear`, which has no weights before the first forward."""
 
@@ -151,7 +150,7 @@ def lazy_linear() -> Odd:
     return chain(Stage)
 
 
-@case("errors")
+@case("errors", says=("itself", "recursi"))
 def recursive_stage() -> Odd:
     """A layer that calls itself."""
 
@@ -163,9 +162,9 @@ def recursive_stage() -> Odd:
     return chain(Stage)
 
 
-class _Symmetric(nn.Module):
+class _Bounded(nn.Module):
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.triu() + weight.triu(1).t()
+        return torch.tanh(weight)
 
 
 @case("errors")
@@ -183,7 +182,7 @@ def cached_parametrization_over_two_forwards() -> Odd:
 
     odd = chain(Layer, loop)
     for layer in odd.model:  # type: ignore[union-attr]
-        parametrize.register_parametrization(layer.linear, "weight", _Symmetric())
+        parametrize.register_parametrization(layer.linear, "weight", _Bounded())
     return odd
 
 

@@ -1,7 +1,8 @@
-"""Steps whose peak may be above the plan's: gradients from before (item 9), fake sizes (10), checkpoints inside (11)."""
+"""Peaks that may be above the plan's: gradients from before (item 9), fake sizes (10), checkpoints inside (11)."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from odd.harness import STEPS, Extras, Loop, Odd, case, plain_step
-from odd.layers import DEPTH
+from odd.layers import DEPTH, Layer, batch
 
 Optimizers = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Optimizers] = {
@@ -28,7 +29,7 @@ def _wide() -> tuple[nn.Module, torch.Tensor]:
 
 
 def _transformer() -> tuple[nn.Module, torch.Tensor]:
-    return Transformer(depth=DEPTH), torch.randint(0, 50, (4, 32))
+    return Transformer(depth=2), torch.randint(0, 50, (4, 32))
 
 
 MODELS = {"wide": _wide, "transformer": _transformer}
@@ -64,10 +65,10 @@ def _register(model: str, how: str, kind: str) -> None:
     case("9", measured=True)(build)
 
 
-for _model in MODELS:
-    for _how in ("one_batch", "gradients_kept", "two_micro_batches"):
-        for _kind in OPTIMIZERS:
-            _register(_model, _how, _kind)
+for _model, _how, _kind in itertools.product(MODELS, ("gradients_kept", "two_micro_batches"), OPTIMIZERS):
+    _register(_model, _how, _kind)
+_register("wide", "one_batch", "adamw")
+_register("transformer", "one_batch", "momentum")
 
 
 @case("10", measured=True)
@@ -108,3 +109,20 @@ def checkpoint_inside() -> Odd:
     model = nn.Sequential(*(Stage() for _ in range(DEPTH)))
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     return Odd(model, torch.randn(128, 64), _trained(optimizer), optimizer)
+
+
+@case("11")
+def checkpoint_around_stages() -> Odd:
+    """Non-reentrant checkpoints around the layers."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(DEPTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+            return x
+
+    return Odd(Model(), batch())

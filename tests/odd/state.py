@@ -208,9 +208,7 @@ def _with_draws(generator: Any) -> Any:
             model.zero_grad()
             loss = loss_of(model(x))
             loss.backward()
-            drawn = (
-                torch.rand(1, generator=generator) if isinstance(generator, torch.Generator) else generator.random()
-            )
+            drawn = torch.rand(1, generator=generator) if isinstance(generator, torch.Generator) else generator.random()
             yield [loss.detach(), drawn]
 
     return loop
