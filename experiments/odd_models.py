@@ -25,6 +25,8 @@ import documents
 import odd  # noqa: F401 - registers the cases
 from odd.harness import CASES, DECISIONS, ITEMS, outcome
 
+LONGEST = 300  # characters of a message in the file; some of PyTorch's list all of its kernels
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -51,7 +53,8 @@ def main() -> None:
                 "item": CASES[name].item,
                 "about": CASES[name].about,
                 "outcomes": {
-                    decision: {"kind": o.kind, "stages": o.stages, "detail": o.detail} for decision, o in found.items()
+                    decision: {"kind": o.kind, "stages": o.stages, "detail": o.detail[:LONGEST]}
+                    for decision, o in found.items()
                 },
             }
         )
