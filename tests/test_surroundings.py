@@ -16,8 +16,8 @@ from torch import nn
 from ckptplan.core.chain import Segment
 from ckptplan.core.plan import Decision
 from ckptplan.runtime.controller import Controller
-from ckptplan.runtime.recompute import Surroundings
 from ckptplan.runtime.stores import NULL_STORES
+from ckptplan.runtime.surroundings import Surroundings
 
 WIDTH, DEPTH = 8, 6
 AGAIN = Decision("recompute")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from ckptplan.runtime.generators import Generators
 from ckptplan.runtime.meter import KINDS, RECOMPUTE
 from ckptplan.runtime.own import storages_of
 from ckptplan.runtime.state import Attributes
-from ckptplan.runtime.streams import current_stream, run_on
+from ckptplan.runtime.surroundings import Surroundings
 from ckptplan.runtime.swap import Counters, modified_error, version_of
 
 _LEAVES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, type(None), torch.dtype, torch.device})
@@ -130,80 +129,6 @@ class Call:
         self._state = state
         self._counters.copied_bytes[self._index] = state.copied_bytes
         return result
-
-
-class Surroundings:
-    """What a forward depends on besides its module and arguments: random states, autocast, default device, stream.
-
-    A backward may ask for a recompute on another stream, that of an operation which the stage ran elsewhere by itself.
-
-    Parameters
-    ----------
-    device : torch.device
-        Its generator is kept, since a stage may draw from it without a tensor of that device among its arguments.
-    tensors : iterable of torch.Tensor
-        The generators of their devices are kept too.
-    """
-
-    def __init__(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
-        devices = {device, *(t.device for t in tensors)}
-        self._stream = current_stream(device)
-        self._random = torch.get_rng_state()
-        self._device_random = _device_states(d for d in devices if _has_generator(d))
-        self._default_device = _default_device()
-        self._autocast = [_autocast(kind) for kind in {"cpu", *(d.type for d in devices)} if _has_autocast(kind)]
-
-    @contextlib.contextmanager
-    def restored(self, tensors: Sequence[torch.Tensor] = ()) -> Iterator[None]:
-        """As it was, for a run on `tensors`; random states go on afterwards as if nothing had run inside."""
-        random, device_random = torch.get_rng_state(), _device_states(self._device_random)
-        try:
-            torch.set_rng_state(self._random)
-            _set_device_states(self._device_random)
-            with contextlib.ExitStack() as stack:
-                if self._stream is not None:
-                    stack.enter_context(run_on(self._stream, tensors))
-                for kind, dtype, enabled, caches in self._autocast:
-                    if _autocast(kind) != (kind, dtype, enabled, caches):
-                        stack.enter_context(torch.autocast(kind, dtype, enabled, caches))
-                if _default_device() != self._default_device:
-                    stack.enter_context(self._default_device)
-                yield
-        finally:
-            torch.set_rng_state(random)
-            _set_device_states(device_random)
-
-
-def _has_generator(device: torch.device) -> bool:
-    """Whether `device` has a generator of its own; asking CUDA for one would start it, where no tensor is real."""
-    return device.type not in ("cpu", "meta") and (device.type != "cuda" or torch.cuda.is_initialized())
-
-
-def _device_states(devices: Iterable[torch.device]) -> dict[torch.device, torch.Tensor]:
-    return {device: torch.get_device_module(device).get_rng_state(device) for device in devices}
-
-
-def _set_device_states(states: dict[torch.device, torch.Tensor]) -> None:
-    for device, state in states.items():
-        torch.get_device_module(device).set_rng_state(state, device)
-
-
-_CPU = torch.device("cpu")
-
-
-def _default_device() -> torch.device:
-    """Where tensors are made by default, which only a mode on PyTorch's functions changes."""
-    return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
-
-
-@functools.cache
-def _has_autocast(kind: str) -> bool:
-    return kind != "meta" and torch.amp.is_autocast_available(kind)
-
-
-def _autocast(kind: str) -> tuple[str, torch.dtype, bool, bool]:
-    """Autocast's state for a kind of device, as its constructor takes it."""
-    return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
 
 
 class _State:
