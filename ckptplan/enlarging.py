@@ -131,7 +131,7 @@ class Enlarger:
                     training = replace(training, kwargs=kwargs)
                     training.on_device(target.device)
                     if args is not call[0]:
-                        with restored(self._model), as_ours(training, "tracing"):
+                        with restored(self._model, training.reached()), as_ours(training, "tracing"):
                             require_in_range(training, target)
                     job = job_of_step(training, (), target, self._optimizer, self._swap_dir, True, self._limits)
                     plan = job.solved(self._budget_bytes)

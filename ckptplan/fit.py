@@ -520,7 +520,7 @@ class _Search:
             peak = found.measured.needed_bytes + missing
         else:
             found = None
-            with restored(model) as rewind, training_config(model):
+            with training_config(model), restored(model, step.reached()) as rewind:
                 rewind()
                 tensors = [*held_tensors(model), *optimizer_tensors(optimizer), *step.tensors()]
                 held = unique_bytes(tensors, device)

@@ -27,7 +27,7 @@ from ckptplan.runtime.apply import Handle, OnOom
 from ckptplan.runtime.apply import apply as apply_plan
 from ckptplan.runtime.measure import held_tensors, run_step, unique_bytes
 from ckptplan.runtime.state import restored
-from ckptplan.runtime.step import LossFn, fingerprint, make_step
+from ckptplan.runtime.step import LossFn, fingerprint, make_step, training_config
 from ckptplan.solving.peak import check_request
 
 
@@ -199,7 +199,11 @@ def trace(
     require_plan(plan)
     training = make_step(model, inputs, loss_fn=loss_fn, step=step)
     plan.fingerprint.require(fingerprint(training))
-    with restored(model) as rewind, apply(model, plan, swap_dir=swap_dir, profile=profile) as handle:
+    with (
+        training_config(model),
+        restored(model, training.reached()) as rewind,
+        apply(model, plan, swap_dir=swap_dir, profile=profile) as handle,
+    ):
         for _ in range(warm_up):
             rewind()
             run_step(training)

@@ -18,7 +18,7 @@ import ckptplan
 from ckptplan.core.chain import Segment
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import Decision, Plan
-from ckptplan.runtime.state import Attributes
+from ckptplan.runtime.cells import Snapshot
 
 WIDTH = 64
 HOW = ("recompute", "segment")
@@ -300,7 +300,7 @@ def test_sameness_is_told_by_identity() -> None:
     module = nn.Module()
     module.tensors = [torch.ones(2)]  # type: ignore[assignment]
     module.names = {"a"}  # type: ignore[assignment]
-    held = Attributes([module])
+    held = Snapshot([module])
     module.tensors[0] = torch.ones(2)  # type: ignore[index, operator]
     module.names.add("b")  # type: ignore[operator, union-attr]
     module.extra = 1  # type: ignore[assignment]

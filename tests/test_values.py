@@ -210,7 +210,7 @@ def test_estimates_hold_too(name: str) -> None:
     make, asks = MODELS[name]
     model, inputs = make()
     step = make_step(model, inputs)
-    with restored(model) as rewind, training_config(model):
+    with training_config(model), restored(model) as rewind:
         rewind()
         run_step(step)
         rewind()
@@ -220,7 +220,7 @@ def test_estimates_hold_too(name: str) -> None:
     peak = max(found.phase("forward").peak_bytes, found.phase("backward").peak_bytes)
     assert 0.98 * measured <= peak <= 1.02 * measured
     assert any(asks in note for note in found.notes)
-    with restored(model) as rewind, training_config(model), torch.no_grad():
+    with training_config(model), restored(model) as rewind, torch.no_grad():
         rewind()
         measured = unique_bytes([*model.parameters(), *model.buffers(), *step.tensors()])
         measured += peak_above_start(step.forward, CPU)

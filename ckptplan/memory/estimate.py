@@ -152,7 +152,7 @@ def estimate(
         plan=plan,
         notes=notes,
     )
-    with restored(model) as rewind, training_config(model), as_ours(training, "being estimated"):
+    with training_config(model), restored(model, training.reached()) as rewind, as_ours(training, "being estimated"):
         rewind()
         return answered(lambda: run.estimate(rewind, settings), training, target, rewind)
 
@@ -206,7 +206,11 @@ class TrainingBytes:
 
     def peaks(self, step: TrainingStep, plan: Plan | None = None) -> DeviceBytes:
         """The same by all of the allocator's accounts; on the CPU they are one."""
-        with restored(self.model) as rewind, training_config(self.model), as_ours(step, "being estimated"):
+        with (
+            training_config(self.model),
+            restored(self.model, step.reached()) as rewind,
+            as_ours(step, "being estimated"),
+        ):
             rewind()
             run = _Run(
                 step,

@@ -42,7 +42,7 @@ from ckptplan.profiling.answers import (
 from ckptplan.profiling.compiled import compiled_as_noted
 from ckptplan.profiling.operations import TensorSpec, op_key
 from ckptplan.profiling.target import ON_CPU, Target
-from ckptplan.runtime.state import Attributes
+from ckptplan.runtime.state import kept
 
 _MISREPORTED = {
     torch.ops.aten.mkldnn_rnn_layer.default,
@@ -357,7 +357,7 @@ def fake_parameters(model: nn.Module, world: FakeWorld, *, accumulating: bool = 
                                 twin.grad = torch.empty_like(twin, requires_grad=False)
                     saved.append((table, name, tensor))
                     table[name] = twins[id(tensor)]  # type: ignore[assignment]
-        with Attributes(model.modules()).restored():  # a forward may leave fake tensors in them
+        with kept(model):  # a forward may leave fake tensors
             yield
     finally:
         for table, name, tensor in saved:

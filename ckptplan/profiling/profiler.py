@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,7 @@ def profile_step(
 ) -> Profile:
     """`profile` of a step that is put together already; `notes` go into the profile."""
     report = on_progress or (lambda text: None)
-    with restored(training.model) as rewind, training_config(training.model):
+    with training_config(training.model), restored(training.model, training.reached()) as rewind:
         rewind()
         with as_ours(training, "tracing"):
             found = _profile(training, optimizer, target, swap_dir, menus, list(notes), report, rewind)
@@ -166,7 +166,7 @@ def replayed_bytes(step: TrainingStep, plan: Plan, target: Target) -> int:
     Found by a replay that counts tensors and allocates none. Temporaries inside operations are not in it, so it is at
     most the real peak; the chain's figure has them.
     """
-    with restored(step.model) as rewind, training_config(step.model):
+    with training_config(step.model), restored(step.model, step.reached()) as rewind:
         rewind()
         seen = answered(
             lambda: replay(step, plan.stages, plan.choices, target, segments=plan.segments), step, target, rewind
@@ -201,8 +201,9 @@ def _profile(
         again.setdefault(stage.kind, {}).update(
             (o.ops, tuple(chain.storages[s].nbytes for s in o.saved)) for o in stage.options if o.recomputes
         )
-    times, launches = time_stages(step, kinds, again, target.device, rewind)
+    times, launches, unlike = time_stages(step, kinds, again, target.device, rewind)
     rewind()
+    chain = _without_recompute(chain, unlike)
     report("measuring bandwidth")
     # Two blocks are on the device at once: within what the largest stage adds in any plan.
     largest = max(stage.keep.forward_bytes for stage in chain.stages)
@@ -222,6 +223,21 @@ def _profile(
     )
 
 
+def _without_recompute(chain: Profile, unlike: Mapping[str, str]) -> Profile:
+    """`chain` without the options that run stages of some kinds again, and notes that say why."""
+    if not unlike:
+        return chain
+    stages = tuple(
+        dataclasses.replace(stage, options=tuple(o for o in stage.options if not o.recomputes), linked=())
+        if stage.kind in unlike
+        else stage
+        for stage in chain.stages
+    )
+    first = {stage.kind: stage.name for stage in reversed(chain.stages)}
+    notes = tuple(f"{first[kind]} and its like can't be recomputed: {why}" for kind, why in unlike.items())
+    return dataclasses.replace(chain, stages=stages, notes=(*chain.notes, *notes))
+
+
 def planned_profiles(
     step: TrainingStep, optimizer: OptimizerLike | None, target: Target, devices: Sequence[Device]
 ) -> list[Profile]:
@@ -232,7 +248,7 @@ def planned_profiles(
     target : Target
         One of the devices; they all have its `byte_class`.
     """
-    with restored(step.model) as rewind, training_config(step.model):
+    with training_config(step.model), restored(step.model, step.reached()) as rewind:
         rewind()
         with as_ours(step, "tracing"):
             chain, times = _traced(step, optimizer, target, menus=False, devices=devices, rewind=rewind)
@@ -248,7 +264,7 @@ def traced_bytes(step: TrainingStep, optimizer: OptimizerLike | None, target: Ta
 
     Nothing is timed: every stage takes a second in each direction, and the link a billion bytes a second.
     """
-    with restored(step.model) as rewind, training_config(step.model):
+    with training_config(step.model), restored(step.model, step.reached()) as rewind:
         rewind()
         with as_ours(step, "tracing"):
             chain, _ = _traced(step, optimizer, target, menus=False, devices=(), rewind=rewind)

@@ -16,9 +16,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.profiling.stopwatch import Span, Stopwatch, Took
+from ckptplan.runtime.cells import Changing, Snapshot, below
 from ckptplan.runtime.frames import run_recomputed
 from ckptplan.runtime.patching import PatchedForward, installed
+from ckptplan.runtime.recompute import Call
 from ckptplan.runtime.step import TrainingStep, without_graph
 from ckptplan.runtime.swap import Counters
 
@@ -35,6 +38,48 @@ _ROUNDS = 3
 _LEAST = 0.02
 """Least share of forward that a recompute with saved outputs is taken to cost, whatever the noise says."""
 _STAGE_S = 0.5  # enough measured time per kind and quantity
+
+
+def why_not_again(
+    module: nn.Module,
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+) -> str | None:
+    """Why a stage can't run again as a recompute does; None if it can.
+
+    It runs twice on the same inputs, the second time from what the runtime has kept of the first. Outputs are compared
+    bit for bit, and what the stage's code can reach by its contents.
+    """
+    call = Call(module, original, Counters(), device)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
+            tensors = call.split(args, kwargs)
+            first = _tensors(call(*tensors))
+            after = Snapshot(below(module), (args, kwargs), changing=Changing(), searches=True)
+            second = _tensors(call(*tensors))
+    except UnsupportedModelError as error:
+        return str(error)
+    if len(first) != len(second) or not all(map(_same_bits, first, second)):
+        return (
+            "its outputs are others when it runs again on the same inputs: it reads or draws from what can't be put "
+            "back (a global variable, a file, a clock), or one of its kernels gives other bits each time"
+        )
+    left = after.differences()
+    return f"another run leaves a trace in {', '.join(left)}" if left else None
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    return [t.detach() for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if torch.equal(a, b):
+        return True
+    return a.is_floating_point() and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 @dataclass
@@ -81,6 +126,7 @@ class _Timing:
         self.names = tuple(kinds)
         self.samples: dict[tuple[str, Way, str], list[Took]] = {}
         self.otherwise: set[tuple[str, Way]] = set()  # what ran other operations than were traced
+        self.unlike: dict[str, str] = {}  # kinds that can't run again, and why
         self.glue: dict[tuple[str, int], list[Took]] = {}
         self.anchors: list[torch.Tensor] = []
         self.done: set[str] = set()
@@ -194,6 +240,13 @@ class _Timing:
             return made[id(tensor)]
 
         again = self.again.get(kind, {})
+        if self.repeats == 1 and () in again:
+            new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, fresh, (args, kwargs))
+            found = why_not_again(module, original, new_args, new_kwargs, self.device)
+            if found is not None:
+                self.unlike[kind] = found
+        if kind in self.unlike:
+            again = {}
         ways: list[Way] = [None, *(way for way in again if (kind, way) not in self.otherwise)]
         parameters = [p for p in module.parameters() if p.requires_grad]
         # A weight that a hook has made lies outside of the stage, and its graph can't run backward each time.
@@ -255,8 +308,8 @@ def time_stages(
     again: dict[str, Again],
     device: torch.device,
     rewind: Callable[[], None],
-) -> tuple[Times, Times]:
-    """Measure `step` stage by stage.
+) -> tuple[Times, Times, dict[str, str]]:
+    """Measure `step` stage by stage, and run each once more to see that it can run again.
 
     Parameters
     ----------
@@ -270,16 +323,18 @@ def time_stages(
 
     Returns
     -------
-    tuple of Times
+    Times, Times
         Medians, of the device and of the host that launches its work (0 on the CPU). Glue is keyed by the stage that
         follows it (their number: after the last one).
+    dict
+        Kinds that can't be recomputed -> why: another run, from what the first one found, isn't like it.
     """
     timing = _Timing(step, kinds, again, device, rewind)
     timing.round(1)  # warm-up
     for _ in range(_ROUNDS - 1):
         timing.round(0)
     timing.round(3)
-    return _medians(timing, COMPUTE), _medians(timing, LAUNCH)
+    return _medians(timing, COMPUTE), _medians(timing, LAUNCH), timing.unlike
 
 
 def _medians(timing: _Timing, lane: int) -> Times:
@@ -291,6 +346,7 @@ def _medians(timing: _Timing, lane: int) -> Times:
         forward_s = out.forward_s[kind] = statistics.median(t[lane] for t in timing.samples[kind, None, "forward"])
         out.backward_s[kind] = statistics.median(t[lane] for t in timing.samples[kind, None, "backward"])
         ways = [way for way in timing.again.get(kind, {}) if (kind, way) not in timing.otherwise]
+        ways = [] if kind in timing.unlike else ways
         if lane == LAUNCH:  # Python's share of a recompute is the same whatever the device saves of its work
             out.recompute_s.update(((kind, way), max(timing.excess_s(kind, way, lane), 0.0)) for way in ways)
             continue

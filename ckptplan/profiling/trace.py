@@ -37,6 +37,7 @@ from ckptplan.profiling.target import Target
 from ckptplan.profiling.timing import Times
 from ckptplan.profiling.tracker import SegmentTrace, Sid, Tracker, owners_of_a_lone_gradient
 from ckptplan.runtime.controller import Controller, is_glue
+from ckptplan.runtime.recompute import shares_containers
 from ckptplan.runtime.shapes import input_tensors
 from ckptplan.runtime.step import TrainingStep
 from ckptplan.runtime.stores import NULL_STORES
@@ -142,7 +143,8 @@ class _Watcher:
         self._segments[stage] = self._position
         self._tracker.enter_segment(self._position)
         leaves = pytree.tree_leaves((args, kwargs))
-        if any(isinstance(leaf, Iterator) for leaf in leaves):
+        module = self._modules[stage]
+        if any(isinstance(leaf, Iterator) for leaf in leaves) or (module and shares_containers(module, args, kwargs)):
             self._replay.modifies.add(self._position)
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
         self._given = [(t, t._version) for t in [*tensors, *_tensor_attributes(self._modules[stage])]]

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.runtime.cells import Snapshot, Tables, alone, below, changing
 from ckptplan.runtime.generators import Generators
 from ckptplan.runtime.meter import KINDS, RECOMPUTE
 from ckptplan.runtime.own import storages_of
-from ckptplan.runtime.state import Attributes
 from ckptplan.runtime.surroundings import Surroundings
-from ckptplan.runtime.swap import Counters, modified_error, version_of
+from ckptplan.runtime.swap import Counters, Geometry, modified_error, version_of, whole_storage
 
 _LEAVES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, type(None), torch.dtype, torch.device})
 """Types of arguments inside which nothing lies."""
@@ -56,6 +58,9 @@ class Call:
         self._surroundings: Surroundings | None = None
         self._state: _State | None = None
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._others: list[Any] = []
+        self._containers: set[int] = set()
+        self._named: list[tuple[int, dict[str, Any]]] = []
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Keep the arguments but for the tensors anywhere in them, each of which is returned once, in order.
@@ -72,6 +77,8 @@ class Call:
             self._form = len(args), tuple(kwargs)
         else:
             leaves, self._form = pytree.tree_flatten((args, kwargs))
+            self._others = [leaf for leaf in leaves if type(leaf) not in _LEAVES and not isinstance(leaf, torch.Tensor)]
+            self._containers = set(_containers((*args, *kwargs.values())))
             used_up = next((leaf for leaf in leaves if isinstance(leaf, Iterator)), None)
             if used_up is not None:
                 raise UnsupportedModelError(
@@ -85,6 +92,11 @@ class Call:
                 places.setdefault(id(leaf), []).append(i)
         self._where = [tuple(same) for same in places.values()]
         tensors = [leaves[same[0]] for same in self._where]
+        self._named = [
+            (i, {name: alone(value) for name, value in vars(t).items()})
+            for i, t in enumerate(tensors)
+            if type(t) is torch.Tensor and vars(t)
+        ]
         self._rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return tensors
 
@@ -98,6 +110,8 @@ class Call:
             return self._run_first(args, kwargs)
         assert self._surroundings is not None
         as_it_was = self._surroundings.restored(tensors)
+        for i, attributes in self._named:
+            vars(tensors[i]).update(attributes)
         leaves = list(self._rest)
         for same, tensor in zip(self._where, tensors, strict=True):
             for i in same:
@@ -123,7 +137,12 @@ class Call:
 
     def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._counters.runs[self._index] += 1
-        state = _State(self._module)
+        state = _State(self._module, self._others)
+        if not self._containers.isdisjoint(state.cells):
+            raise UnsupportedModelError(
+                f"a {type(self._module).__name__} that is to run again gets a container which is also one of its "
+                "attributes, and which it couldn't be given again as it was; pass it a copy, or keep this stage"
+            )
         result = self._original(*args, **kwargs)
         state.forward_done()
         self._state = state
@@ -131,16 +150,39 @@ class Call:
         return result
 
 
-class _State:
-    """What a stage's forward reads besides its inputs: parameters, buffers, attributes, random generators."""
+def _containers(values: Iterable[Any]) -> Iterator[int]:
+    """Identities of the lists, dictionaries and the like among arguments, which are made anew for another run."""
+    for value in values:
+        if isinstance(value, (list, dict, collections.deque)):
+            yield id(value)
+        if isinstance(value, (list, tuple, dict, collections.deque)):
+            yield from _containers(value.values() if isinstance(value, dict) else value)
 
-    def __init__(self, module: nn.Module) -> None:
-        modules = _modules(module)
-        self._attributes = Attributes(modules)
-        self._generators = Generators(self._attributes.generators)
-        self._tensors = [(name, t, version_of(t)) for name, t in self._attributes.tensors]
-        self._modules = modules
-        self._children = [(m, m._modules.copy()) for m in modules if m._modules]
+
+def shares_containers(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a list, a dictionary or the like is an argument of a stage and an attribute of it too."""
+    given = set(_containers((*args, *kwargs.values())))
+    return bool(given) and not given.isdisjoint(Snapshot(below(module), changing=changing(module)).cells)
+
+
+class _State:
+    """What a stage's forward reads besides its inputs: parameters, buffers, attributes, random generators.
+
+    Parameters
+    ----------
+    arguments : iterable
+        Objects among the stage's arguments that it may change.
+    """
+
+    def __init__(self, module: nn.Module, arguments: Iterable[Any] = ()) -> None:
+        self._changing = changing(module)
+        modules = below(module)
+        self._is_real = not any(isinstance(t, FakeTensor) for m in modules for t in m._parameters.values())
+        self._searches = self._is_real and self._changing.searches()
+        self._cells = Snapshot(modules, arguments, self._changing, self._searches)
+        modules = self._cells.modules
+        self._tables = Tables(modules)
+        self._generators = Generators(self._cells.generators)
         self._parameters = [
             (m, name, p, version_of(p), _storages(p))
             for m in modules
@@ -148,25 +190,43 @@ class _State:
             for name, p in m._parameters.items()
             if p is not None
         ]
+        self._counts = [(m, len(m._parameters)) for m in modules]
         # Copies, since only after the forward is it known which buffers it updates; the others' go at once then.
         self._before = [
-            (m, name, buffer, version_of(buffer), buffer.detach().clone())
+            (m, name, buffer, version_of(buffer))
             for m in modules
             if m._buffers
             for name, buffer in m._buffers.items()
             if buffer is not None
         ]
-        self._updated: list[tuple[nn.Module, str, torch.Tensor]] = []
-        self._untouched: list[tuple[nn.Module, str, torch.Tensor, int]] = []
+        self._copies = _copies([buffer for _, _, buffer, _ in self._before])
+        own = {id(buffer) for _, _, buffer, _ in self._before}
+        self._tensors = [(name, t, version_of(t)) for name, t in self._cells.tensors if id(t) not in own]
+        self._untouched: list[tuple[torch.Tensor, int]] = []
+
+    @property
+    def cells(self) -> set[int]:
+        """Identities of the containers and objects that the stage's modules and arguments lead to."""
+        return self._cells.cells
 
     def forward_done(self) -> None:
         """Tell the buffers that the forward updated (running statistics, load counters) from the others."""
-        for m, name, buffer, version, copy in self._before:
+        if self._searches:
+            self._cells.note_changes()
+        updated: set[int] = set()  # storages
+        for m, name, buffer, version in self._before:
             # Batch norm's kernels update running statistics without a new version.
-            if m._buffers.get(name) is not buffer or version_of(buffer) != version or isinstance(m, _NormBase):
-                self._updated.append((m, name, copy))
-            else:
-                self._untouched.append((m, name, buffer, version))
+            if (
+                m._buffers.get(name) is not buffer
+                or version_of(buffer) != version
+                or isinstance(m, _NormBase)
+                or self._was_seen_written(m, name, buffer)
+            ):
+                updated.add(_storage_key(buffer))
+        for _, _, buffer, version in self._before:
+            if _storage_key(buffer) not in updated:
+                self._untouched.append((buffer, version))
+                self._copies.pop(id(buffer), None)
         self._before = []
         self._generators.settle()
         for name, tensor, version in self._tensors:
@@ -176,10 +236,22 @@ class _State:
                     "kept; register it as a buffer, or keep this stage"
                 )
 
+    def _was_seen_written(self, m: nn.Module, name: str, buffer: torch.Tensor) -> bool:
+        """Whether a forward has been seen to write to a buffer without a new version: through `.data`, say."""
+        known = self._changing.buffers.get(m, ())
+        if name in known or not self._searches or type(buffer) is FakeTensor or buffer.is_meta:
+            return name in known
+        copy = self._copies[id(buffer)]
+        if buffer.layout is not torch.strided or torch.equal(copy, buffer):
+            return False
+        self._changing.buffers.setdefault(m, set()).add(name)
+        return True
+
     @property
     def copied_bytes(self) -> tuple[int, ...]:
-        """Sizes of the buffers that the forward updates."""
-        return tuple(copy.untyped_storage().nbytes() for _, _, copy in self._updated)
+        """Sizes of the copies of buffers that the forward updates."""
+        storages = {_storage_key(copy): copy for copy in self._copies.values()}
+        return tuple(_nbytes(copy) for copy in storages.values())
 
     @contextlib.contextmanager
     def as_in_forward(self) -> Iterator[None]:
@@ -202,49 +274,71 @@ class _State:
                     f"the data of parameter {name!r} {list(p.shape)} was replaced between forward and backward, which "
                     "runs this stage again with it: the gradient would be another; write to .data between steps"
                 )
-        for _, _, buffer, version in self._untouched:
+        for buffer, version in self._untouched:
             if version_of(buffer) != version:
                 raise modified_error(buffer.shape, version, version_of(buffer))
         for _, tensor, version in self._tensors:
             if version_of(tensor) != version:
                 raise modified_error(tensor.shape, version, version_of(tensor))
-        tables: list[dict[str, Any]] = [
-            table
-            for m in self._modules
-            for table in (m._buffers, m._parameters, m._modules)  # type: ignore[list-item]
-        ]
-        now = [(table, table.copy()) for table in tables if table]
-        for m, children in self._children:
-            m._modules.update(children)
+        instead = _cloned(self._copies)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._tables.put(instead))
+            stack.callback(self._put_parameters())
+            stack.callback(self._generators.put())
+            stack.callback(self._cells.put(instead))
+            yield
+
+    def _put_parameters(self) -> Callable[[], None]:
+        now: list[tuple[nn.Module, str, Any]] = []
+        for m, count in self._counts:
+            if len(m._parameters) > count:  # the forward has registered more
+                now += [(m, name, m._parameters.pop(name)) for name in list(m._parameters)[count:]]
         for m, name, p, _, _ in self._parameters:
             # Parameters are a sharded unit's to replace: where it has gathered or freed them since, others are right.
             present = m._parameters.get(name)
             if present is not p and is_traceable_wrapper_subclass(present) == is_traceable_wrapper_subclass(p):
+                now.append((m, name, present))
                 m._parameters[name] = p
-        for m, name, copy in self._updated:
-            m._buffers[name] = copy.clone()
-        for m, name, buffer, _ in self._untouched:
-            m._buffers[name] = buffer
-        back = self._generators.put()
-        try:
-            with self._attributes.restored():
-                yield
-        finally:
-            back()
-            for table, former in now:
-                table.update(former)
+
+        def back() -> None:
+            for m, name, present in now:
+                m._parameters[name] = present
+
+        return back
 
 
-def _modules(module: nn.Module) -> list[nn.Module]:
-    """`module` and what lies below it, each once: `module.modules()` in a fraction of its time."""
-    found = [module]
-    known = {id(module)}
-    for m in found:
-        for child in m._modules.values():
-            if child is not None and id(child) not in known:
-                known.add(id(child))
-                found.append(child)
+def _storage_key(tensor: torch.Tensor) -> int:
+    """A tensor's storage, as long as it is alive; the tensor itself where it has none of its own."""
+    if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+        return id(tensor)
+    return tensor.untyped_storage()._cdata
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return sum(storage.nbytes() for storage in storages_of(tensor))
+
+
+def _copies(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Copies by the identity of the original; those that share memory go on sharing it."""
+    sharing: dict[int, list[torch.Tensor]] = {}
+    for tensor in {id(t): t for t in tensors}.values():
+        sharing.setdefault(_storage_key(tensor), []).append(tensor)
+    found: dict[int, torch.Tensor] = {}
+    for same in sharing.values():
+        if len(same) == 1:
+            found[id(same[0])] = same[0].detach().clone()
+            continue
+        whole = whole_storage(same[0]).clone()
+        found.update((id(tensor), Geometry.of(tensor).on(whole)) for tensor in same)
     return found
+
+
+def _cloned(copies: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """`copies` anew, by the same keys."""
+    if not copies:
+        return {}
+    again = _copies(copies.values())
+    return {key: again[id(copy)] for key, copy in copies.items()}
 
 
 def _storages(parameter: torch.Tensor) -> Any:

@@ -6,6 +6,8 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from inspect import getclosurevars
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -110,6 +112,11 @@ class TrainingStep:
     def tensors(self) -> list[torch.Tensor]:
         """Input tensors."""
         return [t for t in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(t, torch.Tensor)]
+
+    def reached(self) -> list[Any]:
+        """Objects besides the model that running the step may change."""
+        functions = [f for f in (self.fn, self.loss_fn) if isinstance(f, FunctionType)]
+        return [self.args, self.kwargs, *(value for f in functions for value in getclosurevars(f).nonlocals.values())]
 
     def on_device(self, device: torch.device) -> None:
         """Raise `InvalidInputError` if an input lies neither where the model does nor on the host.

@@ -207,7 +207,11 @@ def verify(
     device = model_device(model)
     training.on_device(device)
     plan.fingerprint.require(fingerprint(training))
-    with restored(model) as rewind, training_config(model), apply(model, plan, swap_dir=swap_dir) as handle:
+    with (
+        training_config(model),
+        restored(model, training.reached()) as rewind,
+        apply(model, plan, swap_dir=swap_dir) as handle,
+    ):
         rewind()
         outside = training.tensors() if step is None else _read_from_outside(training, rewind)
         held_bytes = unique_bytes([*held_tensors(model), *optimizer_tensors(optimizer), *outside], device)

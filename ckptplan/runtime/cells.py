@@ -1,0 +1,495 @@
+"""Python state that code can reach and change: kept as it was, and put back into the very objects.
+
+NOTE [Cells]
+A *cell* is an object whose contents change while it stays the same object: a module with its attributes, a list, a
+dictionary, a set, a deque, the data attributes of a class, an array, an object with attributes of its own.
+
+1. A `Snapshot` has the contents of cells, by reference but for arrays. They are put back into the cells themselves, so
+   that all who share a cell (two modules with one list) go on sharing it. A container with tensors that have graphs is
+   held as a copy without them: the snapshot lives as long as a graph, and the original would lead to others.
+2. It finds cells from modules, at every call: through attributes and class attributes, through containers of any depth,
+   and through modules that lie in them. Of a module that contains the one it is found from, a parent, the attributes
+   alone are looked at.
+3. Other objects (a configuration, a trainer), and functions with the variables that they enclose, lead to any number of
+   others, so they are looked at in *searches* alone.
+   Those that a stage was seen to change are cells of that stage from then on (`Changing`).
+4. Tensors aren't cells: what a write to one is, versions and copies tell (`_State` in recompute.py). A snapshot names
+   those that it met, and holds them without their graphs, which may hold the cells in turn.
+5. Generators have states of their own (generators.py); a snapshot names those that it met.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import functools
+import inspect
+import operator
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ckptplan.runtime.generators import KINDS as GENERATORS
+
+SEARCH_LIMIT = 4096  # objects that one search looks at: a trainer leads to all of a training
+ARRAY_LIMIT = 1 << 20  # bytes of an array that is copied at every call
+
+_MODULES_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"forward", "_compiled_call_impl"}
+"""Attributes of every module, which have rules of their own or don't change from call to call."""
+
+_ATOMS = frozenset(
+    {
+        bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice,
+        torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format,
+        type, types.ModuleType, types.BuiltinFunctionType,
+    }
+)  # fmt: skip
+"""Types of most attributes, which don't change and lead nowhere."""
+
+_SEARCHED_NOT = ("torch", "builtins", "threading", "_thread", "weakref", "logging", "_io", "ckptplan", "enum", "re")
+"""Packages whose classes' objects are no state of a model's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How the contents of a kind of cell are read, written and looked through."""
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], None]
+    values: Callable[[Any], Iterable[Any]] = tuple
+
+
+def _write_items(cell: Any, contents: Any) -> None:
+    cell.clear()
+    cell.update(contents)
+
+
+def _write_deque(cell: Any, contents: Any) -> None:
+    cell.clear()
+    cell.extend(contents)
+
+
+def _write_class(cell: type, contents: Mapping[str, Any]) -> None:
+    for name in _data_of(cell).keys() - contents.keys():
+        delattr(cell, name)
+    for name, value in contents.items():
+        if vars(cell).get(name, cell) is not value:
+            setattr(cell, name, value)
+
+
+def _closure_of(function: types.FunctionType) -> dict[str, Any]:
+    """The variables of an outer function that a function uses."""
+    return dict(inspect.getclosurevars(function).nonlocals)
+
+
+def _write_closure(function: types.FunctionType, contents: Mapping[str, Any]) -> None:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if name in contents:
+            cell.cell_contents = contents[name]
+
+
+def _values_of(contents: Mapping[Any, Any]) -> Iterable[Any]:
+    return contents.values()
+
+
+_LIST = _Kind(list, lambda cell, contents: operator.setitem(cell, slice(None), contents))
+_DICTIONARY = _Kind(dict, _write_items, _values_of)
+_SET = _Kind(set, _write_items)
+_DEQUE = _Kind(list, _write_deque)
+_ARRAY = _Kind(np.copy, lambda cell, contents: operator.setitem(cell, Ellipsis, contents), lambda contents: ())
+_OBJECT = _Kind(lambda cell: dict(vars(cell)), lambda cell, contents: _write_items(vars(cell), contents), _values_of)
+_CLASS = _Kind(lambda cell: _data_of(cell), _write_class, _values_of)
+_CLOSURE = _Kind(lambda cell: _closure_of(cell), lambda cell, contents: _write_closure(cell, contents), _values_of)
+_TUPLE, _MODULE, _TENSOR, _GENERATOR, _OTHER = "tuple", "module", "tensor", "generator", "other"
+
+_CONTAINERS = (
+    (list, _LIST), (dict, _DICTIONARY), ((set,), _SET), (collections.deque, _DEQUE), (np.ndarray, _ARRAY),
+    ((tuple, frozenset), _TUPLE), (nn.Module, _MODULE), (torch.Tensor, _TENSOR), (GENERATORS, _GENERATOR),
+)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _kind_of(kind: type) -> _Kind | str | None:
+    """How objects of a type are treated; None: they don't change and lead nowhere."""
+    if kind in _ATOMS or issubclass(kind, (type, BaseException)):
+        return None
+    return next((found for types_, found in _CONTAINERS if issubclass(kind, types_)), _OTHER)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _classes_of(kind: type) -> tuple[type, ...]:
+    """The classes of a module's type that may have data of their own."""
+    return tuple(c for c in kind.__mro__ if c is not object and c.__module__.partition(".")[0] != "torch")
+
+
+_NO_DATA = (
+    types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, property, type,
+    types.MemberDescriptorType, types.GetSetDescriptorType, functools.cached_property,
+)  # fmt: skip
+
+
+def _data_of(kind: type) -> dict[str, Any]:
+    """Data attributes of a class."""
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if not (name.startswith("__") and name.endswith("__")) and not isinstance(value, _NO_DATA)
+    }
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes but for those that every module has."""
+    return {name: value for name, value in module.__dict__.items() if name not in _MODULES_OWN}
+
+
+def alone(value: Any) -> Any:
+    """`value`, a tensor without its graph."""
+    graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
+    return value.detach().requires_grad_() if graph else value
+
+
+def below(module: nn.Module) -> list[nn.Module]:
+    """`module` and what lies below it, each once: `module.modules()` in a fraction of its time."""
+    found = [module]
+    known = {id(module)}
+    for m in found:
+        for child in m._modules.values():
+            if child is not None and id(child) not in known:
+                known.add(id(child))
+                found.append(child)
+    return found
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether contents are the same, by identity but for arrays."""
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if len(a) != len(b):
+        return False
+    if isinstance(a, dict):
+        return all(map(operator.is_, a.values(), b.values())) and all(map(operator.eq, a, b))
+    if isinstance(a, set):
+        return bool(a == b)
+    return all(map(operator.is_, a, b))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether contents are the same, numbers and texts by their values."""
+
+    def one(x: Any, y: Any) -> bool:
+        return x is y or (type(x) is type(y) and type(x) in _ATOMS and bool(x == y))
+
+    if isinstance(a, (np.ndarray, set)) or len(a) != len(b):
+        return _same(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(map(one, a.values(), b.values()))
+    return all(map(one, a, b))
+
+
+class Changing:
+    """What a search has seen a stage's forward change; kept as long as the stage's module lives."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.buffers: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+        self._parents: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+    def is_parent(self, module: nn.Module, stage: nn.Module) -> bool:
+        """Whether `stage` lies in `module`."""
+        found = self._parents.get(module)
+        if found is None:
+            found = self._parents[module] = any(m is stage for m in below(module))
+        return found
+
+    def searches(self) -> bool:
+        """Whether this call is one of those that look everywhere: the first three, and every hundredth."""
+        self.calls += 1
+        return self.calls <= 3 or self.calls % 100 == 0
+
+
+@dataclass(slots=True)
+class _Cell:
+    """One cell and its contents then."""
+
+    cell: Any
+    kind: _Kind
+    contents: Any
+    has_tensors: bool = False
+
+
+@dataclass(slots=True)
+class _Attributes:
+    """A module's plain attributes then."""
+
+    module: nn.Module
+    attributes: dict[str, Any]
+    has_tensors: bool = False
+
+
+@dataclass
+class Snapshot:
+    """The contents of the cells that modules lead to, as they are now.
+
+    Parameters
+    ----------
+    modules : iterable of nn.Module
+        With all that lies below each of them, as `below` gives it.
+    others : iterable
+        Further objects to begin at, such as arguments.
+    changing : Changing, optional
+        Which other objects are cells.
+    searches : bool
+        Look through other objects too.
+
+    Attributes
+    ----------
+    modules : list of nn.Module
+        The given ones, and those that they lead to.
+    tensors : list of (str, torch.Tensor)
+        Tensors that were met, with the name of the attribute that led there.
+    generators : list
+        Random generators that were met.
+    """
+
+    modules: list[nn.Module]
+    others: Iterable[Any] = ()
+    changing: Changing | None = None
+    searches: bool = False
+    tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list, init=False)
+    generators: list[Any] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self._cells: dict[int, _Cell] = {}
+        self._attributes: list[_Attributes] = []
+        self._known: set[int] | None = None
+        self._looks = SEARCH_LIMIT if self.searches else 0
+        classes: dict[type, None] = {}
+        self.modules = list(self.modules)
+        for module in self.modules:  # grows on the way
+            self._look_at(module)
+            classes[type(module)] = None
+        for kind in classes:
+            for c in _classes_of(kind):
+                data = _data_of(c)
+                if data:
+                    self._add(c.__name__, c, _CLASS, data)
+        for other in self.others:
+            self._keep("argument", other, is_cell=True)
+
+    def _look_at(self, module: nn.Module) -> None:
+        attributes = plain_attributes(module)
+        found = _Attributes(module, attributes)
+        self._attributes.append(found)
+        if _ATOMS.issuperset(map(type, attributes.values())):
+            return
+        for name, value in attributes.items():
+            kind = type(value)
+            if kind in _ATOMS or (kind is tuple and _ATOMS.issuperset(map(type, value))):
+                continue
+            found.has_tensors |= isinstance(value, torch.Tensor)
+            attributes[name] = self._keep(name, value)
+
+    def _keep(self, name: str, value: Any, *, is_cell: bool = False) -> Any:
+        """Look at a value; returns what is held of it: itself, but for tensors with graphs and what holds those."""
+        kind = _kind_of(type(value))  # type: ignore[arg-type]
+        if kind is None:
+            return value
+        if kind is _TENSOR:
+            value = alone(value)
+            self.tensors.append((name, value))
+        elif kind is _GENERATOR:
+            self.generators.append(value)
+        elif kind is _TUPLE:
+            if not _ATOMS.issuperset(map(type, value)):
+                return _replaced(value, functools.partial(self._keep, name))
+        elif kind is _MODULE:
+            self._found(value)
+        elif isinstance(kind, _Kind):
+            if id(value) in self._cells:
+                return self._cells[id(value)].cell
+            if kind is not _ARRAY or self._copies(value):
+                return self._add(name, value, kind)
+        elif isinstance(value, types.MethodType):
+            self._keep(name, value.__self__)
+        elif is_cell or self._is_cell(value):
+            return self._add(name, value, _CLOSURE if isinstance(value, types.FunctionType) else _OBJECT)
+        return value
+
+    def _add(self, name: str, value: Any, kind: _Kind, contents: Any = None) -> Any:
+        contents = kind.read(value) if contents is None else contents
+        cell = self._cells[id(value)] = _Cell(value, kind, contents)
+        inside = kind.values(contents)
+        if not _ATOMS.issuperset(map(type, inside)):
+            cell.contents = _replaced(contents, functools.partial(self._keep, name))
+            cell.has_tensors = any(isinstance(x, torch.Tensor) for x in inside)
+            if kind not in (_OBJECT, _CLASS, _CLOSURE) and not _same(cell.contents, contents):
+                cell.cell = copy.copy(value)  # which holds no graph, as the original would
+                kind.write(cell.cell, cell.contents)
+        return cell.cell
+
+    def _copies(self, array: np.ndarray[Any, Any]) -> bool:
+        return array.nbytes <= ARRAY_LIMIT and array.flags.writeable and not array.dtype.hasobject
+
+    def _is_cell(self, value: Any) -> bool:
+        """Whether an object is looked through: one that was seen to change, or any in a search."""
+        if id(value) in self._cells or not isinstance(getattr(value, "__dict__", None), dict):
+            return False
+        if self.changing is not None and self.changing.objects.get(id(value)) is value:
+            return True
+        owner = value.__module__ if isinstance(value, types.FunctionType) else type(value).__module__
+        if self._looks <= 0 or str(owner).partition(".")[0] in _SEARCHED_NOT:
+            return False
+        self._looks -= 1
+        return True
+
+    def _found(self, module: nn.Module) -> None:
+        """A module that lies in an attribute or a container."""
+        if self._known is None:
+            self._known = set(map(id, self.modules))
+        stage = self.modules[0] if self.modules else None
+        parent = stage is not None and self.changing is not None and self.changing.is_parent(module, stage)
+        for m in (module,) if parent else below(module):
+            if id(m) not in self._known:
+                self._known.add(id(m))
+                self.modules.append(m)
+
+    @property
+    def cells(self) -> set[int]:
+        """Identities of the containers and objects that were met."""
+        return set(self._cells)
+
+    def note_changes(self) -> None:
+        """Tell `changing` which objects are others than they were."""
+        assert self.changing is not None
+        for found in self._cells.values():
+            if found.kind in (_OBJECT, _CLOSURE) and not _equal(found.kind.read(found.cell), found.contents):
+                with contextlib.suppress(TypeError):  # nothing can refer to it weakly
+                    self.changing.objects[id(found.cell)] = found.cell
+
+    def differences(self) -> list[str]:
+        """Names of the attributes and cells whose contents are others than they were."""
+        found = [
+            f"{type(each.module).__name__}.{name}"
+            for each in self._attributes
+            for now in [plain_attributes(each.module)]
+            for name in now.keys() | each.attributes.keys()
+            if not _equal([now.get(name, each)], [each.attributes.get(name, each)])
+        ]
+        return found + [
+            f"a {type(each.cell).__name__}"
+            for each in self._cells.values()
+            if not _equal(each.kind.read(each.cell), each.contents)
+        ]
+
+    def put(self, instead: Mapping[int, Any] = MappingProxyType({})) -> Callable[[], None]:
+        """Put the contents back into the cells; calling the result puts there what was there before.
+
+        Parameters
+        ----------
+        instead : mapping, optional
+            Identity of a tensor -> the one to put in its place.
+        """
+        undo: list[Callable[[], None]] = []
+        try:
+            for each in self._attributes:
+                attributes = each.attributes
+                if instead and each.has_tensors:
+                    attributes = {name: instead.get(id(value), value) for name, value in attributes.items()}
+                now = plain_attributes(each.module)
+                if not _same(now, attributes):
+                    undo.append(functools.partial(_put, each.module, now))
+                    _put(each.module, attributes)
+            for cell in self._cells.values():
+                contents = cell.contents
+                if instead and cell.has_tensors:
+                    contents = _replaced(contents, lambda value: instead.get(id(value), value))
+                before = cell.kind.read(cell.cell)
+                if not _same(before, contents):
+                    undo.append(functools.partial(cell.kind.write, cell.cell, before))
+                    cell.kind.write(cell.cell, contents)
+        except BaseException:
+            _undo(undo)
+            raise
+        return functools.partial(_undo, undo)
+
+    @contextlib.contextmanager
+    def restored(self, instead: Mapping[int, Any] = MappingProxyType({})) -> Iterator[None]:
+        """Inside, the cells have these contents; afterwards what they had before."""
+        back = self.put(instead)
+        try:
+            yield
+        finally:
+            back()
+
+
+class Tables:
+    """Which buffers and submodules modules have now, and under which names; with `parameters`, those too."""
+
+    def __init__(self, modules: Iterable[nn.Module], *, parameters: bool = False) -> None:
+        self._found: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (table, table.copy() if table else _NOTHING)
+            for m in modules
+            for table in ((m._buffers, m._modules, m._parameters) if parameters else (m._buffers, m._modules))
+        ]
+
+    def put(self, instead: Mapping[int, Any] = MappingProxyType({})) -> Callable[[], None]:
+        """As `Snapshot.put`."""
+        undo: list[Callable[[], None]] = []
+        for table, contents in self._found:
+            if not table and not contents:
+                continue
+            if instead:
+                contents = {name: instead.get(id(value), value) for name, value in contents.items()}
+            if not _same(table, contents):
+                undo.append(functools.partial(_write_items, table, table.copy()))
+                _write_items(table, contents)
+        return functools.partial(_undo, undo)
+
+
+_NOTHING: dict[str, Any] = {}
+
+
+def _undo(undo: list[Callable[[], None]]) -> None:
+    for step in reversed(undo):
+        step()
+
+
+def _replaced(contents: Any, by: Callable[[Any], Any]) -> Any:
+    """Contents, or a tuple, with each value replaced; the very same where none is another."""
+    if isinstance(contents, dict):
+        found: Any = {key: by(value) for key, value in contents.items()}
+    elif isinstance(contents, tuple) and hasattr(contents, "_make"):
+        found = contents._make(map(by, contents))
+    else:
+        found = type(contents)(map(by, contents))
+    return contents if isinstance(contents, tuple) and _same(found, contents) else found
+
+
+def _put(module: nn.Module, attributes: dict[str, Any]) -> None:
+    """Give a module these plain attributes in place of those that it has, past any code of its own."""
+    table = module.__dict__
+    for name in plain_attributes(module).keys() - attributes.keys():
+        del table[name]
+    for name, value in attributes.items():
+        if table.get(name, module) is not value:
+            table[name] = value
+
+
+_CHANGING: weakref.WeakKeyDictionary[nn.Module, Changing] = weakref.WeakKeyDictionary()
+
+
+def changing(stage: nn.Module) -> Changing:
+    """What is known of a stage's module."""
+    found = _CHANGING.get(stage)
+    if found is None:
+        found = _CHANGING[stage] = Changing()
+    return found

@@ -1,0 +1,188 @@
+"""Python state that a stage reaches is found, kept and put back, whatever it lies in."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_models import plan_of
+from torch import nn
+
+import ckptplan
+from ckptplan.core.plan import Plan
+from ckptplan.runtime.cells import Changing, Snapshot
+
+WIDTH = 64
+COUNT = [0]
+
+
+class Counter:
+    """A plain object with attributes of its own."""
+
+    def __init__(self) -> None:
+        self.inner, self.seen = [0], 0
+
+    def next(self) -> int:
+        self.seen += 1
+        self.inner[0] += self.seen
+        return self.inner[0]
+
+
+class Stage(nn.Module):
+    """Multiplies by a number that changes at every call."""
+
+    def __init__(self, number: Callable[[Stage], float]) -> None:
+        super().__init__()
+        self.linear, self.counter = nn.Linear(WIDTH, WIDTH), Counter()
+        self.table: dict[str, Any] = {"calls": [[0]], "last": (1, [2])}
+        self.queue = collections.deque([1.0, 2.0, 3.0])
+        self.array = np.zeros(3)
+        self.number = number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x)) * self.number(self)
+
+
+def of_object(stage: Stage) -> float:
+    return stage.counter.next()
+
+
+def of_nested(stage: Stage) -> float:
+    stage.table["calls"][0].append(1)
+    stage.table["last"][1][0] += 1
+    return float(len(stage.table["calls"][0]) + stage.table["last"][1][0])
+
+
+def of_queue(stage: Stage) -> float:
+    stage.queue.rotate()
+    return stage.queue[0]
+
+
+def of_array(stage: Stage) -> float:
+    stage.array += 0.5
+    return float(stage.array.sum())
+
+
+def of_global(stage: Stage) -> float:
+    COUNT[0] += 1
+    return COUNT[0]
+
+
+def enclosed() -> Callable[[Stage], float]:
+    calls = 0
+
+    def number(stage: Stage) -> float:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return number
+
+
+def made(number: Callable[[Stage], float]) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Stage(number) for _ in range(3))), torch.randn(16, WIDTH)
+
+
+def steps(model: nn.Module, x: torch.Tensor, count: int = 6) -> list[torch.Tensor]:
+    found = []
+    for _ in range(count):
+        model.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    return found
+
+
+def recomputed(model: nn.Module, x: torch.Tensor) -> Plan:
+    profile = ckptplan.profile(model, x, menus=False)
+    assert all(stage.is_glue or stage.recompute for stage in profile.stages), profile.notes
+    return plan_of(profile, ["recompute"] * len(profile.stages))
+
+
+@pytest.mark.parametrize("number", [of_object, of_nested, of_queue, of_array])
+def test_gradients_are_those_of_plain_steps(number: Callable[[Stage], float]) -> None:
+    wanted = steps(*made(number))
+    model, x = made(number)
+    with ckptplan.apply(model, recomputed(model, x)) as handle:
+        found = steps(model, x)
+        assert handle.stats().recomputed_stages == 18
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_variables_that_a_function_encloses() -> None:
+    wanted = steps(*made(enclosed()))
+    model, x = made(enclosed())
+    with ckptplan.apply(model, recomputed(model, x)):
+        assert all(map(torch.equal, steps(model, x), wanted))
+
+
+def test_a_stage_that_reads_what_can_not_be_put_back_is_not_recomputed() -> None:
+    model, x = made(of_global)
+    profile = ckptplan.profile(model, x)
+    assert {option.action for stage in profile.stages for option in stage.options} == {"keep", "swap"}
+    note = next(note for note in profile.notes if "can't be recomputed" in note)
+    assert note.startswith("0 and its like")
+    assert "global variable" in note
+
+
+def test_what_is_put_back_are_the_very_objects() -> None:
+    class Shared(nn.Module):
+        names = ["a"]  # noqa: RUF012 - of the class
+
+        def __init__(self, values: list[int]) -> None:
+            super().__init__()
+            self.values, self.table = values, collections.OrderedDict(x=1)
+
+    values = [1, 2]
+    first, second = Shared(values), Shared(values)
+    snapshot = Snapshot([first, second])
+    values.append(3)
+    first.table["y"] = 2
+    first.table.move_to_end("x")
+    Shared.names.append("b")
+    Shared.later = 1  # type: ignore[attr-defined]
+    second.values = [4]
+    back = snapshot.put()
+    assert (values, list(first.table.items()), Shared.names) == ([1, 2], [("x", 1)], ["a"])
+    assert first.values is second.values is values
+    assert not hasattr(Shared, "later")
+    back()
+    assert (values, list(first.table), Shared.names, second.values) == ([1, 2, 3], ["y", "x"], ["a", "b"], [4])
+    assert Shared.later == 1  # type: ignore[attr-defined]
+    del Shared.later  # type: ignore[attr-defined]
+
+
+def test_a_parent_is_looked_at_without_its_other_children() -> None:
+    parent = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    parent.calls = 0  # type: ignore[assignment]
+    parent[0].above = [parent]  # type: ignore[assignment, union-attr]
+    snapshot = Snapshot([parent[0]], changing=Changing())  # type: ignore[list-item]
+    assert snapshot.modules == [parent[0], parent]
+    parent.calls = 1  # type: ignore[assignment]
+    with snapshot.restored():
+        assert parent.calls == 0
+    assert parent.calls == 1
+
+
+def test_profiling_leaves_no_names() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not hasattr(self, "scale"):
+                self.scale = nn.Parameter(torch.ones(WIDTH))
+                self.register_buffer("shift", torch.zeros(WIDTH))
+                self.more = nn.Linear(WIDTH, WIDTH)
+            return self.more(self.linear(x) * self.scale + self.shift)
+
+    model = nn.Sequential(Late(), Late())
+    ckptplan.profile(model, torch.randn(4, WIDTH))
+    assert [set(m.__dict__) for m in model] == [set(nn.Module().__dict__)] * 2
+    assert [list(m.state_dict()) for m in model] == [["linear.weight", "linear.bias"]] * 2
