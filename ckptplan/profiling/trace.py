@@ -144,7 +144,8 @@ class _Watcher:
         self._tracker.enter_segment(self._position)
         leaves = pytree.tree_leaves((args, kwargs))
         module = self._modules[stage]
-        if any(isinstance(leaf, Iterator) for leaf in leaves) or (module and shares_containers(module, args, kwargs)):
+        shares = module is not None and shares_containers(module, args, kwargs)
+        if shares or any(isinstance(leaf, Iterator) for leaf in leaves):
             self._replay.modifies.add(self._position)
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
         self._given = [(t, t._version) for t in [*tensors, *_tensor_attributes(self._modules[stage])]]
