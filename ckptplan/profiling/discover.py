@@ -18,8 +18,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import UnsupportedModelError
-from ckptplan.runtime.patching import PatchedForward, installed
+from ckptplan.runtime.patching import PatchedForward, installed, is_patchable
 from ckptplan.runtime.step import TrainingStep
+from ckptplan.runtime.swap import unowned
 
 _WORTH = 0.01  # a call outside of the blocks becomes a stage from this share of all saved bytes on
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -101,7 +102,8 @@ def _record(step: TrainingStep, world: Callable[[], contextlib.AbstractContextMa
     model = step.model
     no_split = set(getattr(model, "_no_split_modules", None) or ())
     modules = dict(model.named_modules())
-    own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    # With the storages themselves, since forward may give a parameter other data.
+    own = {s._cdata: s for s in (t.untyped_storage() for t in (*model.parameters(), *model.buffers()))}
     root = Call("", member=False)
     stack = [root]
     counts: dict[str, int] = {}
@@ -115,10 +117,11 @@ def _record(step: TrainingStep, world: Callable[[], contextlib.AbstractContextMa
                 out[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
         return out
 
-    def pack(tensor: torch.Tensor) -> None:  # no backward follows, and a graph that saves itself would never go
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
         found = sizes([tensor])
         for call in stack:
             call.saved.update(found)
+        return unowned(tensor)
 
     def runner(name: str, module: nn.Module) -> Callable[..., Any]:
         parent = modules.get(name.rpartition(".")[0])
@@ -139,7 +142,11 @@ def _record(step: TrainingStep, world: Callable[[], contextlib.AbstractContextMa
 
         return run
 
-    patches = [PatchedForward(module, runner(name, module)) for name, module in modules.items() if name]
+    patches = [
+        PatchedForward(module, runner(name, module))
+        for name, module in modules.items()
+        if name and is_patchable(module)
+    ]
     try:
         with installed(patches), world(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             step.forward()

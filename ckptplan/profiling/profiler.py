@@ -23,9 +23,10 @@ from ckptplan.profiling.optimizers import OptimizerLike, make_optimizer, trace_u
 from ckptplan.profiling.real_run import answered
 from ckptplan.profiling.target import DeviceLike, Target, find_target
 from ckptplan.profiling.timing import Again, Times, time_stages
-from ckptplan.profiling.trace import find_stages, replay, trace_chain
+from ckptplan.profiling.trace import Traced, find_stages, replay, trace_chain
 from ckptplan.profiling.tracker import Tracker
 from ckptplan.runtime.measure import Outside, held_tensors, optimizer_tensors, unique_bytes
+from ckptplan.runtime.parameters import ParameterState
 from ckptplan.runtime.state import restored
 from ckptplan.runtime.step import (
     LossFn,
@@ -189,7 +190,7 @@ def _profile(
         report("measuring copies")
         costs = measure_costs(target.device, swap_dir)  # first, since what moves depends on it
         target = dataclasses.replace(target, least_moved_bytes=max(target.least_moved_bytes, costs.least_bytes))
-    chain, on_devices = _traced(step, optimizer, target, menus=menus, report=report, rewind=rewind)
+    chain, on_devices, written = _traced(step, optimizer, target, menus=menus, report=report, rewind=rewind)
     if target.answers is not None and target.answers.note:
         notes = [target.answers.note, *notes]
     if target.spec is not None:
@@ -201,7 +202,9 @@ def _profile(
         again.setdefault(stage.kind, {}).update(
             (o.ops, tuple(chain.storages[s].nbytes for s in o.saved)) for o in stage.options if o.recomputes
         )
-    times, launches, unlike = time_stages(step, kinds, again, target.device, rewind)
+    parameters = ParameterState(step.model.get_parameter(name) for name in written)
+    with parameters.restored():
+        times, launches, unlike = time_stages(step, kinds, again, target.device, rewind)
     rewind()
     chain = _without_recompute(chain, unlike)
     report("measuring bandwidth")
@@ -251,7 +254,7 @@ def planned_profiles(
     with training_config(step.model), restored(step.model, step.reached()) as rewind:
         rewind()
         with as_ours(step, "tracing"):
-            chain, times = _traced(step, optimizer, target, menus=False, devices=devices, rewind=rewind)
+            chain, times, _ = _traced(step, optimizer, target, menus=False, devices=devices, rewind=rewind)
     named = [
         dataclasses.replace(chain, fingerprint=fingerprint(step, dataclasses.replace(target, spec=device).name))
         for device in devices
@@ -267,7 +270,7 @@ def traced_bytes(step: TrainingStep, optimizer: OptimizerLike | None, target: Ta
     with training_config(step.model), restored(step.model, step.reached()) as rewind:
         rewind()
         with as_ours(step, "tracing"):
-            chain, _ = _traced(step, optimizer, target, menus=False, devices=(), rewind=rewind)
+            chain, _, _ = _traced(step, optimizer, target, menus=False, devices=(), rewind=rewind)
     stages = (
         dataclasses.replace(
             stage,
@@ -289,10 +292,10 @@ def _traced(
     rewind: Callable[[], None],
     devices: Sequence[Device] | None = None,
     report: Report = lambda text: None,
-) -> tuple[Profile, list[Times]]:
+) -> Traced:
     """The chain of `step` with exact bytes, and times on devices that aren't here."""
 
-    def trace() -> tuple[Profile, list[Times]]:
+    def trace() -> Traced:
         report("finding stages")
         names = find_stages(step, target)
         rewind()
@@ -419,15 +422,28 @@ def as_ours(step: TrainingStep, doing: str) -> Any:
         yield
     except CkptPlanError:
         raise
-    except NotImplementedError as error:
-        if "SparseTensorImpl" not in str(error):
-            raise _failed(step, doing, error) from error
-        raise UnsupportedModelError(
-            "a sparse tensor comes up in the step, such as the gradient of an embedding with sparse=True, and its "
-            "memory can't be traced; use sparse=False"
-        ) from error
     except Exception as error:
+        for mark, why in _UNTRACEABLE.items():
+            if mark in str(error):
+                raise UnsupportedModelError(why) from error
         raise _failed(step, doing, error) from error
+
+
+_OF_TRANSFORMS = (
+    "the step runs a transform of torch.func (grad, vmap, jvp), whose tensors autograd's hooks, and so plans, can't "
+    "see; use torch.autograd.grad, or operations on whole batches"
+)
+_UNTRACEABLE = {
+    "storage of Sparse": (
+        "a sparse tensor comes up in the step (an input, one that forward makes, or the gradient of an embedding with "
+        "sparse=True), and its memory can't be traced; use a dense one, for an embedding use sparse=False"
+    ),
+    "BatchedTensorImpl": _OF_TRANSFORMS,
+    "TensorWrapper": _OF_TRANSFORMS,
+    "torch.func": _OF_TRANSFORMS,
+    "NestedIntNode": "a nested tensor comes up in the step, and its memory can't be traced; pad it, with a mask",
+}
+"""Marks in PyTorch's errors about tensors that can't be traced -> what to say instead."""
 
 
 def _failed(step: TrainingStep, doing: str, error: Exception) -> InvalidInputError:

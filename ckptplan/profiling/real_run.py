@@ -127,10 +127,17 @@ def _witness(phase: Phase, answers: Answers, step: TrainingStep, target: Target,
             finally:
                 controller.remove()
         return
-    with torch.enable_grad() if phase == "forward" else without_graph():
-        saves_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
-        with saves_nothing:
-            witness.watch(step.forward)
+    saves_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _nothing_saved)
+    with torch.enable_grad() if phase == "forward" else without_graph(), saves_nothing:
+        witness.watch(step.forward)
+
+
+def _nothing_saved(_: None) -> torch.Tensor:
+    """Refuse a backward inside of forward."""
+    raise UnsupportedModelError(
+        "forward runs backward inside (autograd.grad for a slope, say) and also reads values, or uses operations "
+        "without fake kernels, for which it has to run for real and save nothing; take one of the two out of the step"
+    )
 
 
 class _Witness(TorchDispatchMode):

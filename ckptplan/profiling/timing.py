@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.profiling.stopwatch import Span, Stopwatch, Took
+from ckptplan.profiling.watched import attributes_of
 from ckptplan.runtime.cells import Changing, Snapshot, below
 from ckptplan.runtime.frames import run_recomputed
 from ckptplan.runtime.patching import PatchedForward, installed
@@ -56,9 +57,9 @@ def why_not_again(
     try:
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
             tensors = call.split(args, kwargs)
-            first = _tensors(call(*tensors))
+            first = _outputs(call(*tensors))
             after = Snapshot(below(module), (args, kwargs), changing=Changing(), searches=True)
-            second = _tensors(call(*tensors))
+            second = _outputs(call(*tensors))
     except UnsupportedModelError as error:
         return str(error)
     if len(first) != len(second) or not all(map(_same_bits, first, second)):
@@ -70,7 +71,7 @@ def why_not_again(
     return f"another run leaves a trace in {', '.join(left)}" if left else None
 
 
-def _tensors(output: Any) -> list[torch.Tensor]:
+def _outputs(output: Any) -> list[torch.Tensor]:
     return [t.detach() for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
 
 
@@ -127,6 +128,7 @@ class _Timing:
         self.samples: dict[tuple[str, Way, str], list[Took]] = {}
         self.otherwise: set[tuple[str, Way]] = set()  # what ran other operations than were traced
         self.unlike: dict[str, str] = {}  # kinds that can't run again, and why
+        self.needs_graph: set[str] = set()
         self.glue: dict[tuple[str, int], list[Took]] = {}
         self.anchors: list[torch.Tensor] = []
         self.done: set[str] = set()
@@ -209,8 +211,7 @@ class _Timing:
         if self.repeats and kind not in self.done:
             self.done.add(kind)
             self._time(kind, module, original, args, kwargs)
-        with without_graph():
-            output = original(*args, **kwargs)
+        output = self._without_graph(kind, original, args, kwargs)
         given = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
@@ -218,7 +219,26 @@ class _Timing:
                 return tensor
             return self._joined(tensor, self.anchors)
 
+        for leaf in pytree.tree_leaves(output):
+            for name, value in (attributes_of(leaf) or {}).items():
+                if isinstance(value, torch.Tensor):
+                    object.__setattr__(leaf, name, cut(value))
         return pytree.tree_map_only(torch.Tensor, cut, output)
+
+    def _without_graph(
+        self, kind: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A stage's output, made without a graph unless that fails, as backward inside does, or gives no tensor."""
+        if kind not in self.needs_graph:
+            try:
+                with without_graph():
+                    output = original(*args, **kwargs)
+                if _tensors(output):
+                    return output
+            except Exception:  # with a graph, as in training, it shows whether that is an error
+                pass
+            self.needs_graph.add(kind)
+        return original(*args, **kwargs)
 
     @staticmethod
     def _joined(tensor: torch.Tensor, anchors: list[torch.Tensor]) -> torch.Tensor:
@@ -272,9 +292,7 @@ class _Timing:
                     if counters.other_paths:
                         self.otherwise.add((kind, way))
                 forward = self.watch.end(span)
-                outputs = [
-                    t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None
-                ]
+                outputs = [t for t in _tensors(output) if t.grad_fn is not None]
                 gradients = [torch.ones_like(t) for t in outputs]
                 del output, new_args, new_kwargs
                 made.clear()
@@ -288,6 +306,13 @@ class _Timing:
                     self.samples.setdefault((kind, way, "backward"), []).append(backward)
                 spent += sum(max(took) for took in (forward, backward))
             count += 1
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors of a stage's output, and of the objects in it."""
+    leaves = pytree.tree_leaves(output)
+    inside = (value for leaf in leaves for value in (attributes_of(leaf) or {}).values())
+    return [t for t in (*leaves, *inside) if isinstance(t, torch.Tensor)]
 
 
 def _falling(values: Iterable[float]) -> list[float]:

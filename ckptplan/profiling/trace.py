@@ -19,7 +19,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.chain import InputTensor, Link, Option, Segment, Stage, Storage
 from ckptplan.core.device import Device
+from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import KEEP, Decision
 from ckptplan.core.profile import Fingerprint, Profile
 from ckptplan.core.schedule import residency
@@ -36,12 +37,14 @@ from ckptplan.profiling.menus import Choice, choose, front, list_ops, numbered
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.timing import Times
 from ckptplan.profiling.tracker import SegmentTrace, Sid, Tracker, owners_of_a_lone_gradient
+from ckptplan.profiling.watched import Watched
 from ckptplan.runtime.controller import Controller, is_glue
-from ckptplan.runtime.recompute import shares_containers
+from ckptplan.runtime.generators import SystemDraws
+from ckptplan.runtime.recompute import cached_weights, shares_containers
 from ckptplan.runtime.shapes import input_tensors
 from ckptplan.runtime.step import TrainingStep
 from ckptplan.runtime.stores import NULL_STORES
-from ckptplan.runtime.swap import has_position
+from ckptplan.runtime.swap import has_position, unowned
 
 _MENU_BYTES = 1 << 16
 """A stage that holds less of its own gets no options inside it: they couldn't pay for their bookkeeping."""
@@ -66,9 +69,11 @@ class Replay:
         Segment -> those of its inputs that are, unmodified, an output of the stage that made them.
     arguments : dict
         Segment -> the tensors passed in.
-    modifies : set
-        Segments that write to what is passed in or to tensors that are plain attributes, or use up an iterator: such a
-        stage can't run a second time.
+    modifies : dict
+        Segments that can't run a second time -> why: they write to what they read, or what they read is written to
+        before backward, or they run backward inside their own forward.
+    written : list of str
+        The parameters that forward writes to.
     sizes : dict
         Storage -> bytes.
     output : set
@@ -91,7 +96,8 @@ class Replay:
     inputs: dict[int, dict[Sid, bool]] = field(default_factory=dict)
     linked: dict[int, set[Sid]] = field(default_factory=dict)
     arguments: dict[int, tuple[InputTensor, ...]] = field(default_factory=dict)
-    modifies: set[int] = field(default_factory=set)
+    modifies: dict[int, str] = field(default_factory=dict)
+    written: list[str] = field(default_factory=list)
     sizes: dict[Sid, int] = field(default_factory=dict)
     output: set[Sid] = field(default_factory=set)
     rerun: dict[int, int] = field(default_factory=dict)
@@ -125,28 +131,73 @@ def _tensor_attributes(module: nn.Module | None) -> list[torch.Tensor]:
     return [value for m in inside for value in m.__dict__.values() if isinstance(value, torch.Tensor)]
 
 
-class _Watcher:
-    """Tells the tracker where the program is, and notes what goes into stages and comes out."""
+class _Saved(NamedTuple):
+    """What autograd saved.
 
-    def __init__(self, tracker: Tracker, names: _Names, replay: Replay, modules: Sequence[nn.Module | None]) -> None:
-        self._modules = modules
+    Attributes
+    ----------
+    segment : int
+        Of forward.
+    tensor : callable
+        Gives it, or one that lies in memory as it did.
+    """
+
+    segment: int
+    tensor: Callable[[], torch.Tensor]
+
+
+class _Watcher:
+    """Tells the tracker where the program is, and notes what goes into stages and comes out.
+
+    Parameters
+    ----------
+    model : nn.Module
+    stages : sequence of str
+        Its stages' names.
+    saves : bool
+        False: what autograd saves isn't held; a backward inside of forward gets others like it, which don't count.
+    """
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        names: _Names,
+        replay: Replay,
+        model: nn.Module,
+        stages: Sequence[str],
+        *,
+        saves: bool,
+    ) -> None:
+        self._stages = stages
+        modules = dict(model.named_modules())
+        self._modules = [modules.get(name.partition("#")[0]) for name in stages]
         self._tracker = tracker
         self._names = names
         self._replay = replay
+        self._saves = saves
+        self._forward = True
+        self._whole = Watched(model, ())
+        self._read: list[tuple[int, Watched]] = []
+        self.draws = SystemDraws()
         self._position = 0
         self._segments: dict[int, int] = {}
         self._given: list[tuple[torch.Tensor, int]] = []
         self._returned: dict[Sid, int] = {}
 
     def enter(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._position += 1
+        self._move_on()
         self._segments[stage] = self._position
-        self._tracker.enter_segment(self._position)
         leaves = pytree.tree_leaves((args, kwargs))
+        used_up = next((leaf for leaf in leaves if isinstance(leaf, Iterator)), None)
+        if used_up is not None:
+            self._once(f"uses up an argument, a {type(used_up).__name__}")
         module = self._modules[stage]
-        shares = module is not None and shares_containers(module, args, kwargs)
-        if shares or any(isinstance(leaf, Iterator) for leaf in leaves):
-            self._replay.modifies.add(self._position)
+        if module is not None and shares_containers(module, args, kwargs):
+            self._once("is given a container that is also one of its attributes")
+        if module is not None and cached_weights(module):
+            self._once("takes parametrized weights that parametrize.cached() kept from an earlier call")
+        self._read.append((self._position, Watched(module, leaves)))
+        self.draws.restart()
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
         self._given = [(t, t._version) for t in [*tensors, *_tensor_attributes(self._modules[stage])]]
         inputs = self._replay.inputs.setdefault(self._position, {})
@@ -163,21 +214,78 @@ class _Watcher:
 
     def exit(self, stage: int, output: Any) -> None:
         if any(t._version != version for t, version in self._given):
-            self._replay.modifies.add(self._position)
+            self._once("writes to its inputs, or to tensors that are plain attributes")
+        if self.draws.any:
+            self._once("draws from the system's entropy (random.SystemRandom, secrets), which can't be drawn again")
         self._given = []
         for tensor in pytree.tree_leaves(output):
             sid = self._tracker.sid(tensor) if isinstance(tensor, torch.Tensor) else None
             if sid is not None and sid[1] == self._position:
                 self._returned[sid] = tensor._version
-        self._position += 1
-        self._tracker.enter_segment(self._position)
+        self._move_on()
 
     def backward(self, stage: int) -> None:
+        self._check_begun(self._segments[stage])
         self._tracker.enter_backward(self._segments[stage])
 
     @property
     def segment(self) -> int:
         return self._position
+
+    def save(self, tensor: torch.Tensor) -> _Saved:
+        """Hold what autograd saves now, if anything is to be held."""
+        if self._saves:
+            held = unowned(tensor)
+            return _Saved(self._position, lambda: held)
+        shape, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        return _Saved(self._position, lambda: self._tracker.uncounted(shape, stride, dtype, device))
+
+    def give_back(self, saved: _Saved) -> torch.Tensor:
+        """What autograd saved, for the backward that runs now.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If forward still runs, and has left the segment that saved it.
+        """
+        self._check_begun(saved.segment)
+        if self._forward:
+            self._once("runs backward inside its own forward")
+        return saved.tensor()
+
+    def _check_begun(self, segment: int) -> None:
+        if self._forward and segment != self._position:
+            raise UnsupportedModelError(
+                f"forward isn't over and backward runs already, in {segment_name(self._stages, segment)!r}; a plan "
+                "covers one forward and the backward behind it. Let step= return the loss without its backward; a "
+                "gradient that forward needs itself (autograd.grad for a penalty or forces) has to be one of a single "
+                "stage's operations: take it inside that stage, or out of the planned model"
+            )
+
+    def forward_ended(self) -> None:
+        """What follows is backward."""
+        self._forward = False
+        written: set[int] = set()  # by this segment and all behind it
+        watched = dict(self._read)
+        for g, trace in reversed(self._tracker.forward.items()):
+            written |= trace.written_outside
+            if g in watched:
+                changed = [f"its parameter {name!r}" for name in watched[g].parameters_changed(written)]
+                changed += [f"its argument, a {kind}" for kind in watched[g].objects_changed()]
+                if changed:
+                    self._once(f"forward writes to {', '.join(changed)}", g)
+        self._replay.written = self._whole.parameters_changed(written)
+        self._read.clear()
+
+    def _once(self, why: str, segment: int | None = None) -> None:
+        """A stage can't run a second time."""
+        segment = self._position if segment is None else segment
+        if segment % 2:
+            self._replay.modifies.setdefault(segment, why)
+
+    def _move_on(self) -> None:
+        self._position += 1
+        self._tracker.enter_segment(self._position)
 
 
 def replay(
@@ -216,9 +324,10 @@ def replay(
         own = [*step.model.parameters(), *step.model.buffers()]
         for tensor in (*own, *(p.grad for p in own if p.grad is not None)):
             tracker.outside(tensor)
-        names = _Names(tracker, {t.untyped_storage()._cdata for t in own})
-        modules = dict(step.model.named_modules())
-        watcher = _Watcher(tracker, names, out, [modules.get(name.partition("#")[0]) for name in stages])
+        # Held, since forward may give a parameter other data: an address stays nobody else's meanwhile.
+        own_storages = [t.untyped_storage() for t in own]
+        names = _Names(tracker, {storage._cdata for storage in own_storages})
+        watcher = _Watcher(tracker, names, out, step.model, stages, saves=saves)
         controller = Controller(
             step.model,
             stages,
@@ -230,18 +339,15 @@ def replay(
             one_forward=one_forward,
         )
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor | None:
+        def pack(tensor: torch.Tensor) -> _Saved:
             sid, can = names.find(tensor)
             out.rerun[watcher.segment] = len(tracker.forward[watcher.segment].ops)
             if sid is not None:
                 out.sizes[sid] = tracker.bytes_here(tensor)
                 out.saved.setdefault(watcher.segment, {}).setdefault(sid, can)
-            if saves and _is_result(tensor):
-                # Held as it is, a result would hold the node that holds it, and both for ever where no backward runs.
-                return tensor.detach()
-            return tensor if saves else None
+            return watcher.save(tensor)
 
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, watcher.give_back)
         controller.counters.runs = _Runs(tracker.stage_next)
         modules = dict(step.model.named_modules())
         watching = contextlib.ExitStack()
@@ -256,8 +362,9 @@ def replay(
             given = fake_inputs(step, tracker.fake, tracker.outside)
             numbered = plain or any(choice.ops for choice in choices)
             with target.choices(numbered=numbered), _no_collection(), tracker:
-                with hooks:
+                with hooks, watcher.draws:
                     output, loss = given.forward()
+                watcher.forward_ended()
                 out.output = {
                     sid
                     for t in pytree.tree_leaves((output, loss))
@@ -288,12 +395,6 @@ def replay(
     out.peak_bytes = tracker.peak_bytes
     out.forward, out.backward, out.wrapped_bytes = tracker.forward, tracker.backward, tracker.wrapped_bytes
     return out
-
-
-def _is_result(tensor: torch.Tensor) -> bool:
-    """Whether the newest autograd node made `tensor`: if it saves it, it saves its own result."""
-    node = tensor.grad_fn
-    return node is not None and node._sequence_nr() == torch._C._autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
 
 
 class _Runs(Counter[int]):
@@ -365,6 +466,24 @@ def find_stages(step: TrainingStep, target: Target) -> tuple[str, ...]:
         return discover_stages(fake_inputs(step, world.fake), lambda: world)
 
 
+class Traced(NamedTuple):
+    """What is known of a step without running it on its device.
+
+    Attributes
+    ----------
+    chain : Profile
+        With exact bytes and without times.
+    times : list of Times
+        For each device that isn't here.
+    written : tuple of str
+        The parameters that forward writes to.
+    """
+
+    chain: Profile
+    times: list[Times]
+    written: tuple[str, ...]
+
+
 def trace_chain(
     step: TrainingStep,
     names: tuple[str, ...],
@@ -375,8 +494,8 @@ def trace_chain(
     fingerprint: Fingerprint,
     menus: bool = False,
     devices: Sequence[Device] | None = None,
-) -> tuple[Profile, list[Times]]:
-    """The chain of `step` with exact bytes and without times, and for devices that aren't here the times on each.
+) -> Traced:
+    """Trace `step`.
 
     Parameters
     ----------
@@ -393,7 +512,8 @@ def trace_chain(
     """
     if devices is None:
         devices = () if target.spec is None else (target.spec,)
-    return _Tracing(step, names, target, resident_bytes, update_bytes, menus).profile(fingerprint, devices)
+    tracing = _Tracing(step, names, target, resident_bytes, update_bytes, menus)
+    return Traced(*tracing.profile(fingerprint, devices), tuple(tracing.kept.written))
 
 
 class _Tracing:
@@ -420,9 +540,10 @@ class _Tracing:
         self.kept = self._run((KEEP,) * n)
         # These can't run a second time, and those not as a whole: what must not run again has to be saved.
         self.once = self._not_repeatable()
+        self._note_modifying()
         self.recomputed = self._run(
             tuple(
-                KEEP if {2 * j + 1} & (self.kept.modifies | self.once.keys()) else Decision("recompute")
+                KEEP if {2 * j + 1} & (self.kept.modifies.keys() | self.once.keys()) else Decision("recompute")
                 for j in range(n)
             )
         )
@@ -448,6 +569,14 @@ class _Tracing:
                 "torch.use_deterministic_algorithms(True) makes PyTorch's own operations repeatable"
             )
         return found
+
+    def _note_modifying(self) -> None:
+        """A note for each reason for which stages can't run a second time."""
+        for why in dict.fromkeys(self.kept.modifies.values()):
+            stages = ", ".join(
+                segment_name(self.names, g) for g, its in sorted(self.kept.modifies.items()) if its == why
+            )
+            self.notes.append(f"kept or swapped alone: {stages}: {why}")
 
     def _nonempty(self) -> list[int]:
         """Segments that are stages or do something."""

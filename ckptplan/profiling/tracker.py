@@ -11,13 +11,14 @@ import bisect
 import functools
 import sys
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ckptplan.profiling.answers import with_seen
 from ckptplan.profiling.fake import FakeWorld
@@ -83,12 +84,15 @@ class SegmentTrace:
         In order.
     present : set of Sid
         Storages alive when it began.
+    written_outside : set of int
+        Storages from before the step that it writes to, by address.
     """
 
     start_bytes: int = 0
     end_bytes: int = 0
     ops: list[OpTrace] = field(default_factory=list)
     present: set[Sid] = field(default_factory=set)
+    written_outside: set[int] = field(default_factory=set)
 
 
 class Tracker(FakeWorld):
@@ -186,6 +190,15 @@ class Tracker(FakeWorld):
         if id(storage) not in self._alive:
             self._alive[id(storage)] = None
             weakref.finalize(storage, self._alive.pop, id(storage), None)
+
+    def uncounted(
+        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A fake tensor as if from before the step."""
+        with _disable_current_modes(), self.fake_mode, torch.no_grad():  # out of this mode's sight
+            made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        self.outside(made)
+        return made
 
     def size_of(self, storage: torch.UntypedStorage) -> int:
         """Bytes as the device's allocator counts them."""
@@ -289,12 +302,18 @@ class Tracker(FakeWorld):
         """`total` would be the same storage as `earlier` on real tensors."""
 
     def _written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sid, ...]:
-        """Storages that the operation's schema says it writes to."""
+        """Storages that the operation's schema says it writes to; those from before the step are noted apart."""
         out: list[Sid] = []
+        trace = (self.backward if self._in_backward else self.forward)[self._segment]
         for position, name in writes(func):
             given = args[position] if position < len(args) else kwargs.get(name)
             for tensor in pytree.tree_leaves(given):
-                if isinstance(tensor, torch.Tensor) and (sid := self.sid(tensor)) is not None:
+                if not isinstance(tensor, torch.Tensor):
+                    continue
+                sid = self.sid(tensor)
+                if sid is None:
+                    trace.written_outside.add(tensor.untyped_storage()._cdata)
+                else:
                     out.append(sid)
         return tuple(out)
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.chain import Tier
@@ -29,7 +30,18 @@ class Slot:
         self.number = number
 
     def tensor(self) -> torch.Tensor:
-        """What was saved, made again."""
+        """What was saved, made again.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If the stage's forward isn't over: making it again would begin with the state that it is about to change.
+        """
+        if not self.frame.complete:
+            raise UnsupportedModelError(
+                f"stage {self.frame.name!r}, which is to run again, runs backward inside its own forward, and its "
+                "state is half changed then; keep or swap it, as plans from a profile with these inputs do"
+            )
         return self.frame.saved(self.number)
 
     def __del__(self) -> None:
@@ -45,14 +57,10 @@ def _read(slot: Slot) -> torch.Tensor:
 
 
 def nothing_saved(_: Any) -> torch.Tensor:
-    """Refuse a backward that begins inside of a stage of a segment."""
+    """Refuse a backward that begins inside of a stage's second run."""
     raise UnsupportedModelError(
-        "a stage runs backward inside its own forward, which a segment can't make again; give it another option"
+        "a stage that runs again runs backward inside its own forward, and didn't the first time; keep or swap it"
     )
-
-
-def _as_it_is(value: torch.Tensor) -> torch.Tensor:
-    return value
 
 
 class Frame:
@@ -63,9 +71,6 @@ class Frame:
     name : str
         The stage, for messages.
     """
-
-    backward_inside = False
-    """Whether the stage may run backward inside its own forward: what another run saves then stays readable in it."""
 
     def __init__(self, name: str, call: Call) -> None:
         self.name = name
@@ -115,7 +120,7 @@ class Frame:
         """
         count, last = 0, len(self._slots)
 
-        def save(tensor: torch.Tensor) -> torch.Tensor | None:
+        def save(tensor: torch.Tensor) -> None:
             nonlocal count
             number = count
             count += 1
@@ -126,7 +131,7 @@ class Frame:
                 table[number] = self._models_own.get(number) or Held(value)
             if not to_the_end and count == last:
                 raise _Enough
-            return value if self.backward_inside else None
+            return None
 
         try:
             leaves = self._again(inputs, save)
@@ -141,8 +146,7 @@ class Frame:
         for i, needed in enumerate(self._needs_grad):
             if needed and not isinstance(inputs[i], nn.Parameter):
                 inputs[i] = inputs[i].detach().requires_grad_()
-        unpack = _as_it_is if self.backward_inside else nothing_saved
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(out_of_sight(save), unpack):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(out_of_sight(save), nothing_saved):
             return pytree.tree_leaves(self._call(*inputs))
 
     def _another_path(self, found: str) -> PlanMismatchError:
@@ -166,8 +170,6 @@ def at_end_of_task(method: Callable[[int], None], key: int) -> None:
 
 class LoneFrame(Frame):
     """The call of a stage that is recomputed by itself, once for each backward that asks for what it saved."""
-
-    backward_inside = True
 
     def __init__(self, name: str, call: Call) -> None:
         super().__init__(name, call)
@@ -200,12 +202,17 @@ class LoneFrame(Frame):
 
 
 def taken(table: dict[int, Held], number: int, name: str) -> torch.Tensor:
-    """What `table` has for slot `number`, which it gives once: memory falls as backward reads."""
-    held = table.pop(number, None)
+    """What `table` has for slot `number`.
+
+    It gives that once, so that memory falls as backward reads, but to a backward written in Python, which may read
+    `ctx.saved_tensors` again: its slots end with it, and with them what they stand for, as without a plan.
+    """
+    again = isinstance(torch._C._current_autograd_node(), BackwardCFunction)
+    held = table.get(number) if again else table.pop(number, None)
     if held is None:
-        raise RuntimeError(
-            f"a tensor saved by stage {name!r} is asked for twice in one backward; where a custom autograd "
-            "Function reads ctx.saved_tensors, let it do so once"
+        raise UnsupportedModelError(
+            f"a tensor saved by stage {name!r} is read twice in one backward, and not by a torch.autograd.Function, "
+            "which may; keep or swap this stage"
         )
     return held.tensor()
 

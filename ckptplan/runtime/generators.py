@@ -53,6 +53,8 @@ class Access:
 
 
 def _access(generator: Any) -> Access:
+    if isinstance(generator, random.SystemRandom):  # has no state; what draws from one isn't planned to run again
+        return Access(lambda: None, lambda state: None)
     if isinstance(generator, torch.Generator):
         return Access(generator.get_state, generator.set_state)
     if isinstance(generator, random.Random):
@@ -131,6 +133,29 @@ _PROCESS = (
     pythons(random.getstate.__self__),  # type: ignore[attr-defined]
     numpys(np.random.get_state.__self__),  # type: ignore[attr-defined]
 )
+
+
+class SystemDraws:
+    """Inside, knows whether anything is drawn from the system's entropy by way of Python's `random` or `secrets`."""
+
+    def __init__(self) -> None:
+        self.any = False
+        self._former: list[Callable[[int], bytes]] = []
+
+    def restart(self) -> None:
+        """Forget what was drawn."""
+        self.any = False
+
+    def __enter__(self) -> None:
+        self._former.append(random._urandom)  # type: ignore[attr-defined]
+        random._urandom = self._draw  # type: ignore[attr-defined]
+
+    def __exit__(self, *_: object) -> None:
+        random._urandom = self._former.pop()  # type: ignore[attr-defined]
+
+    def _draw(self, count: int) -> bytes:
+        self.any = True
+        return self._former[-1](count)
 
 
 class Generators:

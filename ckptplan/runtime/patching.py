@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,6 +18,12 @@ from ckptplan.runtime.compiled import check_not_compiling, keep_compiler_out
 def entry_point(module: nn.Module) -> str:
     """The attribute that a call of `module` runs: after `module.compile()` not its forward, which lies inside."""
     return "forward" if getattr(module, "_compiled_call_impl", None) is None else "_compiled_call_impl"
+
+
+def is_patchable(module: nn.Module) -> bool:
+    """Whether an instance can have a forward of its own: not where its class computes it (a property)."""
+    of_class = inspect.getattr_static(type(module), entry_point(module), None)
+    return not hasattr(of_class, "__set__")
 
 
 def _class_forward(module: nn.Module) -> Any:
@@ -32,6 +40,9 @@ class PatchedForward:
     Of a compiled module it replaces the compiled code (`entry_point`), so that `original` is that, and the compiler
     never sees `run`. Called inside a compiled region, it raises UnsupportedModelError.
 
+    A module that calls itself, in its forward or by way of others, runs its own forward in these calls: they are part
+    of the call around them, the first time and when that is made again.
+
     A copy or a pickle of the module gets the forward it had before: a plan belongs to the instance it was applied to.
     """
 
@@ -45,13 +56,21 @@ class PatchedForward:
         self.original: Callable[..., Any] = getattr(module, self.attribute)
         self._active = False
         self._placed = False
+        self._depth = 0  # calls of the original that are under way
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward."""
-        if not self._active:
+        if not self._active or self._depth:
             return self.original(*args, **kwargs)
         check_not_compiling(self.module)
-        return self.run(self.original, args, kwargs)
+        return self.run(functools.partial(self._inside, self.original), args, kwargs)
+
+    def _inside(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._depth += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._depth -= 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.original, memo) if self.had_own else _class_forward(copy.deepcopy(self.module, memo))

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -57,6 +58,7 @@ class Call:
         self._form: pytree.TreeSpec | tuple[int, tuple[str, ...]] | None = None
         self._surroundings: Surroundings | None = None
         self._state: _State | None = None
+        self._caches = 0  # how many `parametrize.cached()` are around it
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._others: list[Any] = []
         self._containers: set[int] = set()
@@ -107,6 +109,13 @@ class Call:
             (args, kwargs), self._first = self._first, None
             self._surroundings = Surroundings(self._device, tensors)
             del tensors
+            self._caches = parametrize._cache_enabled
+            if self._caches and cached_weights(self._module):
+                raise UnsupportedModelError(
+                    f"a {type(self._module).__name__} that is to run again takes parametrized weights that "
+                    "parametrize.cached() has kept from an earlier call, and would make them anew; enter cached() for "
+                    "each forward by itself, or keep or swap this stage"
+                )
             return self._run_first(args, kwargs)
         assert self._surroundings is not None
         as_it_was = self._surroundings.restored(tensors)
@@ -123,14 +132,12 @@ class Call:
             assert self._form is not None
             args, kwargs = pytree.tree_unflatten(leaves, self._form)
         del leaves, tensors
-        if self._state is None:  # a backward inside of the first run
-            with as_it_was:
-                return self._run_first(args, kwargs)
+        assert self._state is not None
         self._counters.runs[self._index] += 1
         self._counters.recomputed_stages += 1
         before = self._counters.meter.mark(self._index * KINDS + RECOMPUTE)
         try:
-            with as_it_was, self._whole(), self._state.as_in_forward():
+            with as_it_was, self._whole(), self._state.as_in_forward(), _caching(self._caches):
                 return self._original(*args, **kwargs)
         finally:
             self._counters.meter.mark(before)
@@ -157,6 +164,23 @@ def _containers(values: Iterable[Any]) -> Iterator[int]:
             yield id(value)
         if isinstance(value, (list, tuple, dict, collections.deque)):
             yield from _containers(value.values() if isinstance(value, dict) else value)
+
+
+def cached_weights(module: nn.Module) -> bool:
+    """Whether `parametrize.cached()` holds any of a module's parametrized tensors."""
+    held = {key[0] for key, value in parametrize._cache.items() if value is not None}
+    return bool(held) and any(id(m) in held for m in module.modules())
+
+
+@contextlib.contextmanager
+def _caching(caches: int) -> Iterator[None]:
+    """Inside, as many `parametrize.cached()` are entered, whose cache is empty; none where it is 0."""
+    former = parametrize._cache_enabled, parametrize._cache
+    parametrize._cache_enabled, parametrize._cache = caches, {}
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled, parametrize._cache = former
 
 
 def shares_containers(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -266,9 +290,15 @@ class _State:
             If a parameter, or a buffer or an attribute that the forward only read, was written to since: the recompute
             would differ.
         """
-        for _, name, p, version, storages in self._parameters:
+        for m, name, p, version, storages in self._parameters:
             if version_of(p) != version:
-                raise modified_error(p.shape, version, version_of(p))
+                raise modified_error(
+                    p.shape,
+                    version,
+                    version_of(p),
+                    f". It is parameter {name!r} of a {type(m).__name__}, which backward runs again: step the "
+                    "optimizer when the backward is over, not in its hooks, or keep or swap this stage",
+                )
             if _storages(p) != storages:
                 raise RuntimeError(
                     f"the data of parameter {name!r} {list(p.shape)} was replaced between forward and backward, which "

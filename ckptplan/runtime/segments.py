@@ -9,8 +9,8 @@ NOTE [Frames and links]
 3. A backward (a graph task of autograd's) that asks for a slot starts, for each segment around its stage that this
    task hasn't swept yet, from the outermost in, a *sweep* (rule 6 of NOTE [Residency] in core/chain.py). After it,
    the stage's own slots are filled, or it is the segment's last and is run again now, as far as slots need it.
-4. A slot is emptied when it is read, and what is left of a task is dropped when it ends; another backward through the
-   same graph is another task and sweeps again.
+4. A slot is emptied when it is read, or where a backward in Python reads it, when that is over. What is left of a task
+   is dropped when it ends; another backward through the same graph is another task and sweeps again.
 5. What a stage saves of the model's own (parameters, buffers) its slots give back as it is, not a run's copy of it.
 6. What a run makes goes straight to the stages that are linked to it and still to run, and to nobody else: a stage of
    an inner segment keeps what comes from outside of that segment, the segment's last stage all of it until its own
@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.chain import Segment, Tier
 from ckptplan.core.errors import UnsupportedModelError
-from ckptplan.runtime.frames import Frame, Handed, Slot, at_end_of_task, hold, nothing_saved, taken
+from ckptplan.runtime.frames import Frame, Handed, Slot, at_end_of_task, hold, taken
 from ckptplan.runtime.recompute import Call
 from ckptplan.runtime.swap import (
     Geometry,
@@ -157,8 +157,6 @@ class SegmentRun:
 
     def saved(self, frame: SegmentFrame, number: int) -> torch.Tensor:
         """What slot `number` of `frame` stands for, in the backward that runs now."""
-        if not frame.complete:
-            nothing_saved(None)
         key, task = self._task()
         if frame.index not in task.saved:
             try:

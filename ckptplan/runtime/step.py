@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
@@ -214,6 +215,18 @@ def check_supported(model: nn.Module) -> None:
         if getattr(module, "gradient_checkpointing", False) is True:
             raise UnsupportedModelError(
                 f"{where} already checkpoints; call model.gradient_checkpointing_disable() and let the plan decide"
+            )
+        sparse = next((n for n, t in module._buffers.items() if t is not None and t.layout is not torch.strided), None)
+        if sparse is not None:
+            raise UnsupportedModelError(
+                f"{where} has a sparse buffer, {sparse!r}, and what is made from sparse tensors can't be counted; make "
+                "it dense, or register its indices and values for gather and index_add"
+            )
+        lazy = next((n for n, t in (*module._parameters.items(), *module._buffers.items()) if is_lazy(t)), None)
+        if lazy is not None:
+            raise UnsupportedModelError(
+                f"{where}, a {type(module).__name__}, has no shape for {lazy!r} before its first forward; run one "
+                "forward of the model, then profile it"
             )
 
 

@@ -113,11 +113,11 @@ def _covers(tensor: torch.Tensor, nbytes: int) -> bool:
     return tensor.is_contiguous() and tensor.nbytes == nbytes and not tensor.is_conj() and not tensor.is_neg()
 
 
-def modified_error(shape: Iterable[int], saved: int, found: int) -> RuntimeError:
-    """PyTorch's kind of error for a saved tensor that was written to."""
+def modified_error(shape: Iterable[int], saved: int, found: int, remark: str = "") -> RuntimeError:
+    """PyTorch's kind of error for a saved tensor that was written to; `remark` says which, and what to do."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-        f"shape {list(shape)} is at version {found}; expected version {saved} instead"
+        f"shape {list(shape)} is at version {found}; expected version {saved} instead{remark}"
     )
 
 
@@ -572,6 +572,16 @@ def has_position(tensor: torch.Tensor, never: Callable[[torch.UntypedStorage], b
     """Whether the storage of a saved tensor has a position in the order of saving (NOTE [Positions])."""
     found = _positioned(tensor)
     return found is not None and not never(found[0])
+
+
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, which autograd saves now, so that it can be held for backward, however long that takes to come.
+
+    A result that is held as it is would hold the node that holds it, and both for ever where no backward runs.
+    """
+    node = tensor.grad_fn
+    newest = torch._C._autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+    return tensor.detach() if node is not None and node._sequence_nr() == newest else tensor
 
 
 class Packing:

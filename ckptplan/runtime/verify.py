@@ -27,6 +27,7 @@ from ckptplan.runtime.measure import (
     timed,
     unique_bytes,
 )
+from ckptplan.runtime.parameters import ParameterState
 from ckptplan.runtime.state import restored
 from ckptplan.runtime.stats import Stats
 from ckptplan.runtime.step import LossFn, TrainingStep, fingerprint, make_step, model_device, training_config
@@ -207,11 +208,18 @@ def verify(
     device = model_device(model)
     training.on_device(device)
     plan.fingerprint.require(fingerprint(training))
+    parameters = ParameterState(model.parameters())
     with (
+        parameters.restored(),
         training_config(model),
-        restored(model, training.reached()) as rewind,
+        restored(model, training.reached()) as rewind_state,
         apply(model, plan, swap_dir=swap_dir) as handle,
     ):
+
+        def rewind() -> None:
+            rewind_state()
+            parameters.put()
+
         rewind()
         outside = training.tensors() if step is None else _read_from_outside(training, rewind)
         held_bytes = unique_bytes([*held_tensors(model), *optimizer_tensors(optimizer), *outside], device)
@@ -243,6 +251,7 @@ def verify(
         rewind()
         loss = once().cpu()
         stats = handle.stats().since(before)
+        parameters.settle()
         found = _results(model)
         planned_peaks = measured(step_peaks, held_bytes, rewind)
         planned_s, plain_s = [], []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from odd.harness import STEPS, WIDTH, Extras, Odd, case, loss_of, plain_step, update
-from odd.layers import Layer, chain, passing
+from odd.harness import BATCH, STEPS, WIDTH, Extras, Odd, case, loss_of, plain_step, update
+from odd.layers import DEPTH, Layer, Passing, batch, chain, passing
 
 
 @case("errors")
@@ -210,3 +211,303 @@ def optimizer_in_backward() -> Odd:
             yield [plain_step(model, x)]
 
     return chain(Stage, loop)
+
+
+# ---------------------------------------------------------------- of the same kind
+
+
+@case("errors")
+def backward_inside_forward() -> Odd:
+    """A layer that runs `backward` for a loss of its own."""
+
+    class Stage(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch.tanh(self.linear(x.detach())).square().mean().backward()
+            return x + torch.tanh(self.linear(x))
+
+    return chain(Stage)
+
+
+class _Forces(nn.Module):
+    """Layers whose sum is differentiated by their input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = y = x.detach().requires_grad_()
+        for layer in self.layers:
+            y = layer(y)
+        return torch.autograd.grad(y.square().sum(), x, create_graph=True)[0]
+
+
+@case("errors", says=("autograd.grad",))
+def gradient_through_all_layers() -> Odd:
+    """A model whose output is the gradient of its layers."""
+    return Odd(_Forces(), batch())
+
+
+@case("errors")
+def gradient_between_layers() -> Odd:
+    """A gradient of what lies between two layers."""
+
+    class Model(Passing):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+                (slope,) = torch.autograd.grad(torch.sin(x).sum(), x, create_graph=True)
+                x = x * slope
+            return x
+
+    return Odd(Model((Layer() for _ in range(DEPTH)), lambda model: ()), batch())
+
+
+@case("errors")
+def scale_clamped_in_forward() -> Odd:
+    """A scale that forward keeps within bounds."""
+
+    class Stage(Layer):
+        def set_up(self) -> None:
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.scale.data.clamp_(0, 1)
+            return x + torch.tanh(self.linear(x)) * self.scale.exp()
+
+    return chain(Stage)
+
+
+@case("4")
+def weights_written_behind_each_layer() -> Odd:
+    """The model shrinks a layer's weights through `.data` as soon as the layer has run."""
+
+    class Model(Passing):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+                layer.linear.weight.data.mul_(0.9)  # type: ignore[union-attr, operator]
+            return x
+
+    return Odd(Model((Layer() for _ in range(DEPTH)), lambda model: ()), batch())
+
+
+@case("errors")
+def saved_tensors_read_one_by_one() -> Odd:
+    """A custom function that reads `ctx.saved_tensors` by index."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            ctx.save_for_backward(x, y)
+            return x * y
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+            return gradient * ctx.saved_tensors[1], gradient * ctx.saved_tensors[0]
+
+    class Stage(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + Product.apply(torch.tanh(self.linear(x)), torch.sin(x))  # type: ignore[operator]
+
+    return chain(Stage)
+
+
+@dataclasses.dataclass(slots=True)
+class _Place:
+    x: torch.Tensor
+    number: int = 0
+
+
+@case("errors")
+def object_replaced_between_layers() -> Odd:
+    """An object that the layers read, and the model writes to between them."""
+
+    class Stage(Layer):
+        def forward(self, place: Any) -> torch.Tensor:
+            return super().forward(place.x)
+
+    class Model(Passing):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            place = _Place(x)
+            for layer in self.layers:
+                place.x = layer(place)
+            return place.x
+
+    return Odd(Model((Stage() for _ in range(DEPTH)), lambda model: ()), batch())
+
+
+@case("errors")
+def object_returned() -> Odd:
+    """Layers from object to object."""
+
+    class Stage(Layer):
+        def forward(self, place: Any) -> Any:
+            return _Place(super().forward(place.x), place.number + 1)
+
+    class Model(Passing):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            place = _Place(x)
+            for layer in self.layers:
+                place = layer(place)
+            return place.x
+
+    return Odd(Model((Stage() for _ in range(DEPTH)), lambda model: ()), batch())
+
+
+@case("errors")
+def nothing_returned() -> Odd:
+    """Layers that put their output in a list."""
+
+    class Stage(Layer):
+        def forward(self, box: list[torch.Tensor]) -> None:  # type: ignore[override]
+            box[0] = super().forward(box[0])
+
+    class Model(Passing):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            box = [x]
+            for layer in self.layers:
+                layer(box)
+            return box[0]
+
+    return Odd(Model((Stage() for _ in range(DEPTH)), lambda model: ()), batch())
+
+
+@case("errors")
+def forward_that_is_a_property() -> Odd:
+    """A function whose class computes its forward."""
+
+    class Sine(nn.Module):
+        @property
+        def forward(self) -> Any:
+            return torch.sin
+
+    class Stage(Layer):
+        def set_up(self) -> None:
+            self.function = Sine()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.function(self.linear(x))
+
+    return chain(Stage)
+
+
+@case("errors")
+def layers_that_call_each_other() -> Odd:
+    """A layer that calls itself by way of another module, twice in a step."""
+
+    class Way(nn.Module):
+        def forward(self, layer: nn.Module, x: torch.Tensor, depth: int) -> torch.Tensor:
+            return layer(x, depth)  # type: ignore[no-any-return]
+
+    class Stage(Layer):
+        def set_up(self) -> None:
+            self.way = Way()
+
+        def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+            y = x + torch.tanh(self.linear(x))
+            return self.way(self, y, depth - 1) if depth else y
+
+    class Model(Passing):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in (*self.layers, *self.layers):
+                x = layer(x)
+            return x
+
+    return Odd(Model((Stage() for _ in range(2)), lambda model: ()), batch())
+
+
+@case("errors")
+def cached_parametrization_in_one_forward() -> Odd:
+    """`parametrize.cached()` around a forward, and once around the backward, of layers that use a weight twice."""
+
+    class Stage(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.tanh(self.linear(torch.sin(self.linear(x))))
+
+    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+        for step in range(STEPS):
+            model.zero_grad()
+            with parametrize.cached():
+                loss = loss_of(model(x))
+                if step == 1:
+                    loss.backward()
+            if step != 1:
+                loss.backward()
+            update(model)
+            yield [loss.detach()]
+
+    odd = chain(Stage, loop)
+    for layer in odd.model:  # type: ignore[union-attr]
+        parametrize.register_parametrization(layer.linear, "weight", _Bounded())
+    return odd
+
+
+@case("errors", says=("torch.func",))
+def vmap_inside() -> Odd:
+    """`torch.vmap` in a layer."""
+
+    class Stage(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.vmap(lambda row: torch.tanh(self.linear(row)))(x)
+
+    return chain(Stage)
+
+
+@case("errors", says=("torch.func",))
+def functional_gradient_inside() -> Odd:
+    """`torch.func.grad` in a layer."""
+
+    class Stage(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            slope = torch.func.grad(lambda y: torch.tanh(self.linear(y)).sum())(x)
+            return x + torch.tanh(self.linear(x) * slope)
+
+    return chain(Stage)
+
+
+@case("errors", says=("sparse",))
+def sparse_input() -> Odd:
+    """A sparse matrix among the inputs."""
+
+    class Model(Passing):
+        def forward(self, x: torch.Tensor, graph: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            for layer in self.layers:
+                x = layer(graph @ x)
+            return x
+
+    def loop(model: nn.Module, given: Any) -> Iterator[Extras]:
+        for _ in range(STEPS):
+            model.zero_grad()
+            loss = loss_of(model(*given))
+            loss.backward()
+            update(model)
+            yield [loss.detach()]
+
+    graph = torch.eye(BATCH).to_sparse_csr()
+    return Odd(Model((Layer() for _ in range(DEPTH)), lambda model: ()), (batch(), graph), loop)
+
+
+@case("errors", says=("nested",))
+def nested_tensors_inside() -> Odd:
+    """Layers on a nested tensor."""
+
+    class Model(Passing):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            parts = torch.nested.as_nested_tensor([x[:10], x[10:]], layout=torch.jagged)
+            for layer in self.layers:
+                parts = layer(parts)
+            return parts.values()
+
+    return Odd(Model((Layer() for _ in range(DEPTH)), lambda model: ()), batch())
+
+
+@case("2")
+def drawn_from_secrets() -> Odd:
+    """A draw from the system's entropy, where the value doesn't matter."""
+
+    class Stage(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.tanh(self.linear(x) * (1.0 if secrets.randbelow(10) < 10 else 0.0))
+
+    return chain(Stage)
