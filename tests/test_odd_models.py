@@ -12,18 +12,6 @@ from odd.harness import CASES, DECISIONS, ITEMS, outcome
 KNOWN: dict[tuple[str, str], str] = {
     # 1: state written without a version counter
     # 2: state not found
-    ("system_random_attribute", "swap"): "2",
-    ("system_random_attribute", "recompute"): "2",
-    ("system_random_attribute", "segment"): "2",
-    ("system_random_attribute", "selective"): "2",
-    ("backward_inside_with_batch_norm", "swap"): "2",
-    ("backward_inside_with_batch_norm", "recompute"): "2",
-    ("backward_inside_with_batch_norm", "segment"): "2",
-    ("backward_inside_with_batch_norm", "selective"): "2",
-    ("backward_inside_with_python_state", "swap"): "2",
-    ("backward_inside_with_python_state", "recompute"): "2",
-    ("backward_inside_with_python_state", "segment"): "2",
-    ("backward_inside_with_python_state", "selective"): "2",
     # 3: surroundings of forward that are gone in backward
     ("mkldnn_flags", "recompute"): "3",
     ("mkldnn_flags", "segment"): "3",
@@ -56,7 +44,6 @@ KNOWN: dict[tuple[str, str], str] = {
     ("forward_patched_for_a_while", "segment"): "3",
     ("forward_patched_for_a_while", "selective"): "3",
     # 4: parameters changed before the recompute
-    ("weight_data_written_in_forward", "profiled"): "profiling",
     ("fused_adamw_between_two_backwards", "recompute"): "4",
     ("fused_adamw_between_two_backwards", "segment"): "4",
     ("fused_adamw_between_two_backwards", "selective"): "4",
@@ -111,34 +98,6 @@ KNOWN: dict[tuple[str, str], str] = {
     # 10: storages larger than their fake twins
     ("fold", "recompute"): "10",
     # errors that are to be clear
-    ("gradient_inside_forward", "swap"): "errors",
-    ("gradient_inside_forward", "recompute"): "errors",
-    ("gradient_inside_forward", "segment"): "errors",
-    ("gradient_inside_forward", "selective"): "errors",
-    ("weight_copied_in_forward", "swap"): "errors",
-    ("weight_copied_in_forward", "recompute"): "errors",
-    ("weight_copied_in_forward", "segment"): "errors",
-    ("weight_copied_in_forward", "selective"): "errors",
-    ("weight_data_in_forward", "swap"): "errors",
-    ("weight_data_in_forward", "recompute"): "errors",
-    ("weight_data_in_forward", "segment"): "errors",
-    ("weight_data_in_forward", "selective"): "errors",
-    ("retained_gradient", "swap"): "errors",
-    ("retained_gradient", "recompute"): "errors",
-    ("retained_gradient", "segment"): "errors",
-    ("retained_gradient", "selective"): "errors",
-    ("saved_tensors_read_twice", "swap"): "errors",
-    ("saved_tensors_read_twice", "recompute"): "errors",
-    ("saved_tensors_read_twice", "segment"): "errors",
-    ("saved_tensors_read_twice", "selective"): "errors",
-    ("lazy_linear", "swap"): "errors",
-    ("lazy_linear", "recompute"): "errors",
-    ("lazy_linear", "segment"): "errors",
-    ("lazy_linear", "selective"): "errors",
-    ("recursive_stage", "swap"): "errors",
-    ("recursive_stage", "recompute"): "errors",
-    ("recursive_stage", "segment"): "errors",
-    ("recursive_stage", "selective"): "errors",
 }
 """What breaks a promise today, with its item in `ITEMS`; "profiling": profiling leaves something behind.
 

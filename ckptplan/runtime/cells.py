@@ -85,6 +85,31 @@ def _write_class(cell: type, contents: Mapping[str, Any]) -> None:
             setattr(cell, name, value)
 
 
+@functools.lru_cache(maxsize=1 << 10)
+def _slots_of(kind: type) -> tuple[str, ...]:
+    """Attributes for which a class has a place of their own."""
+    return tuple(
+        name for c in kind.__mro__ for name, value in vars(c).items() if isinstance(value, types.MemberDescriptorType)
+    )
+
+
+def _object_of(value: Any) -> dict[str, Any]:
+    """Attributes of an object."""
+    found = {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}  # type: ignore[arg-type]
+    return found | getattr(value, "__dict__", {})
+
+
+def _write_object(value: Any, contents: Mapping[str, Any]) -> None:
+    slots = _slots_of(type(value))  # type: ignore[arg-type]
+    for name in slots:
+        if name in contents:
+            object.__setattr__(value, name, contents[name])
+        elif hasattr(value, name):
+            object.__delattr__(value, name)
+    if hasattr(value, "__dict__"):
+        _write_items(vars(value), {name: item for name, item in contents.items() if name not in slots})
+
+
 def _closure_of(function: types.FunctionType) -> dict[str, Any]:
     """The variables of an outer function that a function uses."""
     return dict(inspect.getclosurevars(function).nonlocals)
@@ -105,7 +130,7 @@ _DICTIONARY = _Kind(dict, _write_items, _values_of)
 _SET = _Kind(set, _write_items)
 _DEQUE = _Kind(list, _write_deque)
 _ARRAY = _Kind(np.copy, lambda cell, contents: operator.setitem(cell, Ellipsis, contents), lambda contents: ())
-_OBJECT = _Kind(lambda cell: dict(vars(cell)), lambda cell, contents: _write_items(vars(cell), contents), _values_of)
+_OBJECT = _Kind(lambda cell: _object_of(cell), lambda cell, contents: _write_object(cell, contents), _values_of)
 _CLASS = _Kind(lambda cell: _data_of(cell), _write_class, _values_of)
 _CLOSURE = _Kind(lambda cell: _closure_of(cell), lambda cell, contents: _write_closure(cell, contents), _values_of)
 _TUPLE, _MODULE, _TENSOR, _GENERATOR, _OTHER = "tuple", "module", "tensor", "generator", "other"
@@ -341,7 +366,8 @@ class Snapshot:
 
     def _is_cell(self, value: Any) -> bool:
         """Whether an object is looked through: one that was seen to change, or any in a search."""
-        if id(value) in self._cells or not isinstance(getattr(value, "__dict__", None), dict):
+        has_attributes = hasattr(value, "__dict__") or _slots_of(type(value))  # type: ignore[arg-type]
+        if id(value) in self._cells or not has_attributes:
             return False
         if self.changing is not None and self.changing.objects.get(id(value)) is value:
             return True
