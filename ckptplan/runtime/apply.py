@@ -27,6 +27,7 @@ from ckptplan.core.units import budget_to_bytes, format_bytes
 from ckptplan.runtime import oom
 from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.engine import OldGraph
+from ckptplan.runtime.fused_steps import STEPS
 from ckptplan.runtime.measure import device_bytes, held_tensors, optimizer_tensors, tensors_in, unique_bytes
 from ckptplan.runtime.meter import Meter
 from ckptplan.runtime.refine import Refinement, checked_threshold, measured_steps
@@ -137,6 +138,7 @@ class Handle:
         self._peaks = Peaks(self._device)
         self._config = contextlib.ExitStack()
         self._config.enter_context(training_config(model))
+        self._config.enter_context(STEPS.watched())
         self._removed = False
         self._applied = True
 

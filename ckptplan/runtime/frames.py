@@ -17,7 +17,8 @@ from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.runtime.compiled import out_of_sight
 from ckptplan.runtime.recompute import Call
 from ckptplan.runtime.selective import Selection
-from ckptplan.runtime.swap import Counters, Held, Packing, SwapSession, modified_error, version_of
+from ckptplan.runtime.swap import Counters, Held, Packing, SwapSession, unpack
+from ckptplan.runtime.users_hooks import UsersHooks, innermost, keep_values
 
 
 class Slot:
@@ -52,10 +53,6 @@ class _Enough(BaseException):
     """Every slot of a frame is filled."""
 
 
-def _read(slot: Slot) -> torch.Tensor:
-    return slot.tensor()
-
-
 def nothing_saved(_: Any) -> torch.Tensor:
     """Refuse a backward that begins inside of a stage's second run."""
     raise UnsupportedModelError(
@@ -80,13 +77,16 @@ class Frame:
         self._needs_grad: list[bool] = []
         self._slots: list[weakref.ref[Slot]] = []
         self._like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._users: UsersHooks | None = None
         self._models_own: dict[int, Held] = {}  # what slots stand for whatever a run saves in their places
 
     def forward(self, tensors: list[torch.Tensor], inputs: Sequence[Any]) -> Any:
         """Run the stage for the first time; `inputs` is how `tensors` are held."""
         self._inputs = inputs
         self._needs_grad = [t.requires_grad for t in tensors]
-        with torch.autograd.graph.saved_tensors_hooks(out_of_sight(self._save), _read):
+        self._users = UsersHooks.around()
+        save = self._save if self._users is None else self._users.through(self._save)
+        with torch.autograd.graph.saved_tensors_hooks(out_of_sight(save), unpack):
             output = self._call(*tensors)
         self.complete = True
         return output
@@ -218,38 +218,36 @@ def taken(table: dict[int, Held], number: int, name: str) -> torch.Tensor:
 
 
 class Handed(NamedTuple):
-    """What hooks around the step (`save_on_cpu`) made of a tensor, and how they give it back."""
+    """What PyTorch's hooks around the step (`save_on_cpu`) made of a tensor, and how they give it back."""
 
     packed: Any
     unpack: Callable[[Any], torch.Tensor]
-    version: int | None
-    """Of hooks that hand the tensor itself back, at the time."""
+    itself: Held | None
+    """The tensor where what they made of it is or has the tensor itself, for a check that nothing wrote to it."""
 
     def tensor(self) -> torch.Tensor:
         """The tensor, as the hooks give it back; an error if it was written to since and they didn't copy it."""
-        if self.version is not None and version_of(self.packed) != self.version:
-            raise modified_error(self.packed.shape, self.version, version_of(self.packed))
+        if self.itself is not None:
+            self.itself.tensor()
         return self.unpack(self.packed)
 
 
-_hooks_around = torch._C._autograd._top_saved_tensors_default_hooks
-
-
 def hold(tensor: torch.Tensor, packing: Packing | None) -> Held | Handed:
-    """A stage's input for its next run; one that may move is packed, one that stays is left to hooks around the step.
+    """A stage's input for its next run; one that may move is packed, one that stays is left to PyTorch's hooks.
 
-    As for what autograd saves, the innermost hooks decide.
+    As for what autograd saves, the innermost hooks decide (NOTE [Hooks around a stage]).
     """
     if isinstance(tensor, nn.Parameter):
         return Held(tensor) if packing is None else packing.pack(tensor)
     held = tensor.detach()
     if packing is not None:
         return packing.pack(held)
-    hooks = _hooks_around(False)
-    if hooks is None:
+    hooks = innermost(False)
+    if hooks is None or not keep_values(hooks):
         return Held(held)
     packed = hooks[0](held)
-    return Handed(packed, hooks[1], version_of(held) if packed is held else None)
+    copied = all(leaf is not held for leaf in pytree.tree_leaves(packed))
+    return Handed(packed, hooks[1], None if copied else Held(held))
 
 
 def run_recomputed(

@@ -111,22 +111,35 @@ def numpys(generator: np.random.RandomState) -> Access:
         return plain
     gauss = id(generator) + _GAUSS_OFFSET
 
-    def get() -> Any:
+    def get() -> tuple[Any, bytes, Any]:
         bits = generator._bit_generator  # type: ignore[attr-defined]
-        if type(bits) is not np.random.MT19937:  # numpy's own may be given another
-            return generator.get_state()
-        return ctypes.string_at(bits.ctypes.state_address, _BYTES), ctypes.string_at(gauss, 16)
+        raw = type(bits) is np.random.MT19937  # numpy's own may be given another
+        words = ctypes.string_at(bits.ctypes.state_address, _BYTES) if raw else bits.state
+        return words, ctypes.string_at(gauss, 16), bits
 
-    def decoded(state: Any) -> Any:
-        if not isinstance(state, tuple) or not isinstance(state[0], bytes):
-            return state
-        *words, position = struct.unpack(f"{_WORDS}Ii", state[0])
-        waits, _, number = struct.unpack("iid", state[1])
-        return "MT19937", np.array(words, dtype=np.uint32), position, waits, number
+    def decoded(state: tuple[Any, bytes, Any]) -> dict[str, Any]:
+        words, normal, _ = state
+        if isinstance(words, bytes):
+            *key, position = struct.unpack(f"{_WORDS}Ii", words)
+            words = {
+                "bit_generator": "MT19937",
+                "state": {"key": np.array(key, dtype=np.uint32), "pos": position},
+            }
+        waits, _, number = struct.unpack("iid", normal)
+        return {**words, "has_gauss": waits, "gauss": number}
 
-    if not _equal(decoded(get()), generator.get_state()):
+    def put(state: tuple[Any, bytes, Any]) -> None:
+        if generator._bit_generator is not state[2]:  # type: ignore[attr-defined]
+            generator.__init__(state[2])  # type: ignore[misc]
+        generator.set_state(decoded(state))
+
+    if not _equal(decoded(get()), generator.get_state(legacy=False)):
         return plain
-    return Access(get, lambda state: generator.set_state(decoded(state)))
+    return Access(get, put, _same_bits)
+
+
+def _same_bits(a: tuple[Any, bytes, Any], b: tuple[Any, bytes, Any]) -> bool:
+    return a[2] is b[2] and _equal(a[:2], b[:2])
 
 
 _PROCESS = (
@@ -168,6 +181,11 @@ class Generators:
     def settle(self) -> None:
         """A forward has ended: keep those alone that it drew from."""
         self._states = [(access, state) for access, state in self._states if not access.same(access.get(), state)]
+
+    @property
+    def drew(self) -> bool:
+        """After `settle`: whether the forward drew from any."""
+        return bool(self._states)
 
     def put(self) -> Callable[[], None]:
         """Set them to these states; calling the result sets them back to where they were."""

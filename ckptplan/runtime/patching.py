@@ -6,6 +6,8 @@ import contextlib
 import copy
 import functools
 import inspect
+import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,6 +32,17 @@ def _class_forward(module: nn.Module) -> Any:
     return types.MethodType(type(module).forward, module)
 
 
+_MODULES_CODE = nn.Module.__call__.__code__.co_filename
+
+
+def _instance_called(caller: types.FrameType) -> nn.Module | None:
+    """The module whose call `caller` runs, None where that isn't `nn.Module`'s own code.
+
+    Other code isn't looked into: before Python 3.13 its local variables would live until it ends.
+    """
+    return caller.f_locals.get("self") if caller.f_code.co_filename == _MODULES_CODE else None
+
+
 def _same(forward: Any) -> Any:
     return forward
 
@@ -44,6 +57,9 @@ class PatchedForward:
     of the call around them, the first time and when that is made again.
 
     A copy or a pickle of the module gets the forward it had before: a plan belongs to the instance it was applied to.
+    A shallow copy (`copy.copy`, or one of the module's `__dict__`) has this very object, which doesn't know by itself
+    through which of them it was called. So it looks into the caller, where that is `nn.Module`'s own code; called by
+    other code, as `twin.forward(x)`, it takes itself for the original's.
     """
 
     def __init__(
@@ -56,21 +72,29 @@ class PatchedForward:
         self.original: Callable[..., Any] = getattr(module, self.attribute)
         self._active = False
         self._placed = False
-        self._depth = 0  # calls of the original that are under way
+        self._running: set[int] = set()  # threads that run the original now
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward."""
-        if not self._active or self._depth:
-            return self.original(*args, **kwargs)
+        """Run the module's forward, or that of a shallow copy."""
+        owner = _instance_called(sys._getframe(1))
+        if owner is None or owner.__dict__.get(self.attribute) is not self:
+            owner = self.module
+        # A class may be given another forward while this is in place.
+        original = self.original if self.had_own else types.MethodType(type(owner).forward, owner)
+        if not self._active or owner is not self.module or threading.get_ident() in self._running:
+            return original(*args, **kwargs)
         check_not_compiling(self.module)
-        return self.run(functools.partial(self._inside, self.original), args, kwargs)
+        return self.run(functools.partial(self._inside, original), args, kwargs)
 
     def _inside(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._depth += 1
+        thread = threading.get_ident()
+        if thread in self._running:
+            return original(*args, **kwargs)
+        self._running.add(thread)
         try:
             return original(*args, **kwargs)
         finally:
-            self._depth -= 1
+            self._running.discard(thread)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.original, memo) if self.had_own else _class_forward(copy.deepcopy(self.module, memo))

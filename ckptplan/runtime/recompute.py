@@ -20,6 +20,7 @@ from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.runtime.cells import Snapshot, Tables, alone, below, changing
 from ckptplan.runtime.generators import Generators
 from ckptplan.runtime.meter import KINDS, RECOMPUTE
+from ckptplan.runtime.module_tables import ModuleTables
 from ckptplan.runtime.own import storages_of
 from ckptplan.runtime.surroundings import Surroundings
 from ckptplan.runtime.swap import Counters, Geometry, modified_error, version_of, whole_storage
@@ -59,6 +60,7 @@ class Call:
         self._surroundings: Surroundings | None = None
         self._state: _State | None = None
         self._caches = 0  # how many `parametrize.cached()` are around it
+        self._tables: ModuleTables | None = None
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._others: list[Any] = []
         self._containers: set[int] = set()
@@ -108,6 +110,7 @@ class Call:
             # The caller's own lists and dictionaries, since the stage may add to them.
             (args, kwargs), self._first = self._first, None
             self._surroundings = Surroundings(self._device, tensors)
+            self._tables = ModuleTables(below(self._module), tensors)
             del tensors
             self._caches = parametrize._cache_enabled
             if self._caches and cached_weights(self._module):
@@ -118,6 +121,7 @@ class Call:
                 )
             return self._run_first(args, kwargs)
         assert self._surroundings is not None
+        assert self._tables is not None
         as_it_was = self._surroundings.restored(tensors)
         for i, attributes in self._named:
             vars(tensors[i]).update(attributes)
@@ -137,8 +141,14 @@ class Call:
         self._counters.recomputed_stages += 1
         before = self._counters.meter.mark(self._index * KINDS + RECOMPUTE)
         try:
-            with as_it_was, self._whole(), self._state.as_in_forward(), _caching(self._caches):
-                return self._original(*args, **kwargs)
+            with (
+                as_it_was,
+                self._whole(),
+                self._state.as_in_forward(),
+                self._tables.as_in_forward(),
+                _caching(self._caches),
+            ):
+                return self._surroundings.run(self._original, *args, **kwargs)
         finally:
             self._counters.meter.mark(before)
 

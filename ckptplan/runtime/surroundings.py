@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
+from ckptplan.runtime.flags import flags, set_flags
+from ckptplan.runtime.modes import Modes
 from ckptplan.runtime.streams import current_stream, run_on
+
+T = TypeVar("T")
 
 
 class Surroundings:
-    """What a forward depends on besides its module and arguments: random states, autocast, default device, stream.
+    """What a forward depends on besides its module and arguments.
 
-    A backward may ask for a recompute on another stream, that of an operation which the stage ran elsewhere by itself.
+    Random states, flags, modes on functions and operations, autocast, the default device, Python's context variables
+    and the stream. A backward may ask for a recompute on another stream, that of an operation which the stage ran
+    elsewhere by itself; and in another thread, where context variables have their defaults.
 
     Parameters
     ----------
@@ -29,6 +37,9 @@ class Surroundings:
         self._stream = current_stream(device)
         self._random = torch.get_rng_state()
         self._device_random = _device_states(d for d in devices if _has_generator(d))
+        self._flags = flags()
+        self._modes = Modes()
+        self._variables = contextvars.copy_context()
         self._default_device = _default_device()
         self._autocast = [_autocast(kind) for kind in {"cpu", *(d.type for d in devices)} if _has_autocast(kind)]
 
@@ -47,10 +58,20 @@ class Surroundings:
                         stack.enter_context(torch.autocast(kind, dtype, enabled, caches))
                 if _default_device() != self._default_device:
                     stack.enter_context(self._default_device)
+                now = flags()
+                if now != self._flags:
+                    stack.callback(set_flags, now)
+                    set_flags(self._flags)
+                if self._modes.differ():
+                    stack.enter_context(self._modes.active())
                 yield
         finally:
             torch.set_rng_state(random)
             _set_device_states(device_random)
+
+    def run(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
+        """Call `function` with context variables as they were; what it sets them to is dropped."""
+        return self._variables.copy().run(function, *args, **kwargs)
 
 
 def _has_generator(device: torch.device) -> bool:

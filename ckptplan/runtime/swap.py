@@ -71,6 +71,7 @@ from ckptplan.runtime.compiled import compiler_callback, out_of_sight
 from ckptplan.runtime.meter import Meter
 from ckptplan.runtime.stores import Store, Ticket
 from ckptplan.runtime.streams import current_stream, on_stream
+from ckptplan.runtime.users_hooks import Kept, UsersHooks
 
 MIN_SWAP_BYTES = 1 << 12
 """Smaller storages stay, whatever the link: a page, and a block of the swap file. On CUDA the link says from how many
@@ -606,10 +607,13 @@ class Packing:
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Pack what autograd saves inside."""
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
+        users = UsersHooks.around()
+        return torch.autograd.graph.saved_tensors_hooks(
+            self.pack if users is None else out_of_sight(users.through(self.pack)), unpack
+        )
 
 
-unpack: Callable[[Held], torch.Tensor] = operator.methodcaller("tensor")
+unpack: Callable[[Kept], torch.Tensor] = operator.methodcaller("tensor")
 """The tensor that was packed."""
 
 

@@ -1,0 +1,133 @@
+"""Process-wide and thread-local switches of PyTorch that change results, or which kernel an operation takes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Getter = Callable[[], Any]
+Setter = Callable[[Any], Any]
+
+_UNREADABLE = object()
+"""Stands for a flag that PyTorch refuses to read, since its former and its new interface were mixed."""
+
+_PLAIN = (
+    "mkldnn_enabled",
+    "mkldnn_deterministic",
+    "nnpack_enabled",
+    "cpu_allow_fp16_reduced_precision_reduction",
+    "qengine",
+    "math_sdp_allow_fp16_bf16_reduction",
+    "sdp_priority_order",
+    "deterministic_fill_uninitialized_memory",
+    "torch_function_state",
+)
+"""Flags of which `torch._C` has a `_get_` and a `_set_`."""
+
+_OF_CUDA = (
+    "cudnn_enabled",
+    "cudnn_benchmark",
+    "cudnn_deterministic",
+    "cudnn_depthwise_kernel",
+    "miopen_immediate",
+    "cublas_allow_fp16_reduced_precision_reduction",
+    "cublas_allow_bf16_reduced_precision_reduction",
+    "cublas_allow_fp16_accumulation",
+    "blas_preferred_backend",
+    "linalg_preferred_backend",
+    "rocm_fa_preferred_backend",
+    "sm_carveout_experimental",
+)
+"""The like, which nothing goes by where PyTorch was built without CUDA."""
+
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3")
+"""Kernels of scaled dot product attention that can be switched off."""
+
+_TINY = 5e-324
+"""Is zero to a thread that takes denormal numbers for zero."""
+
+
+def _spread(setter: Callable[..., Any]) -> Setter:
+    """A setter that is given in one what the getter returns in one, a tuple where the flag has parts."""
+    return lambda value: setter(*value) if isinstance(value, tuple) else setter(value)
+
+
+def _precisions() -> dict[str, tuple[Getter, Setter]]:
+    """Precisions of float32 operations; general ones first, since others follow them until they are set."""
+    places = [("generic", "all"), *((b, op) for b in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn"))]
+    get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    return {
+        f"{backend}.{op}.fp32_precision": (functools.partial(get, backend, op), functools.partial(put, backend, op))
+        for backend, op in places
+    }
+
+
+def _device_index() -> int:
+    return torch._C._cuda_getDevice() if torch.cuda.is_initialized() else -1  # which `set_device` takes for no change
+
+
+def _found() -> dict[str, tuple[Getter, Setter]]:
+    """The flags of this version and build of PyTorch by name, in the order in which they are to be set."""
+    c = torch._C
+    einsum: Any = torch.backends.opt_einsum.m  # type: ignore[attr-defined]
+    found: dict[str, tuple[Getter, Setter]] = {
+        "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+        "deterministic algorithms": (
+            lambda: (c._get_deterministic_algorithms(), c._get_deterministic_algorithms_warn_only()),
+            lambda value: c._set_deterministic_algorithms(value[0], warn_only=value[1]),
+        ),
+        "mha.fastpath": (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+        "opt_einsum": (
+            lambda: (einsum.enabled, einsum.strategy),
+            lambda value: einsum.__dict__.update(enabled=value[0], strategy=value[1]),
+        ),
+        "number of threads": (torch.get_num_threads, torch.set_num_threads),
+        "flush denormal": (lambda: _TINY == 0.0, torch.set_flush_denormal),
+    }
+    names = (*_PLAIN, *_OF_CUDA) if torch.backends.cuda.is_built() else _PLAIN
+    pairs = [(name, f"_get_{name}", f"_set_{name}") for name in names]
+    pairs += [(f"{name} attention", f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}") for name in _ATTENTION]
+    for name, get, put in pairs:
+        if hasattr(c, get) and hasattr(c, put):
+            found[name] = getattr(c, get), _spread(getattr(c, put))
+    if hasattr(c, "_cuda_getDevice"):
+        found["current CUDA device"] = _device_index, torch.cuda.set_device
+    return found
+
+
+_FORMER: dict[str, tuple[Getter, Setter]] = {
+    "float32 matmul precision": (torch._C._get_float32_matmul_precision, torch._C._set_float32_matmul_precision),
+    "cudnn.allow_tf32": (torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
+}
+"""The former interface to precisions; setting one sets precisions, reading one is an error where they contradict it."""
+_PRECISIONS = _precisions()
+_OTHERS = _found()
+FLAGS = {**_FORMER, **_PRECISIONS, **_OTHERS}
+"""How to read and how to set each flag, in the order in which they are to be set."""
+_former = tuple(get for get, _ in _FORMER.values())
+_precision = tuple(get for get, _ in _PRECISIONS.values())
+_other = tuple(get for get, _ in _OTHERS.values())
+_contradicting: set[tuple[str, ...]] = set()
+"""Precisions with which the former interface has raised; that takes long, so it isn't asked again."""
+
+
+def flags() -> list[Any]:
+    """The values of all flags now."""
+    precisions = tuple([get() for get in _precision])
+    former = [_UNREADABLE] * len(_former)
+    if precisions not in _contradicting:
+        try:
+            former = [get() for get in _former]
+        except RuntimeError:
+            _contradicting.add(precisions)
+    return [*former, *precisions, *[get() for get in _other]]
+
+
+def set_flags(wanted: list[Any]) -> None:
+    """Set the flags that differ from `wanted`."""
+    for value, now, (get, put) in zip(wanted, flags(), FLAGS.values(), strict=True):
+        if value is not _UNREADABLE and (now is _UNREADABLE or get() != value):
+            put(value)

@@ -1,0 +1,99 @@
+"""Modes on PyTorch's functions and operations that are active in a thread."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._device import DeviceContext
+
+
+class _Stack:
+    """One of a thread's two stacks of modes, but for the default device at the bottom of that on functions."""
+
+    def __init__(
+        self,
+        length: Callable[[], int],
+        at: Callable[[int], Any],
+        push: Callable[[Any], None],
+        pop: Callable[[Any], Any],
+    ) -> None:
+        self._length, self._at, self._push, self._pop = length, at, push, pop
+
+    def now(self) -> list[Any]:
+        """The modes, the innermost last."""
+        if not self._length():
+            return []
+        return [mode for i in range(self._length()) if type(mode := self._at(i)) is not DeviceContext]
+
+    def replace(self, former: list[Any], modes: list[Any]) -> None:
+        """Have `modes` in place of `former`.
+
+        By PyTorch's own push and pop: entering a mode may do more, such as setting its counts to zero.
+        """
+        for mode in reversed(former):
+            self._pop(mode)
+        for mode in modes:
+            self._push(mode)
+
+
+_STACKS = (
+    _Stack(
+        torch._C._len_torch_function_stack,
+        torch._C._get_function_stack_at,
+        torch._C._push_on_torch_function_stack,
+        lambda mode: torch._C._pop_torch_function_stack(),
+    ),
+    _Stack(
+        torch._C._len_torch_dispatch_stack,
+        torch._C._get_dispatch_stack_at,
+        torch._C._push_on_torch_dispatch_stack,
+        lambda mode: torch._C._pop_torch_dispatch_stack(getattr(mode, "_mode_key", None)),
+    ),
+)
+
+
+_functions, _operations = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+
+
+class Modes:
+    """The modes that are active now."""
+
+    __slots__ = ("_active",)
+
+    def __init__(self) -> None:
+        self._active = _now()
+
+    def differ(self) -> bool:
+        """Whether others are active now."""
+        now = _now()
+        return now is not self._active and not all(map(_same, now, self._active))
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, these are active, and no others.
+
+        A mode of forward alone is active again, and one of backward alone, such as a counter of operations, doesn't
+        see what runs inside: it might change it.
+        """
+        now = _now()
+        for stack, former, modes in zip(_STACKS, now, self._active, strict=True):
+            stack.replace(former, modes)
+        try:
+            yield
+        finally:
+            for stack, former, modes in zip(_STACKS, now, self._active, strict=True):
+                stack.replace(modes, former)
+
+
+_NONE: tuple[list[Any], ...] = ([], [])
+
+
+def _now() -> tuple[list[Any], ...]:
+    return tuple([stack.now() for stack in _STACKS]) if _functions() or _operations() else _NONE
+
+
+def _same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
