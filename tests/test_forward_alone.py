@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
+import functools
 import random
 import sys
 import threading
@@ -315,18 +316,24 @@ def test_hooks_in_backward_alone(plan: str) -> None:
     check(loop, plan)
 
 
+@pytest.mark.parametrize("stays", [True, False])
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_stage_that_registers_a_hook_in_every_forward(plan: str) -> None:
+def test_a_stage_that_registers_a_hook_in_every_forward(plan: str, stays: bool) -> None:
     def run(stage: Stage, x: torch.Tensor) -> torch.Tensor:
         stage.linear.register_forward_hook(lambda module, args, output: output * 1.1)
         return product(stage, x)
 
     def loop(model: Chain) -> Any:
         found = []
+        tables = [module._forward_hooks for module in model.modules() if isinstance(module, nn.Linear)]
         for _ in range(3):
             model.zero_grad()
-            loss_of(model).backward()
-            found.append([gradients(model), [len(stage.linear._forward_hooks) for stage in model]])  # type: ignore[union-attr]
+            loss = loss_of(model)
+            for table in tables:
+                if not stays:
+                    table.clear()
+            loss.backward()
+            found.append([gradients(model), list(map(len, tables))])
         return found
 
     check(loop, plan, run)
@@ -340,6 +347,25 @@ def test_a_class_with_another_forward_since(plan: str) -> None:
             loss = loss_of(model)
         with pytest.raises(PlanMismatchError, match=r"LayerNorm\.forward was replaced"):
             loss.backward()
+
+
+def test_a_class_whose_forward_is_made_anew_at_every_look() -> None:
+    class Partial(nn.Linear):
+        def run(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+            return super().forward(x) * factor
+
+        forward = functools.partialmethod(run, factor=2.0)  # type: ignore[assignment]
+
+    assert Partial.forward is not Partial.forward
+    partial = Partial(WIDTH, WIDTH)
+    with ModuleTables([nn.Sequential(partial), partial]).as_in_forward():
+        pass
+    patch = PatchedForward(partial, lambda original, args, kwargs: original(*args, **kwargs))
+    x = torch.ones(WIDTH)
+    wanted = partial(x)
+    patch.install()
+    assert torch.equal(partial(x), wanted)
+    patch.remove()
 
 
 @pytest.mark.parametrize("plan", PLANS)

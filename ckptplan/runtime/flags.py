@@ -11,6 +11,8 @@ import torch
 Getter = Callable[[], Any]
 Setter = Callable[[Any], Any]
 
+_CUDA = torch.backends.cuda.is_built()
+
 _UNREADABLE = object()
 """Stands for a flag that PyTorch refuses to read, since its former and its new interface were mixed."""
 
@@ -19,7 +21,6 @@ _PLAIN = (
     "mkldnn_deterministic",
     "nnpack_enabled",
     "cpu_allow_fp16_reduced_precision_reduction",
-    "qengine",
     "math_sdp_allow_fp16_bf16_reduction",
     "sdp_priority_order",
     "deterministic_fill_uninitialized_memory",
@@ -57,7 +58,10 @@ def _spread(setter: Callable[..., Any]) -> Setter:
 
 def _precisions() -> dict[str, tuple[Getter, Setter]]:
     """Precisions of float32 operations; general ones first, since others follow them until they are set."""
-    places = [("generic", "all"), *((b, op) for b in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn"))]
+    ops = ("all", "matmul", "conv", "rnn")
+    # The former interface goes by products of both, whatever PyTorch was built for.
+    of_cuda = ops if _CUDA else ("matmul",)
+    places = [("generic", "all"), *(("cuda", op) for op in of_cuda), *(("mkldnn", op) for op in ops)]
     get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
     return {
         f"{backend}.{op}.fp32_precision": (functools.partial(get, backend, op), functools.partial(put, backend, op))
@@ -67,6 +71,14 @@ def _precisions() -> dict[str, tuple[Getter, Setter]]:
 
 def _device_index() -> int:
     return torch._C._cuda_getDevice() if torch.cuda.is_initialized() else -1  # which `set_device` takes for no change
+
+
+def _threads() -> int:
+    """The number of threads of an operation on the CPU, 0 where CUDA's backward may run.
+
+    Its own thread may have another number, and setting it there would change that of all others.
+    """
+    return 0 if _CUDA and torch.cuda.is_initialized() else torch.get_num_threads()
 
 
 def _found() -> dict[str, tuple[Getter, Setter]]:
@@ -79,15 +91,14 @@ def _found() -> dict[str, tuple[Getter, Setter]]:
             lambda: (c._get_deterministic_algorithms(), c._get_deterministic_algorithms_warn_only()),
             lambda value: c._set_deterministic_algorithms(value[0], warn_only=value[1]),
         ),
-        "mha.fastpath": (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
         "opt_einsum": (
             lambda: (einsum.enabled, einsum.strategy),
             lambda value: einsum.__dict__.update(enabled=value[0], strategy=value[1]),
         ),
-        "number of threads": (torch.get_num_threads, torch.set_num_threads),
+        "number of threads": (_threads, lambda value: torch.set_num_threads(value) if value else None),
         "flush denormal": (lambda: _TINY == 0.0, torch.set_flush_denormal),
     }
-    names = (*_PLAIN, *_OF_CUDA) if torch.backends.cuda.is_built() else _PLAIN
+    names = (*_PLAIN, *_OF_CUDA) if _CUDA else _PLAIN
     pairs = [(name, f"_get_{name}", f"_set_{name}") for name in names]
     pairs += [(f"{name} attention", f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}") for name in _ATTENTION]
     for name, get, put in pairs:
@@ -100,9 +111,10 @@ def _found() -> dict[str, tuple[Getter, Setter]]:
 
 _FORMER: dict[str, tuple[Getter, Setter]] = {
     "float32 matmul precision": (torch._C._get_float32_matmul_precision, torch._C._set_float32_matmul_precision),
-    "cudnn.allow_tf32": (torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
 }
 """The former interface to precisions; setting one sets precisions, reading one is an error where they contradict it."""
+if _CUDA:
+    _FORMER["cudnn.allow_tf32"] = torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32
 _PRECISIONS = _precisions()
 _OTHERS = _found()
 FLAGS = {**_FORMER, **_PRECISIONS, **_OTHERS}

@@ -79,8 +79,9 @@ class PatchedForward:
         owner = _instance_called(sys._getframe(1))
         if owner is None or owner.__dict__.get(self.attribute) is not self:
             owner = self.module
-        # A class may be given another forward while this is in place.
-        original = self.original if self.had_own else types.MethodType(type(owner).forward, owner)
+        original, of_class = self.original, getattr(type(owner), "forward", None)
+        if not self.had_own and type(of_class) is types.FunctionType:
+            original = types.MethodType(of_class, owner)  # which may have changed since
         if not self._active or owner is not self.module or threading.get_ident() in self._running:
             return original(*args, **kwargs)
         check_not_compiling(self.module)
