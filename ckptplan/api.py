@@ -47,6 +47,7 @@ def solve(
     time_limit_s: float = 10.0,
     step: Callable[[], torch.Tensor] | None = None,
     amp: torch.dtype | str | None = None,
+    accumulate: bool | None = None,
     swap_dir: str | Path | None = None,
     seed: int = 0,
     workers: int | None = None,
@@ -59,8 +60,8 @@ def solve(
     Parameters
     ----------
     model_or_profile : nn.Module or Profile
-        A model is profiled first, with `inputs`, `loss_fn`, `optimizer`, `device`, `step`, `amp` and `swap_dir` as in
-        `profile`; they don't go with a profile.
+        A model is profiled first, with `inputs`, `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate` and
+        `swap_dir` as in `profile`; they don't go with a profile.
     budget_gb : float, optional
         Everything the step may hold on the device at any moment, in units of 2**30 bytes; rounded down to bytes. None:
         what the device has free, and what the model holds there already.
@@ -109,8 +110,8 @@ def solve(
 
         budget_bytes = default_budget(model_or_profile, device)
     job = _job(
-        model_or_profile, inputs, loss_fn, optimizer, device, step, amp, swap_dir, menus, actions, segments, host_gb,
-        disk_gb, time_limit_s, seed, workers, on_progress,
+        model_or_profile, inputs, loss_fn, optimizer, device, step, amp, accumulate, swap_dir, menus, actions, segments,
+        host_gb, disk_gb, time_limit_s, seed, workers, on_progress,
     )  # fmt: skip
     if budget_bytes is not None:
         return job.solved(budget_bytes)
@@ -150,6 +151,7 @@ def frontier(
     time_limit_s: float = 60.0,
     step: Callable[[], torch.Tensor] | None = None,
     amp: torch.dtype | str | None = None,
+    accumulate: bool | None = None,
     swap_dir: str | Path | None = None,
     seed: int = 0,
     workers: int | None = None,
@@ -176,8 +178,8 @@ def frontier(
     InvalidInputError, UnsupportedModelError
     """
     job = _job(
-        model_or_profile, inputs, loss_fn, optimizer, device, step, amp, swap_dir, menus, actions, segments, host_gb,
-        disk_gb, time_limit_s / max(points, 1), seed, workers, on_progress,
+        model_or_profile, inputs, loss_fn, optimizer, device, step, amp, accumulate, swap_dir, menus, actions, segments,
+        host_gb, disk_gb, time_limit_s / max(points, 1), seed, workers, on_progress,
     )  # fmt: skip
     plans = frontier_profile(
         job.profile,
@@ -269,6 +271,7 @@ def _job(
     device: DeviceLike,
     step: Callable[[], torch.Tensor] | None,
     amp: torch.dtype | str | None,
+    accumulate: bool | None,
     swap_dir: str | Path | None,
     menus: bool,
     actions: tuple[Action, ...],
@@ -293,7 +296,9 @@ def _job(
     if not isinstance(model_or_profile, Profile):
         from ckptplan.model_job import job_of_model
 
-        return job_of_model(model_or_profile, inputs, loss_fn, optimizer, device, step, amp, swap_dir, menus, limits)
+        return job_of_model(
+            model_or_profile, inputs, loss_fn, optimizer, device, step, amp, accumulate, swap_dir, menus, limits
+        )
     given = {
         "inputs": inputs,
         "loss_fn": loss_fn,
@@ -301,6 +306,7 @@ def _job(
         "device": device,
         "step": step,
         "amp": amp,
+        "accumulate": accumulate,
         "swap_dir": swap_dir,
     }
     extra = [name for name, value in given.items() if value is not None]

@@ -119,6 +119,13 @@ Actions = Annotated[str, typer.Option(help="What stages may do, separated by com
 Together = Annotated[bool, typer.Option("--segments/--no-segments", help="Whether stages may be recomputed together.")]
 TimeLimit = Annotated[float, typer.Option(min=0.1, help="Seconds the solver may take.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="PLAN.json", help="Where to write the plan.")]
+Accumulate = Annotated[
+    bool | None,
+    typer.Option(
+        "--accumulate/--no-accumulate",
+        help="Steps start with gradients, as under accumulation; default: where the model has any.",
+    ),
+]
 
 
 @app.command()
@@ -152,6 +159,7 @@ def solve(
     disk_gb: DiskLimit = None,
     actions: Actions = EVERY_ACTION,
     segments: Together = True,
+    accumulate: Accumulate = None,
     time_limit: TimeLimit = 10.0,
     output: Output = None,
 ) -> None:
@@ -169,6 +177,7 @@ def solve(
         "disk_gb": _number(disk_gb, "--disk-gb", least=0),
         "actions": _actions(actions),
         "segments": segments,
+        "accumulate": accumulate,
     }
     budget = _number(budget_gb, "--budget-gb")
     subject, inputs = _subject(source)
@@ -197,6 +206,7 @@ def frontier(
     disk_gb: DiskLimit = None,
     actions: Actions = EVERY_ACTION,
     segments: Together = True,
+    accumulate: Accumulate = None,
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for all plans together.")] = 60.0,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FOLDER", help="Where to write the plans, one file each.")
@@ -214,6 +224,7 @@ def frontier(
         "disk_gb": _number(disk_gb, "--disk-gb", least=0),
         "actions": _actions(actions),
         "segments": segments,
+        "accumulate": accumulate,
     }
     subject, inputs = _subject(source)
     from ckptplan.api import frontier as frontier_of
@@ -421,6 +432,7 @@ def estimate_command(
     ] = None,
     optimizer: OptimizerName = None,
     amp: Autocast = None,
+    accumulate: Accumulate = None,
     ddp: Annotated[bool, typer.Option("--ddp", help="Gradients in buckets, as in distributed data parallel.")] = False,
     accumulation: Annotated[int, typer.Option(min=1, metavar="N", help="Micro-batches per update.")] = 1,
     plan_file: Annotated[
@@ -448,6 +460,7 @@ def estimate_command(
             device=device,
             optimizer=optimizer,
             amp=amp,
+            accumulate=accumulate,
             ddp=ddp,
             accumulation_steps=accumulation,
             plan=plan,
@@ -557,6 +570,7 @@ def fit_command(
     ] = None,
     optimizer: OptimizerName = None,
     amp: Autocast = None,
+    accumulate: Accumulate = None,
     batch: Annotated[int | None, typer.Option(min=1, metavar="B", help="Default: that of the inputs.")] = None,
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for each plan.")] = 0.5,
 ) -> None:
@@ -581,6 +595,7 @@ def fit_command(
             budget_bytes=budget,
             optimizer=optimizer,
             amp=amp,
+            accumulate=accumulate,
             time_limit_s=time_limit,
             on_progress=status.update,
         )

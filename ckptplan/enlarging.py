@@ -122,12 +122,15 @@ class Enlarger:
         amp = self._amp
         if amp is None and torch.is_autocast_enabled(kind):
             amp = torch.get_autocast_dtype(kind)
+        accumulate = self._now.plan.fingerprint.accumulates or None  # where gradients exist now, they do in later steps
         calls = enlarged_calls(call, named, self._now.inputs, [known.inputs for known in self._known])
         # Autocast around the user's forward would go on into the loss and backward, and keep casts made in here.
         with torch.autocast(kind, enabled=False):
             for args, kwargs in calls:
                 try:
-                    training, _ = training_step(self._model, args, loss_fn=self._loss_fn, target=target, amp=amp)
+                    training, _ = training_step(
+                        self._model, args, loss_fn=self._loss_fn, target=target, amp=amp, accumulate=accumulate
+                    )
                     training = replace(training, kwargs=kwargs)
                     training.on_device(target.device)
                     if args is not call[0]:

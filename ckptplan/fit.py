@@ -23,6 +23,7 @@ from ckptplan.profiling.operations import TensorSpec
 from ckptplan.profiling.optimizers import OptimizerLike
 from ckptplan.profiling.profiler import profile_step, traced_bytes
 from ckptplan.profiling.target import DeviceLike, Target, find_target
+from ckptplan.runtime.gradients import rewinding
 from ckptplan.runtime.measure import held_tensors, optimizer_tensors, run_step, step_peaks, unique_bytes
 from ckptplan.runtime.state import restored
 from ckptplan.runtime.step import LossFn, TrainingStep, training_config
@@ -102,6 +103,7 @@ def max_batch_size(
     optimizer: OptimizerLike | None = None,
     loss_fn: LossFn | None = None,
     amp: torch.dtype | str | None = None,
+    accumulate: bool | None = None,
     plan: bool = True,
     actions: tuple[Action, ...] = ACTIONS,
     segments: bool = True,
@@ -136,6 +138,8 @@ def max_batch_size(
         As in `profile`.
     amp : torch.dtype, optional
         Forward and loss run under autocast to this type.
+    accumulate : bool, optional
+        As in `profile`: steps start with gradients.
     plan : bool
         False: with everything kept.
     actions, segments, host_gb
@@ -176,7 +180,9 @@ def max_batch_size(
     target = find_target(model, device)
     if budget_bytes is None:
         budget_bytes = free_bytes(model, target)
-    sizes = TrainingBytes(model, _careful(model, target), loss_fn=loss_fn, optimizer=optimizer, amp=amp)
+    sizes = TrainingBytes(
+        model, _careful(model, target), loss_fn=loss_fn, optimizer=optimizer, amp=amp, accumulate=accumulate
+    )
     batches = Batches(make_inputs, sizes)
     if limit > 1:
         batches.check()
@@ -265,18 +271,20 @@ class _CarefulTarget(Target):
     limit_bytes: int = 0
     seen: dict[Any, float] = field(default_factory=dict)
 
-    def workspaces(self, keys: Iterable[Hashable]) -> tuple[dict[Hashable, int], list[str]]:
+    def workspaces(
+        self, keys: Iterable[Hashable]
+    ) -> tuple[dict[Hashable, int], list[str], dict[Hashable, tuple[int, ...]]]:
         wanted = [key for key in dict.fromkeys(keys) if key is not None]
         for key in wanted:
             nbytes = _operand_bytes(key)
             if nbytes * (1 + self.seen.get(key[0], 0.0)) > self.limit_bytes:  # type: ignore[index]
                 raise _TooLarge
-        peaks, failed = Target.workspaces(self, wanted)
+        peaks, failed, storages = Target.workspaces(self, wanted)
         for key, peak in peaks.items():
             func, nbytes = key[0], max(_operand_bytes(key), 1)  # type: ignore[index]
             if nbytes >= 1 << 20:  # of small operands, fixed amounts would be most
                 self.seen[func] = max(self.seen.get(func, 0.0), peak / nbytes)
-        return peaks, failed
+        return peaks, failed, storages
 
 
 def _careful(model: nn.Module, target: Target) -> Target:
@@ -516,11 +524,21 @@ class _Search:
         if plan is not None:
             inputs = step.args or step.kwargs
             with step.autocasting():
-                found = verify(model, plan, inputs, step.loss_fn, optimizer=optimizer, repeats=1, plain=False)
+                found = verify(
+                    model,
+                    plan,
+                    inputs,
+                    step.loss_fn,
+                    accumulate=step.accumulates,
+                    optimizer=optimizer,
+                    repeats=1,
+                    plain=False,
+                )
             peak = found.measured.needed_bytes + missing
         else:
             found = None
             with training_config(model), restored(model, step.reached()) as rewind:
+                rewind = rewinding(model, rewind, accumulates=step.accumulates)
                 rewind()
                 tensors = [*held_tensors(model), *optimizer_tensors(optimizer), *step.tensors()]
                 held = unique_bytes(tensors, device)

@@ -25,7 +25,8 @@ from ckptplan.profiling.profiler import outside_tensors, replayed_bytes, trainin
 from ckptplan.profiling.target import PLANNED, find_target
 from ckptplan.runtime.apply import Handle, OnOom
 from ckptplan.runtime.apply import apply as apply_plan
-from ckptplan.runtime.measure import held_tensors, run_step, unique_bytes
+from ckptplan.runtime.gradients import made_gradient_bytes, rewinding
+from ckptplan.runtime.measure import run_step, unique_bytes
 from ckptplan.runtime.state import restored
 from ckptplan.runtime.step import LossFn, fingerprint, make_step, training_config
 from ckptplan.solving.peak import check_request
@@ -162,6 +163,7 @@ def trace(
     loss_fn: LossFn | None = None,
     *,
     step: Callable[[], torch.Tensor] | None = None,
+    accumulate: bool | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     profile: Profile | None = None,
     swap_dir: str | Path | None = None,
@@ -175,6 +177,8 @@ def trace(
     ----------
     inputs, loss_fn, step
         As the plan was made for (see `profile`). What a `step` callable holds on the device doesn't count on the CPU.
+    accumulate : bool, optional
+        The step starts with gradients; by default where the plan is for such steps.
     optimizer : Optimizer, optional
         Its state counts to the memory; no update is run.
     profile : Profile, optional
@@ -197,13 +201,16 @@ def trace(
     if inputs is None and step is None:
         raise InvalidInputError("trace needs the inputs the plan was made for: pass inputs= (or step=)")
     require_plan(plan)
-    training = make_step(model, inputs, loss_fn=loss_fn, step=step)
-    plan.fingerprint.require(fingerprint(training))
+    if accumulate is None:
+        accumulate = plan.fingerprint.accumulates
+    training = make_step(model, inputs, loss_fn=loss_fn, step=step, accumulate=accumulate)
+    plan.fingerprint.require(fingerprint(training), ignore=("accumulates",))
     with (
         training_config(model),
         restored(model, training.reached()) as rewind,
         apply(model, plan, swap_dir=swap_dir, profile=profile) as handle,
     ):
+        rewind = rewinding(model, rewind, accumulates=training.accumulates)
         for _ in range(warm_up):
             rewind()
             run_step(training)
@@ -241,7 +248,15 @@ def _arrived(
             f"the plan was made for {planned_for!r} without having it; pass inputs= (and loss_fn=, optimizer=, step=, "
             "amp= as given to solve), so that it can be checked on this device"
         )
-    training, _ = training_step(model, inputs, loss_fn=loss_fn, step=step, target=target, amp=amp)
+    training, _ = training_step(
+        model,
+        inputs,
+        loss_fn=loss_fn,
+        step=step,
+        target=target,
+        amp=amp,
+        accumulate=plan.fingerprint.accumulates,
+    )
     here = fingerprint(training)
     plan.fingerprint.require(here, ignore=("device", "torch_version"))
     bound = replace(plan, fingerprint=here)
@@ -251,7 +266,10 @@ def _arrived(
         bound = replace(bound, allocated_bytes=peaks.allocated_bytes, reserved_bytes=needs)
     else:
         outside = training.tensors() if step is None else outside_tensors(training, target)
-        needs = unique_bytes([*held_tensors(model), *outside]) + replayed_bytes(training, bound, target)
+        held = unique_bytes([*model.parameters(), *model.buffers(), *outside])
+        if training.accumulates:
+            held += made_gradient_bytes(model.parameters())
+        needs = held + replayed_bytes(training, bound, target)
     allowed = max(plan.budget_bytes, plan.reserved_bytes or 0)
     has = target.capacity_bytes
     if needs > allowed or (has is not None and needs + target.context_bytes > has):

@@ -32,6 +32,7 @@ def job_of_model(
     device: DeviceLike,
     step: Callable[[], torch.Tensor] | None,
     amp: torch.dtype | str | None,
+    accumulate: bool | None,
     swap_dir: str | Path | None,
     menus: bool,
     limits: PlanLimits,
@@ -42,7 +43,9 @@ def job_of_model(
     if limits.host_bytes is not None and limits.disk_bytes and target.is_cuda:
         limits = limits._replace(host_bytes=beside_staging(limits.host_bytes, STAGING_BYTES))
     # Once, so that profile and replay see the very same inputs, whether given or found.
-    training, notes = training_step(model, inputs, loss_fn=loss_fn, step=step, target=target, amp=amp)
+    training, notes = training_step(
+        model, inputs, loss_fn=loss_fn, step=step, target=target, amp=amp, accumulate=accumulate
+    )
     return job_of_step(training, notes, target, optimizer, swap_dir, menus, limits)
 
 

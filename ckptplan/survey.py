@@ -88,6 +88,7 @@ def survey(
     optimizer: OptimizerLike | None = None,
     loss_fn: LossFn | None = None,
     amp: str | None = None,
+    accumulate: bool | None = None,
     limit: int = LIMIT,
     time_limit_s: float = 1.0,
     on_progress: Report | None = None,
@@ -122,7 +123,7 @@ def survey(
     found: dict[str, DeviceFit] = {}
     for same in groups.values():
         target = find_target(model, same[0])
-        sizes = TrainingBytes(model, target, loss_fn=loss_fn, optimizer=optimizer, amp=amp)
+        sizes = TrainingBytes(model, target, loss_fn=loss_fn, optimizer=optimizer, amp=amp, accumulate=accumulate)
         batches = Batches(make_inputs, sizes)
         batches.check()
         group = _Group(batches, _Traces(batches, same, batch, optimizer, time_limit_s, tell), batch, limit, tell)

@@ -51,7 +51,7 @@ def scheduled(
     budget_bytes = least + int(share * sum(r.moved_bytes))
     choices = schedule(measured, options, budget_bytes, segments)
     assert isinstance(choices, tuple), choices
-    return plan_with(measured, choices, budget_bytes, segments)
+    return plan_with(measured, choices, segments=segments)
 
 
 def plan_with(
@@ -60,9 +60,12 @@ def plan_with(
     budget_bytes: int | None = None,
     segments: tuple[Segment, ...] = (),
 ) -> Plan:
-    """A plan of these decisions, whatever they are worth."""
+    """A plan of these decisions, whatever they are worth.
+
+    By default its budget has room to spare, as for steps that start with gradients.
+    """
     timeline = simulate(measured, choices, segments)
-    budget_bytes = budget_bytes or timeline.peak_bytes
+    budget_bytes = budget_bytes or 2 * timeline.peak_bytes
     return Plan(
         stages=tuple(stage.name for stage in measured.stages),
         choices=choices,

@@ -27,7 +27,10 @@ SCHEMA = "ckptplan.profile/3"
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a profile, and every plan made from it, is bound to."""
+    """What a profile, and every plan made from it, is bound to.
+
+    `accumulates`: whether the step starts with a gradient for each parameter that requires one.
+    """
 
     model: str
     parameters: str
@@ -35,11 +38,13 @@ class Fingerprint:
     inputs: str
     device: str
     torch_version: str
+    accumulates: bool = False
 
     def __post_init__(self) -> None:
-        texts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "training"}
+        flags = {"training": self.training, "accumulates": self.accumulates}
+        texts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in flags}
         check_type("fingerprint", str, **texts)
-        check_type("fingerprint", bool, training=self.training)
+        check_type("fingerprint", bool, **flags)
 
     def require(self, found: Fingerprint, *, ignore: tuple[str, ...] = ()) -> None:
         """Raise unless `found` agrees in every field not in `ignore`.

@@ -26,6 +26,7 @@ from ckptplan.profiling.profiler import as_ours, outside_tensors, training_step
 from ckptplan.profiling.real_run import answered
 from ckptplan.profiling.target import DeviceLike, Target, find_target
 from ckptplan.runtime.compiled import refuse_compiled
+from ckptplan.runtime.gradients import made_gradient_bytes
 from ckptplan.runtime.state import restored
 from ckptplan.runtime.step import LossFn, TrainingStep, check_supported, fingerprint, training_config
 
@@ -80,6 +81,7 @@ def estimate(
     optimizer: OptimizerLike | None = None,
     device: DeviceLike = None,
     amp: torch.dtype | str | None = None,
+    accumulate: bool | None = None,
     grad_scaler: bool | None = None,
     ddp: DDP | bool = False,
     accumulation_steps: int = 1,
@@ -108,6 +110,9 @@ def estimate(
         By default where the model is; else a known device ("a100-40gb"), a file that describes one, or a `Device`.
     amp : torch.dtype, optional
         Forward and loss run under autocast to this type ("float16", "bfloat16").
+    accumulate : bool, optional
+        The first step starts with gradients already, and none are dropped, as with `set_to_none=False` in a training
+        under way. By default where the model has gradients now, or `plan` is for such steps.
     grad_scaler : bool, optional
         A `GradScaler` is used; by default with float16.
     ddp : DDP or bool
@@ -139,7 +144,11 @@ def estimate(
         raise InvalidInputError(f"accumulation_steps={accumulation_steps!r} must be a whole number, at least 1")
     check_supported(model)
     refuse_compiled(model, "an estimate is made without running the model")
-    training, notes = training_step(model, inputs, loss_fn=loss_fn, step=step, target=target, amp=amp)
+    if accumulate is None and plan is not None and plan.fingerprint.accumulates:
+        accumulate = True
+    training, notes = training_step(
+        model, inputs, loss_fn=loss_fn, step=step, target=target, amp=amp, accumulate=accumulate
+    )
     run = _Run(
         training,
         target,
@@ -164,7 +173,7 @@ class TrainingBytes:
 
     Parameters
     ----------
-    model, loss_fn, optimizer, amp
+    model, loss_fn, optimizer, amp, accumulate
         As in `estimate`.
     target : Target
     """
@@ -177,17 +186,25 @@ class TrainingBytes:
         loss_fn: LossFn | None = None,
         optimizer: OptimizerLike | None = None,
         amp: torch.dtype | str | None = None,
+        accumulate: bool | None = None,
     ) -> None:
         check_supported(model)
         self.model, self.target, self.loss_fn = model, target, loss_fn
         self._settings = _settings(None, target)
-        self._amp = amp
+        self._amp, self._accumulate = amp, accumulate
         self._optimizer = None if optimizer is None else make_optimizer(optimizer, model.parameters())
         self._updates: Recording | None = None
 
     def step(self, inputs: Any) -> TrainingStep:
         """The training step on `inputs`."""
-        found, _ = training_step(self.model, inputs, loss_fn=self.loss_fn, target=self.target, amp=self._amp)
+        found, _ = training_step(
+            self.model,
+            inputs,
+            loss_fn=self.loss_fn,
+            target=self.target,
+            amp=self._amp,
+            accumulate=self._accumulate,
+        )
         return found
 
     def missing_state_bytes(self) -> int:
@@ -294,10 +311,10 @@ class _Run:
         rewind()
         if self.plan is not None:
             made_for = fingerprint(self.step, self.target.name)
-            self.plan.fingerprint.require(made_for, ignore=("device", "torch_version"))
+            self.plan.fingerprint.require(made_for, ignore=("device", "torch_version", "accumulates"))
         fresh = self._record(rewind)
         # From the second backward on there are gradients to add to, unless each step's are dropped.
-        lasting = self.accumulation_steps > 1 or not self.set_to_none
+        lasting = self.accumulation_steps > 1 or not self._drops_gradients
         adding = self._record(rewind, accumulating=True) if lasting else fresh
         return self._training(fresh, adding), fresh
 
@@ -337,11 +354,11 @@ class _Run:
         for number in (1, 2):
             suffix = "" if number == 1 else f" {number}"
             for micro in range(min(self.accumulation_steps, 2)):
-                has_gradients = micro > 0 or (number > 1 and not self.set_to_none)
+                has_gradients = micro > 0 or self.step.accumulates or (number > 1 and not self.set_to_none)
                 player = Player(ledger, adding if has_gradients else fresh, in_buckets=self._in_buckets)
                 name = f"{suffix}, accumulating" if micro else suffix
                 self._forward(ledger, player, f"forward{name}")
-                if updating is None and self.set_to_none and micro == 0:
+                if updating is None and self._drops_gradients and micro == 0:
                     gradients = self._free(ledger, gradients)
                 ledger.phase(f"backward{name}")
                 if not ran_backward:
@@ -354,9 +371,14 @@ class _Run:
                 ledger.phase(f"optimizer{suffix}")
                 self._unscale(ledger)
                 updating.run("update 1" if number == 1 and not resumed else "update 2")
-                if self.set_to_none:
+                if self._drops_gradients:
                     gradients = self._free(ledger, gradients)
         return ledger
+
+    @property
+    def _drops_gradients(self) -> bool:
+        """Whether gradients go between steps."""
+        return self.set_to_none and not self.step.accumulates
 
     @property
     def _in_buckets(self) -> bool:
@@ -390,6 +412,12 @@ class _Run:
             for name, tensor in loaded:
                 nbytes = tensor.numel() * tensor.element_size()
                 ledger.allocate(Block(nbytes, "weights", f"{name} (as loaded from the file)"))
+        if training and self.step.accumulates and not self._in_buckets:
+            for name, parameter in model.named_parameters():
+                nbytes = made_gradient_bytes([parameter])
+                if nbytes:
+                    dtype = str(parameter.dtype).removeprefix("torch.")
+                    ledger.allocate(Block(nbytes, "gradients", name, shape=tuple(parameter.shape), dtype=dtype))
         if training and self.ddp is not None:
             for n, nbytes in enumerate(self.ddp.buckets(model.parameters())):
                 ledger.allocate(Block(nbytes, "gradients", f"DDP bucket {n}"))

@@ -25,7 +25,7 @@ from ckptplan.core.plan import KEEP, Decision
 from ckptplan.profiling.optimizers import trace_updates
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.trace import Replay, replay, segment_name
-from ckptplan.profiling.tracker import Tracker
+from ckptplan.profiling.tracker import Tracker, learn_storages
 from ckptplan.runtime.controller import is_glue
 from ckptplan.runtime.step import TrainingStep
 
@@ -331,7 +331,17 @@ def record_step(
             recorder, modules, [c for n, c in zip(stages, choices or (), strict=False) if not is_glue(n)]
         )
     _categorize(recorder, seen, modules, inference)
-    peaks, failed = target.workspaces(key for key, *_ in recorder.operations)
+    peaks, failed, storages = target.workspaces(key for key, *_ in recorder.operations)
+    if learn_storages(target, (*seen.forward.values(), *seen.backward.values()), storages):
+        return record_step(
+            step,
+            stages,
+            target,
+            choices=choices,
+            segments=segments,
+            accumulating=accumulating,
+            inference=inference,
+        )
     for section in recorder.sections:
         section.events = list(_with_workspaces(recorder, section.events, peaks))
     return Recording(modules, recorder.blocks, recorder.sections), failed
@@ -395,7 +405,7 @@ def record_updates(
     for block in recorder.blocks:
         block.category = block.category or "workspaces and temporaries"
         block.line = type(optimizer).__name__
-    peaks, _ = target.workspaces(key for key, *_ in recorder.operations)
+    peaks, *_ = target.workspaces(key for key, *_ in recorder.operations)
     sections = [Section(s.direction, 0, list(_with_workspaces(recorder, s.events, peaks))) for s in recorder.sections]
     return Recording((), list(recorder.blocks), sections)
 

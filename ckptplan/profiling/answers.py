@@ -203,6 +203,8 @@ class Answers:
         Question -> its answers, in order of the calls.
     compiled : dict
         A call of a compiled module -> what it does (`Noted` in compiled.py).
+    storages : dict
+        Key of an operation whose results begin larger storages on the device than traced -> their bytes, in order.
     """
 
     asked: set[Any] = field(default_factory=set)
@@ -211,11 +213,12 @@ class Answers:
     used: dict[Question, None] = field(default_factory=dict)
     queues: dict[Question, list[Answer]] = field(default_factory=dict)
     compiled: dict[Hashable, Any] = field(default_factory=dict)
+    storages: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
 
     def belong_to(self, step: object) -> None:
         """Forget the answers of another step."""
         if step is not self.step:
-            for known in (self.asked, self.phases, self.used, self.queues, self.compiled):
+            for known in (self.asked, self.phases, self.used, self.queues, self.compiled, self.storages):
                 known.clear()
             self.step = step
 

@@ -25,6 +25,7 @@ from ckptplan.profiling.target import DeviceLike, Target, find_target
 from ckptplan.profiling.timing import Again, Times, time_stages
 from ckptplan.profiling.trace import Traced, find_stages, replay, trace_chain
 from ckptplan.profiling.tracker import Tracker
+from ckptplan.runtime.gradients import made_gradient_bytes
 from ckptplan.runtime.measure import Outside, held_tensors, optimizer_tensors, unique_bytes
 from ckptplan.runtime.parameters import ParameterState
 from ckptplan.runtime.state import restored
@@ -51,6 +52,7 @@ def profile(
     device: DeviceLike = None,
     step: Callable[[], torch.Tensor] | None = None,
     amp: torch.dtype | str | None = None,
+    accumulate: bool | None = None,
     swap_dir: str | Path | None = None,
     menus: bool = True,
     on_progress: Report | None = None,
@@ -82,6 +84,9 @@ def profile(
         Forward and loss run under autocast to this type ("float16", "bfloat16"). For a device that isn't here this is
         the way to say it, since PyTorch turns a `torch.autocast("cuda")` of the model's own off where there is no
         CUDA.
+    accumulate : bool, optional
+        Steps start with gradients, which then count from the start: where `zero_grad(set_to_none=False)` keeps them, or
+        a step has several micro-batches. By default, whether any parameter that requires a gradient has one now.
     swap_dir : path, optional
         Where the CPU tier's bandwidth is measured.
     menus : bool
@@ -103,7 +108,9 @@ def profile(
     """
     target = find_target(model, device)
     check_supported(model)
-    training, notes = training_step(model, inputs, loss_fn=loss_fn, step=step, target=target, amp=amp)
+    training, notes = training_step(
+        model, inputs, loss_fn=loss_fn, step=step, target=target, amp=amp, accumulate=accumulate
+    )
     return profile_step(
         training, target, optimizer=optimizer, swap_dir=swap_dir, menus=menus, notes=notes, on_progress=on_progress
     )
@@ -138,8 +145,9 @@ def training_step(
     step: Callable[[], torch.Tensor] | None = None,
     target: Target,
     amp: torch.dtype | str | None = None,
+    accumulate: bool | None = None,
 ) -> tuple[TrainingStep, list[str]]:
-    """The step from the public arguments, its inputs found where none are given, and a note on where.
+    """The step from the public arguments, and notes on what of it was found by itself: inputs, gradients.
 
     Raises
     ------
@@ -147,12 +155,18 @@ def training_step(
     """
     if inputs is None and step is None:
         args, kwargs, source = find_inputs(model, target.device)
-        given = dataclasses.replace(make_step(model, (), loss_fn=loss_fn), args=args, kwargs=kwargs)
+        given = dataclasses.replace(
+            make_step(model, (), loss_fn=loss_fn, accumulate=accumulate), args=args, kwargs=kwargs
+        )
         notes = [f"inputs from {source}"]
     else:
-        given, notes = make_step(model, inputs, loss_fn=loss_fn, step=step), []
+        given, notes = make_step(model, inputs, loss_fn=loss_fn, step=step, accumulate=accumulate), []
         if target.spec is None:
             given.on_device(target.device)
+    if accumulate is None and given.accumulates:
+        notes.append(
+            "the model has gradients, so steps are meant that start with them; accumulate=False leaves them out"
+        )
     if amp is not None:
         dtype = getattr(torch, amp, None) if isinstance(amp, str) else amp
         if dtype not in (torch.float16, torch.bfloat16):
@@ -170,7 +184,17 @@ def replayed_bytes(step: TrainingStep, plan: Plan, target: Target) -> int:
     with training_config(step.model), restored(step.model, step.reached()) as rewind:
         rewind()
         seen = answered(
-            lambda: replay(step, plan.stages, plan.choices, target, segments=plan.segments), step, target, rewind
+            lambda: replay(
+                step,
+                plan.stages,
+                plan.choices,
+                target,
+                segments=plan.segments,
+                accumulating=plan.fingerprint.accumulates,
+            ),
+            step,
+            target,
+            rewind,
         )
     return seen.peak_bytes
 
@@ -303,6 +327,8 @@ def _traced(
         outside = step.tensors() if step.fn is None else outside_tensors(step, target)
         rewind()
         resident = unique_bytes([*held_tensors(step.model), *outside], target.device)
+        if step.accumulates:
+            resident += made_gradient_bytes(step.model.parameters(), target.round_to)
         state_bytes, update_bytes = _update_bytes(optimizer, step.model, target)
         traced = trace_chain(
             step,

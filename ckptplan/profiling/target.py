@@ -137,19 +137,22 @@ class Target:
         capability = None if self.spec is None else self.spec.compute_capability
         return real_choices(self.device.type, capability, numbered=numbered)
 
-    def workspaces(self, keys: Iterable[Hashable]) -> tuple[dict[Hashable, int], list[str]]:
+    def workspaces(
+        self, keys: Iterable[Hashable]
+    ) -> tuple[dict[Hashable, int], list[str], dict[Hashable, tuple[int, ...]]]:
         """Most bytes each operation allocates at once, its results included, and operations that could not be run.
 
+        The third result has the bytes of the storages that each operation's results begin, in order, where it ran.
         Measured on the device itself; by rule for one that isn't here.
         """
         keys = list(keys)
         if self.spec is not None and self.spec.is_cuda:
             found = cuda_workspaces(without_seen(key) for key in keys)
-            return {key: found[plain] for key in keys if (plain := without_seen(key)) in found}, []
+            return {key: found[plain] for key in keys if (plain := without_seen(key)) in found}, [], {}
         # What depended on values is known from the real run, and can't be found with values made up.
         seen = {key: told.peak_bytes for key in keys if (told := seen_in(key)) is not None}
-        peaks, failed = measure_workspaces((key for key in keys if key not in seen), self.device)
-        return {**peaks, **seen}, failed
+        peaks, failed, storages = measure_workspaces((key for key in keys if key not in seen), self.device)
+        return {**peaks, **seen}, failed, storages
 
     def times(self, keys: Iterable[Hashable]) -> dict[Hashable, float]:
         """Seconds of each distinct operation alone."""

@@ -36,7 +36,7 @@ from ckptplan.profiling.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.menus import Choice, choose, front, list_ops, numbered
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.timing import Times
-from ckptplan.profiling.tracker import SegmentTrace, Sid, Tracker, owners_of_a_lone_gradient
+from ckptplan.profiling.tracker import SegmentTrace, Sid, Tracker, learn_storages, owners_of_a_lone_gradient
 from ckptplan.profiling.watched import Watched
 from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.generators import SystemDraws
@@ -512,8 +512,11 @@ def trace_chain(
     """
     if devices is None:
         devices = () if target.spec is None else (target.spec,)
-    tracing = _Tracing(step, names, target, resident_bytes, update_bytes, menus)
-    return Traced(*tracing.profile(fingerprint, devices), tuple(tracing.kept.written))
+    while True:
+        tracing = _Tracing(step, names, target, resident_bytes, update_bytes, menus)
+        found = tracing.profile(fingerprint, devices)
+        if not tracing.learned:
+            return Traced(*found, tuple(tracing.kept.written))
 
 
 class _Tracing:
@@ -532,6 +535,7 @@ class _Tracing:
         self.least_bytes = target.least_moved_bytes
         self.resident_bytes, self.update_bytes = resident_bytes, update_bytes
         self.notes: list[str] = []
+        self.learned = False  # sizes of storages that the replays didn't have
         self.kinds: dict[int, str] = {}
         # A frame keeps the generator's state on the CPU, where it counts; fake replays don't see it.
         self.state_bytes = 0 if target.is_cuda else torch.get_rng_state().numel()
@@ -553,7 +557,7 @@ class _Tracing:
         self.storages, self.index = self._storages()
 
     def _run(self, choices: tuple[Decision, ...], *, saves: bool = True) -> Replay:
-        return replay(self.step, self.names, choices, self.target, saves=saves)
+        return replay(self.step, self.names, choices, self.target, saves=saves, accumulating=self.step.accumulates)
 
     def _not_repeatable(self) -> dict[int, tuple[str, ...]]:
         """Stages with operations that may give other bits when run again (repeatable.py), and which; a note, too."""
@@ -920,7 +924,9 @@ class _Tracing:
             for trace in table.values()
             for op in trace.ops
         ]
-        extra, failed = self.target.workspaces(keys)
+        extra, failed, storages = self.target.workspaces(keys)
+        traces = (t for r in replays.values() for table in (r.forward, r.backward) for t in table.values())
+        self.learned = learn_storages(self.target, traces, storages)
         if failed:
             self.notes.append(f"temporaries not measured for: {', '.join(sorted(set(failed)))}")
         return {

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import bisect
 import functools
+import operator
 import sys
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from ckptplan.profiling.answers import with_seen
 from ckptplan.profiling.fake import FakeWorld
 from ckptplan.profiling.operations import op_key, writes
 from ckptplan.profiling.repeatable import is_repeatable
+from ckptplan.profiling.storages import enlarged, ruled_bytes
 from ckptplan.profiling.target import ON_CPU, Target
 from ckptplan.runtime.selective import is_numbered
 from ckptplan.runtime.swap import has_position
@@ -269,7 +271,7 @@ class Tracker(FakeWorld):
         key = op_key(func, args, kwargs)
         in_place = self._accumulates(func, args, kwargs)
         written = self._written(func, args, kwargs)
-        result = self.run(func, args, kwargs)
+        result = self._as_large(func, key, args, kwargs, self.run(func, args, kwargs))
         asks = self.answer is not None
         if self.answer is not None and not self.answer.is_number:
             key = with_seen(key, self.answer)
@@ -292,6 +294,13 @@ class Tracker(FakeWorld):
             again = is_repeatable(func, args, kwargs, on_cuda=self._target.is_cuda)
             trace.ops.append(OpTrace(before, self.live_bytes, key, made, written, fresh, counts, asks, again))
         return result
+
+    def _as_large(self, func: Any, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        """`result` in storages as large as the real ones."""
+        sizes = ruled_bytes(func, args, kwargs, result)
+        if self._target.answers is not None:
+            sizes = self._target.answers.storages.get(key, sizes)
+        return enlarged((args, kwargs), result, sizes) if sizes else result
 
     def runs_compiled(self, kind: str) -> None:
         """Mark it: two such stages of equal sizes may take different times, and nothing inside is to be chosen."""
@@ -344,6 +353,35 @@ class Tracker(FakeWorld):
             return False
         alone = owners_of_a_lone_gradient()
         return tensors <= alone[0] and storages <= alone[1] and earlier.is_contiguous()
+
+
+def learn_storages(
+    target: Target, traces: Iterable[SegmentTrace], measured: Mapping[Hashable, tuple[int, ...]]
+) -> bool:
+    """Note operations that began larger storages on the device than traced; whether there are any new ones.
+
+    Parameters
+    ----------
+    measured : mapping
+        Operation key -> bytes of the storages that its results began when it ran alone.
+    """
+    if target.answers is None:
+        return False
+    known = target.answers.storages
+    larger = {
+        op.key: measured[op.key]
+        for trace in traces
+        for op in trace.ops
+        if op.key in measured and _is_larger(measured[op.key], [nbytes for nbytes, _ in op.made.values()], target)
+    }
+    new = larger.keys() - known.keys()
+    known.update(larger)
+    return bool(new)
+
+
+def _is_larger(real: Sequence[int], traced: Sequence[int], target: Target) -> bool:
+    rounded = [-(-nbytes // target.round_to) * target.round_to for nbytes in real]
+    return len(rounded) == len(traced) and any(map(operator.gt, rounded, traced))
 
 
 def _called_by_the_engine() -> bool:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.profiling.operations import TensorSpec
 from ckptplan.profiling.stopwatch import Stopwatch
+from ckptplan.profiling.storages import new_storages
 from ckptplan.runtime.measure import peaks_within, recorded_allocations
 
 _MIN_BYTES = 1
@@ -26,7 +27,9 @@ _TIME_S = 2e-3  # enough measured time per operation
 _MAX_TIME_RUNS = 9
 
 
-def measure_workspaces(keys: Iterable[Hashable], device: torch.device) -> tuple[dict[Hashable, int], list[str]]:
+def measure_workspaces(
+    keys: Iterable[Hashable], device: torch.device
+) -> tuple[dict[Hashable, int], list[str], dict[Hashable, tuple[int, ...]]]:
     """Most bytes each operation has allocated at once, its results included.
 
     Returns
@@ -35,21 +38,25 @@ def measure_workspaces(keys: Iterable[Hashable], device: torch.device) -> tuple[
         Operation key -> bytes; operations on small tensors only are left out.
     list of str
         Operations that could not be run alone.
+    dict
+        Operation key -> bytes of the storages that its results begin, in order.
     """
     wanted = [key for key in dict.fromkeys(keys) if key is not None and _worth_measuring(key)]
     failed: list[str] = []
+    storages: dict[Hashable, tuple[int, ...]] = {}
     if device.type == "cuda":
-        on_cuda = ((key, _cuda_peak(key, device, failed)) for key in wanted)
-        return {key: peak for key, peak in on_cuda if peak is not None}, failed
+        on_cuda = ((key, _cuda_peak(key, device, failed, storages)) for key in wanted)
+        return {key: peak for key, peak in on_cuda if peak is not None}, failed, storages
     done: set[int] = set()
 
     def run_all() -> None:
         for index, key in enumerate(wanted):
-            if _run(key, device, failed, label=f"ckptplan {index}"):
+            if _run(key, device, failed, storages, label=f"ckptplan {index}"):
                 done.add(index)
 
     events, spans = recorded_allocations(run_all)
-    return peaks_within(events, {wanted[index]: spans[f"ckptplan {index}"] for index in sorted(done)}), failed
+    peaks = peaks_within(events, {wanted[index]: spans[f"ckptplan {index}"] for index in sorted(done)})
+    return peaks, failed, storages
 
 
 def cuda_workspaces(keys: Iterable[Any]) -> dict[Hashable, int]:
@@ -177,13 +184,16 @@ def _select(mask: torch.Tensor, count: int) -> None:
         mask.view(-1)[count:] = False
 
 
-def _run(key: Any, device: torch.device, failed: list[str], *, label: str) -> bool:
+def _run(
+    key: Any, device: torch.device, failed: list[str], storages: dict[Hashable, tuple[int, ...]], *, label: str
+) -> bool:
     func = key[0]
     try:
         with torch.enable_grad():
             args, kwargs = _operands(key, device)
             with record_function(label):
                 result = func(*args, **kwargs)
+            storages[key] = _begun(args, kwargs, result)
             del result
     except Exception:  # an operation may well refuse made-up values; its results are counted by the trace
         failed.append(str(func))
@@ -191,7 +201,13 @@ def _run(key: Any, device: torch.device, failed: list[str], *, label: str) -> bo
     return True
 
 
-def _cuda_peak(key: Any, device: torch.device, failed: list[str]) -> int | None:
+def _begun(args: Any, kwargs: Any, result: Any) -> tuple[int, ...]:
+    return tuple(t.untyped_storage().nbytes() for t in new_storages((args, kwargs), result))
+
+
+def _cuda_peak(
+    key: Any, device: torch.device, failed: list[str], storages: dict[Hashable, tuple[int, ...]]
+) -> int | None:
     func = key[0]
     try:
         with torch.enable_grad():
@@ -204,6 +220,7 @@ def _cuda_peak(key: Any, device: torch.device, failed: list[str]) -> int | None:
             torch.cuda.reset_peak_memory_stats(device)
             result = func(*args, **kwargs)
             peak = torch.cuda.max_memory_allocated(device) - before
+            storages[key] = _begun(args, kwargs, result)
             del result
             return peak
     except Exception:  # as above

@@ -28,6 +28,7 @@ from ckptplan.runtime import oom
 from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.engine import OldGraph
 from ckptplan.runtime.fused_steps import STEPS
+from ckptplan.runtime.gradients import GradientGuard
 from ckptplan.runtime.measure import device_bytes, held_tensors, optimizer_tensors, tensors_in, unique_bytes
 from ckptplan.runtime.meter import Meter
 from ckptplan.runtime.refine import Refinement, checked_threshold, measured_steps
@@ -549,7 +550,7 @@ def apply(
         raise PlanMismatchError(
             "the plan comes from a profile written by hand, which belongs to no model; it can be simulated only"
         )
-    plan.fingerprint.require(fingerprint(TrainingStep(model)), ignore=("inputs",))
+    plan.fingerprint.require(fingerprint(TrainingStep(model)), ignore=("inputs", "accumulates"))
     check_supported(model)
     host_limit = None if host_gb is None else budget_to_bytes(host_gb, name="host_gb")
     disk_limit = None if disk_gb is None else budget_to_bytes(disk_gb, name="disk_gb")
@@ -580,6 +581,7 @@ def apply(
                 one_forward=plan.fingerprint.inputs != "step()",
                 counters=Counters(meter=Meter(device)) if former is None else former.counters,
                 old_graph=old_graph,
+                gradients=GradientGuard(model, plan),
             )
             controller.install()
         except BaseException:

@@ -26,6 +26,7 @@ from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Decision
 from ckptplan.runtime.engine import OldGraph
 from ckptplan.runtime.frames import run_recomputed
+from ckptplan.runtime.gradients import GradientGuard
 from ckptplan.runtime.meter import BACKWARD, KINDS
 from ckptplan.runtime.own import OwnStorages
 from ckptplan.runtime.patching import PatchedForward
@@ -135,6 +136,7 @@ class Controller:
         one_forward: bool = True,
         counters: Counters | None = None,
         old_graph: OldGraph | None = None,
+        gradients: GradientGuard | None = None,
     ) -> None:
         self._model = model
         self._stages = tuple(stages)
@@ -159,6 +161,7 @@ class Controller:
         self.place = Place("forward", 0)
         self.on_backward: Callable[[], None] | None = None
         self._old_graph = old_graph
+        self._gradients = gradients
         self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], Controller] | None = None
         self._task = -1
         self._indices: dict[nn.Module, list[int]] = {}
@@ -273,6 +276,8 @@ class Controller:
                 f"a {type(bypassed).__name__} that is a stage of the plan was compiled anew, or no longer is, since "
                 "the plan was applied; call remove() on its handle, then solve and apply again"
             )
+        if self._gradients is not None:
+            self._gradients.check()
         own = OwnStorages(self._model if self._asks_what_is_own else None)
         self.counters.forwards += 1
         tell = self.counters.meter.begin()

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
 from ckptplan.core.profile import Fingerprint
 from ckptplan.runtime.compiled import check_compiled, compiled_modules
+from ckptplan.runtime.gradients import accumulates
 
 LossFn = Callable[[Any], torch.Tensor]
 
@@ -60,6 +61,8 @@ class TrainingStep:
         Runs every forward of the step and returns the loss; replaces the others.
     autocast : (str, torch.dtype), optional
         Device type and data type of the autocast in which forward and loss run.
+    accumulates : bool
+        Gradients exist when the step starts (NOTE [Gradients from before] in runtime/gradients.py).
     """
 
     model: nn.Module
@@ -68,6 +71,7 @@ class TrainingStep:
     loss_fn: LossFn = default_loss
     fn: Callable[[], torch.Tensor] | None = None
     autocast: tuple[str, torch.dtype] | None = None
+    accumulates: bool = False
 
     def forward(self) -> tuple[Any, torch.Tensor]:
         """Run forward and loss.
@@ -151,8 +155,14 @@ def make_step(
     *,
     loss_fn: LossFn | None = None,
     step: Callable[[], torch.Tensor] | None = None,
+    accumulate: bool | None = None,
 ) -> TrainingStep:
     """The step from the public arguments: a tensor, a tuple (positional) or a dict (keywords), or a callable.
+
+    Parameters
+    ----------
+    accumulate : bool, optional
+        Steps start with gradients; by default, whether the model has any now.
 
     Raises
     ------
@@ -164,19 +174,22 @@ def make_step(
             raise InvalidInputError("step= runs the forwards and the loss by itself; leave out inputs= and loss_fn=")
         if not callable(step):
             raise InvalidInputError(f"step={step!r} is not callable; pass a function that returns the loss")
-        return TrainingStep(model, fn=step)
+        return TrainingStep(model, fn=step, accumulates=accumulates(model, accumulate))
     if loss_fn is not None and not callable(loss_fn):
         raise InvalidInputError(f"loss_fn={loss_fn!r} is not callable; pass a function from output to a scalar tensor")
-    loss = loss_fn or default_loss
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
     if isinstance(inputs, torch.Tensor):
-        return TrainingStep(model, (inputs,), {}, loss)
-    if isinstance(inputs, (tuple, list)):
-        return TrainingStep(model, tuple(inputs), {}, loss)
-    if isinstance(inputs, Mapping):
-        return TrainingStep(model, (), {str(key): value for key, value in inputs.items()}, loss)
-    raise InvalidInputError(
-        f"inputs of type {type(inputs).__name__}; pass a tensor, a tuple (positional) or a dict (keywords)"
-    )
+        args = (inputs,)
+    elif isinstance(inputs, (tuple, list)):
+        args = tuple(inputs)
+    elif isinstance(inputs, Mapping):
+        kwargs = {str(key): value for key, value in inputs.items()}
+    else:
+        raise InvalidInputError(
+            f"inputs of type {type(inputs).__name__}; pass a tensor, a tuple (positional) or a dict (keywords)"
+        )
+    return TrainingStep(model, args, kwargs, loss_fn or default_loss, accumulates=accumulates(model, accumulate))
 
 
 def model_device(model: nn.Module) -> torch.device:
@@ -274,4 +287,5 @@ def fingerprint(step: TrainingStep, device_name: str | None = None) -> Fingerpri
         inputs=inputs if step.fn is None else "step()",
         device=name,
         torch_version=torch.__version__.partition("+")[0],
+        accumulates=step.accumulates,
     )

@@ -17,6 +17,7 @@ from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Plan, require_plan
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.runtime.apply import apply
+from ckptplan.runtime.gradients import rewinding
 from ckptplan.runtime.measure import (
     Outside,
     StepPeaks,
@@ -168,6 +169,7 @@ def verify(
     loss_fn: LossFn | None = None,
     *,
     step: Callable[[], torch.Tensor] | None = None,
+    accumulate: bool | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     repeats: int = 3,
     swap_dir: str | Path | None = None,
@@ -184,6 +186,9 @@ def verify(
     ----------
     inputs, loss_fn, step
         As the plan was made for (see `profile`).
+    accumulate : bool, optional
+        The measured steps start with gradients. By default they do where the plan is for such steps or the model has
+        gradients now, which stay as they are: the steps have copies.
     optimizer : Optimizer, optional
         Its state counts towards the peak; no update is run. Without it, what there is of that state is told apart as
         other tensors.
@@ -195,7 +200,8 @@ def verify(
     Raises
     ------
     PlanMismatchError
-        If the plan was made for another model, shapes, device or library version.
+        If the plan was made for another model, shapes, device or library version, or for steps that start without
+        gradients, and these don't fit its budget.
     InvalidInputError
         If the inputs don't fit.
     """
@@ -204,10 +210,12 @@ def verify(
         raise InvalidInputError(f"repeats={repeats!r}; at least 1 step has to be timed")
     if inputs is None and step is None:
         raise InvalidInputError("verify needs the inputs the plan was made for: pass inputs= (or step=)")
-    training = make_step(model, inputs, loss_fn=loss_fn, step=step)
+    if accumulate is None and plan.fingerprint.accumulates:
+        accumulate = True
+    training = make_step(model, inputs, loss_fn=loss_fn, step=step, accumulate=accumulate)
     device = model_device(model)
     training.on_device(device)
-    plan.fingerprint.require(fingerprint(training))
+    plan.fingerprint.require(fingerprint(training), ignore=("accumulates",))
     parameters = ParameterState(model.parameters())
     with (
         parameters.restored(),
@@ -215,6 +223,7 @@ def verify(
         restored(model, training.reached()) as rewind_state,
         apply(model, plan, swap_dir=swap_dir) as handle,
     ):
+        rewind_state = rewinding(model, rewind_state, accumulates=training.accumulates)
 
         def rewind() -> None:
             rewind_state()

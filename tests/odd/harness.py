@@ -153,7 +153,8 @@ class Case:
         Words of which an error of ours has to have one to be clear; none: any error of ours is.
     measured : bool
         Whether the training's peak is measured and held against the plan's budget, which is the peak that the plan
-        expects. Not under `selective`, whose products are chosen here and not by the profile, which knows no peak then.
+        expects, without the room that it has for other cases. Not under `selective`, whose products are chosen here and
+        not by the profile, which knows no peak then.
     """
 
     name: str
@@ -493,6 +494,8 @@ def outcome(name: str, decision: str) -> Outcome:
         return _failed(profile, case, before=True)
     try:
         plan, stages = _plan(case, profile, decision)
+        if case.measured:
+            plan = dataclasses.replace(plan, budget_bytes=plan.peak_bytes)
         odd = _built(case)
         handle = _applied(odd, plan)
     except _NotPossible as why:
