@@ -112,6 +112,11 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "odd_models.json",
     ),
     Experiment(
+        "accumulation",
+        "Budgets of plans for steps that start with gradients: 36 trainings of three models in three loops, measured",
+        "accumulation.json",
+    ),
+    Experiment(
         "streams",
         "Models on several streams, planned, on an emulated device: bits, and what notices that a wait is missing",
         "streams.json",
@@ -476,6 +481,31 @@ PROMISES: tuple[Promise, ...] = (
     ),
     Promise(
         "Profiling",
+        "Gradients that exist when a step starts are planned with, in profile, plan, estimate and verify",
+        _in(
+            "test_accumulation",
+            "test_gradients_count_from_the_start",
+            "test_the_peak_of_micro_batches_is_predicted",
+            "test_a_training_that_accumulates_keeps_its_budget",
+            "test_whether_gradients_exist_is_found",
+            "test_an_estimate_starts_with_gradients",
+            "test_verify_measures_steps_with_gradients_and_leaves_the_user_s",
+        ),
+        ("accumulation",),
+    ),
+    Promise(
+        "Profiling",
+        "Storages count with their real sizes, and random states of the program's own checkpoints count too",
+        _in(
+            "test_storages",
+            "test_peaks_are_predicted_by_rule",
+            "test_peaks_are_predicted_by_what_operations_made_alone",
+            "test_rules_give_the_real_sizes",
+            "test_checkpoints_inside_stages",
+        ),
+    ),
+    Promise(
+        "Profiling",
         "Profiling itself needs less memory than the leanest plan",
         _in("test_profile", "test_profiling_stays_below_the_smallest_feasible_peak")
         + _in("test_values", "test_the_real_run_takes_less_than_the_smallest_plan"),
@@ -830,6 +860,7 @@ AT_SCALE: dict[int, tuple[str, ...]] = {
     17: ("bitwise", "odd_models"),
     18: ("bitwise", "odd_models"),
     25: ("soak",),
+    33: ("accumulation",),
     27: ("faults",),
     29: ("faults",),
     30: ("predicted_steps",),

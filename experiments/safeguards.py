@@ -40,6 +40,7 @@ REQUIREMENTS: dict[int, str] = {
     30: "What happened is reported beside the plan",
     31: "Gradients are compared bit for bit",
     32: "Files from strangers run no code and take no more memory than they hold",
+    33: "A step that starts with more gradients than planned is noticed before anything of it has run",
 }
 
 
@@ -1294,7 +1295,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         29,
         "a plan belongs to its model and device",
         "apply",
-        '    plan.fingerprint.require(fingerprint(TrainingStep(model)), ignore=("inputs",))\n',
+        '    plan.fingerprint.require(fingerprint(TrainingStep(model)), ignore=("inputs", "accumulates"))\n',
         "",
         (
             "tests/test_runtime.py::test_a_plan_for_another_model",
@@ -1592,5 +1593,61 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "    parametrize._cache_enabled, parametrize._cache = caches, {}\n",
         "",
         ("tests/test_inside_forward.py::test_weights_cached_in_forward_alone",),
+    ),
+    Safeguard(
+        33,
+        "gradients are looked at when a pass begins",
+        "Controller._begin",
+        "            self._gradients.check()",
+        "            pass",
+        ("tests/test_accumulation.py::test_gradients_that_were_not_planned_are_an_error_at_the_first_forward",),
+    ),
+    Safeguard(
+        33,
+        "by bytes: what fits below the budget is no error",
+        "GradientGuard.check",
+        "if more > 0 and self._needs_bytes + more > self._budget_bytes:",
+        "if more > 0:",
+        ("tests/test_accumulation.py::test_gradients_that_fit_below_the_budget_are_none",),
+    ),
+    Safeguard(
+        33,
+        "each storage counts once and whole",
+        "existing_gradient_bytes",
+        "    return sum({s._cdata: s.nbytes() for part in parts for s in storages_of(part)}.values())",
+        "    return sum(part.numel() * part.element_size() for part in parts)",
+        ("tests/test_accumulation.py::test_gradients_of_others_do_not_count_twice_and_larger_storages_do",),
+    ),
+    Safeguard(
+        33,
+        "gradients that come later are seen beside those that were in order",
+        "GradientGuard.check",
+        "if seen == self._seen:",
+        "if self._seen:",
+        ("tests/test_accumulation.py::test_gradients_that_grow_later_are_noticed",),
+    ),
+    Safeguard(
+        33,
+        "parameters that took others' places are looked at",
+        "GradientGuard.check",
+        "if len(now) != len(self._all) or not all(map(operator.is_, now, self._all)):",
+        "if not self._all:",
+        ("tests/test_accumulation.py::test_parameters_that_were_replaced_are_looked_at",),
+    ),
+    Safeguard(
+        33,
+        "a plan for gradients has room for them",
+        "GradientGuard.__init__",
+        "made_gradient_bytes(model.parameters()) if plan.fingerprint.accumulates else 0",
+        "0",
+        ("tests/test_accumulation.py::test_a_plan_for_gradients_takes_all_micro_batches",),
+    ),
+    Safeguard(
+        33,
+        "verify's steps have gradients, and not the user's",
+        "rewinding",
+        "    if not accumulates:",
+        "    if True:",
+        ("tests/test_accumulation.py::test_verify_finds_gradients_that_the_plan_does_not_reckon_with",),
     ),
 )

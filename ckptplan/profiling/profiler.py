@@ -104,7 +104,8 @@ def profile(
     InvalidInputError
         If inputs, loss or step can't be used.
     UnsupportedModelError
-        If the model checkpoints already, is compiled, or can't be traced.
+        If the `gradient_checkpointing` of a module is on, the model calls `torch.utils.checkpoint` with
+        `use_reentrant=True`, is compiled as a whole, or can't be traced.
     """
     target = find_target(model, device)
     check_supported(model)
@@ -460,6 +461,10 @@ _OF_TRANSFORMS = (
     "see; use torch.autograd.grad, or operations on whole batches"
 )
 _UNTRACEABLE = {
+    "use_reentrant=True": (
+        "the model calls torch.utils.checkpoint with use_reentrant=True, whose backward can't run one stage at a "
+        "time; pass use_reentrant=False, or leave the checkpoint out and let the plan decide"
+    ),
     "storage of Sparse": (
         "a sparse tensor comes up in the step (an input, one that forward makes, or the gradient of an embedding with "
         "sparse=True), and its memory can't be traced; use a dense one, for an embedding use sparse=False"

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import gc
 import hashlib
+import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -361,7 +362,7 @@ def replay(
             # Out of the tracker's sight, which would count what the twin of a view is made from.
             given = fake_inputs(step, tracker.fake, tracker.outside)
             numbered = plain or any(choice.ops for choice in choices)
-            with target.choices(numbered=numbered), _no_collection(), tracker:
+            with target.choices(numbered=numbered), _no_collection(), _random_states_counted(tracker, target), tracker:
                 with hooks, watcher.draws:
                     output, loss = given.forward()
                 watcher.forward_ended()
@@ -407,6 +408,33 @@ class _Runs(Counter[int]):
     def __setitem__(self, stage: int, count: int) -> None:
         super().__setitem__(stage, count)
         self._told(stage)
+
+
+@contextlib.contextmanager
+def _random_states_counted(tracker: Tracker, target: Target) -> Iterator[None]:
+    """Count the random states that the program takes, as each `torch.utils.checkpoint` does, where they lie.
+
+    On CUDA they lie on the host. Those of recomputed stages are added by rule.
+    """
+    original = torch.get_rng_state
+
+    def counted() -> torch.Tensor:
+        state = original()
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith(_PACKAGE):
+            tracker.count(state)
+        return state
+
+    if target.is_cuda:
+        yield
+        return
+    torch.get_rng_state = counted
+    try:
+        yield
+    finally:
+        torch.get_rng_state = original
+
+
+_PACKAGE = __name__.partition(".")[0] + "."
 
 
 @contextlib.contextmanager

@@ -230,6 +230,10 @@ class Tracker(FakeWorld):
         weakref.finalize(storage, self._freed, key, nbytes)
         return sid
 
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count a real tensor that was made out of the mode's sight."""
+        self._add(tensor)
+
     def _on_host(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies on the host, or on another device, beside the CUDA device that is planned for.
 
