@@ -508,6 +508,7 @@ def test_shapes_in_turn_are_met_by_one_plan_or_by_two_that_are_kept(profiles: li
         warnings.simplefilter("ignore", RuntimeWarning)
         for _ in range(3):
             for shape in [(1, 30), (4, 16)]:
+                model.zero_grad()
                 default_loss(model(text(*shape))).backward()
         assert (len(handle.replans), handle.returns, profiles) == (1, 0, ["[4, 30]"])
     profiles.clear()

@@ -138,9 +138,7 @@ class GradientGuard:
 
     def _over(self, nbytes: int) -> str:
         reckoned = f"{format_bytes(self._planned_bytes)} of them" if self._planned_bytes else "none"
-        remedy = (
-            "" if self._planned_bytes else ", or solve again with accumulate=True for steps that start with gradients"
-        )
+        remedy = "" if self._planned_bytes else ", or solve with accumulate=True for steps that start with gradients"
         return (
             f"gradients of {format_bytes(nbytes)} exist at the start of this forward; the plan reckoned with "
             f"{reckoned} and needs {format_bytes(self._needs_bytes)} of its budget of "
