@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ckptplan.core.allocator_settings import AllocatorSettings
     from ckptplan.core.device import Device
     from ckptplan.core.errors import (
+        CheckError,
         CkptPlanError,
         InfeasibleBudgetError,
         InvalidInputError,
@@ -41,6 +42,7 @@ __all__ = [
     "DDP",
     "AllocatorSettings",
     "BatchFit",
+    "CheckError",
     "CkptPlanError",
     "Decision",
     "Device",
@@ -73,6 +75,7 @@ _MODULES = {
     "DDP": "ckptplan.memory.estimate",
     "AllocatorSettings": "ckptplan.core.allocator_settings",
     "BatchFit": "ckptplan.fit",
+    "CheckError": "ckptplan.core.errors",
     "CkptPlanError": "ckptplan.core.errors",
     "Decision": "ckptplan.core.plan",
     "Device": "ckptplan.core.device",

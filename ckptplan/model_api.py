@@ -25,6 +25,7 @@ from ckptplan.profiling.profiler import outside_tensors, replayed_bytes, trainin
 from ckptplan.profiling.target import PLANNED, find_target
 from ckptplan.runtime.apply import Handle, OnOom
 from ckptplan.runtime.apply import apply as apply_plan
+from ckptplan.runtime.check import When
 from ckptplan.runtime.gradients import made_gradient_bytes, rewinding
 from ckptplan.runtime.measure import run_step, unique_bytes
 from ckptplan.runtime.state import restored
@@ -41,6 +42,7 @@ def apply(
     disk_gb: float | None = None,
     checksums: bool = False,
     synchronous: bool = False,
+    check: When = "sampled",
     on_oom: Literal["raise", "report", "replan"] = "raise",
     profile: Profile | None = None,
     retries: int = 3,
@@ -77,6 +79,11 @@ def apply(
         costs the time of reading all of it twice.
     synchronous : bool
         Wait for every copy where it is issued: the same results without overlap, for finding faults.
+    check : "sampled", "always" or "off"
+        In which steps to compare what comes back with what was there in forward: what each recomputed stage reads
+        (parameters, buffers, inputs) and saves, and each storage that was swapped. A difference is a `CheckError` from
+        that backward, before an optimizer steps. "sampled": in the first three forwards, then in one of a hundred on
+        average. Other steps cost nothing. See the README for what this finds, and what it doesn't.
     on_oom : "raise", "report" or "replan"
         What `handle.step(fn)` does when memory runs out in `fn`. "raise": nothing, the error is the allocator's.
         "report": undo the step and raise `OutOfMemoryError`, which says what was alive and what was planned. "replan":
@@ -150,6 +157,7 @@ def apply(
         disk_gb=disk_gb,
         checksums=checksums,
         synchronous=synchronous,
+        check=check,
         on_oom=rule,
         adviser=adviser,
         on_larger=enlarger,
@@ -208,7 +216,7 @@ def trace(
     with (
         training_config(model),
         restored(model, training.reached()) as rewind,
-        apply(model, plan, swap_dir=swap_dir, profile=profile) as handle,
+        apply(model, plan, swap_dir=swap_dir, profile=profile, check="off") as handle,
     ):
         rewind = rewinding(model, rewind, accumulates=training.accumulates)
         for _ in range(warm_up):

@@ -20,6 +20,8 @@ from fake_cuda import FakeCuda, FakeEvent, FakeStream
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ckptplan.runtime import check
+
 aten = torch.ops.aten
 _READING = {aten._local_scalar_dense.default, aten.equal.default}
 """Operations whose result the host waits for."""
@@ -300,6 +302,12 @@ class Device(FakeCuda):
                 caller.wait_stream(stream)
 
     @contextlib.contextmanager
+    def _only_kernels(self) -> Iterator[None]:
+        """`undisturbed`, on this device."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), _Kernels(self):
+            yield
+
+    @contextlib.contextmanager
     def installed(self) -> Iterator[Device]:
         real = torch.autograd._engine_run_backward
 
@@ -325,6 +333,7 @@ class Device(FakeCuda):
             for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
                 patch.setattr(torch.cuda, name, lambda device=None: self.in_use)
             patch.setattr(torch.autograd, "_engine_run_backward", functools.partial(self._run_backward, real))
+            patch.setattr(check, "undisturbed", self._only_kernels)
             with _Kernels(self):
                 yield self
                 self.synchronize()

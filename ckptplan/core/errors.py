@@ -67,3 +67,21 @@ class OutOfMemoryError(CkptPlanError, MemoryError):
         super().__init__(f"{shortage}{tried}{note}")
         self.shortage = shortage
         self.replans = replans
+
+
+class CheckError(CkptPlanError):
+    """What a stage's second run made, or what came back from a swap, isn't what forward saved.
+
+    The gradients of this step must not be used. Raised from the backward of a step that `apply(..., check=)` checks.
+
+    Attributes
+    ----------
+    stage : str
+    tensor : str
+        What differs, as in the message.
+    """
+
+    def __init__(self, message: str, *, stage: str, tensor: str) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.tensor = tensor

@@ -25,6 +25,7 @@ from ckptplan.core.shortage import Shortage
 from ckptplan.core.trace import DrawnStep, Trace
 from ckptplan.core.units import budget_to_bytes, format_bytes
 from ckptplan.runtime import oom
+from ckptplan.runtime.check import WHEN, Checks, When
 from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.engine import OldGraph
 from ckptplan.runtime.fused_steps import STEPS
@@ -338,6 +339,8 @@ class Handle:
             return
         self._removed, self._applied = True, False
         self._controller.remove()
+        if self._controller.checks is not None:
+            self._controller.checks.close()
         self._config.close()
         close_all(self._stores)
 
@@ -449,7 +452,7 @@ class Handle:
         return Refinement(limit, measured, before, told, after)
 
     def _counted(self) -> Stats:
-        counters = self._controller.counters
+        counters, checks = self._controller.counters, self._controller.checks
         planned = planned_runs(self.plan)
         return Stats(
             forwards=counters.forwards,
@@ -462,6 +465,8 @@ class Handle:
             planned_runs=planned,
             host_wait_s=counters.host_wait_s,
             other_paths=counters.other_paths,
+            checked_forwards=0 if checks is None else checks.passes,
+            compared_tensors=0 if checks is None else checks.tensors,
         )
 
     def __enter__(self) -> Handle:
@@ -493,6 +498,7 @@ def apply(
     disk_gb: float | None = None,
     checksums: bool = False,
     synchronous: bool = False,
+    check: When = "sampled",
     on_oom: OnOom | None = None,
     adviser: Adviser | None = None,
     on_larger: OnLarger | None = None,
@@ -519,6 +525,8 @@ def apply(
         costs the time of reading all of it twice.
     synchronous : bool
         Wait for every copy where it is issued: the same results without overlap, for finding faults.
+    check : "sampled", "always" or "off"
+        In which steps to compare what comes back with what was there in forward (NOTE [Digests] in check.py).
     on_oom : OnOom, optional
         What `Handle.step` does when memory runs out; None: nothing.
     adviser : Adviser, optional
@@ -543,6 +551,8 @@ def apply(
     for name, value in (("checksums", checksums), ("synchronous", synchronous)):
         if not isinstance(value, bool):
             raise InvalidInputError(f"{name}={value!r}; it is True or False")
+    if check not in WHEN:
+        raise InvalidInputError(f"check={check!r}; it is {', '.join(map(repr, WHEN[:-1]))} or {WHEN[-1]!r}")
     if swap_dir is not None and not isinstance(swap_dir, (str, os.PathLike)):
         raise InvalidInputError(f"swap_dir={swap_dir!r}; pass a directory's path")
     device = model_device(model)
@@ -556,6 +566,7 @@ def apply(
     disk_limit = None if disk_gb is None else budget_to_bytes(disk_gb, name="disk_gb")
 
     old_graph = OldGraph(device)
+    checks = None if check == "off" else Checks(device, always=check == "always")
 
     def place(plan: Plan, former: Controller | None) -> tuple[Controller, Mapping[Tier, Store]]:
         """Install `plan`, which goes on counting where the one before stopped."""
@@ -582,6 +593,7 @@ def apply(
                 counters=Counters(meter=Meter(device)) if former is None else former.counters,
                 old_graph=old_graph,
                 gradients=GradientGuard(model, plan),
+                checks=checks,
             )
             controller.install()
         except BaseException:

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from ckptplan.core.chain import InputTensor, Phase, Segment, Tier
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Decision
+from ckptplan.runtime.check import Checks, StageCheck
 from ckptplan.runtime.engine import OldGraph
 from ckptplan.runtime.frames import run_recomputed
 from ckptplan.runtime.gradients import GradientGuard
@@ -77,8 +78,9 @@ def is_glue(name: str) -> bool:
 class _Pass:
     """One forward pass and its backward."""
 
-    def __init__(self, session: SwapSession, own: OwnStorages, *, watched: bool) -> None:
+    def __init__(self, session: SwapSession, own: OwnStorages, checks: Checks | None, *, watched: bool) -> None:
         self.session = session
+        self.checks = checks
         self.own = own
         self.watched = watched  # NOTE [Watching backward]
         self.first_watched = False
@@ -112,6 +114,8 @@ class Controller:
         To go on counting in.
     old_graph : OldGraph, optional
         To free what a failed backward leaves.
+    checks : Checks, optional
+        Compares in some passes what comes back with what was there in forward.
 
     Raises
     ------
@@ -137,6 +141,7 @@ class Controller:
         counters: Counters | None = None,
         old_graph: OldGraph | None = None,
         gradients: GradientGuard | None = None,
+        checks: Checks | None = None,
     ) -> None:
         self._model = model
         self._stages = tuple(stages)
@@ -153,6 +158,7 @@ class Controller:
         self._pass: _Pass | None = None
         self._session: SwapSession | None = None
         self.counters = counters or Counters()
+        self.checks = checks
         # Made here rather than at every call: forward in, forward behind, backward.
         self._places = tuple(
             (Place("forward", i, inside=True), Place("forward", i), Place("backward", i))
@@ -248,6 +254,8 @@ class Controller:
         """Whatever pass was under way has failed."""
         self._pass = self._session = None
         self._task = -1
+        if self.checks is not None:
+            self.checks.forget()
         self._drop_leftovers()
         self.place = Place("forward", 0)
 
@@ -278,16 +286,17 @@ class Controller:
             )
         if self._gradients is not None:
             self._gradients.check()
+        checks = None if self.checks is None else self.checks.begin(self._stages)
         own = OwnStorages(self._model if self._asks_what_is_own else None)
         self.counters.forwards += 1
         tell = self.counters.meter.begin()
         for tier, store in self._stores.items():
             store.on_copy = None if tell is None else functools.partial(tell, tier)
-        session = SwapSession(self._stores, self._device, own, self.counters, self._saved)
+        session = SwapSession(self._stores, self._device, own, self.counters, self._saved, checks)
         former = self._pass
         self._watches |= former is not None and not former.watched and not former.backward_begun
         watched = self._watches or by_call or tell is not None or self.on_backward is not None
-        self._session, self._pass = session, _Pass(session, own, watched=watched)
+        self._session, self._pass = session, _Pass(session, own, checks, watched=watched)
         return self._pass
 
     def _run_model(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -363,10 +372,14 @@ class Controller:
             segment, inside = self._segments[index]
             if current.open is None or current.open.segment is not segment:
                 current.open = OpenSegment(segment, inside, current.session, moves=self._moves)
+            check = None
+            if current.checks is not None:
+                check = StageCheck(current.checks, module, self._stages[index])
+                original = check.around(original)
             whole = functools.partial(current.own.whole, module)
             call = Call(module, original, self.counters, self._device, index, whole)
             output = current.open.stage(
-                index, self._stages[index], call, call.split(args, kwargs), choice.moves, choice.tier
+                index, self._stages[index], call, call.split(args, kwargs), choice.moves, choice.tier, check
             )
             if current.open.ended:
                 current.open = None
@@ -386,6 +399,7 @@ class Controller:
                 tier=choice.tier,
                 session=current.session if self._moves else None,
                 planned=self._saved[index] if self._saved else None,
+                checks=current.checks,
             )
         self.counters.runs[index] += 1
         if choice.action == "swap":

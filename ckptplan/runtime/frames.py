@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.chain import Tier
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
+from ckptplan.runtime.check import Checks, StageCheck
 from ckptplan.runtime.compiled import out_of_sight
 from ckptplan.runtime.recompute import Call
 from ckptplan.runtime.selective import Selection
@@ -69,6 +71,9 @@ class Frame:
         The stage, for messages.
     """
 
+    check: StageCheck | None = None
+    """In passes that are checked: compares what the runs save."""
+
     def __init__(self, name: str, call: Call) -> None:
         self.name = name
         self.complete = False
@@ -103,6 +108,8 @@ class Frame:
         slot = Slot(self, len(self._slots))
         self._slots.append(weakref.ref(slot))
         self._like.append((tensor.shape, tensor.dtype, tensor.device))
+        if self.check is not None:
+            self.check.save(tensor)
         return slot
 
     def fill(self, inputs: list[torch.Tensor], table: dict[int, Held], *, to_the_end: bool = False) -> list[Any]:
@@ -127,6 +134,8 @@ class Frame:
             if number >= last or (tensor.shape, tensor.dtype, tensor.device) != self._like[number]:
                 raise self._another_path(f"saves a {tensor.dtype} {list(tensor.shape)} as tensor number {number}")
             value = tensor.detach() if tensor.requires_grad else tensor
+            if self.check is not None:
+                self.check.compare_saved(number, value)
             if self._slots[number]() is not None:
                 table[number] = self._models_own.get(number) or Held(value)
             if not to_the_end and count == last:
@@ -146,7 +155,9 @@ class Frame:
         for i, needed in enumerate(self._needs_grad):
             if needed and not isinstance(inputs[i], nn.Parameter):
                 inputs[i] = inputs[i].detach().requires_grad_()
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(out_of_sight(save), nothing_saved):
+        unchanged = contextlib.nullcontext() if self.check is None else self.check.unchanged()
+        hooks = torch.autograd.graph.saved_tensors_hooks(out_of_sight(save), nothing_saved)
+        with unchanged, torch.enable_grad(), hooks:
             return pytree.tree_leaves(self._call(*inputs))
 
     def _another_path(self, found: str) -> PlanMismatchError:
@@ -265,6 +276,7 @@ def run_recomputed(
     tier: Tier = "host",
     session: SwapSession | None = None,
     planned: Sequence[int] | None = None,
+    checks: Checks | None = None,
 ) -> Any:
     """Call `original(*args, **kwargs)` so that backward recomputes what it saved.
 
@@ -287,16 +299,23 @@ def run_recomputed(
     planned : sequence of int, optional
         Bytes of what is saved, in order, as it was planned. With them, a forward that takes another path is recomputed
         whole where its `ops` would hold something else; without, that is an error.
+    checks : Checks, optional
+        Compares what the recompute reads and saves with what this run does.
     """
     inputs, outputs = (None, None) if session is None else (session.packing(), session.packing())
-    selection = None
+    selection, check = None, None if checks is None else StageCheck(checks, module, name)
     if ops:
-        selection = Selection(ops, None if outputs is None else outputs.pack, name, planned)
+        selection = Selection(ops, None if outputs is None else outputs.pack, name, planned, check)
         original = selection.around(original)
+    if check is not None:
+        original = check.around(original)
     call = Call(module, original, counters, device, index)
     tensors = call.split(args, kwargs)
     del args, kwargs
-    result = LoneFrame(name, call).forward(tensors, [hold(tensor, inputs) for tensor in tensors])
+    frame = LoneFrame(name, call)
+    frame.check = check
+    result = frame.forward(tensors, [hold(tensor, inputs) for tensor in tensors])
+    del frame  # the graph owns it
     if selection is not None and selection.gave_up:
         counters.other_paths += 1
         if outputs is not None:

@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.chain import Segment, Tier
 from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.runtime.check import StageCheck
 from ckptplan.runtime.frames import Frame, Handed, Slot, at_end_of_task, hold, taken
 from ckptplan.runtime.recompute import Call
 from ckptplan.runtime.swap import (
@@ -286,14 +287,16 @@ class OpenSegment:
         tensors: list[torch.Tensor],
         moves: tuple[int, ...],
         tier: Tier = "host",
+        check: StageCheck | None = None,
     ) -> Any:
-        """Run stage `index` forward on `tensors`, which `call` was split from."""
+        """Run stage `index` forward on `tensors`, which `call` was split from; `check` compares its runs."""
         if self._session.stream() != self._stream:
             raise UnsupportedModelError(
                 f"stage {name!r} runs on another stream than the first stage of its segment, whose stages are run "
                 "again together, on one; give it another option"
             )
         frame = SegmentFrame(self._run, index, name, call, self._session.belongs)
+        frame.check = check
         packing = self._session.packing() if self._moves else None
         inputs = [self._pack(index, tensor, packing) for tensor in tensors]
         output = frame.forward(tensors, inputs)

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptplan.core.errors import PlanMismatchError
+from ckptplan.runtime.check import Digest, StageCheck
 from ckptplan.runtime.swap import Held, has_position
 
 _ASKING = {torch.ops.prim.device.default, torch.ops.prim.layout.default, *FunctionalTensor.metadata_fns}
@@ -108,6 +109,7 @@ class _Saved:
 
     leaves: list[Any]
     spec: pytree.TreeSpec
+    digests: list[Digest | None]
 
     def value(self) -> Any:
         """The output; its tensors are new objects each time, as autograd wants of a result."""
@@ -130,6 +132,8 @@ class Selection:
         Bytes of the storages that were to be saved, in order, and of others behind them. With them, a first run that
         can't save what was planned, or would save more, saves nothing: its recompute is then a whole one, which holds
         least. Without them that is an error.
+    check : StageCheck, optional
+        Compares what was saved with what is returned.
 
     Attributes
     ----------
@@ -143,8 +147,10 @@ class Selection:
         pack: Callable[[torch.Tensor], Held] | None = None,
         name: str = "",
         planned: Sequence[int] | None = None,
+        check: StageCheck | None = None,
     ) -> None:
         self._planned = planned
+        self._check_outputs = check
         self.gave_up = False
         self._ops = tuple(sorted(set(ops)))
         self._last = self._ops[-1]
@@ -235,7 +241,10 @@ class Selection:
                 "view of its input, writes to it, or makes no tensor; name the operation that made the memory instead"
             )
         leaves, spec = pytree.tree_flatten(result)
-        self._saved[number] = _Saved([self._held(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+        digests = [] if self._check_outputs is None else [self._check_outputs.checks.take(t) for t in made]
+        self._saved[number] = _Saved(
+            [self._held(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec, digests
+        )
         return result
 
     def _held(self, tensor: torch.Tensor) -> Held:
@@ -258,7 +267,12 @@ class Selection:
         at = self._next
         self._next += 1
         saved = self._saved.get(at)
-        return func(*args, **kwargs) if saved is None else saved.value()
+        if saved is None:
+            return func(*args, **kwargs)
+        value = saved.value()
+        if self._check_outputs is not None:
+            self._check_outputs.compare_outputs(at, saved.digests, _tensors(value))
+        return value
 
 
 def _describe(operation: Any) -> str:

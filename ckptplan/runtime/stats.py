@@ -79,6 +79,8 @@ class Stats:
     other_paths : int
         Runs of a stage that saved something else than was profiled. Smaller inputs may do so; on the inputs that the
         plan was made for it is a fault of the profile: positions mean nothing then, and sizes decide what leaves.
+    checked_forwards, compared_tensors : int
+        Forwards that were checked with their backwards (`apply(..., check=)`), and tensors that were compared in them.
     timed_steps : int
         Steps that the times below are medians of: the last ones of the plan that is applied, its first left out.
     step_s : float or None
@@ -108,6 +110,8 @@ class Stats:
     planned_runs: tuple[int, ...]
     host_wait_s: float
     other_paths: int = 0
+    checked_forwards: int = 0
+    compared_tensors: int = 0
     timed_steps: int = 0
     step_s: float | None = None
     planned_step_s: float = 0.0
@@ -130,6 +134,8 @@ class Stats:
             "swapped_in_bytes",
             "host_wait_s",
             "other_paths",
+            "checked_forwards",
+            "compared_tensors",
         )
         added = {name: getattr(self, name) - getattr(earlier, name) for name in counted}
         same = len(self.runs) == len(earlier.runs)  # else a plan with other stages came in between, and counts anew
@@ -157,6 +163,10 @@ class Stats:
         ]
         if self.other_paths:
             lines.append(f"runs of stages that saved something else than profiled: {self.other_paths}")
+        if self.checked_forwards:
+            lines.append(
+                f"checked forwards: {self.checked_forwards}; {self.compared_tensors} tensors were as in forward"
+            )
         if not self.stages:
             return "\n".join(lines)
         for pool in self.pools:

@@ -67,6 +67,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ckptplan.core.chain import Tier
 from ckptplan.core.errors import CkptPlanError, PlanMismatchError
+from ckptplan.runtime.check import Checks
 from ckptplan.runtime.compiled import compiler_callback, out_of_sight
 from ckptplan.runtime.meter import Meter
 from ckptplan.runtime.stores import Store, Ticket
@@ -233,6 +234,7 @@ class Record:
         "group",
         "home",
         "nbytes",
+        "on_return",
         "part",
         "state",
         "version",
@@ -251,6 +253,7 @@ class Record:
         self.device = tensor.device
         self.nbytes = tensor.untyped_storage().nbytes()
         self.group: _Group | None = None
+        self.on_return: Callable[[torch.Tensor], None] | None = None
         # NOTE [Models on several streams]; the users are those of the memory that the record holds now.
         self.home = _home_of(tensor) if home is _UNKNOWN else home
         self._users: list[Any] = _NO_USERS if self.home is None else [self.home]
@@ -280,6 +283,8 @@ class Record:
             assert self._whole is not None
             self._returned = version_of(self._whole)
             self.state = State.ON_DEVICE
+            if self.on_return is not None:
+                self.on_return(self._whole)
 
     def _wait_for_copy_in(self) -> None:
         stream = None if self.home is None else current_stream(self.device)
@@ -642,6 +647,8 @@ class SwapSession:
         Whether a storage belongs to the model (parameters and buffers, recognised by storage).
     planned : sequence of sequences of int
         Per stage, the bytes of each storage in the order of saving; empty: not known.
+    checks : Checks, optional
+        Compares what comes back with what left.
     """
 
     def __init__(
@@ -651,8 +658,10 @@ class SwapSession:
         never: Callable[[torch.UntypedStorage], bool],
         counters: Counters,
         planned: Sequence[Sequence[int]] = (),
+        checks: Checks | None = None,
     ) -> None:
         self._planned = planned
+        self._checks = checks
         self._stores = stores
         self._device = device
         self._never = never
@@ -722,6 +731,9 @@ class SwapSession:
             record = self._record(key)
             if record is not None:
                 leaving.append(record)
+        if self._checks is not None:
+            for record in leaving:
+                self._checks.leaves(record, index)
         if leaving:
             start_leaving(leaving, self._stores[tier], index)
         self._moved[index] = [weakref.ref(record) for record in leaving]
