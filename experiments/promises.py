@@ -79,6 +79,11 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "overhead.json",
     ),
     Experiment(
+        "check_overhead",
+        "What comparing costs, in a checked step and in a run of 1,000, on three real models",
+        "check_overhead.json",
+    ),
+    Experiment(
         "swap_overhead",
         "Swapping's bookkeeping per saved storage, beside a pair of hooks that does nothing",
         "swap_overhead.json",
@@ -840,6 +845,12 @@ PROMISES: tuple[Promise, ...] = (
     ),
     Promise(
         "What is measured",
+        "Comparing in some steps adds at most 1 % to a run of 1,000",
+        _in("test_check", "test_sampled_steps", "test_a_checked_step_takes_no_more_memory"),
+        ("check_overhead",),
+    ),
+    Promise(
+        "What is measured",
         "Plans are held against the published rules, and against PyTorch's own switches at the peak they reach",
         _in("test_baselines", "test_pofo_swaps_and_is_never_slower_than_rotor")
         + _in("test_solver", "test_recompute_only_is_never_slower_than_rotor"),
@@ -865,5 +876,6 @@ AT_SCALE: dict[int, tuple[str, ...]] = {
     29: ("faults",),
     30: ("predicted_steps",),
     31: ("bitwise", "faults"),
+    34: ("odd_models", "check_overhead"),
 }
 """Which experiments repeat the runtime's requirements, by number, besides `mutations`, which is about all of them."""

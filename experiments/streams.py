@@ -85,7 +85,8 @@ def without(safeguard: Safeguard, package: Package, at: Path, seeds: int) -> dic
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
     rows = json.loads(done.stdout.strip().splitlines()[-1])
     noticed = sum(bool(row["differing"]) for row in rows)
-    return {"what": safeguard.what, "where": safeguard.where, "seeds": seeds, "noticed": noticed}
+    checked = sum(row["error"].startswith("CheckError") for row in rows)
+    return {"what": safeguard.what, "where": safeguard.where, "seeds": seeds, "noticed": noticed, "by_check": checked}
 
 
 def main() -> None:

@@ -157,7 +157,7 @@ class _Block(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 12)
 def _layout(ratio: int, shape: Sequence[int], strides: Sequence[int], skew: int) -> tuple[_Block, ...]:
-    """The blocks of a tensor that begins `skew` elements behind a multiple of eight bytes, `ratio` elements."""
+    """The blocks of a tensor, of which `ratio` elements have eight bytes, `skew` elements behind such a boundary."""
     dims: list[tuple[int, int]] = []  # size and stride, in the order of memory, those in one piece together
     for stride, size in sorted(zip(strides, shape, strict=True), reverse=True):
         if size == 1 or stride == 0:
