@@ -4,9 +4,8 @@
 
 Every stage is recomputed, so that all that a stage reads and saves is compared: the dearest plan for the check. Steps
 without a check ("off"), steps of "sampled" that aren't checked, and checked ones ("always") are interleaved, each
-behind one that isn't timed; figures are medians over rounds, in seconds of the calling thread's CPU, which does all
-the work.
-A sampled run of 1,000 steps has 3 checked ones and 9.97 on average after them (`FIRST`, `EVERY` in
+behind one that isn't timed; figures are medians over rounds, in seconds of the calling thread's CPU, which does all the
+work. A sampled run of 1,000 steps has 3 checked ones and 9.97 on average after them (`FIRST`, `EVERY` in
 ckptplan/runtime/check.py). The promise is that they add at most 1 % to it.
 """
 

@@ -2,9 +2,9 @@
 
 NOTE [Digests]
 1. A digest is made of a tensor's bits, read as integers: NaNs and the signs of zeros count. Of a block of at most
-   `_LONGEST` by `_LONGEST` integers it takes the sums along each dimension, which wrap around; each sum is multiplied
-   by an odd number of its own place and mixed, and what results is added up. So the order counts: elements that
-   change places, or signs, change the digest.
+   `_LONGEST` by `_LONGEST` integers it takes the sums along each dimension, which wrap around; each sum is mixed
+   and multiplied by an odd random number of its own place, and what results is added up. So the order counts:
+   elements that change places, or signs, change the digest.
 2. It is made on the tensor's device, on the stream that computes then, and nothing waits for it. The digests of a step
    are read together, at the end of the backward that compared them.
 3. It takes no memory in a step: views of the tensor are summed into memory that was taken when the plan was applied
@@ -46,7 +46,6 @@ _LONGEST = 1 << 11
 _SUMS = 3 * _LONGEST
 _DIGESTS = 1 << 13  # unread at once; one more reads them early
 _STREAMS = 4  # on CUDA: whose digests may be under way at once
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # Knuth's multiplicative hashing: the golden ratio's bits
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -72,7 +71,9 @@ class _Bench:
             memory = functools.partial(torch.empty, dtype=torch.int64, device=device)
             self._slots = memory(_DIGESTS)
             self._scratch = memory(_STREAMS if device.type == "cuda" else 1, 2, _SUMS)
-            self._weights = torch.arange(1, 2 * _SUMS, 2, dtype=torch.int64, device=device).mul_(_ODD)
+            rng = random.Random(0)
+            weights = [rng.getrandbits(63) * 2 + 1 - (1 << 63) for _ in range(_SUMS)]
+            self._weights = torch.tensor(weights, dtype=torch.int64).to(device)
             self._half = torch.full((), 32, dtype=torch.int64, device=device)
         self._rows: dict[Any, torch.Tensor] = {}
         self._unread: list[Digest] = []
@@ -112,12 +113,13 @@ class _Bench:
         return row
 
     def _close(self, digest: Digest, sums: torch.Tensor, spare: torch.Tensor) -> None:
-        """Mix `sums` and add them up."""
+        """Mix `sums`, weight them and add them up."""
         if len(self._unread) == _DIGESTS:
             self.read()
-        sums.mul_(self._weights[: len(sums)])
+        # Products carry upwards alone: of high bits, such as signs, little would be left in a sum.
         torch.bitwise_right_shift(sums, self._half, out=spare)
         sums.bitwise_xor_(spare)
+        sums.mul_(self._weights[: len(sums)])
         torch.sum(sums, 0, out=self._slots[len(self._unread)])
         self._unread.append(digest)
 
@@ -191,7 +193,9 @@ def _split(dims: list[tuple[int, int]], first: int, unit: int, *, wide: bool) ->
                 yield _Block(wide, tuple(size for size, _ in dims), tuple(stride for _, stride in dims), first)
             continue
         size, stride = dims[d]
-        columns = min(math.isqrt(size) | 1, _LONGEST - 1)  # odd, lest rows of the tensor lie below one another
+        columns = min(math.isqrt(size) | 1, _LONGEST - 1)
+        while size % columns == 0:  # rows of the tensor mustn't lie below one another: permutations would look alike
+            columns -= 2
         rows = min(size // columns, _LONGEST)
         done = rows * columns
         waiting.append(([*dims[:d], (size - done, stride), *dims[d + 1 :]], first + done * stride * unit))
