@@ -123,7 +123,7 @@ def _check(name: str) -> None:
         ),
         (ATEN.mse_loss.default, (torch.rand(8, 16), torch.rand(16))),
     ],
-    ids=lambda x: str(x) if not isinstance(x, tuple) else f"{tuple(x[0].shape)} {x[-1]}",
+    ids=lambda x: str(x) if not isinstance(x, tuple) else f"{[list(y.shape) if hasattr(y, 'shape') else y for y in x]}",
 )
 def test_rules_give_the_real_sizes(func: Any, args: tuple[Any, ...]) -> None:
     real = func(*args)
