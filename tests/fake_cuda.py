@@ -37,6 +37,8 @@ def pattern(value: int, nbytes: int) -> bytes:
 class FakeEvent:
     """Happens when its stream has done what was issued there before `record`."""
 
+    __module__ = "torch.cuda"  # as of what it stands for, which is no state of a model's
+
     def __init__(self, gpu: FakeCuda) -> None:
         self._gpu = gpu
         self.stream: FakeStream | None = None
@@ -58,6 +60,8 @@ class FakeEvent:
 
 class FakeStream:
     """First in, first out; each entry is work, or a condition to wait for."""
+
+    __module__ = "torch.cuda"  # as of what it stands for, which is no state of a model's
 
     def __init__(self, gpu: FakeCuda) -> None:
         self._gpu = gpu
@@ -103,6 +107,8 @@ class Block:
 
 class FakeCuda:
     """The device; `installed` puts it in `torch.cuda`'s place."""
+
+    __module__ = "torch.cuda"  # as of what it stands for, which is no state of a model's
 
     def __init__(self, seed: int, arena_bytes: int = 1 << 20) -> None:
         self.rng = random.Random(seed)

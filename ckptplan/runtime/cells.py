@@ -248,6 +248,8 @@ class _Cell:
     cell: Any
     kind: _Kind
     contents: Any
+    path: tuple[Any, ...]
+    """The searched objects that led there, and itself if it is one."""
     has_tensors: bool = False
 
 
@@ -280,7 +282,8 @@ class Snapshot:
     modules : list of nn.Module
         The given ones, and those that they lead to.
     tensors : list of (str, torch.Tensor)
-        Tensors that were met, with the name of the attribute that led there.
+        Tensors that were met, with the name of the attribute that led there; `distant` are those that only a search
+        has met.
     generators : list
         Random generators that were met.
     """
@@ -290,12 +293,14 @@ class Snapshot:
     changing: Changing | None = None
     searches: bool = False
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list, init=False)
+    distant: list[tuple[str, torch.Tensor]] = field(default_factory=list, init=False)
     generators: list[Any] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._cells: dict[int, _Cell] = {}
         self._attributes: list[_Attributes] = []
         self._known: set[int] | None = None
+        self._path: list[Any] = []
         self._looks = SEARCH_LIMIT if self.searches else 0
         classes: dict[type, None] = {}
         self.modules = list(self.modules)
@@ -330,7 +335,7 @@ class Snapshot:
             return value
         if kind is _TENSOR:
             value = alone(value)
-            self.tensors.append((name, value))
+            (self.distant if self._path else self.tensors).append((name, value))
         elif kind is _GENERATOR:
             self.generators.append(value)
         elif kind is _TUPLE:
@@ -347,11 +352,15 @@ class Snapshot:
             self._keep(name, value.__self__)
         elif is_cell or self._is_cell(value):
             return self._add(name, value, _CLOSURE if isinstance(value, types.FunctionType) else _OBJECT)
+        elif self._is_searched(value):
+            self._path.append(value)
+            value = self._add(name, value, _CLOSURE if isinstance(value, types.FunctionType) else _OBJECT)
+            self._path.pop()
         return value
 
     def _add(self, name: str, value: Any, kind: _Kind, contents: Any = None) -> Any:
         contents = kind.read(value) if contents is None else contents
-        cell = self._cells[id(value)] = _Cell(value, kind, contents)
+        cell = self._cells[id(value)] = _Cell(value, kind, contents, tuple(self._path))
         inside = kind.values(contents)
         if not _ATOMS.issuperset(map(type, inside)):
             cell.contents = _replaced(contents, functools.partial(self._keep, name))
@@ -365,14 +374,18 @@ class Snapshot:
         return array.nbytes <= ARRAY_LIMIT and array.flags.writeable and not array.dtype.hasobject
 
     def _is_cell(self, value: Any) -> bool:
-        """Whether an object is looked through: one that was seen to change, or any in a search."""
-        has_attributes = hasattr(value, "__dict__") or _slots_of(type(value))  # type: ignore[arg-type]
-        if id(value) in self._cells or not has_attributes:
+        """Whether an object was seen to change."""
+        known = self.changing is not None and self.changing.objects.get(id(value)) is value
+        return known and id(value) not in self._cells
+
+    def _is_searched(self, value: Any) -> bool:
+        """Whether an object is looked through in this search."""
+        if self._looks <= 0 or id(value) in self._cells:
             return False
-        if self.changing is not None and self.changing.objects.get(id(value)) is value:
-            return True
+        if not hasattr(value, "__dict__") and not _slots_of(type(value)):  # type: ignore[arg-type]
+            return False
         owner = value.__module__ if isinstance(value, types.FunctionType) else type(value).__module__
-        if self._looks <= 0 or str(owner).partition(".")[0] in _SEARCHED_NOT:
+        if str(owner).partition(".")[0] in _SEARCHED_NOT:
             return False
         self._looks -= 1
         return True
@@ -394,12 +407,18 @@ class Snapshot:
         return set(self._cells)
 
     def note_changes(self) -> None:
-        """Tell `changing` which objects are others than they were."""
+        """Tell `changing` which searched objects are others than they were, and forget the rest of them.
+
+        What the stage's forward has left as it was may be changed by others until the stage runs again, and is theirs.
+        """
         assert self.changing is not None
-        for found in self._cells.values():
-            if found.kind in (_OBJECT, _CLOSURE) and not _equal(found.kind.read(found.cell), found.contents):
+        for key, found in list(self._cells.items()):
+            if found.path and _equal(found.kind.read(found.cell), found.contents):
+                del self._cells[key]
+                continue
+            for each in found.path:
                 with contextlib.suppress(TypeError):  # nothing can refer to it weakly
-                    self.changing.objects[id(found.cell)] = found.cell
+                    self.changing.objects[id(each)] = each
 
     def differences(self) -> list[str]:
         """Names of the attributes and cells whose contents are others than they were."""

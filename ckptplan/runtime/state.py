@@ -102,7 +102,9 @@ def _restored(model: nn.Module, others: Iterable[Any]) -> Iterator[Callable[[], 
     with kept(model, others) as found:
         tables = Tables(found.modules, parameters=True)
         buffers = [buffer for m in found.modules for buffer in m._buffers.values() if buffer is not None]
-        values = tensor_state([*buffers, *(t for _, t in found.tensors if not isinstance(t, nn.Parameter))])
+        values = tensor_state(
+            [*buffers, *(t for _, t in (*found.tensors, *found.distant) if not isinstance(t, nn.Parameter))]
+        )
         generators = random_state(found.generators)
 
         def rewind() -> None:
