@@ -685,7 +685,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         17,
         "a class whose forward was replaced is an error",
         "ModuleTables.as_in_forward",
-        "if _forward_of(kind) is not forward:",
+        "if kind.forward is not forward and kind.forward is kind.forward:",
         "if False:",
         ("tests/test_forward_alone.py::test_a_class_with_another_forward_since",),
     ),
@@ -826,7 +826,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         18,
         "so are variables that a function encloses",
-        "Snapshot._keep",
+        "Snapshot._add_object",
         "_CLOSURE if isinstance(value, types.FunctionType) else _OBJECT",
         "_OBJECT",
         ("tests/test_cells.py::test_variables_that_a_function_encloses",),

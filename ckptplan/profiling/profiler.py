@@ -350,7 +350,8 @@ def _traced(
 def _planned(chain: Profile, times: Times, device: Device, notes: list[str]) -> Profile:
     """`chain` for a device that isn't here."""
     link = Link(device.out_bytes_per_s, device.in_bytes_per_s)
-    planned = f"made for {device.description}, which was not here: bytes from fake tensors, times from a roofline"
+    planned = f"made for {device.description}, which was not here: bytes from fake tensors, times from a roofline; "
+    planned += "no stage was run twice, so one that can't run again is left to the check of apply() to find"
     # A roofline's operations take a launch at least, so that the host has no lane of its own.
     return _with_times(
         dataclasses.replace(chain, link=link, notes=(planned, *notes, *chain.notes)), times, launches=Times()

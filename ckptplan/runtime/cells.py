@@ -351,12 +351,15 @@ class Snapshot:
         elif isinstance(value, types.MethodType):
             self._keep(name, value.__self__)
         elif is_cell or self._is_cell(value):
-            return self._add(name, value, _CLOSURE if isinstance(value, types.FunctionType) else _OBJECT)
+            return self._add_object(name, value)
         elif self._is_searched(value):
             self._path.append(value)
-            value = self._add(name, value, _CLOSURE if isinstance(value, types.FunctionType) else _OBJECT)
+            value = self._add_object(name, value)
             self._path.pop()
         return value
+
+    def _add_object(self, name: str, value: Any) -> Any:
+        return self._add(name, value, _CLOSURE if isinstance(value, types.FunctionType) else _OBJECT)
 
     def _add(self, name: str, value: Any, kind: _Kind, contents: Any = None) -> Any:
         contents = kind.read(value) if contents is None else contents

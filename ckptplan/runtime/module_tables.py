@@ -72,11 +72,6 @@ def _put(table: dict[int, Any], entries: dict[int, Any]) -> None:
         table.update(entries)
 
 
-def _forward_of(kind: type) -> Any:
-    """The forward of a class as it lies there: what a class gives for it may be made anew each time."""
-    return next(base.__dict__["forward"] for base in kind.__mro__ if "forward" in base.__dict__)
-
-
 def _of_all_modules() -> list[dict[int, Any]]:
     """Copies of the tables of hooks on all modules; none where all are empty."""
     return [table.copy() for table in _GLOBAL_HOOKS] if any(_GLOBAL_HOOKS) else []
@@ -102,7 +97,10 @@ class ModuleTables:
         self._inside = modules[1:]
         self._owns = _owns(self._inside)
         self._of_all = _of_all_modules()
-        self._forwards = [(kind, _forward_of(kind)) for kind in set(map(type, self._inside))]
+        self._forwards: list[tuple[Any, Any]] = [
+            (kind, kind.forward)  # type: ignore[attr-defined]
+            for kind in set(map(type, self._inside))
+        ]
         self._tables = [table for module in modules if (table := module._parameters)]
         self._parameters = [table.copy() for table in self._tables]
         self._flags = _flags(self._parameters)
@@ -123,7 +121,7 @@ class ModuleTables:
         if STEPS.count != self._steps:
             self._check_steps()
         for kind, forward in self._forwards:
-            if _forward_of(kind) is not forward:
+            if kind.forward is not forward and kind.forward is kind.forward:  # some make theirs anew at every look
                 raise PlanMismatchError(
                     f"{kind.__name__}.forward was replaced between forward and backward, which runs a stage with such "
                     "a module again; let the replacement last until backward has ended, or keep the stage"
