@@ -24,8 +24,10 @@ from ckptplan import CheckError
 from ckptplan.core.chain import Segment
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Decision, Plan
+from ckptplan.profiling import timing
 from ckptplan.runtime import check, recompute, surroundings, swap
 from ckptplan.runtime.apply import apply
+from ckptplan.runtime.cells import Snapshot
 from ckptplan.runtime.check import Checks
 from ckptplan.runtime.measure import peak_above_start, recorded_allocations
 from ckptplan.runtime.step import default_loss
@@ -324,8 +326,16 @@ class Averaging(Stage):
         return super().forward(x)
 
 
+@pytest.fixture
+def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the check finds or keeps Python state, and buffers that are written without a version."""
+    monkeypatch.setattr(timing, "why_not_again", lambda *_: None)
+    monkeypatch.setattr(recompute._State, "_was_seen_written", lambda *_: False)
+    monkeypatch.setattr(Snapshot, "put", lambda self, instead=None: lambda: None)
+
+
 @pytest.mark.parametrize("what", ODD_PLANS)
-def test_a_buffer_that_is_written_without_a_version(what: str) -> None:
+def test_a_buffer_that_is_written_without_a_version(what: str, unguarded: None) -> None:
     model, x = model_of(Averaging)
     with apply(model, plan_for(model, x, what)), finds("its buffer 'scale'", "versions don't show"):
         step(model, x)
@@ -340,10 +350,13 @@ class Counting(Stage):
 
 
 @pytest.mark.parametrize("what", ["recompute", "segment"])
-def test_state_of_which_nobody_knows(what: str) -> None:
+def test_state_of_which_nobody_knows(what: str, unguarded: None) -> None:
     model, x = model_of(Counting)
     with apply(model, plan_for(model, x, what)), finds("that autograd saves in it, float32 [64, 32]", "Python state"):
         step(model, x)
+
+
+LEAKED: dict[int, torch.Tensor] = {}
 
 
 class Leaking(Stage):
@@ -351,17 +364,17 @@ class Leaking(Stage):
 
     def __init__(self) -> None:
         super().__init__()
-        object.__setattr__(self, "own", (self.scale,))
+        LEAKED[id(self)] = self.scale
         self.register_buffer("unused", torch.zeros(32))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            self.own[0].add_(1)
+            LEAKED[id(self)].add_(1)
             self.scale.add_(1)
         return torch.tanh(self.linear(x)) * x
 
 
-def test_state_that_a_recompute_changes_once_more() -> None:
+def test_state_that_a_recompute_changes_once_more(unguarded: None) -> None:
     model, x = model_of(Leaking)
     with apply(model, plan_for(model, x, "recompute")), finds("its buffer 'scale'", "changed it once more"):
         step(model, x)
@@ -404,7 +417,7 @@ def test_bytes_that_come_back_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
         step(model, inputs)
 
 
-def test_later_callbacks_of_that_backward_still_run() -> None:
+def test_later_callbacks_of_that_backward_still_run(unguarded: None) -> None:
     """An error in one of autograd's callbacks skips those behind it, which free what the backward made again."""
     model, x = model_of(Counting)
     with apply(model, plan_for(model, x, "recompute")) as handle:

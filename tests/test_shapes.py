@@ -424,11 +424,15 @@ def test_a_graph_from_before_a_new_plan_runs_backward(profiles: list[str]) -> No
         assert same(both(model), both(plain))
 
 
+SEEN: list[torch.dtype] = []
+"""Global, so that profiling doesn't put it back as it was."""
+
+
 def test_loss_and_autocast_are_those_of_the_step(profiles: list[str]) -> None:
-    seen: list[torch.dtype] = []
+    SEEN.clear()
 
     def loss(output: torch.Tensor) -> torch.Tensor:
-        seen.append(output.dtype)
+        SEEN.append(output.dtype)
         return output.float().square().mean()
 
     def step(model: nn.Module) -> list[torch.Tensor]:
@@ -442,7 +446,7 @@ def test_loss_and_autocast_are_those_of_the_step(profiles: list[str]) -> None:
     model = made()
     with applied(model, text_plan(4, 16, 0.7), loss_fn=loss), pytest.warns(RuntimeWarning, match="goes beyond"):
         assert same(step(model), step(made()))
-    assert seen
+    assert SEEN
     # The last layer of `body` gives bfloat16 under autocast, to which float32 positions are added.
     assert profiles == ["[4, 20]"]
 

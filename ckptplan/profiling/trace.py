@@ -258,9 +258,10 @@ class _Watcher:
         if self._forward and segment != self._position:
             raise UnsupportedModelError(
                 f"forward isn't over and backward runs already, in {segment_name(self._stages, segment)!r}; a plan "
-                "covers one forward and the backward behind it. Let step= return the loss without its backward; a "
-                "gradient that forward needs itself (autograd.grad for a penalty or forces) has to be one of a single "
-                "stage's operations: take it inside that stage, or out of the planned model"
+                "covers one forward and the backward behind it. Let step= return the loss without its backward, for a "
+                "loop that accumulates gradients that of one micro-batch, with accumulate=True; a gradient that "
+                "forward needs itself (autograd.grad for a penalty or forces) has to be one of a single stage's "
+                "operations: take it inside that stage, or out of the planned model"
             )
 
     def forward_ended(self) -> None:

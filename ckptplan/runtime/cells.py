@@ -210,7 +210,12 @@ def _equal(a: Any, b: Any) -> bool:
     """Whether contents are the same, numbers and texts by their values."""
 
     def one(x: Any, y: Any) -> bool:
-        return x is y or (type(x) is type(y) and type(x) in _ATOMS and bool(x == y))
+        if x is y or type(x) is not type(y):
+            return x is y
+        if type(x) is torch.Tensor and x.layout is y.layout is torch.strided:  # one may be held without its graph
+            same = x.untyped_storage()._cdata == y.untyped_storage()._cdata and x.shape == y.shape
+            return same and not x.is_inference() and not y.is_inference() and x._version == y._version
+        return type(x) in _ATOMS and bool(x == y)
 
     if isinstance(a, (np.ndarray, set)) or len(a) != len(b):
         return _same(a, b)
