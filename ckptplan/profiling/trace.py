@@ -39,6 +39,7 @@ from ckptplan.profiling.target import Target
 from ckptplan.profiling.timing import Times
 from ckptplan.profiling.tracker import SegmentTrace, Sid, Tracker, learn_storages, owners_of_a_lone_gradient
 from ckptplan.profiling.watched import Watched
+from ckptplan.runtime.cells import Snapshot, below
 from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.generators import SystemDraws
 from ckptplan.runtime.recompute import cached_weights, shares_containers
@@ -127,9 +128,8 @@ class _Names:
 
 
 def _tensor_attributes(module: nn.Module | None) -> list[torch.Tensor]:
-    """Tensors that are plain attributes of `module` or of those inside."""
-    inside = () if module is None else module.modules()
-    return [value for m in inside for value in m.__dict__.values() if isinstance(value, torch.Tensor)]
+    """Tensors that attributes of `module`, and of those inside, are or hold."""
+    return [] if module is None else [tensor for _, tensor in Snapshot(below(module)).tensors]
 
 
 class _Saved(NamedTuple):
