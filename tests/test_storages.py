@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from made_plans import plan_of, scheduled
+from odd.layers import Folded
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -20,18 +21,6 @@ from ckptplan.profiling.profiler import profile
 from ckptplan.profiling.storages import enlarged, ruled_bytes
 
 ATEN = torch.ops.aten
-
-
-class Folded(nn.Module):
-    """`F.fold`, whose result lies in a storage for its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4 * 9, 4 * 9)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        patches = F.unfold(x, 3, padding=1).transpose(1, 2)
-        return torch.tanh(F.fold(self.linear(patches).transpose(1, 2), (12, 12), 3, padding=1))
 
 
 def folds() -> tuple[nn.Module, torch.Tensor, None]:

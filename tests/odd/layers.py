@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from odd.harness import BATCH, WIDTH, Loop, Odd, plain_loop
 
@@ -72,3 +73,15 @@ def chain(kind: type[nn.Module], loop: Loop = plain_loop) -> Odd:
 def passing(kind: type[nn.Module], extra: Callable[[Any], tuple[Any, ...]], loop: Loop = plain_loop) -> Odd:
     """Layers of one kind with further arguments."""
     return Odd(Passing((kind() for _ in range(DEPTH)), extra), batch(), loop)
+
+
+class Folded(nn.Module):
+    """`F.fold`, whose result lies in a storage for its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4 * 9, 4 * 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        patches = F.unfold(x, 3, padding=1).transpose(1, 2)
+        return torch.tanh(F.fold(self.linear(patches).transpose(1, 2), (12, 12), 3, padding=1))

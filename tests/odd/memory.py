@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from odd.harness import STEPS, Extras, Loop, Odd, case, plain_step
-from odd.layers import DEPTH, Layer, batch
+from odd.layers import DEPTH, Folded, Layer, batch
 
 Optimizers = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Optimizers] = {
@@ -75,16 +75,7 @@ _register("transformer", "one_batch", "momentum")
 def fold() -> Odd:
     """`F.fold`, whose result lies in a larger storage than its fake twin's."""
 
-    class Stage(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4 * 9, 4 * 9)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            patches = F.unfold(x, 3, padding=1).transpose(1, 2)
-            return torch.tanh(F.fold(self.linear(patches).transpose(1, 2), (12, 12), 3, padding=1))
-
-    model = nn.Sequential(*(Stage() for _ in range(DEPTH)))
+    model = nn.Sequential(*(Folded() for _ in range(DEPTH)))
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     return Odd(model, torch.randn(4, 4, 12, 12), _trained(optimizer), optimizer)
 
