@@ -169,8 +169,9 @@ def test_a_parent_is_looked_at_without_its_other_children() -> None:
     snapshot = Snapshot([parent[0]], changing=Changing())  # type: ignore[list-item]
     assert snapshot.modules == [parent[0], parent]
     parent.calls = 1  # type: ignore[assignment]
-    with snapshot.restored():
-        assert parent.calls == 0
+    back = snapshot.put()
+    assert parent.calls == 0
+    back()
     assert parent.calls == 1
 
 

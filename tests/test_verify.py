@@ -24,7 +24,7 @@ from ckptplan.profiling.profiler import profile
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.runtime import verify as verifying
 from ckptplan.runtime.apply import apply
-from ckptplan.runtime.measure import StepPeaks, held_tensors, step_peaks, unique_bytes
+from ckptplan.runtime.measure import StepPeaks, held_tensors, same_bits, step_peaks, unique_bytes
 from ckptplan.runtime.meter import Meter
 from ckptplan.runtime.step import TrainingStep, default_loss, make_step
 from ckptplan.runtime.verify import Verification, verify
@@ -283,4 +283,4 @@ def test_a_device_s_own_accounts_are_as_predicted() -> None:
 )
 def test_tensors_are_compared_bit_for_bit(a: torch.Tensor, b: torch.Tensor, same: bool) -> None:
     """A single number, NaN, the sign of zero, another layout."""
-    assert verifying._same(a, b) is same
+    assert same_bits(a, b) is same

@@ -21,6 +21,7 @@ from ckptplan.profiling.stopwatch import Span, Stopwatch, Took
 from ckptplan.profiling.watched import attributes_of
 from ckptplan.runtime.cells import Changing, Snapshot, below
 from ckptplan.runtime.frames import run_recomputed
+from ckptplan.runtime.measure import same_bits
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.recompute import Call
 from ckptplan.runtime.step import TrainingStep, without_graph
@@ -57,30 +58,18 @@ def why_not_again(
     try:
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
             tensors = call.split(args, kwargs)
-            first = _outputs(call(*tensors))
+            first = [t.detach() for t in _tensors(call(*tensors))]
             after = Snapshot(below(module), (args, kwargs), changing=Changing(), searches=True)
-            second = _outputs(call(*tensors))
+            second = [t.detach() for t in _tensors(call(*tensors))]
     except UnsupportedModelError as error:
         return str(error)
-    if len(first) != len(second) or not all(map(_same_bits, first, second)):
+    if len(first) != len(second) or not all(map(same_bits, first, second)):
         return (
             "its outputs are others when it runs again on the same inputs: it reads or draws from what can't be put "
             "back (a global variable, a file, a clock), or one of its kernels gives other bits each time"
         )
     left = after.differences()
     return f"another run leaves a trace in {', '.join(left)}" if left else None
-
-
-def _outputs(output: Any) -> list[torch.Tensor]:
-    return [t.detach() for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if torch.equal(a, b):
-        return True
-    return a.is_floating_point() and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 @dataclass

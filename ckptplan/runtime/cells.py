@@ -28,7 +28,7 @@ import inspect
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -65,6 +65,21 @@ class _Kind:
     read: Callable[[Any], Any]
     write: Callable[[Any, Any], None]
     values: Callable[[Any], Iterable[Any]] = tuple
+
+
+_NO_DATA = (
+    types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, property, type,
+    types.MemberDescriptorType, types.GetSetDescriptorType, functools.cached_property,
+)  # fmt: skip
+
+
+def _data_of(kind: type) -> dict[str, Any]:
+    """Data attributes of a class."""
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if not (name.startswith("__") and name.endswith("__")) and not isinstance(value, _NO_DATA)
+    }
 
 
 def _write_items(cell: Any, contents: Any) -> None:
@@ -130,9 +145,9 @@ _DICTIONARY = _Kind(dict, _write_items, _values_of)
 _SET = _Kind(set, _write_items)
 _DEQUE = _Kind(list, _write_deque)
 _ARRAY = _Kind(np.copy, lambda cell, contents: operator.setitem(cell, Ellipsis, contents), lambda contents: ())
-_OBJECT = _Kind(lambda cell: _object_of(cell), lambda cell, contents: _write_object(cell, contents), _values_of)
-_CLASS = _Kind(lambda cell: _data_of(cell), _write_class, _values_of)
-_CLOSURE = _Kind(lambda cell: _closure_of(cell), lambda cell, contents: _write_closure(cell, contents), _values_of)
+_OBJECT = _Kind(_object_of, _write_object, _values_of)
+_CLASS = _Kind(_data_of, _write_class, _values_of)
+_CLOSURE = _Kind(_closure_of, _write_closure, _values_of)
 _TUPLE, _MODULE, _TENSOR, _GENERATOR, _OTHER = "tuple", "module", "tensor", "generator", "other"
 
 _CONTAINERS = (
@@ -153,21 +168,6 @@ def _kind_of(kind: type) -> _Kind | str | None:
 def _classes_of(kind: type) -> tuple[type, ...]:
     """The classes of a module's type that may have data of their own."""
     return tuple(c for c in kind.__mro__ if c is not object and c.__module__.partition(".")[0] != "torch")
-
-
-_NO_DATA = (
-    types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, property, type,
-    types.MemberDescriptorType, types.GetSetDescriptorType, functools.cached_property,
-)  # fmt: skip
-
-
-def _data_of(kind: type) -> dict[str, Any]:
-    """Data attributes of a class."""
-    return {
-        name: value
-        for name, value in vars(kind).items()
-        if not (name.startswith("__") and name.endswith("__")) and not isinstance(value, _NO_DATA)
-    }
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
@@ -473,15 +473,6 @@ class Snapshot:
             _undo(undo)
             raise
         return functools.partial(_undo, undo)
-
-    @contextlib.contextmanager
-    def restored(self, instead: Mapping[int, Any] = MappingProxyType({})) -> Iterator[None]:
-        """Inside, the cells have these contents; afterwards what they had before."""
-        back = self.put(instead)
-        try:
-            yield
-        finally:
-            back()
 
 
 class Tables:

@@ -250,3 +250,13 @@ class Outside(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._read:
                 self._made.add(tensor.untyped_storage()._cdata)
         return result
+
+
+def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Bit for bit, NaNs and the signs of zeros included."""
+    if a is None or b is None:
+        return a is b
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    dense = (t if t.layout is torch.strided else t.to_dense() for t in (a, b))
+    return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in dense))

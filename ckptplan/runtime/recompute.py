@@ -110,7 +110,8 @@ class Call:
             # The caller's own lists and dictionaries, since the stage may add to them.
             (args, kwargs), self._first = self._first, None
             self._surroundings = Surroundings(self._device, tensors)
-            self._tables = ModuleTables(below(self._module), tensors)
+            modules = below(self._module)
+            self._tables = ModuleTables(modules, tensors)
             del tensors
             self._caches = parametrize._cache_enabled
             if self._caches and cached_weights(self._module):
@@ -119,7 +120,7 @@ class Call:
                     "parametrize.cached() has kept from an earlier call, and would make them anew; enter cached() for "
                     "each forward by itself, or keep or swap this stage"
                 )
-            return self._run_first(args, kwargs)
+            return self._run_first(modules, args, kwargs)
         assert self._surroundings is not None
         assert self._tables is not None
         as_it_was = self._surroundings.restored(tensors)
@@ -152,9 +153,9 @@ class Call:
         finally:
             self._counters.meter.mark(before)
 
-    def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_first(self, modules: list[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._counters.runs[self._index] += 1
-        state = _State(self._module, self._others)
+        state = _State(modules, self._others)
         if not self._containers.isdisjoint(state.cells):
             raise UnsupportedModelError(
                 f"a {type(self._module).__name__} that is to run again gets a container which is also one of its "
@@ -204,13 +205,14 @@ class _State:
 
     Parameters
     ----------
+    modules : list of nn.Module
+        The stage and all below it, as `below` gives them.
     arguments : iterable
         Objects among the stage's arguments that it may change.
     """
 
-    def __init__(self, module: nn.Module, arguments: Iterable[Any] = ()) -> None:
-        self._changing = changing(module)
-        modules = below(module)
+    def __init__(self, modules: list[nn.Module], arguments: Iterable[Any] = ()) -> None:
+        self._changing = changing(modules[0])
         self._is_real = not any(isinstance(t, FakeTensor) for m in modules for t in m._parameters.values())
         self._searches = self._is_real and self._changing.searches()
         self._cells = Snapshot(modules, arguments, self._changing, self._searches)

@@ -57,21 +57,21 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def kept(model: nn.Module, others: Iterable[Any] = ()) -> Iterator[Snapshot]:
+def kept(model: nn.Module, others: Iterable[Any] = ()) -> Iterator[tuple[Snapshot, Tables]]:
     """Inside, Python state may change that `model` and `others` lead to: attributes, containers, names.
 
     It is as before afterwards.
 
     Yields
     ------
-    Snapshot
-        Of what was there.
+    Snapshot, Tables
+        What was there.
     """
     found = Snapshot(below(model), others, changing=Changing(), searches=True)
     tables = Tables(found.modules, parameters=True)
     back = found.put()
     try:
-        yield found
+        yield found, tables
     finally:
         tables.put()
         found.put()
@@ -99,8 +99,7 @@ def restored(model: nn.Module, others: Iterable[Any] = ()) -> Iterator[Callable[
 
 def _restored(model: nn.Module, others: Iterable[Any]) -> Iterator[Callable[[], None]]:
     gradients = [(p, p.grad) for p in model.parameters()]
-    with kept(model, others) as found:
-        tables = Tables(found.modules, parameters=True)
+    with kept(model, others) as (found, tables):
         buffers = [buffer for m in found.modules for buffer in m._buffers.values() if buffer is not None]
         values = tensor_state(
             [*buffers, *(t for _, t in (*found.tensors, *found.distant) if not isinstance(t, nn.Parameter))]

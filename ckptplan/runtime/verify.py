@@ -24,6 +24,7 @@ from ckptplan.runtime.measure import (
     held_tensors,
     optimizer_tensors,
     run_step,
+    same_bits,
     step_peaks,
     timed,
     unique_bytes,
@@ -272,7 +273,7 @@ def verify(
                         plain_s.append(measured(timed))
                 planned_s.append(measured(timed))
         differing = _differing(reference, found) if plain_loss is not None else ()
-        equal = None if plain_loss is None else not differing and _same(loss, plain_loss)
+        equal = None if plain_loss is None else not differing and same_bits(loss, plain_loss)
         plain_differing: tuple[str, ...] = ()
         if equal is False:
             with handle.paused():
@@ -306,17 +307,7 @@ def _results(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[str, ...]:
     """Names of what isn't the same in both."""
-    return tuple(name for name in {**a, **b} if not _same(a.get(name), b.get(name)))
-
-
-def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Bit for bit, NaNs and the signs of zeros included."""
-    if a is None or b is None:
-        return a is b
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    dense = (t if t.layout is torch.strided else t.to_dense() for t in (a, b))
-    return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in dense))
+    return tuple(name for name in {**a, **b} if not same_bits(a.get(name), b.get(name)))
 
 
 def _read_from_outside(training: TrainingStep, rewind: Callable[[], None]) -> list[torch.Tensor]:
