@@ -21,12 +21,13 @@ dictionary, a set, a deque, the data attributes of a class, an array, an object 
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import operator
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -104,7 +105,10 @@ def _write_class(cell: type, contents: Mapping[str, Any]) -> None:
 def _slots_of(kind: type) -> tuple[str, ...]:
     """Attributes for which a class has a place of their own."""
     return tuple(
-        name for c in kind.__mro__ for name, value in vars(c).items() if isinstance(value, types.MemberDescriptorType)
+        name
+        for c in kind.__mro__
+        for name, value in vars(c).items()
+        if isinstance(value, types.MemberDescriptorType) and not name.startswith("__")
     )
 
 
@@ -118,7 +122,8 @@ def _write_object(value: Any, contents: Mapping[str, Any]) -> None:
     slots = _slots_of(type(value))  # type: ignore[arg-type]
     for name in slots:
         if name in contents:
-            object.__setattr__(value, name, contents[name])
+            if getattr(value, name, contents) is not contents[name]:  # some of C's are read-only
+                object.__setattr__(value, name, contents[name])
         elif hasattr(value, name):
             object.__delattr__(value, name)
     if hasattr(value, "__dict__"):
@@ -149,10 +154,15 @@ _OBJECT = _Kind(_object_of, _write_object, _values_of)
 _CLASS = _Kind(_data_of, _write_class, _values_of)
 _CLOSURE = _Kind(_closure_of, _write_closure, _values_of)
 _TUPLE, _MODULE, _TENSOR, _GENERATOR, _OTHER = "tuple", "module", "tensor", "generator", "other"
+_ITERATOR = "iterator"
+_ITERATORS = tuple(map(type, (itertools.count(), iter([]), iter(()), iter(range(0)), iter(""))))
+"""Iterators whose copies go on from the same place. They can't be set back, so that copies take their places."""
+_REPLACED = (torch.Tensor, *_ITERATORS)
 
 _CONTAINERS = (
     (list, _LIST), (dict, _DICTIONARY), ((set,), _SET), (collections.deque, _DEQUE), (np.ndarray, _ARRAY),
     ((tuple, frozenset), _TUPLE), (nn.Module, _MODULE), (torch.Tensor, _TENSOR), (GENERATORS, _GENERATOR),
+    (_ITERATORS, _ITERATOR),
 )  # fmt: skip
 
 
@@ -193,6 +203,18 @@ def below(module: nn.Module) -> list[nn.Module]:
     return found
 
 
+def _copied(iterator: Any) -> Any:
+    """An iterator that goes on from where `iterator` is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of itertools, gone in Python 3.14
+        return copy.copy(iterator)
+
+
+def _place(iterator: Any) -> Any:
+    """Where an iterator is, to be compared."""
+    return repr(iterator) if isinstance(iterator, itertools.count) else iterator.__reduce__()
+
+
 def _same(a: Any, b: Any) -> bool:
     """Whether contents are the same, by identity but for arrays."""
     if isinstance(a, np.ndarray):
@@ -215,6 +237,10 @@ def _equal(a: Any, b: Any) -> bool:
         if type(x) is torch.Tensor and x.layout is y.layout is torch.strided:  # one may be held without its graph
             same = x.untyped_storage()._cdata == y.untyped_storage()._cdata and x.shape == y.shape
             return same and not x.is_inference() and not y.is_inference() and x._version == y._version
+        if type(x) in _ITERATORS:
+            return _place(x) == _place(y)
+        if isinstance(x, (list, tuple)):
+            return _equal(x, y)
         return type(x) in _ATOMS and bool(x == y)
 
     if isinstance(a, (np.ndarray, set)) or len(a) != len(b):
@@ -229,9 +255,21 @@ class Changing:
 
     def __init__(self) -> None:
         self.calls = 0
-        self.objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._without_references: dict[int, type] = {}  # to which nothing can refer weakly
         self.buffers: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         self._parents: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+    def add(self, value: Any) -> None:
+        """The stage was seen to change an object."""
+        try:
+            self._objects[id(value)] = value
+        except TypeError:
+            self._without_references[id(value)] = type(value)
+
+    def has(self, value: Any) -> bool:
+        """Whether the stage was seen to change an object, or one that lay in its place and was like it."""
+        return self._objects.get(id(value)) is value or self._without_references.get(id(value)) is type(value)
 
     def is_parent(self, module: nn.Module, stage: nn.Module) -> bool:
         """Whether `stage` lies in `module`."""
@@ -255,7 +293,7 @@ class _Cell:
     contents: Any
     path: tuple[Any, ...]
     """The searched objects that led there, and itself if it is one."""
-    has_tensors: bool = False
+    is_replaced: bool = False  # whether it has values of `_REPLACED`
 
 
 @dataclass(slots=True)
@@ -264,7 +302,7 @@ class _Attributes:
 
     module: nn.Module
     attributes: dict[str, Any]
-    has_tensors: bool = False
+    is_replaced: bool = False  # whether it has values of `_REPLACED`
 
 
 @dataclass
@@ -306,6 +344,7 @@ class Snapshot:
         self._attributes: list[_Attributes] = []
         self._known: set[int] | None = None
         self._path: list[Any] = []
+        self._iterators: list[Any] = []
         self._looks = SEARCH_LIMIT if self.searches else 0
         classes: dict[type, None] = {}
         self.modules = list(self.modules)
@@ -330,7 +369,7 @@ class Snapshot:
             kind = type(value)
             if kind in _ATOMS or (kind is tuple and _ATOMS.issuperset(map(type, value))):
                 continue
-            found.has_tensors |= isinstance(value, torch.Tensor)
+            found.is_replaced |= isinstance(value, _REPLACED)
             attributes[name] = self._keep(name, value)
 
     def _keep(self, name: str, value: Any, *, is_cell: bool = False) -> Any:
@@ -346,6 +385,9 @@ class Snapshot:
         elif kind is _TUPLE:
             if not _ATOMS.issuperset(map(type, value)):
                 return _replaced(value, functools.partial(self._keep, name))
+        elif kind is _ITERATOR:
+            value = _copied(value)
+            self._iterators.append(value)
         elif kind is _MODULE:
             self._found(value)
         elif isinstance(kind, _Kind):
@@ -372,7 +414,7 @@ class Snapshot:
         inside = kind.values(contents)
         if not _ATOMS.issuperset(map(type, inside)):
             cell.contents = _replaced(contents, functools.partial(self._keep, name))
-            cell.has_tensors = any(isinstance(x, torch.Tensor) for x in inside)
+            cell.is_replaced = any(isinstance(x, _REPLACED) for x in inside)
             if kind not in (_OBJECT, _CLASS, _CLOSURE) and not _same(cell.contents, contents):
                 cell.cell = copy.copy(value)  # which holds no graph, as the original would
                 kind.write(cell.cell, cell.contents)
@@ -383,8 +425,7 @@ class Snapshot:
 
     def _is_cell(self, value: Any) -> bool:
         """Whether an object was seen to change."""
-        known = self.changing is not None and self.changing.objects.get(id(value)) is value
-        return known and id(value) not in self._cells
+        return self.changing is not None and self.changing.has(value) and id(value) not in self._cells
 
     def _is_searched(self, value: Any) -> bool:
         """Whether an object is looked through in this search."""
@@ -425,8 +466,7 @@ class Snapshot:
                 del self._cells[key]
                 continue
             for each in found.path:
-                with contextlib.suppress(TypeError):  # nothing can refer to it weakly
-                    self.changing.objects[id(each)] = each
+                self.changing.add(each)
 
     def differences(self) -> list[str]:
         """Names of the attributes and cells whose contents are others than they were."""
@@ -449,13 +489,15 @@ class Snapshot:
         Parameters
         ----------
         instead : mapping, optional
-            Identity of a tensor -> the one to put in its place.
+            Identity of a tensor -> the one to put in its place. Iterators get others, at every call.
         """
         undo: list[Callable[[], None]] = []
+        if self._iterators:
+            instead = {**instead, **{id(iterator): _copied(iterator) for iterator in self._iterators}}
         try:
             for each in self._attributes:
                 attributes = each.attributes
-                if instead and each.has_tensors:
+                if instead and each.is_replaced:
                     attributes = {name: instead.get(id(value), value) for name, value in attributes.items()}
                 now = plain_attributes(each.module)
                 if not _same(now, attributes):
@@ -463,7 +505,7 @@ class Snapshot:
                     _put(each.module, attributes)
             for cell in self._cells.values():
                 contents = cell.contents
-                if instead and cell.has_tensors:
+                if instead and cell.is_replaced:
                     contents = _replaced(contents, lambda value: instead.get(id(value), value))
                 before = cell.kind.read(cell.cell)
                 if not _same(before, contents):
@@ -483,6 +525,7 @@ class Tables:
             (table, table.copy() if table else _NOTHING)
             for m in modules
             for table in ((m._buffers, m._modules, m._parameters) if parameters else (m._buffers, m._modules))
+            if isinstance(table, dict)  # a scripted module's can't change
         ]
 
     def put(self, instead: Mapping[int, Any] = MappingProxyType({})) -> Callable[[], None]:
