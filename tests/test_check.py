@@ -448,11 +448,11 @@ def test_what_a_failed_backward_has_compared_is_forgotten() -> None:
 
 
 def without_random_states(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(surroundings.Surroundings, "restored", lambda self, tensors=(): contextlib.nullcontext())
+    patch.setattr(surroundings.Surroundings, "put", lambda self, undo, tensors=(): None)
 
 
 def without_state(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(recompute._State, "as_in_forward", lambda self: contextlib.nullcontext())
+    patch.setattr(recompute._State, "put", lambda self, undo: None)
 
 
 def without_versions(patch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ import inspect
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -36,8 +36,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ckptplan.runtime.generators import KINDS as GENERATORS
+from ckptplan.runtime.put_back import Steps, put_back
 
 SEARCH_LIMIT = 4096  # objects that one search looks at: a trainer leads to all of a training
 ARRAY_LIMIT = 1 << 20  # bytes of an array that is copied at every call
@@ -170,9 +172,19 @@ def _classes_of(kind: type) -> tuple[type, ...]:
     return tuple(c for c in kind.__mro__ if c is not object and c.__module__.partition(".")[0] != "torch")
 
 
+@functools.lru_cache(maxsize=1 << 12)
+def _plain(names: tuple[str, ...]) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], tuple[Any, ...]]]:
+    """Of the names of a module's attributes those that not every module has, and what gets their values."""
+    plain = tuple(name for name in names if name not in _MODULES_OWN)
+    if len(plain) > 1:
+        return plain, operator.itemgetter(*plain)
+    return plain, lambda table: tuple(table[name] for name in plain)
+
+
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """A module's attributes but for those that every module has."""
-    return {name: value for name, value in module.__dict__.items() if name not in _MODULES_OWN}
+    names, values_in = _plain(tuple(module.__dict__))
+    return dict(zip(names, values_in(module.__dict__), strict=True))
 
 
 def alone(value: Any) -> Any:
@@ -240,10 +252,15 @@ class Changing:
             found = self._parents[module] = any(m is stage for m in below(module))
         return found
 
-    def searches(self) -> bool:
-        """Whether this call is one of those that look everywhere: the first three, and every hundredth."""
+    def searches(self, modules: Iterable[nn.Module]) -> bool:
+        """Whether this call is one of those that look everywhere: the first three real ones, and every hundredth."""
+        if self.calls >= 3 and (self.calls + 1) % 100:
+            self.calls += 1
+            return False
+        if any(isinstance(p, FakeTensor) for m in modules for p in m._parameters.values()):
+            return False
         self.calls += 1
-        return self.calls <= 3 or self.calls % 100 == 0
+        return True
 
 
 @dataclass(slots=True)
@@ -263,7 +280,11 @@ class _Attributes:
     """A module's plain attributes then."""
 
     module: nn.Module
-    attributes: dict[str, Any]
+    all_names: tuple[str, ...]
+    """Those of other attributes too."""
+    names: tuple[str, ...]
+    values_in: Callable[[dict[str, Any]], tuple[Any, ...]]
+    values: Sequence[Any]
     has_tensors: bool = False
 
 
@@ -321,17 +342,22 @@ class Snapshot:
             self._keep("argument", other, is_cell=True)
 
     def _look_at(self, module: nn.Module) -> None:
-        attributes = plain_attributes(module)
-        found = _Attributes(module, attributes)
+        # In every call of every stage, so this makes few calls itself.
+        table = module.__dict__
+        all_names = tuple(table)
+        names, values_in = _plain(all_names)
+        values = values_in(table)
+        found = _Attributes(module, all_names, names, values_in, values)
         self._attributes.append(found)
-        if _ATOMS.issuperset(map(type, attributes.values())):
+        if _ATOMS.issuperset(map(type, values)):
             return
-        for name, value in attributes.items():
+        found.values = held = list(values)
+        for i, value in enumerate(values):
             kind = type(value)
             if kind in _ATOMS or (kind is tuple and _ATOMS.issuperset(map(type, value))):
                 continue
             found.has_tensors |= isinstance(value, torch.Tensor)
-            attributes[name] = self._keep(name, value)
+            held[i] = self._keep(names[i], value)
 
     def _keep(self, name: str, value: Any, *, is_cell: bool = False) -> Any:
         """Look at a value; returns what is held of it: itself, but for tensors with graphs and what holds those."""
@@ -433,9 +459,9 @@ class Snapshot:
         found = [
             f"{type(each.module).__name__}.{name}"
             for each in self._attributes
-            for now in [plain_attributes(each.module)]
-            for name in now.keys() | each.attributes.keys()
-            if not _equal([now.get(name, each)], [each.attributes.get(name, each)])
+            for now, then in [(plain_attributes(each.module), dict(zip(each.names, each.values, strict=True)))]
+            for name in now.keys() | then.keys()
+            if not _equal([now.get(name, each)], [then.get(name, each)])
         ]
         return found + [
             f"a {type(each.cell).__name__}"
@@ -451,16 +477,16 @@ class Snapshot:
         instead : mapping, optional
             Identity of a tensor -> the one to put in its place.
         """
-        undo: list[Callable[[], None]] = []
+        undo: Steps = []
         try:
             for each in self._attributes:
-                attributes = each.attributes
+                values = each.values
                 if instead and each.has_tensors:
-                    attributes = {name: instead.get(id(value), value) for name, value in attributes.items()}
-                now = plain_attributes(each.module)
-                if not _same(now, attributes):
-                    undo.append(functools.partial(_put, each.module, now))
-                    _put(each.module, attributes)
+                    values = [instead.get(id(value), value) for value in values]
+                table = each.module.__dict__
+                if tuple(table) != each.all_names or not all(map(operator.is_, each.values_in(table), values)):
+                    undo.append(functools.partial(_put, each.module, plain_attributes(each.module)))
+                    _put(each.module, dict(zip(each.names, values, strict=True)))
             for cell in self._cells.values():
                 contents = cell.contents
                 if instead and cell.has_tensors:
@@ -470,9 +496,9 @@ class Snapshot:
                     undo.append(functools.partial(cell.kind.write, cell.cell, before))
                     cell.kind.write(cell.cell, contents)
         except BaseException:
-            _undo(undo)
+            put_back(undo)
             raise
-        return functools.partial(_undo, undo)
+        return functools.partial(put_back, undo)
 
 
 class Tables:
@@ -487,7 +513,7 @@ class Tables:
 
     def put(self, instead: Mapping[int, Any] = MappingProxyType({})) -> Callable[[], None]:
         """As `Snapshot.put`."""
-        undo: list[Callable[[], None]] = []
+        undo: Steps = []
         for table, contents in self._found:
             if not table and not contents:
                 continue
@@ -496,15 +522,10 @@ class Tables:
             if not _same(table, contents):
                 undo.append(functools.partial(_write_items, table, table.copy()))
                 _write_items(table, contents)
-        return functools.partial(_undo, undo)
+        return functools.partial(put_back, undo)
 
 
 _NOTHING: dict[str, Any] = {}
-
-
-def _undo(undo: list[Callable[[], None]]) -> None:
-    for step in reversed(undo):
-        step()
 
 
 def _replaced(contents: Any, by: Callable[[Any], Any]) -> Any:
