@@ -456,7 +456,7 @@ def without_state(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_versions(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(recompute, "version_of", lambda tensor: 0)
+    patch.setattr(recompute, "_mark", lambda parameter: (0, None))
 
 
 GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {

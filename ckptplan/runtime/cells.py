@@ -275,17 +275,11 @@ class _Cell:
     has_tensors: bool = False
 
 
-@dataclass(slots=True)
-class _Attributes:
-    """A module's plain attributes then."""
-
-    module: nn.Module
-    all_names: tuple[str, ...]
-    """Those of other attributes too."""
-    names: tuple[str, ...]
-    values_in: Callable[[dict[str, Any]], tuple[Any, ...]]
-    values: Sequence[Any]
-    has_tensors: bool = False
+_Attributes = tuple[
+    nn.Module, tuple[str, ...], tuple[str, ...], Callable[[dict[str, Any]], tuple[Any, ...]], Sequence[Any], bool
+]
+"""A module, the names of all its attributes, those of the plain ones, what gets their values, these values then, and
+whether tensors are among them."""
 
 
 @dataclass
@@ -346,18 +340,17 @@ class Snapshot:
         table = module.__dict__
         all_names = tuple(table)
         names, values_in = _plain(all_names)
-        values = values_in(table)
-        found = _Attributes(module, all_names, names, values_in, values)
-        self._attributes.append(found)
-        if _ATOMS.issuperset(map(type, values)):
-            return
-        found.values = held = list(values)
-        for i, value in enumerate(values):
-            kind = type(value)
-            if kind in _ATOMS or (kind is tuple and _ATOMS.issuperset(map(type, value))):
-                continue
-            found.has_tensors |= isinstance(value, torch.Tensor)
-            held[i] = self._keep(names[i], value)
+        values: Sequence[Any] = values_in(table)
+        has_tensors = False
+        if not _ATOMS.issuperset(map(type, values)):
+            has_tensors = any(isinstance(value, torch.Tensor) for value in values)
+            values = [self._keep_attribute(name, value) for name, value in zip(names, values, strict=True)]
+        self._attributes.append((module, all_names, names, values_in, values, has_tensors))
+
+    def _keep_attribute(self, name: str, value: Any) -> Any:
+        kind = type(value)
+        atom = kind in _ATOMS or (kind is tuple and _ATOMS.issuperset(map(type, value)))
+        return value if atom else self._keep(name, value)
 
     def _keep(self, name: str, value: Any, *, is_cell: bool = False) -> Any:
         """Look at a value; returns what is held of it: itself, but for tensors with graphs and what holds those."""
@@ -457,11 +450,11 @@ class Snapshot:
     def differences(self) -> list[str]:
         """Names of the attributes and cells whose contents are others than they were."""
         found = [
-            f"{type(each.module).__name__}.{name}"
-            for each in self._attributes
-            for now, then in [(plain_attributes(each.module), dict(zip(each.names, each.values, strict=True)))]
+            f"{type(module).__name__}.{name}"
+            for module, _, names, _, values, _ in self._attributes
+            for now, then in [(plain_attributes(module), dict(zip(names, values, strict=True)))]
             for name in now.keys() | then.keys()
-            if not _equal([now.get(name, each)], [then.get(name, each)])
+            if not _equal([now.get(name, self)], [then.get(name, self)])
         ]
         return found + [
             f"a {type(each.cell).__name__}"
@@ -479,14 +472,13 @@ class Snapshot:
         """
         undo: Steps = []
         try:
-            for each in self._attributes:
-                values = each.values
-                if instead and each.has_tensors:
+            for module, all_names, names, values_in, values, has_tensors in self._attributes:
+                if instead and has_tensors:
                     values = [instead.get(id(value), value) for value in values]
-                table = each.module.__dict__
-                if tuple(table) != each.all_names or not all(map(operator.is_, each.values_in(table), values)):
-                    undo.append(functools.partial(_put, each.module, plain_attributes(each.module)))
-                    _put(each.module, dict(zip(each.names, values, strict=True)))
+                table = module.__dict__
+                if tuple(table) != all_names or not all(map(operator.is_, values_in(table), values)):
+                    undo.append(functools.partial(_put, module, plain_attributes(module)))
+                    _put(module, dict(zip(names, values, strict=True)))
             for cell in self._cells.values():
                 contents = cell.contents
                 if instead and cell.has_tensors:

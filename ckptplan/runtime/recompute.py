@@ -371,9 +371,10 @@ def _mark(parameter: torch.Tensor) -> tuple[int, Any]:
 
     Weak references are equal for one storage that is alive, and for no others.
     """
+    version = 0 if parameter.is_inference() else parameter._version
     if type(parameter) is nn.Parameter:
-        return version_of(parameter), weakref.ref(parameter.untyped_storage())
-    return version_of(parameter), [weakref.ref(storage) for storage in storages_of(parameter)]
+        return version, weakref.ref(parameter.untyped_storage())
+    return version, [weakref.ref(storage) for storage in storages_of(parameter)]
 
 
 def _other_parameter(m: nn.Module, name: str, p: torch.Tensor, mark: tuple[int, Any]) -> RuntimeError:
