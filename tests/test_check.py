@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import gc
 import random
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -246,6 +248,44 @@ def test_digests_are_read_early_where_many_are_under_way(monkeypatch: pytest.Mon
     with apply(model, swapped_and_recomputed("transformer", "segment"), check="always") as handle:
         step(model, inputs)
         assert handle.stats().compared_tensors > 7
+
+
+class Remembering(nn.Module):
+    """Has state of its own, and draws nothing, which threads share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.seen = nn.Linear(8, 8), nn.BatchNorm1d(8), []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(len(self.seen))
+        return self.norm(torch.tanh(self.linear(x))) * (1 + 0.1 * len(self.seen))
+
+
+@pytest.mark.parametrize("how", ["threads", "in turn"])
+@pytest.mark.parametrize("what", ["recompute", "swap"])
+def test_models_trained_at_once(what: str, how: str) -> None:
+    """Each with a plan of its own."""
+    x = torch.randn(64, 8)
+    models = [nn.Sequential(Remembering(), Remembering(), Remembering()) for _ in range(3)]
+    twins = [copy.deepcopy(model) for model in models]
+    found = [default_loss(model(x)) for model in twins]
+    with contextlib.ExitStack() as plans:
+        for model in models:
+            profile = ckptplan.profile(model, x, loss_fn=default_loss, menus=False)
+            plans.enter_context(apply(model, plan_of(profile, [what] * len(profile.stages)), check="always"))  # type: ignore[list-item]
+        if how == "threads":
+            with ThreadPoolExecutor(len(models)) as threads:
+                list(threads.map(lambda model: default_loss(model(x)).backward(), models))
+        else:
+            losses = [default_loss(model(x)) for model in models]
+            for i in (1, 0, 2):
+                losses[i].backward()
+    for model, twin, loss in zip(models, twins, found, strict=True):
+        loss.backward()
+        same = zip(model.parameters(), twin.parameters(), strict=True)
+        assert all(p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in same)
+        assert [m.seen for m in model] == [m.seen for m in twin] == [[0]] * 3
 
 
 def test_checks_go_with_the_plan() -> None:
