@@ -106,7 +106,10 @@ def _write_class(cell: type, contents: Mapping[str, Any]) -> None:
 def _slots_of(kind: type) -> tuple[str, ...]:
     """Attributes for which a class has a place of their own."""
     return tuple(
-        name for c in kind.__mro__ for name, value in vars(c).items() if isinstance(value, types.MemberDescriptorType)
+        name
+        for c in kind.__mro__
+        for name, value in vars(c).items()
+        if isinstance(value, types.MemberDescriptorType) and inspect.getattr_static(kind, name) is value
     )
 
 
@@ -453,6 +456,7 @@ class Snapshot:
             f"{type(module).__name__}.{name}"
             for module, _, names, _, values, _ in self._attributes
             for now, then in [(plain_attributes(module), dict(zip(names, values, strict=True)))]
+            if not _same(now, then)
             for name in now.keys() | then.keys()
             if not _equal([now.get(name, self)], [then.get(name, self)])
         ]
