@@ -420,6 +420,56 @@ def test_state_that_a_recompute_changes_once_more(unguarded: None) -> None:
         step(model, x)
 
 
+class Leaving(Stage):
+    """Each run leaves something that no output shows."""
+
+    def leave(self) -> Any:
+        pass
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.leave()
+        return super().forward(x)
+
+
+def toggle(stage: Leaving) -> None:
+    torch.use_deterministic_algorithms(not torch.are_deterministic_algorithms_enabled())
+
+
+LEFT: dict[str, tuple[Callable[[Leaving], Any], str]] = {
+    "list": (lambda stage: stage.state.append(1.0), "what it keeps in a list"),
+    "attribute": (lambda stage: setattr(stage, "last", object()), "what it keeps in Leaving.last"),
+    "buffer": (lambda stage: setattr(stage, "scale", stage.scale.clone()), "what it keeps in Leaving._buffers"),
+    "hook": (lambda stage: stage.linear.register_forward_hook(print), "what it keeps in Linear._forward_hooks"),
+    "Python's": (lambda stage: random.random(), "the state of a random generator"),
+    "torch's": (lambda stage: torch.rand(1), "the state of a random generator"),
+    "flag": (toggle, "PyTorch's flag 'deterministic algorithms'"),
+}
+
+
+@pytest.mark.parametrize("what", ["recompute", "segment"])
+@pytest.mark.parametrize("name", LEFT)
+def test_what_a_recompute_leaves_behind(name: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def untouched(*_: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    leave, words = LEFT[name]
+    plan = plan_for(*model_of(), what)
+    model, x = model_of(Leaving)
+    plan = dataclasses.replace(plan, fingerprint=ckptplan.profile(model, x, menus=False).fingerprint)
+    for kind, method in [
+        (recompute._State, "as_in_forward"),
+        (recompute.ModuleTables, "as_in_forward"),
+        (surroundings.Surroundings, "restored"),
+    ]:
+        monkeypatch.setattr(kind, method, untouched)
+    monkeypatch.setattr(Leaving, "leave", leave)
+    try:
+        with apply(model, plan), finds(words, "changed it once more"):
+            step(model, x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_an_activation_that_is_edited_between_stages() -> None:
     model, x = model_of()
 
