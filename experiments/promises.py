@@ -139,6 +139,12 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     ),
     Experiment("mutations", "Each of the runtime's safeguards taken out: does a test fail?", "mutations.json"),
     Experiment(
+        "mutations",
+        "Those against wrong values taken out: do the checks while training find it, in the first wrong step?",
+        "digest.json",
+        "--digest",
+    ),
+    Experiment(
         "mutants",
         "120 random changes of solving, referee, core, profiling, memory and cli: does a test fail?",
         "mutants.json",

@@ -63,6 +63,11 @@ class Safeguard:
         Of which at least one fails then.
     gpu_tests : tuple of str
         Those that say the same of a real device.
+    odd : tuple of str
+        Cases of tests/odd, each of which ends with wrong values without it, where nothing is checked: when every stage
+        is recomputed, alone and in a segment, whole and selectively, or under the decisions behind a slash.
+    unseen : str
+        Why the check doesn't find that; empty: it does, in the first step in which a value is wrong.
     """
 
     item: int
@@ -72,6 +77,20 @@ class Safeguard:
     new: str
     tests: tuple[str, ...]
     gpu_tests: tuple[str, ...] = ()
+    odd: tuple[str, ...] = ()
+    unseen: str = ""
+
+    @property
+    def cells(self) -> list[str]:
+        """The cases of `odd` with one decision each."""
+        named = [case.partition("/") for case in self.odd]
+        return [f"{case}/{d}" for case, _, ds in named for d in (ds or "recompute,segment,selective").split(",")]
+
+
+_HOOKS_UNSEEN = (
+    "what the user's hooks give is known when backward calls them; forward would have to call them too, and what they "
+    "count or keep would change twice"
+)
 
 
 SAFEGUARDS: tuple[Safeguard, ...] = (
@@ -518,6 +537,14 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
             "tests/test_usage.py::test_parameters_replaced_before_backward",
             "tests/test_usage.py::test_functional_call",
         ),
+        odd=(
+            "retained_gradient",
+            "parameter_made_in_first_forward",
+            "ema_buffer_through_data",
+            "numpy_bit_generator",
+            "module_as_argument/recompute,selective",
+            "counter_on_the_parent/recompute,selective",
+        ),
     ),
     Safeguard(
         15,
@@ -568,6 +595,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
             "tests/test_segments.py::test_gradients_and_runs",
         ),
         ("tests/test_gpu.py::test_random_state_goes_on_as_in_the_plain_model",),
+        odd=("default_dtype", "matmul_precision", "function_mode", "one_batch_transformer_momentum"),
     ),
     Safeguard(
         17,
@@ -592,6 +620,13 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "        undo.append(self._generators.put())\n",
         "",
         ("tests/test_attributes.py::test_gradients_are_those_of_plain_steps",),
+        odd=(
+            "torch_generator_argument",
+            "numpy_generator_argument",
+            "generators_in_a_list",
+            "generator_as_class_attribute",
+            "numpy_bit_generator",
+        ),
     ),
     Safeguard(
         17,
@@ -600,6 +635,13 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "if not access.same(access.get(), state)]",
         "if False]",
         ("tests/test_attributes.py::test_gradients_are_those_of_plain_steps",),
+        odd=(
+            "torch_generator_argument",
+            "numpy_generator_argument",
+            "generators_in_a_list",
+            "generator_as_class_attribute",
+            "numpy_bit_generator",
+        ),
     ),
     Safeguard(
         17,
@@ -608,6 +650,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "ctypes.string_at(gauss, 16)",
         "bytes(16)",
         ("tests/test_generators.py::test_a_normal_number_that_waits_moves_no_word",),
+        odd=("numpy_bit_generator",),
     ),
     Safeguard(
         17,
@@ -624,6 +667,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "        if now != self._flags:\n",
         "        if False:\n",
         ("tests/test_forward_alone.py::test_flags_are_back_after_a_recompute_that_fails",),
+        odd=("mkldnn_flags/recompute,segment", "matmul_precision", "default_dtype"),
     ),
     Safeguard(
         17,
@@ -632,6 +676,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "            undo.append(functools.partial(set_flags, now))\n",
         "",
         ("tests/test_forward_alone.py::test_flags_are_back_after_a_recompute_that_fails",),
+        odd=("default_dtype",),
     ),
     Safeguard(
         17,
@@ -640,6 +685,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "if self._modes.differ():",
         "if False:",
         ("tests/test_forward_alone.py::test_modes",),
+        odd=("function_mode", "dispatch_mode", "dispatch_mode_in_backward"),
     ),
     Safeguard(
         17,
@@ -648,6 +694,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "            stack.replace(former, modes)\n        try:",
         "            stack.replace([], modes)\n            former.clear()\n        try:",
         ("tests/test_forward_alone.py::test_modes",),
+        odd=("dispatch_mode_in_backward",),
     ),
     Safeguard(
         17,
@@ -656,6 +703,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "self._variables.copy().run(function, *args, **kwargs)",
         "function(*args, **kwargs)",
         ("tests/test_forward_alone.py::test_context_variables",),
+        odd=("context_variable",),
     ),
     Safeguard(
         17,
@@ -664,6 +712,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "            self._replace(self._owns, self._of_all)\n",
         "            pass\n",
         ("tests/test_forward_alone.py::test_hooks_in_backward_alone",),
+        odd=("hooks_that_remove_themselves", "hooks_that_come_and_go", "forward_patched_for_a_while"),
     ),
     Safeguard(
         17,
@@ -680,6 +729,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "if of_all != _of_all_modules():",
         "if False:",
         ("tests/test_forward_alone.py::test_a_hook_on_all_modules_in_forward_alone",),
+        odd=("hook_on_all_modules",),
     ),
     Safeguard(
         17,
@@ -688,6 +738,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "if kind.forward is not forward and kind.forward is kind.forward:",
         "if False:",
         ("tests/test_forward_alone.py::test_a_class_with_another_forward_since",),
+        odd=("class_patched_for_a_while",),
     ),
     Safeguard(
         17,
@@ -696,6 +747,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "                p.requires_grad_(flag)\n",
         "                pass\n",
         ("tests/test_forward_alone.py::test_all_is_put_back_though_a_part_fails",),
+        odd=("frozen_in_forward_and_thawed_of_equal_shapes/recompute,selective",),
     ),
     Safeguard(
         17,
@@ -712,6 +764,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "if STEPS.count != self._steps:",
         "if False:",
         ("tests/test_forward_alone.py::test_a_step_between_two_backwards",),
+        odd=("fused_adamw_between_two_backwards", "fused_sgd_between_two_backwards"),
     ),
     Safeguard(
         17,
@@ -720,6 +773,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         'if group.get("fused") or not own]',
         'if group.get("fused")]',
         ("tests/test_forward_alone.py::test_a_step_between_two_backwards",),
+        odd=("other_optimizer_between_two_backwards",),
     ),
     Safeguard(
         17,
@@ -728,6 +782,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "UsersHooks.around()",
         "None",
         ("tests/test_forward_alone.py::test_hooks_around_a_stage_decide_as_without_a_plan",),
+        odd=("saved_tensors_hooks_of_the_user",),
+        unseen=_HOOKS_UNSEEN,
     ),
     Safeguard(
         17,
@@ -736,6 +792,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "UsersHooks.around()",
         "None",
         ("tests/test_forward_alone.py::test_hooks_around_a_swapped_stage",),
+        odd=("saved_tensors_hooks_of_the_user/swap",),
+        unseen=_HOOKS_UNSEEN,
     ),
     Safeguard(
         17,
@@ -744,6 +802,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "if not self._is_leaf:",
         "if False:",
         ("tests/test_forward_alone.py::test_hooks_around_a_stage_decide_as_without_a_plan",),
+        odd=("saved_tensors_hooks_of_the_user/swap,recompute,segment,selective",),
+        unseen=_HOOKS_UNSEEN,
     ),
     Safeguard(
         17,
@@ -752,6 +812,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "if generators.drew or ",
         "if False and generators.drew or ",
         ("tests/test_forward_alone.py::test_hooks_that_draw_random_numbers",),
+        odd=("saved_tensors_hooks_that_draw/swap,recompute,segment,selective",),
+        unseen=_HOOKS_UNSEEN,
     ),
     Safeguard(
         17,
@@ -768,6 +830,21 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "        undo.append(self._tables.put(instead))\n",
         "        undo.append(self._tables.put())\n",
         ("tests/test_runtime.py::test_steps_are_bitwise_those_of_the_plain_model",),
+        odd=(
+            "ema_buffer_through_data",
+            "vector_quantisation",
+            "fused_observer_and_fake_quantize",
+            "functional_batch_norm",
+            "foreach_on_buffers",
+            "custom_operator_on_buffer",
+            "library_operator_on_buffer",
+            "buffers_that_share_memory",
+            "buffer_that_begins_as_none_in_place",
+            "buffer_registered_in_first_forward",
+            "buffer_under_two_modules",
+            "module_as_argument",
+            "modules_in_a_plain_list",
+        ),
     ),
     Safeguard(
         18,
@@ -778,6 +855,22 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         (
             "tests/test_usage.py::test_state_in_attributes",
             "tests/test_attributes.py::test_gradients_are_those_of_plain_steps",
+        ),
+        odd=(
+            "dictionary_of_lists",
+            "tuple_of_lists",
+            "set_attribute",
+            "set_argument",
+            "ordered_and_default_dictionaries",
+            "ordered_dictionary",
+            "deque_attribute",
+            "numpy_array_attribute",
+            "counter_on_the_class",
+            "counter_in_an_object",
+            "counter_in_a_function",
+            "counter_without_effect",
+            "counter_on_the_parent",
+            "retained_gradient",
         ),
     ),
     Safeguard(
@@ -790,6 +883,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
             "tests/test_usage.py::test_state_in_attributes",
             "tests/test_attributes.py::test_gradients_are_those_of_plain_steps",
         ),
+        odd=("counter_on_the_parent", "retained_gradient"),
     ),
     Safeguard(
         18,
@@ -798,6 +892,20 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "                if not _same(before, contents):\n",
         "                if False:\n",
         ("tests/test_attributes.py::test_gradients_are_those_of_plain_steps",),
+        odd=(
+            "dictionary_of_lists",
+            "tuple_of_lists",
+            "set_attribute",
+            "set_argument",
+            "ordered_and_default_dictionaries",
+            "ordered_dictionary",
+            "deque_attribute",
+            "numpy_array_attribute",
+            "counter_on_the_class",
+            "counter_in_an_object",
+            "counter_in_a_function",
+            "counter_without_effect",
+        ),
     ),
     Safeguard(
         18,
@@ -806,6 +914,14 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "or torch.equal(copy, buffer):",
         "or True:",
         ("tests/test_odd_models.py::test_no_promise_is_broken",),
+        odd=(
+            "ema_buffer_through_data",
+            "vector_quantisation",
+            "fused_observer_and_fake_quantize",
+            "functional_batch_norm",
+            "foreach_on_buffers/selective",
+            "library_operator_on_buffer/selective",
+        ),
     ),
     Safeguard(
         18,
@@ -814,6 +930,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Geometry.of(tensor).on(whole)",
         "tensor.detach().clone()",
         ("tests/test_odd_models.py::test_no_promise_is_broken",),
+        odd=("buffers_that_share_memory",),
     ),
     Safeguard(
         18,
@@ -827,9 +944,10 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         18,
         "so are variables that a function encloses",
         "Snapshot._add_object",
-        "_CLOSURE if isinstance(value, types.FunctionType) else _OBJECT",
-        "_OBJECT",
+        "        return self._add(name, value, _CLOSURE if isinstance(value, types.FunctionType) else _OBJECT)\n",
+        "        return value if isinstance(value, types.FunctionType) else self._add(name, value, _OBJECT)\n",
         ("tests/test_cells.py::test_variables_that_a_function_encloses",),
+        odd=("counter_in_a_function",),
     ),
     Safeguard(
         18,
@@ -838,6 +956,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "    if len(first) != len(second) or not all(map(same_bits, first, second)):\n",
         "    if False:\n",
         ("tests/test_cells.py::test_a_stage_that_reads_what_can_not_be_put_back_is_not_recomputed",),
+        odd=("counter_of_the_program",),
     ),
     Safeguard(
         18,
@@ -862,6 +981,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_State(modules, self._others)",
         "_State(modules)",
         ("tests/test_odd_models.py::test_no_promise_is_broken",),
+        odd=("torch_generator_argument", "numpy_generator_argument", "set_argument", "module_as_argument"),
     ),
     Safeguard(
         18,
@@ -870,6 +990,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "            vars(tensors[i]).update(attributes)\n",
         "            pass\n",
         ("tests/test_odd_models.py::test_no_promise_is_broken",),
+        odd=("attributes_of_a_tensor",),
     ),
     Safeguard(
         18,
@@ -886,6 +1007,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "            if _mark(p) != mark:\n",
         "            if _mark(p)[0] != mark[0]:\n",
         ("tests/test_usage.py::test_parameters_replaced_before_backward",),
+        odd=("parameter_data_replaced_before_backward",),
     ),
     Safeguard(
         18,
@@ -894,6 +1016,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "                m._parameters[name] = p\n",
         "                pass\n",
         ("tests/test_usage.py::test_parameters_replaced_before_backward", "tests/test_usage.py::test_functional_call"),
+        odd=("parameters_replaced_before_backward",),
     ),
     Safeguard(
         18,
@@ -1259,6 +1382,11 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "owner is None or owner.__dict__",
         "True or owner.__dict__",
         ("tests/test_forward_alone.py::test_shallow_copies_run_their_own_weights",),
+        odd=(
+            "copied_layer/swap,recompute,segment,selective",
+            "copied_layer_that_is_trained/swap,recompute,segment,selective",
+        ),
+        unseen="forward and the next run agree: both are the original's, called in place of the copy's",
     ),
     Safeguard(
         28,
@@ -1519,6 +1647,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
             "tests/test_inside_forward.py::test_such_a_stage_is_kept_or_swapped_and_no_other",
             "tests/test_inside_forward.py::test_a_parameter_written_behind_a_stage_that_read_it",
         ),
+        odd=("weights_written_behind_each_layer/recompute,segment",),
     ),
     Safeguard(
         18,
@@ -1680,6 +1809,14 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "            for name, buffer, first in before:",
         "            for name, buffer, first in ():",
         ("tests/test_check.py::test_state_that_a_recompute_changes_once_more",),
+    ),
+    Safeguard(
+        34,
+        "Python state, hooks, generators and flags too",
+        "StageCheck.unchanged",
+        "            for what in others.differences():\n                self.checks.found(self.name, what, _LEFT)\n",
+        "",
+        ("tests/test_check.py::test_what_a_recompute_leaves_behind",),
     ),
     Safeguard(
         34,
