@@ -330,8 +330,12 @@ class FakeWorld(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def fake_parameters(model: nn.Module, world: FakeWorld, *, accumulating: bool = False) -> Iterator[None]:
-    """Put fake twins in place of parameters, gradients and floating buffers; the model gets its own objects back.
+def fake_parameters(
+    model: nn.Module, world: FakeWorld, others: Iterable[Any] = (), *, accumulating: bool = False
+) -> Iterator[None]:
+    """Put fake twins in place of parameters, gradients and floating buffers.
+
+    The model gets its own objects back, and what forward leaves behind in it and in `others` goes.
 
     Compiled modules, whose code needs memory, do meanwhile what was noted of them.
 
@@ -357,7 +361,7 @@ def fake_parameters(model: nn.Module, world: FakeWorld, *, accumulating: bool = 
                                 twin.grad = torch.empty_like(twin, requires_grad=False)
                     saved.append((table, name, tensor))
                     table[name] = twins[id(tensor)]  # type: ignore[assignment]
-        with kept(model):  # a forward may leave fake tensors
+        with kept(model, others):  # a forward may leave fake tensors
             yield
     finally:
         for table, name, tensor in saved:

@@ -215,7 +215,7 @@ def _same(a: Any, b: Any) -> bool:
     if len(a) != len(b):
         return False
     if isinstance(a, dict):
-        return all(map(operator.is_, a.values(), b.values())) and all(map(operator.eq, a, b))
+        return all(map(operator.is_, a.values(), b.values())) and list(a) == list(b)
     if isinstance(a, set):
         return bool(a == b)
     return all(map(operator.is_, a, b))
@@ -506,6 +506,13 @@ class Tables:
             for m in modules
             for table in ((m._buffers, m._modules, m._parameters) if parameters else (m._buffers, m._modules))
         ]
+
+    @classmethod
+    def of(cls, tables: Iterable[Any]) -> Tables:
+        """The like for any dictionaries and sets."""
+        found = cls(())
+        found._found = [(table, table.copy()) for table in tables]
+        return found
 
     def put(self, instead: Mapping[int, Any] = MappingProxyType({})) -> Callable[[], None]:
         """As `Snapshot.put`."""

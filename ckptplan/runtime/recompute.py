@@ -194,6 +194,17 @@ def _cache_anew(caches: int, undo: Steps) -> None:
     _set_caches(caches, {})
 
 
+@contextlib.contextmanager
+def caching(caches: int) -> Iterator[None]:
+    """Inside, as many `parametrize.cached()` are entered, whose cache is empty."""
+    undo: Steps = []
+    _cache_anew(caches, undo)
+    try:
+        yield
+    finally:
+        put_back(undo)
+
+
 def _set_caches(caches: int, cache: dict[Any, Any]) -> None:
     parametrize._cache_enabled, parametrize._cache = caches, cache
 
