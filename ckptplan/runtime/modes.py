@@ -110,7 +110,7 @@ class Stacks:
     def __init__(self) -> None:
         self._active = [stack.whole() for stack in _STACKS]
         self._device = _device.CURRENT_DEVICE
-        self._default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+        self._default = dict(vars(torch._GLOBAL_DEVICE_CONTEXT))  # this thread's
 
     def put(self) -> None:
         """Have these active again, and no others."""
@@ -118,4 +118,5 @@ class Stacks:
             if not _same(now := stack.whole(), modes):
                 stack.replace(now, modes)
         _device.CURRENT_DEVICE = self._device
-        torch._GLOBAL_DEVICE_CONTEXT.device_context = self._default
+        vars(torch._GLOBAL_DEVICE_CONTEXT).clear()
+        vars(torch._GLOBAL_DEVICE_CONTEXT).update(self._default)
