@@ -21,6 +21,7 @@ from ckptplan.profiling.enlarge import enlarged_calls, require_in_range
 from ckptplan.profiling.optimizers import OptimizerLike
 from ckptplan.profiling.profiler import as_ours, training_step
 from ckptplan.profiling.target import find_target
+from ckptplan.runtime.process import in_own_context
 from ckptplan.runtime.shapes import ByName, Larger, Limits, input_tensors
 from ckptplan.runtime.state import restored
 from ckptplan.runtime.step import LossFn
@@ -116,6 +117,7 @@ class Enlarger:
             self._adviser.turn_to(known.job)
         return known.plan
 
+    @in_own_context
     def _plan_for(self, call: tuple[tuple[Any, ...], dict[str, Any]], named: Any) -> _Known:
         target = find_target(self._model)
         kind = target.device.type

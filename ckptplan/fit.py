@@ -25,6 +25,8 @@ from ckptplan.profiling.profiler import profile_step, traced_bytes
 from ckptplan.profiling.target import DeviceLike, Target, find_target
 from ckptplan.runtime.gradients import rewinding
 from ckptplan.runtime.measure import held_tensors, optimizer_tensors, run_step, step_peaks, unique_bytes
+from ckptplan.runtime.parameters import ParameterState
+from ckptplan.runtime.process import in_own_context
 from ckptplan.runtime.state import restored
 from ckptplan.runtime.step import LossFn, TrainingStep, training_config
 from ckptplan.runtime.verify import Verification, verify
@@ -504,6 +506,7 @@ class _Search:
         self.plans[n] = plan, plan.reserved_bytes or plan.peak_bytes
         return self.plans[n][1]
 
+    @in_own_context
     def measured(self, n: int, plan: Plan | None) -> tuple[int | None, Verification | None]:
         """Peak of one step on the device, where it is here."""
         if self.target.spec is not None:
@@ -537,7 +540,8 @@ class _Search:
             peak = found.measured.needed_bytes + missing
         else:
             found = None
-            with training_config(model), restored(model, step.reached()) as rewind:
+            parameters = ParameterState(model.parameters())
+            with parameters.restored(), training_config(model), restored(model, step.reached()) as rewind:
                 rewind = rewinding(model, rewind, accumulates=step.accumulates)
                 rewind()
                 tensors = [*held_tensors(model), *optimizer_tensors(optimizer), *step.tensors()]

@@ -28,6 +28,8 @@ from ckptplan.runtime.apply import apply as apply_plan
 from ckptplan.runtime.check import When
 from ckptplan.runtime.gradients import made_gradient_bytes, rewinding
 from ckptplan.runtime.measure import run_step, unique_bytes
+from ckptplan.runtime.parameters import ParameterState
+from ckptplan.runtime.process import in_own_context
 from ckptplan.runtime.state import restored
 from ckptplan.runtime.step import LossFn, fingerprint, make_step, training_config
 from ckptplan.solving.peak import check_request
@@ -164,6 +166,7 @@ def apply(
     )
 
 
+@in_own_context
 def trace(
     model: nn.Module,
     plan: Plan,
@@ -214,6 +217,7 @@ def trace(
     training = make_step(model, inputs, loss_fn=loss_fn, step=step, accumulate=accumulate)
     plan.fingerprint.require(fingerprint(training), ignore=("accumulates",))
     with (
+        ParameterState(model.parameters()).restored(),
         training_config(model),
         restored(model, training.reached()) as rewind,
         apply(model, plan, swap_dir=swap_dir, profile=profile, check="off") as handle,

@@ -2,16 +2,23 @@
 
     python experiments/mutations.py --out experiments/results          # all of them, some minutes
     python experiments/mutations.py --items 8,12                        # some
+    python experiments/mutations.py --digest --out experiments/results  # what the check finds without them
     python experiments/mutations.py --docs docs/guarantees.md           # write the page of promises
 
 `safeguards.py` lists, for each requirement, the safeguard, its tests, and a change of the source that takes it out. In
 a copy of the package each change is made in turn and the tests are run: at least one must fail. On the unchanged copy
 all must pass.
+
+With `--digest` the odd cases that a safeguard names are trained without it, under the whole package's plans (a
+safeguard of profiling's: under those that it then makes). Where nothing is checked, each must end with wrong values,
+which shows that nothing else protects it; with the checks as they are by default each must be a CheckError, in the
+first step in which a value is wrong or before.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import os
 import subprocess
@@ -64,6 +71,74 @@ def mutated(safeguard: Safeguard, package: Package, at: Path) -> tuple[str, str]
         return run_tests(list(safeguard.tests), at)
 
 
+def odd_cells(what: str, cells: list[str], plans: Path, at: Path) -> Any:
+    """What `odd_cells.py` of the copy at `at` prints: the outcomes of odd cases."""
+    command = [sys.executable, str(at / "experiments" / "odd_cells.py"), str(plans), what, *cells]
+    environment = {**os.environ, "PYTHONPATH": str(at), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=at, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} failed: {done.stderr.strip()[-2000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1]) if what != "plan" else None
+
+
+def found_alone(safeguard: Safeguard, package: Package, at: Path, plans: Path) -> dict[str, Any]:
+    """What becomes of the odd cells of `safeguard` without it in the copy at `at`: unchecked, and checked."""
+    definition = package.find(safeguard.where, safeguard.old)
+    of_profiling = "profiling" in definition.path.relative_to(at).parts
+    with definition.changed(safeguard.old, safeguard.new):
+        found = odd_cells("off,sampled", safeguard.cells, at if of_profiling else plans, at)
+    cells = {}
+    for name, off, sampled in zip(safeguard.cells, found[::2], found[1::2], strict=True):
+        wrong = off["kind"] == "DIFFERENT"
+        by_check = sampled["kind"] == "error" and sampled["detail"].startswith("CheckError")
+        cells[name] = {
+            "unchecked": off["kind"],
+            "wrong_in_step": off["step"],
+            "checked": "CheckError" if by_check else sampled["kind"],
+            "found_in_step": sampled["step"],
+            "says": sampled["detail"][:200],
+            "outcome": (
+                "not wrong" if not wrong else "seen" if by_check and sampled["step"] <= off["step"] else "unseen"
+            ),
+        }
+    outcomes = {cell["outcome"] for cell in cells.values()}
+    return {
+        "item": safeguard.item,
+        "safeguard": safeguard.what,
+        "outcome": outcomes.pop() if len(outcomes) == 1 else "not alike",
+        "wanted": "unseen" if safeguard.unseen else "seen",
+        "because": safeguard.unseen,
+        "cells": cells,
+    }
+
+
+def digest(chosen: list[Safeguard], package: Package, at: Path, out: Path | None) -> bool:
+    """Print what the check finds without each of `chosen`; whether all is as safeguards.py says."""
+    plans = at / "plans"
+    plans.mkdir()
+    odd_cells("plan", sorted({cell for s in chosen for cell in s.cells}), plans, at)
+    rows = []
+    for s in chosen:
+        row = found_alone(s, package, at, plans)
+        rows.append(row)
+        steps = sorted({cell["found_in_step"] for cell in row["cells"].values()})
+        print(f"{s.item:>3}  {row['outcome']:<9} {len(row['cells']):>3} cells, steps {steps}  {s.what}", flush=True)
+        for name, cell in row["cells"].items():
+            if cell["outcome"] != row["wanted"]:
+                print(f"       {name}: {cell}")
+    seen = sum(row["outcome"] == "seen" for row in rows)
+    reasons = collections.Counter(row["because"] for row in rows if row["because"])
+    print(f"{seen} of {len(rows)} safeguards: the check alone finds what they prevent, in the first step that is wrong")
+    for reason, count in reasons.items():
+        print(f"{count} it doesn't: {reason}")
+    if out is not None:
+        counts = {"safeguards": len(rows), "seen": seen}
+        documents.write({"command": documents.command(), "counts": counts, "safeguards": rows}, out / "digest.json")
+    return all(row["outcome"] == row["wanted"] for row in rows)
+
+
 def last_runs() -> dict[str, str]:
     """The date of each committed result: its own, or where it has none, of the last commit that changed it."""
     dates = {}
@@ -88,7 +163,9 @@ def table(dates: Mapping[str, str]) -> str:
         "This page is written by `python experiments/mutations.py --docs docs/guarantees.md` from",
         "`experiments/promises.py` and `experiments/safeguards.py`, which also has, for each safeguard of the runtime,",
         "the change that takes it out. `python experiments/mutations.py` makes each change in a copy of the package",
-        "and runs the tests named here.",
+        "and runs the tests named here. Where the last column says that the check alone finds what a safeguard",
+        "prevents, `python experiments/mutations.py --digest` trains odd models without it, with `check` as it is by",
+        "default, and meets a `CheckError` in the first step in which a value is wrong.",
         "",
         "## Experiments",
         "",
@@ -113,11 +190,14 @@ def table(dates: Mapping[str, str]) -> str:
         lines += [f"### {number}. {requirement}", ""]
         if number in AT_SCALE:
             lines += [f"At scale: {', '.join(AT_SCALE[number])}.", ""]
-        lines += ["| safeguard | where | tests |", "|---|---|---|"]
-        for s in SAFEGUARDS:
-            if s.item == number:
-                tests = "<br>".join(f"`{test.removeprefix('tests/')}`" for test in s.tests + s.gpu_tests)
-                lines.append(f"| {s.what} | `{s.where}` | {tests} |")
+        of_item = [s for s in SAFEGUARDS if s.item == number]
+        checked = any(s.odd for s in of_item)
+        lines.append("| safeguard | where | tests |" + " the check alone |" * checked)
+        lines.append("|---|---|---|" + "---|" * checked)
+        for s in of_item:
+            tests = "<br>".join(f"`{test.removeprefix('tests/')}`" for test in s.tests + s.gpu_tests)
+            alone = f" {s.unseen or ('finds it' if s.odd else '')} |" * checked
+            lines.append(f"| {s.what} | `{s.where}` | {tests} |{alone}")
         lines.append("")
     return "\n".join(lines)
 
@@ -126,6 +206,7 @@ def main() -> None:
     """Run the changes that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--items", help="numbers of requirements, with commas between them")
+    parser.add_argument("--digest", action="store_true", help="train odd cases without each, and run no tests")
     parser.add_argument("--tests-pass", action="store_true", help="the unchanged package was tested just before: don't")
     parser.add_argument("--out", type=Path, help="directory for mutations.json")
     parser.add_argument("--docs", type=Path, help="write the table there, and run nothing")
@@ -137,6 +218,12 @@ def main() -> None:
     chosen = [s for s in SAFEGUARDS if wanted is None or s.item in wanted]
     if not chosen:
         raise SystemExit(f"--items {given.items}: no such requirement; there are 1 to {max(REQUIREMENTS)}")
+    if given.digest:
+        with tempfile.TemporaryDirectory() as scratch:
+            at = copied(ROOT, Path(scratch))
+            if not digest([s for s in chosen if s.odd], Package(at), at, given.out):
+                raise SystemExit(1)
+        return
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         at = copied(ROOT, Path(scratch))

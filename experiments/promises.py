@@ -144,6 +144,12 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     ),
     Experiment("mutations", "Each of the runtime's safeguards taken out: does a test fail?", "mutations.json"),
     Experiment(
+        "mutations",
+        "Those against wrong values taken out: do the checks while training find it, in the first wrong step?",
+        "digest.json",
+        "--digest",
+    ),
+    Experiment(
         "mutants",
         "120 random changes of solving, referee, core, profiling, memory and cli: does a test fail?",
         "mutants.json",
@@ -473,6 +479,30 @@ PROMISES: tuple[Promise, ...] = (
         + _in("test_values", "test_nothing_is_left_changed")
         + _in("test_runtime", "test_verify_changes_nothing")
         + _in("test_gpu", "test_profiling_leaves_no_trace"),
+    ),
+    Promise(
+        "Profiling",
+        "Hooks, flags, modes, globals and optimizers are as before whatever runs the model, on every way out",
+        _in(
+            "test_left_behind",
+            "test_profile_leaves_nothing_behind",
+            "test_whatever_runs_the_model_leaves_nothing_behind",
+            "test_nor_does_what_fails",
+            "test_nor_does_an_error_in_any_of_the_forwards",
+            "test_globals_caches_and_what_hooks_enclose_have_no_fake_tensors_afterwards",
+            "test_optimizers_that_step_in_backward_are_as_before",
+            "test_a_trace_puts_back_parameters_that_forward_writes_to",
+        ),
+    ),
+    Promise(
+        "Profiling",
+        "What stages really save and return counts, and a stage that saves other tensors than traced is kept",
+        _in(
+            "test_real_storages",
+            "test_peaks_and_gradients_are_right",
+            "test_notes_say_which_stages_and_by_how_much",
+            "test_nothing_is_said_of_models_that_are_traced_right",
+        ),
     ),
     Promise(
         "Profiling",

@@ -182,6 +182,22 @@ def test_what_is_put_back_are_the_very_objects() -> None:
     del Shared.later  # type: ignore[attr-defined]
 
 
+def test_a_place_that_a_property_hides_is_no_attribute() -> None:
+    class Slotted:
+        __slots__ = ("value",)
+
+    class Computed(Slotted):
+        @property
+        def value(self) -> list[int]:  # type: ignore[override]
+            return []
+
+    stage = nn.Linear(2, 2)
+    stage.held = Computed()  # type: ignore[assignment]
+    found = Snapshot([stage], changing=Changing(), searches=True)
+    assert found.differences() == []
+    found.put()()
+
+
 def test_a_parent_is_looked_at_without_its_other_children() -> None:
     parent = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     parent.calls = 0  # type: ignore[assignment]

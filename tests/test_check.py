@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import gc
 import random
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -248,6 +250,44 @@ def test_digests_are_read_early_where_many_are_under_way(monkeypatch: pytest.Mon
         assert handle.stats().compared_tensors > 7
 
 
+class Remembering(nn.Module):
+    """Has state of its own, and draws nothing, which threads share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.seen = nn.Linear(8, 8), nn.BatchNorm1d(8), []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(len(self.seen))
+        return self.norm(torch.tanh(self.linear(x))) * (1 + 0.1 * len(self.seen))
+
+
+@pytest.mark.parametrize("how", ["threads", "in turn"])
+@pytest.mark.parametrize("what", ["recompute", "swap"])
+def test_models_trained_at_once(what: str, how: str) -> None:
+    """Each with a plan of its own."""
+    x = torch.randn(64, 8)
+    models = [nn.Sequential(Remembering(), Remembering(), Remembering()) for _ in range(3)]
+    twins = [copy.deepcopy(model) for model in models]
+    found = [default_loss(model(x)) for model in twins]
+    with contextlib.ExitStack() as plans:
+        for model in models:
+            profile = ckptplan.profile(model, x, loss_fn=default_loss, menus=False)
+            plans.enter_context(apply(model, plan_of(profile, [what] * len(profile.stages)), check="always"))  # type: ignore[list-item]
+        if how == "threads":
+            with ThreadPoolExecutor(len(models)) as threads:
+                list(threads.map(lambda model: default_loss(model(x)).backward(), models))
+        else:
+            losses = [default_loss(model(x)) for model in models]
+            for i in (1, 0, 2):
+                losses[i].backward()
+    for model, twin, loss in zip(models, twins, found, strict=True):
+        loss.backward()
+        same = zip(model.parameters(), twin.parameters(), strict=True)
+        assert all(p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in same)
+        assert [m.seen for m in model] == [m.seen for m in twin] == [[0]] * 3
+
+
 def test_checks_go_with_the_plan() -> None:
     model, inputs = build("mlp")
     handle = apply(model, swapped_and_recomputed("mlp", "recompute"), check="always")
@@ -380,6 +420,49 @@ def test_state_that_a_recompute_changes_once_more(unguarded: None) -> None:
         step(model, x)
 
 
+class Leaving(Stage):
+    """Each run leaves something that no output shows."""
+
+    def leave(self) -> Any:
+        pass
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.leave()
+        return super().forward(x)
+
+
+def toggle(stage: Leaving) -> None:
+    torch.use_deterministic_algorithms(not torch.are_deterministic_algorithms_enabled())
+
+
+LEFT: dict[str, tuple[Callable[[Leaving], Any], str]] = {
+    "list": (lambda stage: stage.state.append(1.0), "what it keeps in a list"),
+    "attribute": (lambda stage: setattr(stage, "last", object()), "what it keeps in Leaving.last"),
+    "buffer": (lambda stage: setattr(stage, "scale", stage.scale.clone()), "what it keeps in Leaving._buffers"),
+    "hook": (lambda stage: stage.linear.register_forward_hook(print), "what it keeps in Linear._forward_hooks"),
+    "Python's": (lambda stage: random.random(), "the state of a random generator"),
+    "torch's": (lambda stage: torch.rand(1), "the state of a random generator"),
+    "flag": (toggle, "PyTorch's flag 'deterministic algorithms'"),
+}
+
+
+@pytest.mark.parametrize("what", ["recompute", "segment"])
+@pytest.mark.parametrize("name", LEFT)
+def test_what_a_recompute_leaves_behind(name: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave, words = LEFT[name]
+    plan = plan_for(*model_of(), what)
+    model, x = model_of(Leaving)
+    plan = dataclasses.replace(plan, fingerprint=ckptplan.profile(model, x, menus=False).fingerprint)
+    for kind in (recompute._State, recompute.ModuleTables, surroundings.Surroundings):
+        monkeypatch.setattr(kind, "put", lambda self, undo, tensors=(): None)
+    monkeypatch.setattr(Leaving, "leave", leave)
+    try:
+        with apply(model, plan), finds(words, "changed it once more"):
+            step(model, x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_an_activation_that_is_edited_between_stages() -> None:
     model, x = model_of()
 
@@ -448,15 +531,15 @@ def test_what_a_failed_backward_has_compared_is_forgotten() -> None:
 
 
 def without_random_states(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(surroundings.Surroundings, "restored", lambda self, tensors=(): contextlib.nullcontext())
+    patch.setattr(surroundings.Surroundings, "put", lambda self, undo, tensors=(): None)
 
 
 def without_state(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(recompute._State, "as_in_forward", lambda self: contextlib.nullcontext())
+    patch.setattr(recompute._State, "put", lambda self, undo: None)
 
 
 def without_versions(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(recompute, "version_of", lambda tensor: 0)
+    patch.setattr(recompute, "_mark", lambda parameter: (0, None))
 
 
 GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {

@@ -31,6 +31,7 @@ from ckptplan.runtime.frames import Handed, hold
 from ckptplan.runtime.fused_steps import STEPS
 from ckptplan.runtime.module_tables import ModuleTables
 from ckptplan.runtime.patching import PatchedForward
+from ckptplan.runtime.put_back import Steps, put_back
 from ckptplan.runtime.stores import NULL_STORES
 from ckptplan.runtime.swap import Counters, SwapSession
 
@@ -363,8 +364,9 @@ def test_a_class_whose_forward_is_made_anew_at_every_look() -> None:
 
     assert Partial.forward is not Partial.forward
     partial = Partial(WIDTH, WIDTH)
-    with ModuleTables([nn.Sequential(partial), partial]).as_in_forward():
-        pass
+    undo: Steps = []
+    ModuleTables([nn.Sequential(partial), partial]).put(undo)
+    put_back(undo)
     patch = PatchedForward(partial, lambda original, args, kwargs: original(*args, **kwargs))
     x = torch.ones(WIDTH)
     wanted = partial(x)
@@ -406,19 +408,22 @@ def test_a_parameter_among_the_arguments_that_is_frozen_since(plan: str) -> None
     check(loop, plan, run)
 
 
-def test_flags_of_parameters_are_put_back_after_an_error() -> None:
+def test_all_is_put_back_though_a_part_fails() -> None:
     stage = Stage(product)
     tables = ModuleTables(list(stage.modules()))
     stage.linear.weight.requires_grad_(False)
 
     def fail() -> None:
-        with tables.as_in_forward():
-            assert stage.linear.weight.requires_grad
-            raise KeyError
+        raise KeyError
 
+    undo: Steps = []
+    tables.put(undo)
+    undo.append(fail)
+    assert stage.linear.weight.requires_grad
     with pytest.raises(KeyError):
-        fail()
+        put_back(undo)
     assert not stage.linear.weight.requires_grad
+    assert not undo
 
 
 class Outside(torch.optim.Optimizer):

@@ -11,7 +11,9 @@ import re
 import sys
 from pathlib import Path
 
+import odd  # noqa: F401 - registers the cases
 import pytest
+from odd.harness import CASES, DECISIONS
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "experiments"))
@@ -42,6 +44,8 @@ def test_a_safeguard_is_there_and_so_are_its_tests(safeguard: Safeguard) -> None
         file, _, name = test.partition("::")
         assert name in functions(ROOT / file), test
     assert safeguard.tests
+    assert {cell.partition("/")[0] for cell in safeguard.cells} <= set(CASES)
+    assert {cell.partition("/")[2] for cell in safeguard.cells} <= set(DECISIONS)
 
 
 @pytest.mark.parametrize("mutant", frozen(), ids=lambda m: f"{m.area}-{m.operator}-{m.name}")

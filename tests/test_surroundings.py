@@ -16,6 +16,7 @@ from torch import nn
 from ckptplan.core.chain import Segment
 from ckptplan.core.plan import Decision
 from ckptplan.runtime.controller import Controller
+from ckptplan.runtime.put_back import Steps, put_back
 from ckptplan.runtime.stores import NULL_STORES
 from ckptplan.runtime.surroundings import Surroundings
 
@@ -31,6 +32,8 @@ PLANS: dict[str, tuple[Decision, tuple[Segment, ...]]] = {
 
 class Generators:
     """The random generators of CUDA devices, and how often each one's state was read."""
+
+    __module__ = "torch.cuda"  # as of what it stands for, which is no state of a model's
 
     def __init__(self) -> None:
         self.states = {0: 1000, 1: 2000}
@@ -178,6 +181,8 @@ def test_generators_of_devices_among_the_arguments() -> None:
         at_first = [generators.draw(0), generators.draw(1)]
         before = dict(generators.states)
         for _ in range(2):
-            with surroundings.restored():
-                assert [generators.draw(0), generators.draw(1)] == at_first
+            undo: Steps = []
+            surroundings.put(undo)
+            assert [generators.draw(0), generators.draw(1)] == at_first
+            put_back(undo)
             assert generators.states == before

@@ -102,8 +102,6 @@ def _products(model: nn.Module, inputs: Any) -> dict[str, tuple[int, ...]]:
         for name, module in model.named_modules():
             module.forward = counted(name, module.forward)  # type: ignore[method-assign]
         model(inputs)
-    for module in model.modules():
-        del module.forward
     return found
 
 

@@ -27,6 +27,7 @@ from ckptplan.profiling.real_run import answered
 from ckptplan.profiling.target import DeviceLike, Target, find_target
 from ckptplan.runtime.compiled import refuse_compiled
 from ckptplan.runtime.gradients import made_gradient_bytes
+from ckptplan.runtime.process import in_own_context
 from ckptplan.runtime.state import restored
 from ckptplan.runtime.step import LossFn, TrainingStep, check_supported, fingerprint, training_config
 
@@ -72,6 +73,7 @@ class DDP:
         return [*sizes, *filling.values()]
 
 
+@in_own_context
 def estimate(
     model: nn.Module,
     inputs: Any = None,
@@ -221,6 +223,7 @@ class TrainingBytes:
         """Most that the allocator holds in two steps, the update included; on the CPU most bytes in tensors."""
         return self.peaks(step, plan).reserved_bytes
 
+    @in_own_context
     def peaks(self, step: TrainingStep, plan: Plan | None = None) -> DeviceBytes:
         """The same by all of the allocator's accounts; on the CPU they are one."""
         with (

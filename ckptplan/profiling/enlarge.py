@@ -130,5 +130,5 @@ def require_in_range(step: TrainingStep, target: Target) -> None:
     InvalidInputError
     """
     world = FakeWorld(target)
-    with fake_parameters(step.model, world), target.choices(), world, _InRange():
+    with fake_parameters(step.model, world, step.reached()), target.choices(), world, _InRange():
         step.forward()

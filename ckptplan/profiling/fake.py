@@ -42,6 +42,7 @@ from ckptplan.profiling.answers import (
 from ckptplan.profiling.compiled import compiled_as_noted
 from ckptplan.profiling.operations import TensorSpec, op_key
 from ckptplan.profiling.target import ON_CPU, Target
+from ckptplan.runtime.modes import Stacks
 from ckptplan.runtime.state import kept
 
 _MISREPORTED = {
@@ -122,6 +123,7 @@ class FakeWorld(TorchDispatchMode):
         self._target = target
         self._elsewhere = WeakIdKeyDictionary()
         self._outer: contextlib.ExitStack | None = None
+        self._stacks = Stacks()
         answers = target.answers
         self._answers = answers if answers is not None and answers.phases else None
         self.answer: Answer | None = None
@@ -139,9 +141,11 @@ class FakeWorld(TorchDispatchMode):
             stack.enter_context(self.fake_mode)
             super().__enter__()
             self._outer = stack.pop_all()
+        self._stacks = Stacks()
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._stacks.put()  # without modes that forward has left on top of this one
         super().__exit__(*error)
         assert self._outer is not None
         self._outer.close()
@@ -330,8 +334,12 @@ class FakeWorld(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def fake_parameters(model: nn.Module, world: FakeWorld, *, accumulating: bool = False) -> Iterator[None]:
-    """Put fake twins in place of parameters, gradients and floating buffers; the model gets its own objects back.
+def fake_parameters(
+    model: nn.Module, world: FakeWorld, others: Iterable[Any] = (), *, accumulating: bool = False
+) -> Iterator[None]:
+    """Put fake twins in place of parameters, gradients and floating buffers.
+
+    The model gets its own objects back, and what forward leaves behind in it and in `others` goes.
 
     Compiled modules, whose code needs memory, do meanwhile what was noted of them.
 
@@ -357,7 +365,7 @@ def fake_parameters(model: nn.Module, world: FakeWorld, *, accumulating: bool = 
                                 twin.grad = torch.empty_like(twin, requires_grad=False)
                     saved.append((table, name, tensor))
                     table[name] = twins[id(tensor)]  # type: ignore[assignment]
-        with kept(model):  # a forward may leave fake tensors
+        with kept(model, others):  # a forward may leave fake tensors
             yield
     finally:
         for table, name, tensor in saved:

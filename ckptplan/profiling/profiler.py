@@ -21,6 +21,7 @@ from ckptplan.profiling.inputs import find_inputs
 from ckptplan.profiling.links import measure_costs, measure_links, sharing_note
 from ckptplan.profiling.optimizers import OptimizerLike, make_optimizer, trace_updates
 from ckptplan.profiling.real_run import answered
+from ckptplan.profiling.real_storages import RealStorages, with_real_sizes
 from ckptplan.profiling.target import DeviceLike, Target, find_target
 from ckptplan.profiling.timing import Again, Times, time_stages
 from ckptplan.profiling.trace import Traced, find_stages, replay, trace_chain
@@ -28,6 +29,7 @@ from ckptplan.profiling.tracker import Tracker
 from ckptplan.runtime.gradients import made_gradient_bytes
 from ckptplan.runtime.measure import Outside, held_tensors, optimizer_tensors, unique_bytes
 from ckptplan.runtime.parameters import ParameterState
+from ckptplan.runtime.process import in_own_context
 from ckptplan.runtime.state import restored
 from ckptplan.runtime.step import (
     LossFn,
@@ -117,6 +119,7 @@ def profile(
     )
 
 
+@in_own_context
 def profile_step(
     training: TrainingStep,
     target: Target,
@@ -176,6 +179,7 @@ def training_step(
     return given, notes
 
 
+@in_own_context
 def replayed_bytes(step: TrainingStep, plan: Plan, target: Target) -> int:
     """What `plan` applied to the model adds to what is there before the step, at the worst moment.
 
@@ -215,7 +219,7 @@ def _profile(
         report("measuring copies")
         costs = measure_costs(target.device, swap_dir)  # first, since what moves depends on it
         target = dataclasses.replace(target, least_moved_bytes=max(target.least_moved_bytes, costs.least_bytes))
-    chain, on_devices, written = _traced(step, optimizer, target, menus=menus, report=report, rewind=rewind)
+    chain, on_devices, written, places = _traced(step, optimizer, target, menus=menus, report=report, rewind=rewind)
     if target.answers is not None and target.answers.note:
         notes = [target.answers.note, *notes]
     if target.spec is not None:
@@ -229,9 +233,10 @@ def _profile(
         )
     parameters = ParameterState(step.model.get_parameter(name) for name in written)
     with parameters.restored():
-        times, launches, unlike = time_stages(step, kinds, again, target.device, rewind)
+        real = RealStorages(step.model, target.device, target.round_to)
+        times, launches, unlike = time_stages(step, kinds, again, target.device, rewind, real)
     rewind()
-    chain = _without_recompute(chain, unlike)
+    chain = with_real_sizes(_without_recompute(chain, unlike), places, real.found)
     report("measuring bandwidth")
     # Two blocks are on the device at once: within what the largest stage adds in any plan.
     largest = max(stage.keep.forward_bytes for stage in chain.stages)
@@ -266,6 +271,7 @@ def _without_recompute(chain: Profile, unlike: Mapping[str, str]) -> Profile:
     return dataclasses.replace(chain, stages=stages, notes=(*chain.notes, *notes))
 
 
+@in_own_context
 def planned_profiles(
     step: TrainingStep, optimizer: OptimizerLike | None, target: Target, devices: Sequence[Device]
 ) -> list[Profile]:
@@ -279,7 +285,7 @@ def planned_profiles(
     with training_config(step.model), restored(step.model, step.reached()) as rewind:
         rewind()
         with as_ours(step, "tracing"):
-            chain, times, _ = _traced(step, optimizer, target, menus=False, devices=devices, rewind=rewind)
+            chain, times, _, _ = _traced(step, optimizer, target, menus=False, devices=devices, rewind=rewind)
     named = [
         dataclasses.replace(chain, fingerprint=fingerprint(step, dataclasses.replace(target, spec=device).name))
         for device in devices
@@ -287,6 +293,7 @@ def planned_profiles(
     return [_planned(c, t, device, []) for c, t, device in zip(named, times, devices, strict=True)]
 
 
+@in_own_context
 def traced_bytes(step: TrainingStep, optimizer: OptimizerLike | None, target: Target) -> Profile:
     """The chain of `step` with exact bytes, its stages as wholes, for questions that time doesn't enter.
 
@@ -295,7 +302,7 @@ def traced_bytes(step: TrainingStep, optimizer: OptimizerLike | None, target: Ta
     with training_config(step.model), restored(step.model, step.reached()) as rewind:
         rewind()
         with as_ours(step, "tracing"):
-            chain, _, _ = _traced(step, optimizer, target, menus=False, devices=(), rewind=rewind)
+            chain, _, _, _ = _traced(step, optimizer, target, menus=False, devices=(), rewind=rewind)
     stages = (
         dataclasses.replace(
             stage,
@@ -433,7 +440,7 @@ def _update_bytes(optimizer: OptimizerLike | None, model: nn.Module, target: Tar
 def outside_tensors(step: TrainingStep, target: Target) -> list[torch.Tensor]:
     """Tensors that a step's callable reads and nothing in it makes; run without memory."""
     world = FakeWorld(target)
-    with fake_parameters(step.model, world), target.choices(), world, Outside() as mode:
+    with fake_parameters(step.model, world, step.reached()), target.choices(), world, Outside() as mode:
         step.forward()
     own = {t.untyped_storage()._cdata for t in held_tensors(step.model)}
     return [

@@ -7,6 +7,7 @@ got. Between the cuts the glue keeps its graph, so that its backward (the loss, 
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,16 +15,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.profiling.real_storages import RealStorages
 from ckptplan.profiling.stopwatch import Span, Stopwatch, Took
 from ckptplan.profiling.watched import attributes_of
 from ckptplan.runtime.cells import Changing, Snapshot, below
 from ckptplan.runtime.frames import run_recomputed
 from ckptplan.runtime.measure import same_bits
 from ckptplan.runtime.patching import PatchedForward, installed
-from ckptplan.runtime.recompute import Call
+from ckptplan.runtime.recompute import Call, caching
 from ckptplan.runtime.step import TrainingStep, without_graph
 from ckptplan.runtime.swap import Counters
 
@@ -56,7 +59,8 @@ def why_not_again(
     """
     call = Call(module, original, Counters(), device)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
+        saves_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
+        with saves_nothing, caching(parametrize._cache_enabled):
             tensors = call.split(args, kwargs)
             first = [t.detach() for t in _tensors(call(*tensors))]
             after = Snapshot(below(module), (args, kwargs), changing=Changing(), searches=True)
@@ -109,10 +113,11 @@ class _Timing:
         again: dict[str, Again],
         device: torch.device,
         rewind: Callable[[], None],
+        real: RealStorages | None,
     ) -> None:
         self.step, self.kinds, self.again, self.device = step, kinds, again, device
         self.watch = Stopwatch(device)
-        self.rewind = rewind
+        self.rewind, self.real = rewind, real
         self.names = tuple(kinds)
         self.samples: dict[tuple[str, Way, str], list[Took]] = {}
         self.otherwise: set[tuple[str, Way]] = set()  # what ran other operations than were traced
@@ -137,8 +142,9 @@ class _Timing:
         return statistics.median(b - a for a, b in zip(plain, other, strict=True))
 
     def round(self, repeats: int) -> None:
-        """One forward of the step; `repeats` timings of each kind, none when 0."""
+        """One forward of the step; `repeats` timings of each kind, none when 0. The first round is watched."""
         self.repeats, self.stage, self.done, self.anchors = repeats, 0, set(), []
+        self.watched = self.real if repeats == 1 else None
         self.rewind()
         calls: dict[nn.Module, list[int]] = {}
         modules = dict(self.step.model.named_modules())
@@ -148,8 +154,10 @@ class _Timing:
         try:
             with installed(patches):
                 self.left = self.watch.begin(("forward", 0))
-                output, loss = self.step.forward()
-                self._glue_forward(len(self.names))
+                with contextlib.nullcontext() if self.watched is None else self.watched.hooks():
+                    self._glue_begins(0)
+                    output, loss = self.step.forward()
+                    self._glue_forward(len(self.names))
                 span = self.watch.begin(("backward", len(self.names)))
                 self._backward([loss])
                 self.glue.setdefault(("backward", len(self.names)), []).append(self.watch.end(span))
@@ -168,11 +176,18 @@ class _Timing:
             self._glue_backward(index, args, kwargs)
             output = self._stage(index, module, original, args, kwargs)
             self.left = self.watch.begin(("forward", index + 1))
+            self._glue_begins(index + 1)
             return output
 
         return run
 
+    def _glue_begins(self, index: int) -> None:
+        if self.watched is not None:
+            self.watched.begin(2 * index)
+
     def _glue_forward(self, index: int) -> None:
+        if self.watched is not None:
+            self.watched.end()
         assert self.left is not None
         self.glue.setdefault(("forward", index), []).append(self.watch.end(self.left))
 
@@ -200,12 +215,19 @@ class _Timing:
         if self.repeats and kind not in self.done:
             self.done.add(kind)
             self._time(kind, module, original, args, kwargs)
-        output = self._without_graph(kind, original, args, kwargs)
+        if self.watched is None:
+            output = self._without_graph(kind, original, args, kwargs)
+        else:
+            self.watched.begin(2 * index + 1, (args, kwargs))
+            output = original(*args, **kwargs)
+            self.watched.end(output)
         given = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.is_floating_point() or tensor.untyped_storage()._cdata in given:
                 return tensor
+            if self.watched is not None and not tensor.requires_grad:
+                return tensor  # what follows saves as much as in training
             return self._joined(tensor, self.anchors)
 
         for leaf in pytree.tree_leaves(output):
@@ -271,15 +293,16 @@ class _Timing:
                 made.clear()
                 new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, fresh, (args, kwargs))
                 span = self.watch.begin((kind, way, "forward"))
-                if way is None:
-                    output = original(*new_args, **new_kwargs)
-                else:
-                    counters = Counters()
-                    output = run_recomputed(
-                        module, original, new_args, new_kwargs, counters, self.device, ops=way, planned=again[way]
-                    )
-                    if counters.other_paths:
-                        self.otherwise.add((kind, way))
+                with caching(parametrize._cache_enabled):
+                    if way is None:
+                        output = original(*new_args, **new_kwargs)
+                    else:
+                        counters = Counters()
+                        output = run_recomputed(
+                            module, original, new_args, new_kwargs, counters, self.device, ops=way, planned=again[way]
+                        )
+                        if counters.other_paths:
+                            self.otherwise.add((kind, way))
                 forward = self.watch.end(span)
                 outputs = [t for t in _tensors(output) if t.grad_fn is not None]
                 gradients = [torch.ones_like(t) for t in outputs]
@@ -287,7 +310,8 @@ class _Timing:
                 made.clear()
                 span = self.watch.begin((kind, way, "backward"))
                 if outputs:
-                    torch.autograd.grad(outputs, [*leaves, *parameters], gradients, allow_unused=True)
+                    trained = [p for p in parameters if p.requires_grad]  # forward may have frozen some
+                    torch.autograd.grad(outputs, [*leaves, *trained], gradients, allow_unused=True)
                 backward = self.watch.end(span)
                 del outputs, gradients
                 if self.repeats > 1:
@@ -322,6 +346,7 @@ def time_stages(
     again: dict[str, Again],
     device: torch.device,
     rewind: Callable[[], None],
+    real: RealStorages | None = None,
 ) -> tuple[Times, Times, dict[str, str]]:
     """Measure `step` stage by stage, and run each once more to see that it can run again.
 
@@ -334,6 +359,8 @@ def time_stages(
         outputs first, unless some must not run again. Empty where it can't be recomputed.
     rewind : callable
         Puts buffers and random states back between rounds.
+    real : RealStorages, optional
+        Watches the first round's forward.
 
     Returns
     -------
@@ -343,7 +370,7 @@ def time_stages(
     dict
         Kinds that can't be recomputed -> why: another run, from what the first one found, isn't like it.
     """
-    timing = _Timing(step, kinds, again, device, rewind)
+    timing = _Timing(step, kinds, again, device, rewind, real)
     timing.round(1)  # warm-up
     for _ in range(_ROUNDS - 1):
         timing.round(0)

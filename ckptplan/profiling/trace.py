@@ -35,6 +35,7 @@ from ckptplan.core.schedule import residency
 from ckptplan.profiling.discover import discover_stages
 from ckptplan.profiling.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.menus import Choice, choose, front, list_ops, numbered
+from ckptplan.profiling.real_storages import Places
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.timing import Times
 from ckptplan.profiling.tracker import SegmentTrace, Sid, Tracker, learn_storages, owners_of_a_lone_gradient
@@ -68,6 +69,8 @@ class Replay:
         runtime/swap.py).
     inputs : dict
         Segment -> storages passed in, in order, with whether they have one.
+    returned : dict
+        Segment -> storages in what it returns, in order, with whether they have one.
     linked : dict
         Segment -> those of its inputs that are, unmodified, an output of the stage that made them.
     arguments : dict
@@ -99,6 +102,7 @@ class Replay:
     backward: dict[int, SegmentTrace] = field(default_factory=dict)
     saved: dict[int, dict[Sid, bool]] = field(default_factory=dict)
     inputs: dict[int, dict[Sid, bool]] = field(default_factory=dict)
+    returned: dict[int, dict[Sid, bool]] = field(default_factory=dict)
     linked: dict[int, set[Sid]] = field(default_factory=dict)
     arguments: dict[int, tuple[InputTensor, ...]] = field(default_factory=dict)
     modifies: dict[int, str] = field(default_factory=dict)
@@ -225,9 +229,13 @@ class _Watcher:
         if self.draws.any:
             self._once("draws from the system's entropy (random.SystemRandom, secrets), which can't be drawn again")
         self._given = []
+        returned = self._replay.returned.setdefault(self._position, {})
         for tensor in pytree.tree_leaves(output):
-            sid = self._tracker.sid(tensor) if isinstance(tensor, torch.Tensor) else None
-            if sid is not None and sid[1] == self._position:
+            sid, can = self._names.find(tensor) if isinstance(tensor, torch.Tensor) else (None, False)
+            if sid is None:
+                continue
+            returned.setdefault(sid, can)
+            if sid[0] != "outside" and sid[1] == self._position:
                 self._returned[sid] = tensor._version
         self._move_on()
 
@@ -328,7 +336,7 @@ def replay(
     tracker = tracker or Tracker(target)
     device, round_to = target.device, target.round_to
     one_forward = step.fn is None
-    with fake_parameters(step.model, tracker, accumulating=accumulating):
+    with fake_parameters(step.model, tracker, step.reached(), accumulating=accumulating):
         own = [*step.model.parameters(), *step.model.buffers()]
         for tensor in (*own, *(p.grad for p in own if p.grad is not None)):
             tracker.outside(tensor)
@@ -510,7 +518,7 @@ def find_stages(step: TrainingStep, target: Target) -> tuple[str, ...]:
         If no submodule saves anything for backward.
     """
     world = FakeWorld(target)
-    with fake_parameters(step.model, world), target.choices():
+    with fake_parameters(step.model, world, step.reached()), target.choices():
         return discover_stages(fake_inputs(step, world.fake), lambda: world)
 
 
@@ -525,11 +533,14 @@ class Traced(NamedTuple):
         For each device that isn't here.
     written : tuple of str
         The parameters that forward writes to.
+    places : dict
+        Segment -> where its storages are in the chain.
     """
 
     chain: Profile
     times: list[Times]
     written: tuple[str, ...]
+    places: dict[int, Places]
 
 
 def trace_chain(
@@ -564,7 +575,7 @@ def trace_chain(
         tracing = _Tracing(step, names, target, resident_bytes, update_bytes, menus)
         found = tracing.profile(fingerprint, devices)
         if not tracing.learned:
-            return Traced(*found, tuple(tracing.kept.written))
+            return Traced(*found, tuple(tracing.kept.written), tracing.places())
 
 
 class _Tracing:
@@ -748,6 +759,18 @@ class _Tracing:
         )
         return measured, times
 
+    def places(self) -> dict[int, Places]:
+        """Where the storages of each segment are in the chain."""
+
+        def positioned(table: dict[int, dict[Sid, bool]], g: int) -> tuple[int, ...]:
+            return tuple(self.index.get(sid, -1) for sid, can in table.get(g, {}).items() if can)
+
+        kept = self.kept
+        return {
+            g: Places(positioned(kept.inputs, g), positioned(kept.returned, g), positioned(kept.saved, g), stage=k)
+            for k, g in enumerate(self.segments)
+        }
+
     def _times(self, draft: Profile, replays: dict[str, Replay], target: Target) -> Times:
         """Sums over the operations that each stage ran, and ran again, in the replays."""
         seconds = target.times(
@@ -894,7 +917,8 @@ class _Tracing:
         hidden_keep = hidden_again = 0
         base_forward = []
         for k in range(len(stages)):
-            base_forward.append(self.resident_bytes + min(kept_f[k] - hidden_keep, again_f[k] - hidden_again))
+            base = self.resident_bytes + min(kept_f[k] - hidden_keep, again_f[k] - hidden_again)
+            base_forward.append(max(base, 0))  # less than 0 where more is saved from outside than is known of
             if k + 1 == len(stages):
                 break
             difference = (kept_f[k + 1] - hidden_keep) - (again_f[k + 1] - hidden_again)
@@ -919,7 +943,7 @@ class _Tracing:
         for k, g in enumerate(self.segments):
             kept_b = self.kept.backward[g].start_bytes - held_keep.backward_bytes[k]
             again_b = self.recomputed.backward[g].start_bytes - held_again.backward_bytes[k]
-            base_backward.append(self.resident_bytes + max(kept_b, again_b + self._states(again[: k + 1])))
+            base_backward.append(max(self.resident_bytes + max(kept_b, again_b + self._states(again[: k + 1])), 0))
         return tuple(base_forward), tuple(base_backward), tuple(stages)
 
     def _states(self, options: Sequence[Option]) -> int:

@@ -124,6 +124,7 @@ class Tracker(FakeWorld):
         self.foreign: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._twins: list[torch.Tensor] = []  # the fake mode forgets twins that nobody holds
         self._made_by: dict[int, int | None] = {}
+        self._counted: dict[int, int] = {}
         self._starts: list[int] = []
         self._made = 0
         self._calibrating: list[tuple[int, int]] | None = None
@@ -215,20 +216,28 @@ class Tracker(FakeWorld):
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._alive:
+            self._recount(key, storage)
             return None
         if self._on_host(tensor):
             self.outside(tensor)
             return None
-        nbytes = self.size_of(storage)
         sid = ("backward" if self._in_backward else "forward", self._segment, self._made)
         self._alive[key] = sid
         self._made += 1
         node = torch._C._current_autograd_node() if self._in_backward else None
         self._made_by[key] = None if node is None else node._sequence_nr()
-        self.live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(storage, self._freed, key, nbytes)
+        self._counted[key] = 0
+        self._recount(key, storage)
+        weakref.finalize(storage, self._freed, key, self._counted[key])
         return sid
+
+    def _recount(self, key: int, storage: torch.UntypedStorage) -> None:
+        """Count a storage as it is now, as `resize_` may have left it."""
+        if key in self._counted:
+            nbytes = self.size_of(storage)
+            self.live_bytes += nbytes - self._counted[key]
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            self._counted[key] = nbytes
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count a real tensor that was made out of the mode's sight."""
@@ -248,7 +257,7 @@ class Tracker(FakeWorld):
     def _freed(self, key: int, nbytes: int) -> None:
         self._alive.pop(key, None)
         self._made_by.pop(key, None)
-        self.live_bytes -= nbytes
+        self.live_bytes -= self._counted.pop(key)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

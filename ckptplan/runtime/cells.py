@@ -29,7 +29,7 @@ import operator
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -37,8 +37,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ckptplan.runtime.generators import KINDS as GENERATORS
+from ckptplan.runtime.put_back import Steps, put_back
 
 SEARCH_LIMIT = 4096  # objects that one search looks at: a trainer leads to all of a training
 ARRAY_LIMIT = 1 << 20  # bytes of an array that is copied at every call
@@ -108,7 +110,9 @@ def _slots_of(kind: type) -> tuple[str, ...]:
         name
         for c in kind.__mro__
         for name, value in vars(c).items()
-        if isinstance(value, types.MemberDescriptorType) and not name.startswith("__")
+        if isinstance(value, types.MemberDescriptorType)
+        and inspect.getattr_static(kind, name) is value
+        and not name.startswith("__")
     )
 
 
@@ -180,9 +184,19 @@ def _classes_of(kind: type) -> tuple[type, ...]:
     return tuple(c for c in kind.__mro__ if c is not object and c.__module__.partition(".")[0] != "torch")
 
 
+@functools.lru_cache(maxsize=1 << 12)
+def _plain(names: tuple[str, ...]) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], tuple[Any, ...]]]:
+    """Of the names of a module's attributes those that not every module has, and what gets their values."""
+    plain = tuple(name for name in names if name not in _MODULES_OWN)
+    if len(plain) > 1:
+        return plain, operator.itemgetter(*plain)
+    return plain, lambda table: tuple(table[name] for name in plain)
+
+
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """A module's attributes but for those that every module has."""
-    return {name: value for name, value in module.__dict__.items() if name not in _MODULES_OWN}
+    names, values_in = _plain(tuple(module.__dict__))
+    return dict(zip(names, values_in(module.__dict__), strict=True))
 
 
 def alone(value: Any) -> Any:
@@ -222,7 +236,7 @@ def _same(a: Any, b: Any) -> bool:
     if len(a) != len(b):
         return False
     if isinstance(a, dict):
-        return all(map(operator.is_, a.values(), b.values())) and all(map(operator.eq, a, b))
+        return all(map(operator.is_, a.values(), b.values())) and list(a) == list(b)
     if isinstance(a, set):
         return bool(a == b)
     return all(map(operator.is_, a, b))
@@ -278,10 +292,15 @@ class Changing:
             found = self._parents[module] = any(m is stage for m in below(module))
         return found
 
-    def searches(self) -> bool:
-        """Whether this call is one of those that look everywhere: the first three, and every hundredth."""
+    def searches(self, modules: Iterable[nn.Module]) -> bool:
+        """Whether this call is one of those that look everywhere: the first three real ones, and every hundredth."""
+        if self.calls >= 3 and (self.calls + 1) % 100:
+            self.calls += 1
+            return False
+        if any(isinstance(p, FakeTensor) for m in modules for p in m._parameters.values()):
+            return False
         self.calls += 1
-        return self.calls <= 3 or self.calls % 100 == 0
+        return True
 
 
 @dataclass(slots=True)
@@ -296,13 +315,11 @@ class _Cell:
     is_replaced: bool = False  # whether it has values of `_REPLACED`
 
 
-@dataclass(slots=True)
-class _Attributes:
-    """A module's plain attributes then."""
-
-    module: nn.Module
-    attributes: dict[str, Any]
-    is_replaced: bool = False  # whether it has values of `_REPLACED`
+_Attributes = tuple[
+    nn.Module, tuple[str, ...], tuple[str, ...], Callable[[dict[str, Any]], tuple[Any, ...]], Sequence[Any], bool
+]
+"""A module, the names of all its attributes, those of the plain ones, what gets their values, these values then, and
+whether any of `_REPLACED` are among them."""
 
 
 @dataclass
@@ -360,17 +377,21 @@ class Snapshot:
             self._keep("argument", other, is_cell=True)
 
     def _look_at(self, module: nn.Module) -> None:
-        attributes = plain_attributes(module)
-        found = _Attributes(module, attributes)
-        self._attributes.append(found)
-        if _ATOMS.issuperset(map(type, attributes.values())):
-            return
-        for name, value in attributes.items():
-            kind = type(value)
-            if kind in _ATOMS or (kind is tuple and _ATOMS.issuperset(map(type, value))):
-                continue
-            found.is_replaced |= isinstance(value, _REPLACED)
-            attributes[name] = self._keep(name, value)
+        # In every call of every stage, so this makes few calls itself.
+        table = module.__dict__
+        all_names = tuple(table)
+        names, values_in = _plain(all_names)
+        values: Sequence[Any] = values_in(table)
+        is_replaced = False
+        if not _ATOMS.issuperset(map(type, values)):
+            is_replaced = any(isinstance(value, _REPLACED) for value in values)
+            values = [self._keep_attribute(name, value) for name, value in zip(names, values, strict=True)]
+        self._attributes.append((module, all_names, names, values_in, values, is_replaced))
+
+    def _keep_attribute(self, name: str, value: Any) -> Any:
+        kind = type(value)
+        atom = kind in _ATOMS or (kind is tuple and _ATOMS.issuperset(map(type, value)))
+        return value if atom else self._keep(name, value)
 
     def _keep(self, name: str, value: Any, *, is_cell: bool = False) -> Any:
         """Look at a value; returns what is held of it: itself, but for tensors with graphs and what holds those."""
@@ -471,11 +492,12 @@ class Snapshot:
     def differences(self) -> list[str]:
         """Names of the attributes and cells whose contents are others than they were."""
         found = [
-            f"{type(each.module).__name__}.{name}"
-            for each in self._attributes
-            for now in [plain_attributes(each.module)]
-            for name in now.keys() | each.attributes.keys()
-            if not _equal([now.get(name, each)], [each.attributes.get(name, each)])
+            f"{type(module).__name__}.{name}"
+            for module, _, names, _, values, _ in self._attributes
+            for now, then in [(plain_attributes(module), dict(zip(names, values, strict=True)))]
+            if not _same(now, then)
+            for name in now.keys() | then.keys()
+            if not _equal([now.get(name, self)], [then.get(name, self)])
         ]
         return found + [
             f"a {type(each.cell).__name__}"
@@ -491,18 +513,17 @@ class Snapshot:
         instead : mapping, optional
             Identity of a tensor -> the one to put in its place. Iterators get others, at every call.
         """
-        undo: list[Callable[[], None]] = []
+        undo: Steps = []
         if self._iterators:
             instead = {**instead, **{id(iterator): _copied(iterator) for iterator in self._iterators}}
         try:
-            for each in self._attributes:
-                attributes = each.attributes
-                if instead and each.is_replaced:
-                    attributes = {name: instead.get(id(value), value) for name, value in attributes.items()}
-                now = plain_attributes(each.module)
-                if not _same(now, attributes):
-                    undo.append(functools.partial(_put, each.module, now))
-                    _put(each.module, attributes)
+            for module, all_names, names, values_in, values, is_replaced in self._attributes:
+                if instead and is_replaced:
+                    values = [instead.get(id(value), value) for value in values]
+                table = module.__dict__
+                if tuple(table) != all_names or not all(map(operator.is_, values_in(table), values)):
+                    undo.append(functools.partial(_put, module, plain_attributes(module)))
+                    _put(module, dict(zip(names, values, strict=True)))
             for cell in self._cells.values():
                 contents = cell.contents
                 if instead and cell.is_replaced:
@@ -512,9 +533,9 @@ class Snapshot:
                     undo.append(functools.partial(cell.kind.write, cell.cell, before))
                     cell.kind.write(cell.cell, contents)
         except BaseException:
-            _undo(undo)
+            put_back(undo)
             raise
-        return functools.partial(_undo, undo)
+        return functools.partial(put_back, undo)
 
 
 class Tables:
@@ -528,9 +549,16 @@ class Tables:
             if isinstance(table, dict)  # a scripted module's can't change
         ]
 
+    @classmethod
+    def of(cls, tables: Iterable[Any]) -> Tables:
+        """The like for any dictionaries and sets."""
+        found = cls(())
+        found._found = [(table, table.copy()) for table in tables]
+        return found
+
     def put(self, instead: Mapping[int, Any] = MappingProxyType({})) -> Callable[[], None]:
         """As `Snapshot.put`."""
-        undo: list[Callable[[], None]] = []
+        undo: Steps = []
         for table, contents in self._found:
             if not table and not contents:
                 continue
@@ -539,15 +567,10 @@ class Tables:
             if not _same(table, contents):
                 undo.append(functools.partial(_write_items, table, table.copy()))
                 _write_items(table, contents)
-        return functools.partial(_undo, undo)
+        return functools.partial(put_back, undo)
 
 
 _NOTHING: dict[str, Any] = {}
-
-
-def _undo(undo: list[Callable[[], None]]) -> None:
-    for step in reversed(undo):
-        step()
 
 
 def _replaced(contents: Any, by: Callable[[Any], Any]) -> Any:

@@ -18,9 +18,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import operator
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -29,9 +30,12 @@ from torch import nn
 from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from ckptplan.core.errors import CheckError
+from ckptplan.runtime.cells import Snapshot, below, changing
+from ckptplan.runtime.flags import FLAGS, flags
+from ckptplan.runtime.generators import Generators
 from ckptplan.runtime.streams import current_stream, on_stream
 
 When = Literal["sampled", "always", "off"]
@@ -252,13 +256,14 @@ def _is_written_whole(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Two digests that are to be the same, and what they are of."""
+    """Two digests that are to be the same, and what they are of; with `differs`, what has none and isn't the same."""
 
     first: Digest
     again: Digest
     stage: str
     what: str
     cause: str
+    differs: bool = False
 
 
 class Checks:
@@ -273,13 +278,14 @@ class Checks:
 
     Attributes
     ----------
+    device : torch.device
     passes, tensors : int
         How many passes were checked, and how many tensors in them were compared.
     """
 
     def __init__(self, device: torch.device, *, always: bool) -> None:
         self.passes = self.tensors = 0
-        self._device = device
+        self.device = device
         self._always = always
         self._seen = 0
         self._random = random.Random(0)
@@ -300,7 +306,7 @@ class Checks:
             if self._seen < self._next:
                 return None
             self._next += self._random.randint(EVERY // 2, EVERY + EVERY // 2)
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None
         self._stages = stages
         self._places = [place for place in self._places if place.is_there]
@@ -324,9 +330,16 @@ class Checks:
         again = self.take(tensor)
         if again is None:
             return
+        self._add(_Pair(first, again, stage, what, cause))
+
+    def found(self, stage: str, what: str, cause: str) -> None:
+        """`what`, which is no tensor, isn't as it was."""
+        self._add(_Pair(Digest(()), Digest(()), stage, what, cause, differs=True))
+
+    def _add(self, pair: _Pair) -> None:
         with self._lock:
-            self._pairs.append(_Pair(first, again, stage, what, cause))
-            self.tensors += 1
+            self._pairs.append(pair)
+            self.tensors += not pair.differs
             task = torch._C._current_graph_task_id()
             if task == -1:  # a node is looked at outside of any backward
                 self.finish()
@@ -364,7 +377,7 @@ class Checks:
             pairs, self._pairs = self._pairs, []
             for bench in self._benches.values():
                 bench.read()
-        differing = [pair for pair in pairs if pair.first.values != pair.again.values]
+        differing = [pair for pair in pairs if pair.differs or pair.first.values != pair.again.values]
         if differing:
             raise _error(differing, len(pairs))
 
@@ -400,6 +413,7 @@ class StageCheck:
         self.name = name
         self._saved: list[Digest | None] = []
         self._module = module
+        self._given: list[Any] = []
         self._inputs: list[Digest | None] | None = None
         self._state: dict[tuple[str, str], Digest | None] = {}
 
@@ -407,13 +421,15 @@ class StageCheck:
         """`forward` so that each run looks at what it begins with: the first takes digests, others compare."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            leaves = pytree.tree_leaves((args, kwargs))
+            tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
             if self._inputs is None:
+                self._given = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
                 self._inputs = [self.checks.take(t) for t in tensors]
                 self._state = {key: self.checks.take(t) for key, t in self._tensors()}
             else:
                 self._compare(tensors)
-            del tensors
+            del leaves, tensors
             return forward(*args, **kwargs)
 
         return run
@@ -435,13 +451,16 @@ class StageCheck:
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
-        """What runs inside is to leave the stage's buffers as they are."""
-        before = [(name, buffer, self.checks.take(buffer)) for name, buffer in self._module.named_buffers()]
+        """What runs inside is to leave the stage and all that it reads as they are."""
+        others = _Others(self._module, self._given, self.checks.device)
+        before = [(name, buffer, self.checks.take(buffer)) for name, buffer in others.buffers()]
         try:
             yield
         finally:
             for name, buffer, first in before:
                 self.checks.compare(first, buffer, self.name, f"its buffer {name!r}", _LEFT)
+            for what in others.differences():
+                self.checks.found(self.name, what, _LEFT)
 
     def save(self, tensor: torch.Tensor) -> None:
         """What the first run saves next."""
@@ -453,7 +472,8 @@ class StageCheck:
 
     def compare_saved(self, number: int, tensor: torch.Tensor) -> None:
         """What another run saves as tensor `number`."""
-        self.checks.compare(self._saved[number], tensor, self.name, _saved_as(number, tensor), _SAVED)
+        what = _saved_as(number, tensor)
+        self.checks.compare(self._saved[number], tensor, self.name, what, _SAVED)
 
     def _is_a_parameters(self, tensor: torch.Tensor) -> bool:
         key = tensor.untyped_storage()._cdata
@@ -494,6 +514,54 @@ class _Place:
 
 def _saved_as(number: int, tensor: torch.Tensor) -> str:
     return f"tensor number {number} that autograd saves in it, {_described(tensor)}"
+
+
+class _Others:
+    """What else than tensors a stage's run might change: Python state, what is registered, generators, flags."""
+
+    def __init__(self, module: nn.Module, given: Iterable[Any], device: torch.device) -> None:
+        self._device = device
+        self._cells = Snapshot(below(module), given, changing=changing(module))
+        self._tables = [(m, name, m.__dict__[name].copy()) for m in self._cells.modules for name in _TABLES]
+        self._generators = Generators(self._cells.generators)
+        self._random = self._torchs_states()
+        self._flags = flags()
+
+    def buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """The buffers of the stage, and of other modules that it leads to."""
+        found = ((name, b) for m in self._cells.modules for name, b in m._buffers.items() if b is not None)
+        own = self._cells.modules[0].named_buffers()
+        return list({id(b): (name, b) for name, b in (*found, *own)}.values())
+
+    def differences(self) -> list[str]:
+        """What is another than it was."""
+        names = self._cells.differences()
+        names += [
+            f"{type(m).__name__}.{name}" for m, name, table in self._tables if not _is_same(table, m.__dict__[name])
+        ]
+        self._generators.settle()
+        drew = self._generators.drew or self._torchs_states() != self._random
+        found = [f"what it keeps in {name}" for name in names] + ["the state of a random generator"] * drew
+        return found + [
+            f"PyTorch's flag {name!r}" for name, a, b in zip(FLAGS, self._flags, flags(), strict=True) if a != b
+        ]
+
+    def _torchs_states(self) -> list[bytes]:
+        states = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._device))
+        return [state.numpy().tobytes() for state in states]  # held by Python, which takes no memory of the step's
+
+
+def _is_same(table: dict[Any, Any], now: dict[Any, Any]) -> bool:
+    """Whether the same is registered; of sharded parameters under the same names, since their unit replaces them."""
+    if list(table) != list(now):
+        return False
+    same = all(map(operator.is_, table.values(), now.values()))
+    return same or any(map(is_traceable_wrapper_subclass, (*table.values(), *now.values())))
+
+
+_TABLES = ("_buffers", "_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks")
 
 
 def _described(tensor: torch.Tensor) -> str:

@@ -376,8 +376,7 @@ class Controller:
             if current.checks is not None:
                 check = StageCheck(current.checks, module, self._stages[index])
                 original = check.around(original)
-            whole = functools.partial(current.own.whole, module)
-            call = Call(module, original, self.counters, self._device, index, whole)
+            call = Call(module, original, self.counters, self._device, index, current.own.whole(module))
             output = current.open.stage(
                 index, self._stages[index], call, call.split(args, kwargs), choice.moves, choice.tier, check
             )

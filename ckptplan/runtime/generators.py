@@ -110,11 +110,14 @@ def numpys(generator: np.random.RandomState) -> Access:
     if type(generator) is not np.random.RandomState or _GAUSS_OFFSET is None:
         return plain
     gauss = id(generator) + _GAUSS_OFFSET
+    known: list[Any] = [None, 0]  # its bits, and where they lie
 
     def get() -> tuple[Any, bytes, Any]:
         bits = generator._bit_generator  # type: ignore[attr-defined]
-        raw = type(bits) is np.random.MT19937  # numpy's own may be given another
-        words = ctypes.string_at(bits.ctypes.state_address, _BYTES) if raw else bits.state
+        if bits is not known[0]:
+            raw = type(bits) is np.random.MT19937  # numpy's own may be given another
+            known[:] = bits, bits.ctypes.state_address if raw else 0
+        words = ctypes.string_at(known[1], _BYTES) if known[1] else bits.state
         return words, ctypes.string_at(gauss, 16), bits
 
     def decoded(state: tuple[Any, bytes, Any]) -> dict[str, Any]:
@@ -139,7 +142,7 @@ def numpys(generator: np.random.RandomState) -> Access:
 
 
 def _same_bits(a: tuple[Any, bytes, Any], b: tuple[Any, bytes, Any]) -> bool:
-    return a[2] is b[2] and _equal(a[:2], b[:2])
+    return a[2] is b[2] and a[1] == b[1] and (a[0] == b[0] if type(a[0]) is bytes else _equal(a[0], b[0]))
 
 
 _PROCESS = (
@@ -171,6 +174,10 @@ class SystemDraws:
         return self._former[-1](count)
 
 
+def _nothing() -> None:
+    pass
+
+
 class Generators:
     """The states of Python's and numpy's generators, and of `held`, as they are now."""
 
@@ -189,6 +196,8 @@ class Generators:
 
     def put(self) -> Callable[[], None]:
         """Set them to these states; calling the result sets them back to where they were."""
+        if not self._states:
+            return _nothing
         now = [(access, access.get()) for access, _ in self._states]
         for access, state in self._states:
             access.put(state)

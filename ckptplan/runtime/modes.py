@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils import _device
 from torch.utils._device import DeviceContext
 
 
@@ -26,7 +27,11 @@ class _Stack:
         """The modes, the innermost last."""
         if not self._length():
             return []
-        return [mode for i in range(self._length()) if type(mode := self._at(i)) is not DeviceContext]
+        return [mode for mode in self.whole() if type(mode) is not DeviceContext]
+
+    def whole(self) -> list[Any]:
+        """The same with the default device."""
+        return [self._at(i) for i in range(self._length())]
 
     def replace(self, former: list[Any], modes: list[Any]) -> None:
         """Have `modes` in place of `former`.
@@ -97,3 +102,21 @@ def _now() -> tuple[list[Any], ...]:
 
 def _same(some: list[Any], others: list[Any]) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+
+
+class Stacks:
+    """The modes that are active now, with the default device among them."""
+
+    def __init__(self) -> None:
+        self._active = [stack.whole() for stack in _STACKS]
+        self._device = _device.CURRENT_DEVICE
+        self._default = dict(vars(torch._GLOBAL_DEVICE_CONTEXT))  # this thread's
+
+    def put(self) -> None:
+        """Have these active again, and no others."""
+        for stack, modes in zip(_STACKS, self._active, strict=True):
+            if not _same(now := stack.whole(), modes):
+                stack.replace(now, modes)
+        _device.CURRENT_DEVICE = self._device
+        vars(torch._GLOBAL_DEVICE_CONTEXT).clear()
+        vars(torch._GLOBAL_DEVICE_CONTEXT).update(self._default)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.modules import module as _of_all
 
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.runtime.fused_steps import STEPS
+from ckptplan.runtime.put_back import Steps
 
 _HOOKS = (
     "_forward_hooks",
@@ -113,9 +114,8 @@ class ModuleTables:
         self._arguments = [(p, p.requires_grad) for p in arguments if type(p) is not torch.Tensor and p.is_leaf]
         self._steps = STEPS.count
 
-    @contextlib.contextmanager
-    def as_in_forward(self) -> Iterator[None]:
-        """Inside, the modules have these; afterwards what they had before.
+    def put(self, undo: Steps) -> None:
+        """Give the modules these, until what they have now is put back.
 
         Raises
         ------
@@ -133,19 +133,16 @@ class ModuleTables:
                     "a module again; let the replacement last until backward has ended, or keep the stage"
                 )
         owns, of_all = _owns(self._inside), _of_all_modules()
-        thawed = [] if self._flags == _flags(self._tables) and not self._arguments else self._thawed()
-        try:
-            self._put(owns, self._owns, self._of_all)
-            for p, flag in thawed:
+        undo.append(functools.partial(self._replace, owns, of_all))
+        if owns != self._owns or of_all != self._of_all:
+            self._replace(self._owns, self._of_all)
+        if self._arguments or self._flags != _flags(self._tables):
+            for p, flag in self._thawed():
+                undo.append(functools.partial(p.requires_grad_, not flag))
                 p.requires_grad_(flag)
-            yield
-        finally:
-            for p, flag in thawed:
-                p.requires_grad_(not flag)
-            self._put(_owns(self._inside), owns, of_all)
 
-    @staticmethod
-    def _put(present: list[_Own], owns: list[_Own], of_all: list[dict[int, Any]]) -> None:
+    def _replace(self, owns: list[_Own], of_all: list[dict[int, Any]]) -> None:
+        present = _owns(self._inside)
         if present != owns:
             _put_owns(present, owns)
         if of_all != _of_all_modules():

@@ -8,14 +8,17 @@ when it runs, and units inside of it, which gather once it runs, when something 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ckptplan.runtime.cells import below
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
@@ -29,8 +32,12 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
 
 def is_sharded_unit(module: nn.Module) -> bool:
     """Whether `fully_shard` was called on `module`."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # nobody can have called it where it wasn't imported
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+    return bool(_sharded_units([module]))
+
+
+def _sharded_units(modules: list[nn.Module]) -> list[Any]:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # nobody can have sharded any where it wasn't imported
+    return [] if fsdp is None else [m for m in modules if isinstance(m, fsdp.FSDPModule)]
 
 
 class OwnStorages:
@@ -46,22 +53,27 @@ class OwnStorages:
     """
 
     def __init__(self, model: nn.Module | None) -> None:
-        # Weak references, so that the address of a buffer that the forward replaces stays nobody else's meanwhile.
-        self._known: dict[int, StorageWeakRef] = {}
+        # Weak references, since the address of a buffer that the forward replaces may be another's later.
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._units: list[Any] = []
         self._stage: nn.Module | None = None
         if model is not None:
-            self._units += [m for m in model.modules() if is_sharded_unit(m)]
-            self._add((*model.parameters(), *model.buffers()))
+            modules = below(model)
+            self._units += _sharded_units(modules)
+            self._add(t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)
 
     def __call__(self, storage: torch.UntypedStorage) -> bool:
         """Whether `storage` is the model's own."""
-        if storage._cdata in self._known:
+        if self._knows(storage):
             return True
         if self._stage is None:
             return False
         self._add(self._stage.parameters())
-        return storage._cdata in self._known
+        return self._knows(storage)
+
+    def _knows(self, storage: torch.UntypedStorage) -> bool:
+        known = self._known.get(storage._cdata)
+        return known is not None and known() is not None
 
     def enter(self, stage: nn.Module) -> None:
         """The forward of `stage` begins, its unit's parameters being whole."""
@@ -69,8 +81,14 @@ class OwnStorages:
             self._stage = stage
             self._add(stage.parameters())
 
-    def whole(self, stage: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Inside, the parameters of `stage` are whole: to run it again before its unit's own backward gathers them."""
+    def whole(self, stage: nn.Module) -> Callable[[], contextlib.AbstractContextManager[None]] | None:
+        """A context in which the parameters of `stage` are whole; None where they always are.
+
+        To run it again before its unit's own backward gathers them.
+        """
+        return functools.partial(self._whole, stage) if self._units else None
+
+    def _whole(self, stage: nn.Module) -> contextlib.AbstractContextManager[None]:
         inside = set(stage.modules())
         units = [unit for unit in self._units if unit in inside]
         if stage not in units:  # its own parameters are those of the nearest unit around it
@@ -79,9 +97,9 @@ class OwnStorages:
 
     def _add(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
-            for storage in storages_of(tensor):
-                if storage._cdata not in self._known:
-                    self._known[storage._cdata] = StorageWeakRef(storage)
+            for storage in (tensor.untyped_storage(),) if type(tensor) is nn.Parameter else storages_of(tensor):
+                if not self._knows(storage):
+                    self._known[storage._cdata] = weakref.ref(storage)
 
 
 @contextlib.contextmanager

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ckptplan.runtime.generators import Generators
 from ckptplan.runtime.meter import KINDS, RECOMPUTE
 from ckptplan.runtime.module_tables import ModuleTables
 from ckptplan.runtime.own import storages_of
+from ckptplan.runtime.put_back import Steps, enter, put_back
 from ckptplan.runtime.surroundings import Surroundings
 from ckptplan.runtime.swap import Counters, Geometry, modified_error, version_of, whole_storage
 
@@ -38,7 +40,7 @@ class Call:
         Where the plan runs: its random generator is the stage's, whatever its arguments are.
     index : int
         The stage, for `counters`.
-    whole : callable
+    whole : callable, optional
         A context in which the module's parameters are all there, for runs outside of its own backward.
     """
 
@@ -49,7 +51,7 @@ class Call:
         counters: Counters,
         device: torch.device,
         index: int = 0,
-        whole: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        whole: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
         self._module, self._original = module, original
         self._counters, self._device, self._index = counters, device, index
@@ -123,7 +125,26 @@ class Call:
             return self._run_first(modules, args, kwargs)
         assert self._surroundings is not None
         assert self._tables is not None
-        as_it_was = self._surroundings.restored(tensors)
+        assert self._state is not None
+        self._counters.runs[self._index] += 1
+        self._counters.recomputed_stages += 1
+        meter = self._counters.meter
+        undo: Steps = [functools.partial(meter.mark, meter.mark(self._index * KINDS + RECOMPUTE))]
+        try:
+            self._surroundings.put(undo, tensors)
+            if self._whole is not None:
+                enter(self._whole(), undo)
+            self._state.put(undo)
+            self._tables.put(undo)
+            _cache_anew(self._caches, undo)
+            args, kwargs = self._arguments(tensors)
+            del tensors
+            return self._surroundings.run(self._original, *args, **kwargs)
+        finally:
+            put_back(undo)
+
+    def _arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with `tensors` in their places."""
         for i, attributes in self._named:
             vars(tensors[i]).update(attributes)
         leaves = list(self._rest)
@@ -132,26 +153,10 @@ class Call:
                 leaves[i] = tensor
         if isinstance(self._form, tuple):
             count, names = self._form
-            args, kwargs = tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
-        else:
-            assert self._form is not None
-            args, kwargs = pytree.tree_unflatten(leaves, self._form)
-        del leaves, tensors
-        assert self._state is not None
-        self._counters.runs[self._index] += 1
-        self._counters.recomputed_stages += 1
-        before = self._counters.meter.mark(self._index * KINDS + RECOMPUTE)
-        try:
-            with (
-                as_it_was,
-                self._whole(),
-                self._state.as_in_forward(),
-                self._tables.as_in_forward(),
-                _caching(self._caches),
-            ):
-                return self._surroundings.run(self._original, *args, **kwargs)
-        finally:
-            self._counters.meter.mark(before)
+            return tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
+        assert self._form is not None
+        args, kwargs = pytree.tree_unflatten(leaves, self._form)
+        return args, kwargs
 
     def _run_first(self, modules: list[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._counters.runs[self._index] += 1
@@ -183,15 +188,25 @@ def cached_weights(module: nn.Module) -> bool:
     return bool(held) and any(id(m) in held for m in module.modules())
 
 
+def _cache_anew(caches: int, undo: Steps) -> None:
+    """Have as many `parametrize.cached()` entered, with an empty cache; none where it is 0."""
+    undo.append(functools.partial(_set_caches, parametrize._cache_enabled, parametrize._cache))
+    _set_caches(caches, {})
+
+
 @contextlib.contextmanager
-def _caching(caches: int) -> Iterator[None]:
-    """Inside, as many `parametrize.cached()` are entered, whose cache is empty; none where it is 0."""
-    former = parametrize._cache_enabled, parametrize._cache
-    parametrize._cache_enabled, parametrize._cache = caches, {}
+def caching(caches: int) -> Iterator[None]:
+    """Inside, as many `parametrize.cached()` are entered, whose cache is empty."""
+    undo: Steps = []
+    _cache_anew(caches, undo)
     try:
         yield
     finally:
-        parametrize._cache_enabled, parametrize._cache = former
+        put_back(undo)
+
+
+def _set_caches(caches: int, cache: dict[Any, Any]) -> None:
+    parametrize._cache_enabled, parametrize._cache = caches, cache
 
 
 def shares_containers(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -213,14 +228,13 @@ class _State:
 
     def __init__(self, modules: list[nn.Module], arguments: Iterable[Any] = ()) -> None:
         self._changing = changing(modules[0])
-        self._is_real = not any(isinstance(t, FakeTensor) for m in modules for t in m._parameters.values())
-        self._searches = self._is_real and self._changing.searches()
+        self._searches = self._changing.searches(modules)
         self._cells = Snapshot(modules, arguments, self._changing, self._searches)
         modules = self._cells.modules
         self._tables = Tables(modules)
         self._generators = Generators(self._cells.generators)
         self._parameters = [
-            (m, name, p, version_of(p), _storages(p))
+            (m, name, p, _mark(p))
             for m in modules
             if m._parameters
             for name, p in m._parameters.items()
@@ -289,8 +303,7 @@ class _State:
         storages = {_storage_key(copy): copy for copy in self._copies.values()}
         return tuple(_nbytes(copy) for copy in storages.values())
 
-    @contextlib.contextmanager
-    def as_in_forward(self) -> Iterator[None]:
+    def put(self, undo: Steps) -> None:
         """The state as the forward found it; what the recompute updates in it is dropped.
 
         Copies take the place of updated buffers, rather than the originals being written, since graphs may hold those.
@@ -302,20 +315,9 @@ class _State:
             If a parameter, or a buffer or an attribute that the forward only read, was written to since: the recompute
             would differ.
         """
-        for m, name, p, version, storages in self._parameters:
-            if version_of(p) != version:
-                raise modified_error(
-                    p.shape,
-                    version,
-                    version_of(p),
-                    f". It is parameter {name!r} of a {type(m).__name__}, which backward runs again: step the "
-                    "optimizer when the backward is over, not in its hooks, or keep or swap this stage",
-                )
-            if _storages(p) != storages:
-                raise RuntimeError(
-                    f"the data of parameter {name!r} {list(p.shape)} was replaced between forward and backward, which "
-                    "runs this stage again with it: the gradient would be another; write to .data between steps"
-                )
+        for m, name, p, mark in self._parameters:
+            if _mark(p) != mark:
+                raise _other_parameter(m, name, p, mark)
         for buffer, version in self._untouched:
             if version_of(buffer) != version:
                 raise modified_error(buffer.shape, version, version_of(buffer))
@@ -323,30 +325,22 @@ class _State:
             if version_of(tensor) != version:
                 raise modified_error(tensor.shape, version, version_of(tensor))
         instead = _cloned(self._copies)
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._tables.put(instead))
-            stack.callback(self._put_parameters())
-            stack.callback(self._generators.put())
-            stack.callback(self._cells.put(instead))
-            yield
+        undo.append(self._tables.put(instead))
+        self._put_parameters(undo)
+        undo.append(self._generators.put())
+        undo.append(self._cells.put(instead))
 
-    def _put_parameters(self) -> Callable[[], None]:
-        now: list[tuple[nn.Module, str, Any]] = []
+    def _put_parameters(self, undo: Steps) -> None:
         for m, count in self._counts:
             if len(m._parameters) > count:  # the forward has registered more
-                now += [(m, name, m._parameters.pop(name)) for name in list(m._parameters)[count:]]
-        for m, name, p, _, _ in self._parameters:
+                for name in list(m._parameters)[count:]:
+                    undo.append(functools.partial(m._parameters.__setitem__, name, m._parameters.pop(name)))
+        for m, name, p, _ in self._parameters:
             # Parameters are a sharded unit's to replace: where it has gathered or freed them since, others are right.
             present = m._parameters.get(name)
             if present is not p and is_traceable_wrapper_subclass(present) == is_traceable_wrapper_subclass(p):
-                now.append((m, name, present))
+                undo.append(functools.partial(m._parameters.__setitem__, name, present))
                 m._parameters[name] = p
-
-        def back() -> None:
-            for m, name, present in now:
-                m._parameters[name] = present
-
-        return back
 
 
 def _storage_key(tensor: torch.Tensor) -> int:
@@ -383,8 +377,28 @@ def _cloned(copies: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     return {key: again[id(copy)] for key, copy in copies.items()}
 
 
-def _storages(parameter: torch.Tensor) -> Any:
-    """Where a parameter's values are; weak references, which are equal for one storage that is alive and no others."""
+def _mark(parameter: torch.Tensor) -> tuple[int, Any]:
+    """A parameter's version and where its values are.
+
+    Weak references are equal for one storage that is alive, and for no others.
+    """
+    version = 0 if parameter.is_inference() else parameter._version
     if type(parameter) is nn.Parameter:
-        return weakref.ref(parameter.untyped_storage())
-    return [weakref.ref(storage) for storage in storages_of(parameter)]
+        return version, weakref.ref(parameter.untyped_storage())
+    return version, [weakref.ref(storage) for storage in storages_of(parameter)]
+
+
+def _other_parameter(m: nn.Module, name: str, p: torch.Tensor, mark: tuple[int, Any]) -> RuntimeError:
+    """What to raise for a parameter that is no longer as `mark` has it."""
+    if version_of(p) != mark[0]:
+        return modified_error(
+            p.shape,
+            mark[0],
+            version_of(p),
+            f". It is parameter {name!r} of a {type(m).__name__}, which backward runs again: step the "
+            "optimizer when the backward is over, not in its hooks, or keep or swap this stage",
+        )
+    return RuntimeError(
+        f"the data of parameter {name!r} {list(p.shape)} was replaced between forward and backward, which "
+        "runs this stage again with it: the gradient would be another; write to .data between steps"
+    )

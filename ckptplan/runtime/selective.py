@@ -25,6 +25,7 @@ from ckptplan.core.errors import PlanMismatchError
 from ckptplan.runtime.check import Digest, StageCheck
 from ckptplan.runtime.swap import Held, has_position
 
+_CAST = torch.ops.aten._to_copy.default
 _ASKING = {torch.ops.prim.device.default, torch.ops.prim.layout.default, *FunctionalTensor.metadata_fns}
 
 
@@ -56,7 +57,7 @@ class NumberedOps(TorchDispatchMode):
 
 def is_numbered(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether a call gets a number (NOTE [Numbering])."""
-    return _counts(func) and not _casts_parameter(func, args)
+    return _counts(func) and not (func is _CAST and _casts_parameter(args))
 
 
 @functools.cache
@@ -82,19 +83,24 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
-def _operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, torch.Tensor):
+            found.append(x)
+        elif isinstance(x, (list, tuple)):
+            found += _tensors(x)
+    return found
+
+
+def _operation(func: Any, operands: list[torch.Tensor]) -> Hashable:
     """What tells operations apart: the function, and the shapes and dtypes of its operands."""
-    operands = [*args, *kwargs.values()]
-    if any(isinstance(x, (list, tuple)) for x in operands):
-        operands = _tensors(operands)
-    return func, tuple([(t.shape, t.dtype) for t in operands if isinstance(t, torch.Tensor)])
+    return func, tuple([(t.shape, t.dtype) for t in operands])
 
 
-def _casts_parameter(func: Any, args: tuple[Any, ...]) -> bool:
+def _casts_parameter(args: tuple[Any, ...]) -> bool:
     """Whether this is a cast that autocast's cache may leave out the next time."""
-    if func is not torch.ops.aten._to_copy.default or not args:
-        return False
-    return isinstance(args[0], torch.nn.Parameter) and args[0].requires_grad
+    return bool(args) and isinstance(args[0], torch.nn.Parameter) and args[0].requires_grad
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -227,10 +233,11 @@ class Selection:
             self._random.append(number)
         if number > self._last:
             return func(*args, **kwargs)
-        self._made.append(_operation(func, args, kwargs))
+        operands = _operands(args, kwargs)
+        self._made.append(_operation(func, operands))
         if number not in self._ops:
             return func(*args, **kwargs)
-        inputs = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+        inputs = {t.untyped_storage()._cdata for t in operands}
         result = func(*args, **kwargs)
         made = _tensors(result)
         if not can_be_saved(func) or not made or any(t.untyped_storage()._cdata in inputs for t in made):
@@ -257,7 +264,7 @@ class Selection:
     def _recompute(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._next > self._last:
             return func(*args, **kwargs)
-        found = _operation(func, args, kwargs)
+        found = _operation(func, _operands(args, kwargs))
         if found != self._made[self._next]:
             raise PlanMismatchError(
                 f"stage {self._name!r}: operation number {self._next} was {_describe(self._made[self._next])} in "

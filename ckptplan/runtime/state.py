@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckptplan.runtime.cells import Changing, Snapshot, Tables, below
+from ckptplan.runtime.code import Read, hooks_of
 from ckptplan.runtime.generators import Generators
+from ckptplan.runtime.process import Hooks, Leaves, Switches
 
 
 def random_state(generators: Iterable[Any] = ()) -> Callable[[], None]:
@@ -57,25 +62,68 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def kept(model: nn.Module, others: Iterable[Any] = ()) -> Iterator[tuple[Snapshot, Tables]]:
-    """Inside, Python state may change that `model` and `others` lead to: attributes, containers, names.
+def kept(model: nn.Module, others: Iterable[Any] = ()) -> Iterator[tuple[Snapshot, Callable[[], None]]]:
+    """Inside, forward may change all but values: attributes, containers and names, hooks, flags, modes, globals.
 
     It is as before afterwards.
 
     Yields
     ------
-    Snapshot, Tables
+    Snapshot
         What was there.
+    callable
+        Puts names, flags and modes back already. Hooks and forwards stay, since a plan may have been applied inside.
     """
+    others = [*others, *hooks_of(model)]
     found = Snapshot(below(model), others, changing=Changing(), searches=True)
+    read = Read([*found.modules, *others])
     tables = Tables(found.modules, parameters=True)
+    switches, leaves, hooks = Switches(), Leaves(found.modules), Hooks(found.modules)
     back = found.put()
-    try:
-        yield found, tables
-    finally:
+
+    def put() -> None:
+        switches.put()
         tables.put()
-        found.put()
-        back()
+        leaves.put()
+        read.put()
+
+    with contextlib.ExitStack() as stack:
+        for undo in (back, found.put, hooks.put, put):  # the last one first, and each whatever becomes of the others
+            stack.callback(undo)
+        yield found, put
+
+
+class _Stepped:
+    """Optimizers that step, as hooks on gradients may have them do, with their state and parameters as before."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[torch.optim.Optimizer, list[tuple[Any, Any]], Callable[[], None]]] = {}
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """Afterwards they are as before their first step inside."""
+        hook = register_optimizer_step_pre_hook(self._note)
+        try:
+            yield
+        finally:
+            hook.remove()
+            self.put()
+
+    def put(self) -> None:
+        """Put them back already."""
+        for _, tables, values in self._found.values():
+            for table, contents in tables:
+                table.clear()
+                table.update(contents)
+            values()
+
+    def _note(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if id(optimizer) not in self._found:
+            tables: list[Any] = [optimizer.state, *optimizer.state.values(), *optimizer.param_groups]
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            held = [v for table in tables for v in table.values() if isinstance(v, torch.Tensor)]
+            copies = [(table, dict(table)) for table in tables]
+            self._found[id(optimizer)] = optimizer, copies, tensor_state([*parameters, *held])
 
 
 _ONE_AT_A_TIME = threading.RLock()
@@ -84,22 +132,25 @@ _ONE_AT_A_TIME = threading.RLock()
 
 @contextlib.contextmanager
 def restored(model: nn.Module, others: Iterable[Any] = ()) -> Iterator[Callable[[], None]]:
-    """Give the model back, whatever happens inside: gradients, buffers, attributes, training flags, random states.
+    """Give all back as it was, whatever happens inside: what `kept` does, gradients, buffers, random states.
 
+    Optimizers that step inside are as before, too. Parameters that forward writes to aren't (`ParameterState`).
     Inside, autograd is on, and no other thread is: a second one waits until the first has left.
 
     Yields
     ------
     callable
-        Rewinds buffers, attributes and random states to the start and drops gradients, so that every run starts alike.
+        Rewinds buffers, attributes, flags, modes and random states to the start and drops gradients, so that every run
+        starts alike.
     """
-    with _ONE_AT_A_TIME, torch.inference_mode(False), torch.enable_grad():
+    with _ONE_AT_A_TIME, warnings.catch_warnings(), _collecting(), torch.inference_mode(False), torch.enable_grad():
         yield from _restored(model, others)
 
 
 def _restored(model: nn.Module, others: Iterable[Any]) -> Iterator[Callable[[], None]]:
-    gradients = [(p, p.grad) for p in model.parameters()]
-    with kept(model, others) as (found, tables):
+    stepped = _Stepped()
+    with kept(model, others) as (found, put), stepped.undone():
+        gradients = [(p, p.grad) for m in found.modules for p in m._parameters.values() if p is not None and p.is_leaf]
         buffers = [buffer for m in found.modules for buffer in m._buffers.values() if buffer is not None]
         values = tensor_state(
             [*buffers, *(t for _, t in (*found.tensors, *found.distant) if not isinstance(t, nn.Parameter))]
@@ -109,15 +160,27 @@ def _restored(model: nn.Module, others: Iterable[Any]) -> Iterator[Callable[[], 
         def rewind() -> None:
             for p, _ in gradients:
                 p.grad = None
-            tables.put()
+            put()
+            stepped.put()
             values()
             generators()
             found.put()
 
-        try:
-            yield rewind
-        finally:
-            values()
-            generators()
+        def restore_gradients() -> None:
             for p, gradient in gradients:
                 p.grad = gradient
+
+        with contextlib.ExitStack() as stack:
+            for undo in (restore_gradients, generators, values, put):  # the last one first
+                stack.callback(undo)
+            yield rewind
+
+
+@contextlib.contextmanager
+def _collecting() -> Iterator[None]:
+    """Cyclic garbage is collected afterwards if it is now."""
+    enabled = gc.isenabled()
+    try:
+        yield
+    finally:
+        (gc.enable if enabled else gc.disable)()

@@ -120,8 +120,9 @@ class TrainingStep:
 
     def reached(self) -> list[Any]:
         """Objects besides the model that running the step may change."""
-        functions = [f for f in (self.fn, self.loss_fn) if isinstance(f, FunctionType)]
-        return [self.args, self.kwargs, *(value for f in functions for value in getclosurevars(f).nonlocals.values())]
+        functions = [self.fn, self.loss_fn]
+        enclosed = (getclosurevars(f).nonlocals.values() for f in functions if isinstance(f, FunctionType))
+        return [self.args, self.kwargs, *(value for values in enclosed for value in values), *functions]
 
     def on_device(self, device: torch.device) -> None:
         """Raise `InvalidInputError` if an input lies neither where the model does nor on the host.

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
 
 from ckptplan.runtime.flags import flags, set_flags
 from ckptplan.runtime.modes import Modes
+from ckptplan.runtime.put_back import Steps, enter
 from ckptplan.runtime.streams import current_stream, run_on
 
 T = TypeVar("T")
@@ -33,41 +33,33 @@ class Surroundings:
     """
 
     def __init__(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
-        devices = {device, *(t.device for t in tensors)}
+        devices = {device, *[t.device for t in tensors]}
         self._stream = current_stream(device)
         self._random = torch.get_rng_state()
-        self._device_random = _device_states(d for d in devices if _has_generator(d))
+        self._device_random = _device_states([d for d in devices if _has_generator(d)])
         self._flags = flags()
         self._modes = Modes()
         self._variables = contextvars.copy_context()
         self._default_device = _default_device()
-        self._autocast = [_autocast(kind) for kind in {"cpu", *(d.type for d in devices)} if _has_autocast(kind)]
+        self._autocast = [_autocast(kind) for kind in {"cpu", *[d.type for d in devices]} if _has_autocast(kind)]
 
-    @contextlib.contextmanager
-    def restored(self, tensors: Sequence[torch.Tensor] = ()) -> Iterator[None]:
-        """As it was, for a run on `tensors`; random states go on afterwards as if nothing had run inside."""
-        random, device_random = torch.get_rng_state(), _device_states(self._device_random)
-        try:
-            torch.set_rng_state(self._random)
-            _set_device_states(self._device_random)
-            with contextlib.ExitStack() as stack:
-                if self._stream is not None:
-                    stack.enter_context(run_on(self._stream, tensors))
-                for kind, dtype, enabled, caches in self._autocast:
-                    if _autocast(kind) != (kind, dtype, enabled, caches):
-                        stack.enter_context(torch.autocast(kind, dtype, enabled, caches))
-                if _default_device() != self._default_device:
-                    stack.enter_context(self._default_device)
-                now = flags()
-                if now != self._flags:
-                    stack.callback(set_flags, now)
-                    set_flags(self._flags)
-                if self._modes.differ():
-                    stack.enter_context(self._modes.active())
-                yield
-        finally:
-            torch.set_rng_state(random)
-            _set_device_states(device_random)
+    def put(self, undo: Steps, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """As it was, for a run on `tensors`; random states go on afterwards as if nothing had run in between."""
+        undo.append(functools.partial(_set_random_states, torch.get_rng_state(), _device_states(self._device_random)))
+        _set_random_states(self._random, self._device_random)
+        if self._stream is not None:
+            enter(run_on(self._stream, tensors), undo)
+        for state in self._autocast:
+            if _autocast(state[0]) != state:
+                enter(torch.autocast(*state), undo)
+        if _default_device() != self._default_device:
+            enter(self._default_device, undo)
+        now = flags()
+        if now != self._flags:
+            undo.append(functools.partial(set_flags, now))
+            set_flags(self._flags)
+        if self._modes.differ():
+            enter(self._modes.active(), undo)
 
     def run(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
         """Call `function` with context variables as they were; what it sets them to is dropped."""
@@ -83,8 +75,9 @@ def _device_states(devices: Iterable[torch.device]) -> dict[torch.device, torch.
     return {device: torch.get_device_module(device).get_rng_state(device) for device in devices}
 
 
-def _set_device_states(states: dict[torch.device, torch.Tensor]) -> None:
-    for device, state in states.items():
+def _set_random_states(cpu: torch.Tensor, devices: dict[torch.device, torch.Tensor]) -> None:
+    torch.set_rng_state(cpu)
+    for device, state in devices.items():
         torch.get_device_module(device).set_rng_state(state, device)
 
 

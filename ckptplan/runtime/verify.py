@@ -30,6 +30,7 @@ from ckptplan.runtime.measure import (
     unique_bytes,
 )
 from ckptplan.runtime.parameters import ParameterState
+from ckptplan.runtime.process import in_own_context
 from ckptplan.runtime.state import restored
 from ckptplan.runtime.stats import Stats
 from ckptplan.runtime.step import LossFn, TrainingStep, fingerprint, make_step, model_device, training_config
@@ -163,6 +164,7 @@ def _row(name: str, predicted: str, measured: str, remark: str = "") -> str:
     return f"{name:<16}{predicted:>14}{measured:>14}  {remark}".rstrip()
 
 
+@in_own_context
 def verify(
     model: nn.Module,
     plan: Plan,

@@ -53,6 +53,7 @@ from ckptplan.core.errors import CkptPlanError
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.runtime.apply import Handle
+from ckptplan.runtime.check import When
 from ckptplan.runtime.measure import held_tensors, peak_above_start, unique_bytes
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.selective import NumberedOps
@@ -223,11 +224,14 @@ class Outcome:
         The error, the notes, or the names of what differs.
     stages : str
         How many of the module stages had the decision.
+    step : int
+        In which step of the training, from 1, it failed or first differed; 0: none of them.
     """
 
     kind: Kind
     detail: str = ""
     stages: str = ""
+    step: int = 0
 
     @property
     def broken(self) -> bool:
@@ -260,14 +264,26 @@ def _built(case: Case) -> Odd:
     return odd
 
 
+class _InStep(Exception):
+    """A step of the training has failed; the error is the cause."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
+
+
 @_quiet()
 def _train(odd: Odd) -> dict[str, Any]:
     """Train for all steps; what is to be compared, by name."""
     _seed()
     found: dict[str, Any] = {}
-    for number, extras in enumerate(odd.loop(odd.model, odd.inputs), 1):
-        for name, value in _left(odd, extras).items():
-            found[f"step {number}: {name}"] = value
+    number = 0
+    try:
+        for number, extras in enumerate(odd.loop(odd.model, odd.inputs), 1):
+            for name, value in _left(odd, extras).items():
+                found[f"step {number}: {name}"] = value
+    except Exception as error:
+        raise _InStep(number + 1) from error
     if number != STEPS:
         raise BadCase(f"the loop has {number} steps, not {STEPS}")
     return found
@@ -541,25 +557,44 @@ class Trial:
             return profile, _failed(error, self.case)
         return profile, _compared(found, wanted)
 
-    def outcome(self, decision: str) -> Outcome:
+    def plan_for(self, decision: str) -> Plan | None:
+        """The plan that forces a decision; None where there is none."""
+        profile, _ = self.profiled
+        if isinstance(profile, Exception):
+            return None
+        try:
+            return _plan(self.case, profile, decision)[0]
+        except (_NotPossible, CkptPlanError):
+            return None
+
+    def outcome(self, decision: str, *, plan: Plan | None = None, check: When = "sampled") -> Outcome:
         """What becomes of the case under a decision, one of `DECISIONS` or `MIXED`.
+
+        Parameters
+        ----------
+        plan : Plan, optional
+            As `plan_for` gives it, in place of one from a profile that is made now.
+        check : "sampled", "always" or "off"
+            As for `apply`.
 
         Raises
         ------
         BadCase
         """
-        case, wanted = self.case, self.wanted
-        profile, after = self.profiled
-        if decision == "profiled":
-            return after
-        if isinstance(profile, Exception):
-            return _failed(profile, case, before=True)
+        case, wanted, stages = self.case, self.wanted, ""
+        if plan is None:
+            profile, after = self.profiled
+            if decision == "profiled":
+                return after
+            if isinstance(profile, Exception):
+                return _failed(profile, case, before=True)
         try:
-            plan, stages = _plan(case, profile, decision)
+            if plan is None:
+                plan, stages = _plan(case, profile, decision)
             if case.measured:
                 plan = dataclasses.replace(plan, budget_bytes=plan.peak_bytes)
             odd = _built(case)
-            handle = _applied(odd, plan)
+            handle = _applied(odd, plan, check)
         except _NotPossible as why:
             return Outcome("not possible", str(why))
         except BadCase:
@@ -580,7 +615,7 @@ class Trial:
             raise BadCase(f"{case.name}: nothing was moved or recomputed under {decision}, which was to be forced")
         if ended.kind == "equal" and case.measured and not any(choice.ops for choice in plan.choices):
             odd = _built(case)
-            with _applied(odd, plan):
+            with _applied(odd, plan, check):
                 peak_bytes = _peak(odd)
             share = peak_bytes / plan.budget_bytes - 1
             text = f"{peak_bytes} bytes measured, {plan.budget_bytes} planned ({share:+.1%})"
@@ -593,37 +628,49 @@ def _trial(name: str) -> Trial:
     return Trial(CASES[name])
 
 
-def outcome(name: str, decision: str) -> Outcome:
-    """What becomes of a registered case under a decision, one of `DECISIONS`.
+def plan_for(name: str, decision: str) -> Plan | None:
+    """The plan that forces a decision on a registered case; None where there is none."""
+    return _trial(name).plan_for(decision)
+
+
+def outcome(name: str, decision: str, *, plan: Plan | None = None, check: When = "sampled") -> Outcome:
+    """What becomes of a registered case, as `Trial.outcome`.
 
     Raises
     ------
     BadCase
     """
-    return _trial(name).outcome(decision)
+    return _trial(name).outcome(decision, plan=plan, check=check)
 
 
 @_quiet()
-def _applied(odd: Odd, plan: Plan) -> Handle:
-    return ckptplan.apply(odd.model, plan)
+def _applied(odd: Odd, plan: Plan, check: When) -> Handle:
+    return ckptplan.apply(odd.model, plan, check=check)
 
 
 def _compared(found: dict[str, Any], wanted: dict[str, Any]) -> Outcome:
     differing = _differing(found, wanted)
     if not differing:
         return Outcome("equal")
-    return Outcome("DIFFERENT", f"{len(differing)} of {len(wanted)} values, first {', '.join(differing[:4])}")
+    text = f"{len(differing)} of {len(wanted)} values, first {', '.join(differing[:4])}"
+    step = int(differing[0].partition(":")[0].removeprefix("step "))
+    return Outcome("DIFFERENT", text, step=step)
 
 
 def _failed(error: Exception, case: Case, *, before: bool = False) -> Outcome:
     """The outcome of an error, by who raised it: this package on purpose, or anything else."""
+    step = 0
+    if isinstance(error, _InStep):
+        step = error.step
+        assert isinstance(error.__cause__, Exception)
+        error = error.__cause__
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"
     ours = isinstance(error, CkptPlanError) and "failed while" not in str(error)
     if not ours and isinstance(error, RuntimeError):
         ours = _raised_on_purpose(error)
     if ours and case.says and not any(word in text for word in case.says):
-        return Outcome("raw error", f"{text} [has none of {', '.join(map(repr, case.says))}]")
-    return Outcome(("refused" if before else "error") if ours else "raw error", text)
+        return Outcome("raw error", f"{text} [has none of {', '.join(map(repr, case.says))}]", step=step)
+    return Outcome(("refused" if before else "error") if ours else "raw error", text, step=step)
 
 
 _PACKAGE = str(Path(ckptplan.__file__).parent)

@@ -6,9 +6,11 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from small_models import Transformer
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -96,6 +98,72 @@ def output_kept_for_the_next_step() -> Odd:
     model = nn.Sequential(*(Remembering() for _ in range(DEPTH)))
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     return Odd(model, batch(), _trained(optimizer), optimizer)
+
+
+class _SavesMore(torch.autograd.Function):
+    """Saves its input, and where its tensors are real what it may need besides."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*((x,) if isinstance(x, FakeTensor) else (x, x.exp(), x.sin())))
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return 2 * ctx.saved_tensors[0] * gradients[0]
+
+
+def _part(x: torch.Tensor) -> torch.Tensor:
+    """A part of a large storage; of a fake tensor all of a small one."""
+    whole = x.new_empty(1 if isinstance(x, FakeTensor) else 5, *x.shape)
+    whole[-1] = 2 * torch.sigmoid(x.detach())
+    return x * whole[-1]
+
+
+def _from_numpy(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.from_numpy(np.full((6, *x.shape), 0.5, np.float32))[2]
+
+
+def _resized(x: torch.Tensor) -> torch.Tensor:
+    scale = torch.empty(0)
+    scale.resize_(x.shape).fill_(2.0)
+    return x * scale
+
+
+def _with(odd: Callable[[torch.Tensor], torch.Tensor]) -> Odd:
+    """Layers that do something odd in between, and plain ones."""
+
+    class Between(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return odd(torch.tanh(self.linear(x)))
+
+    model = nn.Sequential(Layer(), Between(), Between(), Layer())
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    return Odd(model, batch(), _trained(optimizer), optimizer)
+
+
+@case("10", measured=True)
+def saves_less_when_fake() -> Odd:
+    """An autograd Function that saves more than the trace without memory shows."""
+    return _with(_SavesMore.apply)
+
+
+@case("10", measured=True)
+def part_of_a_large_storage() -> Odd:
+    """A layer that saves a view of a storage which is five times as large as traced."""
+    return _with(_part)
+
+
+@case("10", measured=True)
+def memory_of_numpy() -> Odd:
+    """A layer that saves a view of an array of numpy's."""
+    return _with(_from_numpy)
+
+
+@case("10", measured=True)
+def resized_in_place() -> Odd:
+    """A layer that saves a tensor which `resize_` has made larger."""
+    return _with(_resized)
 
 
 @case("11", measured=True)

@@ -44,6 +44,24 @@ def fused_sgd_between_two_backwards() -> Odd:
     return chain(Normed, _two_backwards(lambda parameters: torch.optim.SGD(parameters, lr=0.5, fused=True)))
 
 
+class _Outside(torch.optim.Optimizer):
+    """Writes as a kernel of its own would, of which autograd knows nothing."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(p.grad, alpha=0.5)
+
+
+@case("4")
+def other_optimizer_between_two_backwards() -> Odd:
+    """An optimizer with a kernel of its own steps between two backwards through one forward."""
+    return chain(Normed, _two_backwards(_Outside))
+
+
 def _between(change: Callable[[nn.Module], Any], back: Callable[[nn.Module], Any] = lambda model: None) -> Loop:
     """A loop that calls `change` between forward and backward, and `back` behind it."""
 
@@ -64,6 +82,37 @@ def _between(change: Callable[[nn.Module], Any], back: Callable[[nn.Module], Any
 def parameter_data_between_forward_and_backward() -> Odd:
     """`p.data.mul_()` between forward and backward."""
     return chain(Normed, _between(lambda model: [p.data.mul_(0.5) for p in model.parameters()]))
+
+
+@case("4")
+def parameter_data_replaced_before_backward() -> Odd:
+    """`p.data = ...` between forward and backward."""
+
+    def replace(model: nn.Module) -> None:
+        for p in model.parameters():
+            p.data = p.data * 0.5
+
+    return chain(Normed, _between(replace))
+
+
+@case("4")
+def parameters_replaced_before_backward() -> Odd:
+    """Modules have other parameters in backward than in forward."""
+
+    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+        for _ in range(STEPS):
+            model.zero_grad()
+            loss = loss_of(model(x))
+            former = [layer.norm.weight for layer in model]  # type: ignore[attr-defined]
+            for layer in model:  # type: ignore[attr-defined]
+                layer.norm.weight = nn.Parameter(torch.full((WIDTH,), 0.5))
+            loss.backward()
+            for layer, weight in zip(model, former, strict=True):  # type: ignore[call-overload]
+                layer.norm.weight = weight
+            update(model)
+            yield [loss.detach()]
+
+    return chain(Normed, loop)
 
 
 def _frozen(model: nn.Module, name: str, frozen: bool) -> None:

@@ -8,7 +8,7 @@ import functools
 import itertools
 import random
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from odd.harness import STEPS, WIDTH, Extras, Odd, case, loss_of, plain_step, update
+from odd.harness import STEPS, WIDTH, Extras, Odd, case, loss_of, plain_loop, plain_step, update
 from odd.layers import Layer, batch, chain, passing
 
 # ---------------------------------------------------------------- 1: written without a version counter
@@ -629,6 +629,87 @@ def counter_on_the_parent() -> Odd:
     for layer in odd.model:  # type: ignore[union-attr]
         layer.parent = [odd.model]
     return odd
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def next(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
+@case("2")
+def counter_in_an_object() -> Odd:
+    """A plain object with a counter."""
+
+    class Stage(Layer):
+        def set_up(self) -> None:
+            self.counter = _Counter()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.tanh(self.linear(x) * self.counter.next())
+
+    return chain(Stage)
+
+
+@case("2")
+def counter_in_a_function() -> Odd:
+    """A function that counts in a variable that it encloses."""
+
+    def counter() -> Callable[[], int]:
+        calls = 0
+
+        def count() -> int:
+            nonlocal calls
+            calls += 1
+            return calls
+
+        return count
+
+    class Stage(Layer):
+        def set_up(self) -> None:
+            self.count = counter()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.tanh(self.linear(x) * self.count())
+
+    return chain(Stage)
+
+
+_CALLS = [0]
+
+
+@case("2")
+def counter_of_the_program() -> Odd:
+    """A counter in a global variable."""
+
+    class Stage(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            _CALLS[0] += 1
+            return x + torch.tanh(self.linear(x) * _CALLS[0])
+
+    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+        _CALLS[0] = 0
+        return plain_loop(model, x)
+
+    return chain(Stage, loop)
+
+
+@case("2")
+def counter_without_effect() -> Odd:
+    """A layer that counts its calls in a list, for nothing that it computes."""
+
+    class Stage(Layer):
+        def set_up(self) -> None:
+            self.calls: list[int] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls.append(len(self.calls))
+            return super().forward(x)
+
+    return chain(Stage)
 
 
 @case("2")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
+import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -139,6 +143,45 @@ def dispatch_mode() -> Odd:
     return chain(Layer, one_forward_around(_SmallerTanh))
 
 
+@case("3")
+def dispatch_mode_in_backward() -> Odd:
+    """A mode on operations around backward alone, which has none of those that it changes."""
+
+    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+        for _ in range(STEPS):
+            model.zero_grad()
+            loss = loss_of(model(x))
+            with _SmallerTanh():
+                loss.backward()
+            update(model)
+            yield [loss.detach()]
+
+    return chain(Layer, loop)
+
+
+@case("3")
+def context_variable() -> Odd:
+    """A context variable of forward, whose backward runs in another thread."""
+    scale: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
+
+    class Stage(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.tanh(self.linear(x) * scale.get())
+
+    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+        for _ in range(STEPS):
+            model.zero_grad()
+            token = scale.set(3.0)
+            loss = loss_of(model(x))
+            scale.reset(token)
+            with ThreadPoolExecutor(1) as other:
+                other.submit(loss.backward).result()
+            update(model)
+            yield [loss.detach()]
+
+    return chain(Stage, loop)
+
+
 # ---------------------------------------------------------------- hooks
 
 
@@ -150,6 +193,17 @@ def saved_tensors_hooks_of_the_user() -> Odd:
         return tensor.bfloat16() if tensor.is_floating_point() and not tensor.is_leaf else tensor
 
     hooks = functools.partial(torch.autograd.graph.saved_tensors_hooks, pack, lambda packed: packed.float())
+    return chain(Layer, one_forward_around(hooks))
+
+
+@case("3")
+def saved_tensors_hooks_that_draw() -> Odd:
+    """Hooks that save what backward needs with noise."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.is_leaf else tensor * random.random()
+
+    hooks = functools.partial(torch.autograd.graph.saved_tensors_hooks, pack, lambda packed: packed)
     return chain(Layer, one_forward_around(hooks))
 
 
@@ -215,6 +269,39 @@ def forward_patched_for_a_while() -> Odd:
             yield [loss.detach()]
 
     return chain(Layer, loop)
+
+
+@contextlib.contextmanager
+def _larger_products() -> Iterator[None]:
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda module, given, output: output * 1.5 if isinstance(module, nn.Linear) else None
+    )
+    with hook:
+        yield
+
+
+@case("3")
+def hook_on_all_modules() -> Odd:
+    """A hook on all modules in forward alone."""
+    return chain(Layer, one_forward_around(_larger_products))
+
+
+@case("3")
+def class_patched_for_a_while() -> Odd:
+    """Another forward of the class of layers' modules in forward alone."""
+
+    class Inner(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    class Stage(Layer):
+        def set_up(self) -> None:
+            self.linear = Inner(WIDTH, WIDTH)
+
+    def larger(inner: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, inner.weight, inner.bias) * 1.5
+
+    return chain(Stage, one_forward_around(lambda: mock.patch.object(Inner, "forward", larger)))
 
 
 # ---------------------------------------------------------------- 8: no tensor among the arguments

@@ -601,7 +601,6 @@ COMPARABLE = {
     "frozen for a step",
     "weights shrunk between steps",
     "learning rate",
-    "evaluation mode for a step",
     "garbage collected",
 }
 """Events beside which no step takes more memory than one without them."""

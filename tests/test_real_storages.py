@@ -1,0 +1,156 @@
+"""What stages save and return in a real forward is held against what was traced without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import small_models
+import torch
+from made_plans import plan_of
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+import ckptplan
+from ckptplan.core.profile import Profile
+from ckptplan.core.units import format_bytes
+
+ROWS, WIDTH = 128, 64
+BYTES = ROWS * WIDTH * 4
+
+
+def _is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
+class _More(torch.autograd.Function):
+    """Saves a mask and its input, of fake tensors its input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*((x,) if _is_fake(x) else (x, x.exp(), x.sin())))
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return 2 * ctx.saved_tensors[0] * gradients[0]
+
+
+class _Other(torch.autograd.Function):
+    """Saves its input; of a fake tensor a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x.clone() if _is_fake(x) else x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return 2 * ctx.saved_tensors[0] * gradients[0]
+
+
+class _Wide(torch.autograd.Function):
+    """Saves a part of a large storage; of a fake tensor as much as it needs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        whole = x.new_empty(1 if _is_fake(x) else 5, *x.shape)
+        whole[-1].copy_(x)
+        ctx.save_for_backward(whole[-1])
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return 2 * ctx.saved_tensors[0] * gradients[0]
+
+
+def _narrow(x: torch.Tensor) -> torch.Tensor:
+    """A view of a large storage, of a fake tensor of a small one."""
+    return x.tanh().expand(1 if _is_fake(x) else 4, *x.shape).contiguous()[0]
+
+
+def _resized(x: torch.Tensor) -> torch.Tensor:
+    """A tensor that is as large as it needs after it was made."""
+    scale = torch.empty(0)
+    scale.resize_(x.shape).fill_(2.0)
+    return x * scale
+
+
+def _from_numpy(x: torch.Tensor) -> torch.Tensor:
+    """A view of memory that numpy has."""
+    return x * torch.from_numpy(np.full((6, *x.shape), 0.5, np.float32))[2]
+
+
+def _branch(x: torch.Tensor) -> torch.Tensor:
+    """Another operation on real values."""
+    return x.sin() if _is_fake(x) else x.sin() * x.cos()
+
+
+ODD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "more": _More.apply,
+    "other": _Other.apply,
+    "wide": _Wide.apply,
+    "narrow": _narrow,
+    "resized": _resized,
+    "from_numpy": _from_numpy,
+    "branch": _branch,
+}
+REFUSED = {"more": 2 * BYTES, "narrow": 4 * BYTES, "branch": 2 * BYTES}
+LARGER = {"wide": 4 * BYTES}
+
+
+class _Layer(nn.Module):
+    def __init__(self, odd: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.odd = odd
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.odd(self.linear(x))
+
+
+def model_with(odd: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    torch.manual_seed(0)
+    plain = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+    first, last = plain
+    return nn.Sequential(first, _Layer(odd), _Layer(odd), last)
+
+
+def _profile(model: nn.Module) -> Profile:
+    return ckptplan.profile(model, inputs(), menus=False)
+
+
+def inputs() -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(ROWS, WIDTH)
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("action", ["keep", "swap", "recompute"])
+def test_peaks_and_gradients_are_right(name: str, action: Any) -> None:
+    model = model_with(ODD[name])
+    measured = _profile(model)
+    plan = plan_of(measured, [action] * len(measured.stages))
+    found = ckptplan.verify(model, plan, inputs(), repeats=1)
+    assert found.gradients_equal
+    assert found.other_paths == 0
+    assert found.measured_peak_bytes <= plan.peak_bytes
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_notes_say_which_stages_and_by_how_much(name: str) -> None:
+    measured = _profile(model_with(ODD[name]))
+    notes = [note for note in measured.notes if "without memory" in note]
+    kept = [stage.name for stage in measured.stages if len(stage.options) == 1 and not stage.is_glue]
+    more = {**REFUSED, **LARGER}.get(name)
+    assert kept == (["1", "2"] if name in REFUSED else [])
+    wanted = [note for note in notes if name not in REFUSED or "it is kept" in note]
+    assert [note.partition(" ")[0] for note in wanted] == ([] if more is None else ["1", "2"])
+    assert all(f"{format_bytes(more)} more" in note for note in wanted)
+
+
+@pytest.mark.parametrize("name", small_models.BUILDERS)
+def test_nothing_is_said_of_models_that_are_traced_right(name: str) -> None:
+    assert not [note for note in small_models.measured(name).notes if "without memory" in note]
