@@ -122,6 +122,7 @@ class _Timing:
         self.samples: dict[tuple[str, Way, str], list[Took]] = {}
         self.otherwise: set[tuple[str, Way]] = set()  # what ran other operations than were traced
         self.unlike: dict[str, str] = {}  # kinds that can't run again, and why
+        self.tried: set[int] = set()  # stages that were run again
         self.needs_graph: set[str] = set()
         self.glue: dict[tuple[str, int], list[Took]] = {}
         self.anchors: list[torch.Tensor] = []
@@ -214,9 +215,13 @@ class _Timing:
         kind = self.kinds[self.names[index]]
         if self.repeats and kind not in self.done:
             self.done.add(kind)
+            self._try_again(index, module, original, args, kwargs)
             self._time(kind, module, original, args, kwargs)
         if self.watched is None:
             output = self._without_graph(kind, original, args, kwargs)
+            # Each stage, since those of a kind run the same operations, but may read other things than tensors; behind
+            # its own run, which is to find the state of the first step.
+            self._try_again(index, module, original, args, kwargs)
         else:
             self.watched.begin(2 * index + 1, (args, kwargs))
             output = original(*args, **kwargs)
@@ -258,26 +263,38 @@ class _Timing:
         # `data`, not `detach()`: marking it dirty must not count as a write to what the user's graph saved.
         return _Join.apply(tensor.data, anchors[-1])  # type: ignore[no-any-return]
 
-    def _time(
-        self, kind: str, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _try_again(
+        self, index: int, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        leaves: list[torch.Tensor] = []
+        """Look, once for each stage, whether it can run again."""
+        kind = self.kinds[self.names[index]]
+        if index in self.tried or kind in self.unlike or () not in self.again.get(kind, {}):
+            return
+        self.tried.add(index)
+        new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, self._fresh([], {}), (args, kwargs))
+        found = why_not_again(module, original, new_args, new_kwargs, self.device)
+        if found is not None:
+            self.unlike[kind] = found
 
-        made: dict[int, torch.Tensor] = {}  # arguments that are one tensor stay one
+    def _fresh(
+        self, leaves: list[torch.Tensor], made: dict[int, torch.Tensor]
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What makes arguments for another run, whose graphs end at `leaves`; those that are one tensor stay one."""
 
         def fresh(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) not in made:
                 made[id(tensor)] = self._joined(tensor, leaves) if tensor.requires_grad else tensor.detach()
             return made[id(tensor)]
 
-        again = self.again.get(kind, {})
-        if self.repeats == 1 and () in again:
-            new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, fresh, (args, kwargs))
-            found = why_not_again(module, original, new_args, new_kwargs, self.device)
-            if found is not None:
-                self.unlike[kind] = found
-        if kind in self.unlike:
-            again = {}
+        return fresh
+
+    def _time(
+        self, kind: str, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        leaves: list[torch.Tensor] = []
+        made: dict[int, torch.Tensor] = {}
+        fresh = self._fresh(leaves, made)
+        again = {} if kind in self.unlike else self.again.get(kind, {})
         ways: list[Way] = [None, *(way for way in again if (kind, way) not in self.otherwise)]
         parameters = [p for p in module.parameters() if p.requires_grad]
         # A weight that a hook has made lies outside of the stage, and its graph can't run backward each time.

@@ -898,6 +898,7 @@ class _Tracing:
             digest = hashlib.sha256()
             for op in self.kept.forward[g].ops:
                 digest.update(repr(op.key).encode())
+            digest.update(self.kept.modifies.get(g, "").encode())  # what can't run again is another kind
             self.kinds[g] = f"{'stage' if g % 2 else 'glue'} {digest.hexdigest()[:12]}"
         return self.kinds[g]
 

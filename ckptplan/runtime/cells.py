@@ -271,6 +271,7 @@ class Changing:
         self.calls = 0
         self._objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._without_references: dict[int, type] = {}  # to which nothing can refer weakly
+        self.modules: set[int] = set()  # identities of those whose plain attributes it was seen to change
         self.buffers: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         self._parents: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
@@ -482,6 +483,9 @@ class Snapshot:
         What the stage's forward has left as it was may be changed by others until the stage runs again, and is theirs.
         """
         assert self.changing is not None
+        for module, all_names, _, values_in, values, _ in self._attributes:
+            if tuple(module.__dict__) != all_names or not all(map(operator.is_, values_in(module.__dict__), values)):
+                self.changing.modules.add(id(module))
         for key, found in list(self._cells.items()):
             if found.path and _equal(found.kind.read(found.cell), found.contents):
                 del self._cells[key]
@@ -514,6 +518,8 @@ class Snapshot:
             Identity of a tensor -> the one to put in its place. Iterators get others, at every call.
         """
         undo: Steps = []
+        # What they run next changes these, even where it is now what it was: someone may have reset it.
+        changed = () if self.changing is None else self.changing.modules
         if self._iterators:
             instead = {**instead, **{id(iterator): _copied(iterator) for iterator in self._iterators}}
         try:
@@ -521,7 +527,8 @@ class Snapshot:
                 if instead and is_replaced:
                     values = [instead.get(id(value), value) for value in values]
                 table = module.__dict__
-                if tuple(table) != all_names or not all(map(operator.is_, values_in(table), values)):
+                same = tuple(table) == all_names and all(map(operator.is_, values_in(table), values))
+                if not same or id(module) in changed:
                     undo.append(functools.partial(_put, module, plain_attributes(module)))
                     _put(module, dict(zip(names, values, strict=True)))
             for cell in self._cells.values():
@@ -529,8 +536,8 @@ class Snapshot:
                 if instead and cell.is_replaced:
                     contents = _replaced(contents, lambda value: instead.get(id(value), value))
                 before = cell.kind.read(cell.cell)
+                undo.append(functools.partial(_write_again, cell, before))
                 if not _same(before, contents):
-                    undo.append(functools.partial(cell.kind.write, cell.cell, before))
                     cell.kind.write(cell.cell, contents)
         except BaseException:
             put_back(undo)
@@ -582,6 +589,12 @@ def _replaced(contents: Any, by: Callable[[Any], Any]) -> Any:
     else:
         found = type(contents)(map(by, contents))
     return contents if isinstance(contents, tuple) and _same(found, contents) else found
+
+
+def _write_again(cell: _Cell, contents: Any) -> None:
+    """Write contents that a cell had, unless it has them."""
+    if not _same(cell.kind.read(cell.cell), contents):
+        cell.kind.write(cell.cell, contents)
 
 
 def _put(module: nn.Module, attributes: dict[str, Any]) -> None:

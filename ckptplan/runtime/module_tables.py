@@ -98,12 +98,12 @@ class ModuleTables:
         self._inside = modules[1:]
         self._owns = _owns(self._inside)
         self._of_all = _of_all_modules()
-        self._forwards: list[tuple[Any, Any]] = [
-            (kind, kind.forward)  # type: ignore[attr-defined]
-            for kind in set(map(type, self._inside))
-        ]
         self._tables = [table for module in modules if (table := module._parameters)]
         try:
+            self._forwards: list[tuple[Any, Any]] = [
+                (kind, kind.forward)  # type: ignore[attr-defined]
+                for kind in set(map(type, self._inside))
+            ]
             self._parameters = [table.copy() for table in self._tables]
         except AttributeError as error:
             raise UnsupportedModelError(
