@@ -44,7 +44,7 @@ class Stage(nn.Module):
         self.number = number
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(x)) * self.number(self)
+        return x + torch.tanh(self.linear(x) * self.number(self))
 
 
 def of_object(stage: Stage) -> float:
