@@ -777,6 +777,14 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     ),
     Safeguard(
         17,
+        "nor does such a step change what the user's hooks are given, in a stage that is swapped",
+        "Through.tensor",
+        '        STEPS.check([kept], self._steps, f"gives it to {self._hooks} as it is now")\n',
+        "",
+        ("tests/test_odd_models.py::test_no_promise_is_broken",),
+    ),
+    Safeguard(
+        17,
         "the user's hooks on saved tensors, around a recomputed stage",
         "Frame.forward",
         "UsersHooks.around()",
