@@ -117,6 +117,11 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "odd_models.json",
     ),
     Experiment(
+        "odd_random",
+        "1000 random models and loops that combine odd state, arguments and hooks, under every decision and mixtures",
+        "odd_random.json",
+    ),
+    Experiment(
         "accumulation",
         "Budgets of plans for steps that start with gradients: 36 trainings of three models in three loops, measured",
         "accumulation.json",
@@ -898,14 +903,14 @@ AT_SCALE: dict[int, tuple[str, ...]] = {
     9: ("bitwise",),
     12: ("faults", "soak"),
     14: ("faults",),
-    17: ("bitwise", "odd_models"),
-    18: ("bitwise", "odd_models"),
+    17: ("bitwise", "odd_models", "odd_random"),
+    18: ("bitwise", "odd_models", "odd_random"),
     25: ("soak",),
-    33: ("accumulation",),
+    33: ("accumulation", "odd_random"),
     27: ("faults",),
     29: ("faults",),
     30: ("predicted_steps",),
     31: ("bitwise", "faults"),
-    34: ("odd_models", "check_overhead"),
+    34: ("odd_models", "odd_random", "check_overhead"),
 }
 """Which experiments repeat the runtime's requirements, by number, besides `mutations`, which is about all of them."""

@@ -950,6 +950,22 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     ),
     Safeguard(
         18,
+        "one to which nothing can refer weakly, too",
+        "Changing.add",
+        "            self._without_references[id(value)] = type(value)\n",
+        "            pass\n",
+        ("tests/test_odd_models.py::test_no_promise_is_broken",),
+    ),
+    Safeguard(
+        18,
+        "iterators go on from where forward found them, in every run",
+        "Snapshot.put",
+        "        if self._iterators:\n",
+        "        if False:\n",
+        ("tests/test_cells.py::test_gradients_are_those_of_plain_steps",),
+    ),
+    Safeguard(
+        18,
         "so are variables that a function encloses",
         "Snapshot._add_object",
         "        return self._add(name, value, _CLOSURE if isinstance(value, types.FunctionType) else _OBJECT)\n",
@@ -1726,6 +1742,14 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     ),
     Safeguard(
         33,
+        "what a step leaves on the model counts from the start of the next",
+        "_Tracing.__init__",
+        " + self.kept.left_bytes",
+        "",
+        ("tests/test_odd_models.py::test_no_promise_is_broken",),
+    ),
+    Safeguard(
+        33,
         "gradients are looked at when a pass begins",
         "Controller._begin",
         "            self._gradients.check()",
@@ -1779,6 +1803,14 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "    if not accumulates:",
         "    if True:",
         ("tests/test_accumulation.py::test_verify_finds_gradients_that_the_plan_does_not_reckon_with",),
+    ),
+    Safeguard(
+        34,
+        "what a stage has saved and others edit behind it is compared when backward begins",
+        "Controller._watch_backward",
+        "                current.checks.backward_begins()\n",
+        "                pass\n",
+        ("tests/test_odd_models.py::test_no_promise_is_broken",),
     ),
     Safeguard(
         34,

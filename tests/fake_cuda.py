@@ -205,7 +205,7 @@ class FakeCuda:
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory of the device, freed when its last tensor goes."""
-        return torch.frombuffer(self.take(count * dtype.itemsize), dtype=dtype)
+        return torch.frombuffer(self.take(max(count, 1) * dtype.itemsize), dtype=dtype)[:count]
 
     def _give(self, block: Block) -> None:
         with self.lock:

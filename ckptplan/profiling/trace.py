@@ -43,6 +43,7 @@ from ckptplan.profiling.watched import Watched
 from ckptplan.runtime.cells import Snapshot, below
 from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.generators import SystemDraws
+from ckptplan.runtime.own import storages_of
 from ckptplan.runtime.recompute import cached_weights, shares_containers
 from ckptplan.runtime.shapes import input_tensors
 from ckptplan.runtime.step import TrainingStep
@@ -89,6 +90,8 @@ class Replay:
         Segment -> bytes of the buffers that it updates and, run again, copies first.
     end_bytes : int
         Live bytes after backward, gradients included.
+    left_bytes : int
+        Those of them that the next step starts with, gradients not included.
     wrapped_bytes : int
         Numbers that became tensors, which no replay sees.
     peak_bytes : int
@@ -109,6 +112,7 @@ class Replay:
     rerun: dict[int, int] = field(default_factory=dict)
     copied_bytes: dict[int, int] = field(default_factory=dict)
     end_bytes: int = 0
+    left_bytes: int = 0
     wrapped_bytes: int = 0
     peak_bytes: int = 0
 
@@ -201,6 +205,8 @@ class _Watcher:
             self._once("is given a container that is also one of its attributes")
         if module is not None and cached_weights(module):
             self._once("takes parametrized weights that parametrize.cached() kept from an earlier call")
+        if module is not None and any(isinstance(m, torch.jit.ScriptModule) for m in module.modules()):
+            self._once("has a scripted module (torch.jit), whose state can't be put back for another run")
         self._read.append((self._position, Watched(module, leaves)))
         self.draws.restart()
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
@@ -395,6 +401,7 @@ def replay(
                 tracker.finish()
                 out.end_bytes = tracker.live_bytes
                 del output, loss
+                out.left_bytes = _left_bytes(step.model, tracker, own_storages)
         finally:
             controller.remove()
             watching.close()
@@ -444,6 +451,18 @@ def _random_states_counted(tracker: Tracker, target: Target) -> Iterator[None]:
 
 
 _PACKAGE = __name__.partition(".")[0] + "."
+
+
+def _left_bytes(model: nn.Module, tracker: Tracker, before: Sequence[torch.UntypedStorage]) -> int:
+    """Bytes that a step has left on the model besides gradients, so that the next one starts with them.
+
+    Buffers that were replaced have gone; what was kept in attributes counts once more while it is made again.
+    """
+    now = [*model.parameters(), *model.buffers()]
+    made = {s._cdata: s for t in now if t.grad is not None and tracker.sid(t.grad) for s in storages_of(t.grad)}
+    present = {s._cdata for t in now for s in storages_of(t)}
+    gone = {s._cdata: s for s in before if s._cdata not in present}
+    return max(tracker.live_bytes - sum(map(tracker.size_of, (*made.values(), *gone.values()))), 0)
 
 
 @contextlib.contextmanager
@@ -591,7 +610,7 @@ class _Tracing:
                 for j in range(n)
             )
         )
-        self.resident_bytes += self.kept.wrapped_bytes
+        self.resident_bytes += self.kept.wrapped_bytes + self.kept.left_bytes
         self.segments = self._nonempty()
         self.choices = self._choose() if menus else {}
         self.storages, self.index = self._storages()

@@ -21,12 +21,13 @@ dictionary, a set, a deque, the data attributes of a class, an array, an object 
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import operator
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -109,7 +110,9 @@ def _slots_of(kind: type) -> tuple[str, ...]:
         name
         for c in kind.__mro__
         for name, value in vars(c).items()
-        if isinstance(value, types.MemberDescriptorType) and inspect.getattr_static(kind, name) is value
+        if isinstance(value, types.MemberDescriptorType)
+        and inspect.getattr_static(kind, name) is value
+        and not name.startswith("__")
     )
 
 
@@ -123,7 +126,8 @@ def _write_object(value: Any, contents: Mapping[str, Any]) -> None:
     slots = _slots_of(type(value))  # type: ignore[arg-type]
     for name in slots:
         if name in contents:
-            object.__setattr__(value, name, contents[name])
+            if getattr(value, name, contents) is not contents[name]:  # some of C's are read-only
+                object.__setattr__(value, name, contents[name])
         elif hasattr(value, name):
             object.__delattr__(value, name)
     if hasattr(value, "__dict__"):
@@ -154,10 +158,15 @@ _OBJECT = _Kind(_object_of, _write_object, _values_of)
 _CLASS = _Kind(_data_of, _write_class, _values_of)
 _CLOSURE = _Kind(_closure_of, _write_closure, _values_of)
 _TUPLE, _MODULE, _TENSOR, _GENERATOR, _OTHER = "tuple", "module", "tensor", "generator", "other"
+_ITERATOR = "iterator"
+_ITERATORS = tuple(map(type, (itertools.count(), iter([]), iter(()), iter(range(0)), iter(""))))
+"""Iterators whose copies go on from the same place. They can't be set back, so that copies take their places."""
+_REPLACED = (torch.Tensor, *_ITERATORS)
 
 _CONTAINERS = (
     (list, _LIST), (dict, _DICTIONARY), ((set,), _SET), (collections.deque, _DEQUE), (np.ndarray, _ARRAY),
     ((tuple, frozenset), _TUPLE), (nn.Module, _MODULE), (torch.Tensor, _TENSOR), (GENERATORS, _GENERATOR),
+    (_ITERATORS, _ITERATOR),
 )  # fmt: skip
 
 
@@ -208,6 +217,18 @@ def below(module: nn.Module) -> list[nn.Module]:
     return found
 
 
+def _copied(iterator: Any) -> Any:
+    """An iterator that goes on from where `iterator` is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of itertools, gone in Python 3.14
+        return copy.copy(iterator)
+
+
+def _place(iterator: Any) -> Any:
+    """Where an iterator is, to be compared."""
+    return repr(iterator) if isinstance(iterator, itertools.count) else iterator.__reduce__()
+
+
 def _same(a: Any, b: Any) -> bool:
     """Whether contents are the same, by identity but for arrays."""
     if isinstance(a, np.ndarray):
@@ -230,6 +251,10 @@ def _equal(a: Any, b: Any) -> bool:
         if type(x) is torch.Tensor and x.layout is y.layout is torch.strided:  # one may be held without its graph
             same = x.untyped_storage()._cdata == y.untyped_storage()._cdata and x.shape == y.shape
             return same and not x.is_inference() and not y.is_inference() and x._version == y._version
+        if type(x) in _ITERATORS:
+            return _place(x) == _place(y)
+        if isinstance(x, (list, tuple)):
+            return _equal(x, y)
         return type(x) in _ATOMS and bool(x == y)
 
     if isinstance(a, (np.ndarray, set)) or len(a) != len(b):
@@ -244,9 +269,21 @@ class Changing:
 
     def __init__(self) -> None:
         self.calls = 0
-        self.objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._without_references: dict[int, type] = {}  # to which nothing can refer weakly
         self.buffers: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         self._parents: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+    def add(self, value: Any) -> None:
+        """The stage was seen to change an object."""
+        try:
+            self._objects[id(value)] = value
+        except TypeError:
+            self._without_references[id(value)] = type(value)
+
+    def has(self, value: Any) -> bool:
+        """Whether the stage was seen to change an object, or one that lay in its place and was like it."""
+        return self._objects.get(id(value)) is value or self._without_references.get(id(value)) is type(value)
 
     def is_parent(self, module: nn.Module, stage: nn.Module) -> bool:
         """Whether `stage` lies in `module`."""
@@ -275,14 +312,14 @@ class _Cell:
     contents: Any
     path: tuple[Any, ...]
     """The searched objects that led there, and itself if it is one."""
-    has_tensors: bool = False
+    is_replaced: bool = False  # whether it has values of `_REPLACED`
 
 
 _Attributes = tuple[
     nn.Module, tuple[str, ...], tuple[str, ...], Callable[[dict[str, Any]], tuple[Any, ...]], Sequence[Any], bool
 ]
 """A module, the names of all its attributes, those of the plain ones, what gets their values, these values then, and
-whether tensors are among them."""
+whether any of `_REPLACED` are among them."""
 
 
 @dataclass
@@ -324,6 +361,7 @@ class Snapshot:
         self._attributes: list[_Attributes] = []
         self._known: set[int] | None = None
         self._path: list[Any] = []
+        self._iterators: list[Any] = []
         self._looks = SEARCH_LIMIT if self.searches else 0
         classes: dict[type, None] = {}
         self.modules = list(self.modules)
@@ -344,11 +382,11 @@ class Snapshot:
         all_names = tuple(table)
         names, values_in = _plain(all_names)
         values: Sequence[Any] = values_in(table)
-        has_tensors = False
+        is_replaced = False
         if not _ATOMS.issuperset(map(type, values)):
-            has_tensors = any(isinstance(value, torch.Tensor) for value in values)
+            is_replaced = any(isinstance(value, _REPLACED) for value in values)
             values = [self._keep_attribute(name, value) for name, value in zip(names, values, strict=True)]
-        self._attributes.append((module, all_names, names, values_in, values, has_tensors))
+        self._attributes.append((module, all_names, names, values_in, values, is_replaced))
 
     def _keep_attribute(self, name: str, value: Any) -> Any:
         kind = type(value)
@@ -368,6 +406,9 @@ class Snapshot:
         elif kind is _TUPLE:
             if not _ATOMS.issuperset(map(type, value)):
                 return _replaced(value, functools.partial(self._keep, name))
+        elif kind is _ITERATOR:
+            value = _copied(value)
+            self._iterators.append(value)
         elif kind is _MODULE:
             self._found(value)
         elif isinstance(kind, _Kind):
@@ -394,7 +435,7 @@ class Snapshot:
         inside = kind.values(contents)
         if not _ATOMS.issuperset(map(type, inside)):
             cell.contents = _replaced(contents, functools.partial(self._keep, name))
-            cell.has_tensors = any(isinstance(x, torch.Tensor) for x in inside)
+            cell.is_replaced = any(isinstance(x, _REPLACED) for x in inside)
             if kind not in (_OBJECT, _CLASS, _CLOSURE) and not _same(cell.contents, contents):
                 cell.cell = copy.copy(value)  # which holds no graph, as the original would
                 kind.write(cell.cell, cell.contents)
@@ -405,8 +446,7 @@ class Snapshot:
 
     def _is_cell(self, value: Any) -> bool:
         """Whether an object was seen to change."""
-        known = self.changing is not None and self.changing.objects.get(id(value)) is value
-        return known and id(value) not in self._cells
+        return self.changing is not None and self.changing.has(value) and id(value) not in self._cells
 
     def _is_searched(self, value: Any) -> bool:
         """Whether an object is looked through in this search."""
@@ -447,8 +487,7 @@ class Snapshot:
                 del self._cells[key]
                 continue
             for each in found.path:
-                with contextlib.suppress(TypeError):  # nothing can refer to it weakly
-                    self.changing.objects[id(each)] = each
+                self.changing.add(each)
 
     def differences(self) -> list[str]:
         """Names of the attributes and cells whose contents are others than they were."""
@@ -472,12 +511,14 @@ class Snapshot:
         Parameters
         ----------
         instead : mapping, optional
-            Identity of a tensor -> the one to put in its place.
+            Identity of a tensor -> the one to put in its place. Iterators get others, at every call.
         """
         undo: Steps = []
+        if self._iterators:
+            instead = {**instead, **{id(iterator): _copied(iterator) for iterator in self._iterators}}
         try:
-            for module, all_names, names, values_in, values, has_tensors in self._attributes:
-                if instead and has_tensors:
+            for module, all_names, names, values_in, values, is_replaced in self._attributes:
+                if instead and is_replaced:
                     values = [instead.get(id(value), value) for value in values]
                 table = module.__dict__
                 if tuple(table) != all_names or not all(map(operator.is_, values_in(table), values)):
@@ -485,7 +526,7 @@ class Snapshot:
                     _put(module, dict(zip(names, values, strict=True)))
             for cell in self._cells.values():
                 contents = cell.contents
-                if instead and cell.has_tensors:
+                if instead and cell.is_replaced:
                     contents = _replaced(contents, lambda value: instead.get(id(value), value))
                 before = cell.kind.read(cell.cell)
                 if not _same(before, contents):
@@ -505,6 +546,7 @@ class Tables:
             (table, table.copy() if table else _NOTHING)
             for m in modules
             for table in ((m._buffers, m._modules, m._parameters) if parameters else (m._buffers, m._modules))
+            if isinstance(table, dict)  # a scripted module's can't change
         ]
 
     @classmethod

@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
@@ -50,6 +51,7 @@ _LONGEST = 1 << 11
 _SUMS = 3 * _LONGEST
 _DIGESTS = 1 << 13  # unread at once; one more reads them early
 _STREAMS = 4  # on CUDA: whose digests may be under way at once
+_PLAIN = (torch.Tensor, nn.Parameter)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -237,7 +239,7 @@ def undisturbed() -> contextlib.AbstractContextManager[Any]:
 def can_be_digested(tensor: torch.Tensor) -> bool:
     """Whether a tensor is nothing but bits in memory."""
     return (
-        type(tensor) in (torch.Tensor, nn.Parameter)
+        type(tensor) in _PLAIN
         and tensor.layout is torch.strided
         and tensor.device.type in ("cpu", "cuda")
         and not tensor.is_quantized
@@ -291,6 +293,7 @@ class Checks:
         self._stages: Sequence[str] = ()
         self._benches = {device.type: _Bench(device)}
         self._pairs: list[_Pair] = []
+        self._places: list[_Place] = []
         self._task = -1
         self._lock = threading.RLock()
 
@@ -306,6 +309,7 @@ class Checks:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None
         self._stages = stages
+        self._places = [place for place in self._places if place.is_there]
         self.passes += 1
         return self
 
@@ -346,6 +350,18 @@ class Checks:
     def _task_ends(self) -> None:
         # An error in a callback skips those behind it, which free memory, so this goes behind them all.
         Variable._execution_engine.queue_callback(self.finish)
+
+    def watch(self, place: _Place) -> None:
+        """What lies there is to be the same when backward begins."""
+        self._places.append(place)
+
+    def backward_begins(self) -> None:
+        """Compare what stages have saved and others still hold: backward goes by it where it doesn't run them again."""
+        places, self._places = self._places, []
+        for place in places:
+            there = place.tensor()
+            if there is not None:
+                self.compare(place.digest, there, place.stage, place.what, _EDITED)
 
     def finish(self) -> None:
         """Compare what hasn't been.
@@ -448,18 +464,56 @@ class StageCheck:
 
     def save(self, tensor: torch.Tensor) -> None:
         """What the first run saves next."""
-        self._saved.append(self.checks.take(tensor) if _is_written_whole(tensor) else None)
+        digest = self.checks.take(tensor) if _is_written_whole(tensor) else None
+        self._saved.append(digest)
+        # What has a graph was made by the step; statistics that a norm saves, and updates, have none.
+        if digest is not None and tensor.grad_fn is not None and not self._is_a_parameters(tensor):
+            self.checks.watch(_Place(tensor, digest, self.name, len(self._saved) - 1))
 
     def compare_saved(self, number: int, tensor: torch.Tensor) -> None:
         """What another run saves as tensor `number`."""
-        what = f"tensor number {number} that autograd saves in it, {_described(tensor)}"
+        what = _saved_as(number, tensor)
         self.checks.compare(self._saved[number], tensor, self.name, what, _SAVED)
+
+    def _is_a_parameters(self, tensor: torch.Tensor) -> bool:
+        key = tensor.untyped_storage()._cdata
+        return any(p.untyped_storage()._cdata == key for p in self._module.parameters() if type(p) in _PLAIN)
 
     def compare_outputs(self, number: int, first: list[Digest | None], tensors: list[torch.Tensor]) -> None:
         """What operation `number` gave in the first run, and what is returned for it now."""
         for digest, tensor in zip(first, tensors, strict=True):
             what = f"the saved output of its operation number {number}, {_described(tensor)}"
             self.checks.compare(digest, tensor, self.name, what, _INPUT)
+
+
+class _Place:
+    """Where a stage's saved tensor lies, which others may hold and write to, without holding it."""
+
+    def __init__(self, tensor: torch.Tensor, digest: Digest, stage: str, number: int) -> None:
+        storage = tensor.untyped_storage()
+        self.digest, self.stage, self.what = digest, stage, _saved_as(number, tensor)
+        self._storage, self._nbytes = StorageWeakRef(storage), storage.nbytes()
+        self._dtype, self._device = tensor.dtype, tensor.device
+        self._lies = int(tensor.storage_offset()), tensor.size(), tensor.stride()
+        self._lazy = tensor.is_conj() or tensor.is_neg()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether anyone still holds it."""
+        return not self._storage.expired()
+
+    def tensor(self) -> torch.Tensor | None:
+        """What lies there now; None where it is gone."""
+        storage = None if self._lazy else torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        if storage is None or storage.nbytes() != self._nbytes:
+            return None
+        with undisturbed(), torch.no_grad():
+            empty = torch.empty(0, dtype=self._dtype, device=self._device)
+            return empty.set_(storage, *self._lies)  # type: ignore[call-overload, no-any-return]
+
+
+def _saved_as(number: int, tensor: torch.Tensor) -> str:
+    return f"tensor number {number} that autograd saves in it, {_described(tensor)}"
 
 
 class _Others:
@@ -533,6 +587,10 @@ _SAVED = (
     "(a random generator, Python state, flags, modes or hooks), or one of its kernels gives other bits each time, as "
     "additions in no fixed order do (index_add and scatter_add on CUDA; torch.use_deterministic_algorithms(True) "
     "tells); if that is all, apply with check='off'"
+)
+_EDITED = (
+    "it was written to behind the stage, through .data, numpy or in a hook, and gradients of plain training go by "
+    "that, where those of the stage's next run don't; write with ordinary operations"
 )
 _COPY = (
     "a copy was overtaken, or memory or the disk is damaged; apply(..., synchronous=True) waits for each copy, "

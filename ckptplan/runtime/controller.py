@@ -415,6 +415,8 @@ class Controller:
         """Have the beginning of a stage's backward noticed; returns whether it can have one."""
 
         def begin(_: Any) -> None:
+            if current.checks is not None and not current.backward_begun:
+                current.checks.backward_begins()
             current.backward_begun = True
             current.open = None
             self.counters.meter.mark(index * KINDS + BACKWARD)

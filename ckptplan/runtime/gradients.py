@@ -10,7 +10,6 @@ budget all the same.
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 
@@ -120,7 +119,7 @@ class GradientGuard:
         ------
         PlanMismatchError
         """
-        now = [*itertools.chain.from_iterable(map(dict.values, self._tables))]
+        now = [p for table in self._tables for p in table.values()]
         if len(now) != len(self._all) or not all(map(operator.is_, now, self._all)):
             self._all = now
             self._leaves = [p for p in now if p is not None and p.is_leaf]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as _of_all
 
-from ckptplan.core.errors import PlanMismatchError
+from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.runtime.fused_steps import STEPS
 from ckptplan.runtime.put_back import Steps
 
@@ -103,7 +103,13 @@ class ModuleTables:
             for kind in set(map(type, self._inside))
         ]
         self._tables = [table for module in modules if (table := module._parameters)]
-        self._parameters = [table.copy() for table in self._tables]
+        try:
+            self._parameters = [table.copy() for table in self._tables]
+        except AttributeError as error:
+            raise UnsupportedModelError(
+                "a stage that is to run again has a scripted module (torch.jit), whose state can't be put back for "
+                "that; script nothing in this stage, or keep or swap it"
+            ) from error
         self._flags = _flags(self._parameters)
         self._arguments = [(p, p.requires_grad) for p in arguments if type(p) is not torch.Tensor and p.is_leaf]
         self._steps = STEPS.count

@@ -42,6 +42,19 @@ def activation_edited_through_numpy() -> Odd:
     return Odd(_Edited(_halve_by_numpy), batch())
 
 
+@case("5")
+def output_edited_that_its_layer_saved() -> Odd:
+    """What a layer returns is scaled through `.data`, and is what its own backward goes by."""
+
+    class Tanh(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.linear(torch.sin(x)))
+
+    model = _Edited(lambda x: x.data.mul_(0.5))
+    model.layers = nn.ModuleList(Tanh() for _ in range(DEPTH))
+    return Odd(model, batch())
+
+
 def _hooked(edit: Callable[[torch.Tensor], object]) -> Loop:
     """A loop with forward hooks on the layers, which edit their outputs in place."""
 

@@ -213,6 +213,17 @@ def optimizer_in_backward() -> Odd:
     return chain(Stage, loop)
 
 
+@case("errors")
+def scripted_module() -> Odd:
+    """A scripted module in a layer."""
+
+    class Stage(Layer):
+        def set_up(self) -> None:
+            self.linear = torch.jit.script(nn.Linear(WIDTH, WIDTH))
+
+    return chain(Stage)
+
+
 # ---------------------------------------------------------------- of the same kind
 
 

@@ -1,9 +1,9 @@
 """Train an odd model plainly and under a forced plan, and tell what became of it.
 
-A case is a function that builds a model, its inputs and a training loop; `case` registers it. A plan forces one
-decision on every stage that has it in the profile. The training with the plan is compared with the plain one, bit for
-bit: what the loop yields, gradients, parameters, buffers, what the modules, their classes and the inputs keep in plain
-Python objects, and the next random draws.
+A case is a function that builds a model, its inputs and a training loop; `case` registers it, and `generated` makes
+others at random. A plan forces one decision on every stage that has it in the profile, or a mixture. The training with
+the plan is compared with the plain one, bit for bit: what the loop yields, gradients, parameters, buffers, what the
+modules, their classes and the inputs keep in plain Python objects, and the next random draws.
 
 Outcomes
 --------
@@ -35,7 +35,7 @@ import random
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -66,6 +66,8 @@ BROKEN: tuple[Kind, ...] = ("raw error", "DIFFERENT", "over")
 """Outcomes that break a promise."""
 DECISIONS = ("profiled", "swap", "recompute", "segment", "selective")
 """`profiled`: the model is trained without a plan after it was profiled, which is to leave nothing behind."""
+MIXED = "mixed"
+"""Stages are kept, swapped, recomputed, recomputed in segments and but for their products, at random."""
 STEPS = 3
 WIDTH, BATCH = 32, 64  # an activation has 8 KiB, of which 4 would be enough to be swapped
 _PRODUCTS = ("addmm", "mm", "bmm", "convolution")
@@ -85,6 +87,13 @@ def plain_step(model: nn.Module, x: Any) -> torch.Tensor:
     loss = loss_of(model(x))
     loss.backward()
     return loss.detach()
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """A forward on inputs as `profile` takes them: one tensor, a tuple of arguments, or a dictionary of named ones."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def update(model: nn.Module) -> None:
@@ -131,12 +140,15 @@ class Odd:
         Trains the model for three steps and yields behind each what is to be compared besides the model's own.
     optimizer : torch.optim.Optimizer, optional
         Counted in the profile and in what is measured.
+    accumulate : bool, optional
+        Whether steps start with gradients, for the profile.
     """
 
     model: nn.Module
     inputs: Any
     loop: Loop = plain_loop
     optimizer: torch.optim.Optimizer | None = None
+    accumulate: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +168,8 @@ class Case:
         Whether the training's peak is measured and held against the plan's budget, which is the peak that the plan
         expects, without the room that it has for other cases. Not under `selective`, whose products are chosen here and
         not by the profile, which knows no peak then.
+    forced : bool
+        Whether a plan that moves and recomputes nothing shows that the case is wrong.
     """
 
     name: str
@@ -164,6 +178,7 @@ class Case:
     build: Callable[[], Odd]
     says: tuple[str, ...] = ()
     measured: bool = False
+    forced: bool = True
 
 
 ITEMS = {
@@ -354,9 +369,11 @@ def _content(value: Any, known: frozenset[int] = frozenset()) -> Any:
         state = {name: _content(t, known) for name, t in value.state_dict(keep_vars=True).items()}
         return [state, _attributes(value, known)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _content(getattr(value, field.name, None), known) for field in dataclasses.fields(value)}
+    if isinstance(value, types.SimpleNamespace) or type(value).__module__.startswith("odd."):
         return _content(vars(value), known)
-    if isinstance(value, types.SimpleNamespace):
-        return _content(vars(value), known)
+    if isinstance(value, types.FunctionType) and value.__module__.startswith("odd."):
+        return [_content(cell.cell_contents, known) for cell in value.__closure__ or ()]
     return None
 
 
@@ -377,23 +394,6 @@ def _differing(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     return [name for name in {**wanted, **found} if not _same(found.get(name), wanted.get(name))]
 
 
-@functools.cache
-def _wanted(name: str) -> dict[str, Any]:
-    """What plain training gives.
-
-    Raises
-    ------
-    BadCase
-        If it gives something else the second time.
-    """
-    case = CASES[name]
-    wanted = _train(_built(case))
-    differing = _differing(_train(_built(case)), wanted)
-    if differing:
-        raise BadCase(f"{name} isn't the same from one plain training to the next: {differing[:4]}")
-    return wanted
-
-
 # ---------------------------------------------------------------- planning
 
 
@@ -403,29 +403,15 @@ class _NotPossible(Exception):
 
 @_quiet()
 def _profiled(odd: Odd) -> Profile:
-    return ckptplan.profile(odd.model, odd.inputs, loss_fn=loss_of, optimizer=odd.optimizer, menus=False)
-
-
-@functools.cache
-def _profile(name: str) -> tuple[Profile | Exception, Outcome]:
-    """The profile of a case, or why there is none, and the end of a plain training of the model behind it."""
-    case = CASES[name]
-    wanted = _wanted(name)
-    odd = _built(case)
-    profile: Profile | Exception
-    try:
-        profile = _profiled(odd)
-    except Exception as error:
-        profile = error
-    try:
-        found = _train(odd)
-    except Exception as error:
-        return profile, _failed(error, case)
-    return profile, _compared(found, wanted)
+    return ckptplan.profile(
+        odd.model, odd.inputs, loss_fn=loss_of, optimizer=odd.optimizer, accumulate=odd.accumulate, menus=False
+    )
 
 
 def _plan(case: Case, profile: Profile, decision: str) -> tuple[Plan, str]:
-    """A plan that decides alike for every stage that can, and how many of the stages that are."""
+    """A plan that decides alike for every stage that can, or a mixture, and how many of the stages are decided so."""
+    if decision == MIXED:
+        return _mixture(case, profile)
     action = "recompute" if decision in ("segment", "selective") else decision
     real = [i for i, stage in enumerate(profile.stages) if not stage.is_glue]
     able = [i for i in real if profile.stages[i].find(action) is not None]  # type: ignore[arg-type]
@@ -448,15 +434,51 @@ def _plan(case: Case, profile: Profile, decision: str) -> tuple[Plan, str]:
         return scheduled(profile, options, (Segment(able[0], last),)), stages
     plan = plan_of(profile, [option.name for option in options])  # type: ignore[misc]
     if decision == "selective":
-        products = _products(_built(case), profile)
-        choices = tuple(
-            Decision("recompute", ops=products[name]) if choice.action == "recompute" and products.get(name) else choice
-            for name, choice in zip(plan.stages, plan.choices, strict=True)
-        )
-        if not any(choice.ops for choice in choices):
+        plan = _saving_products(case, profile, plan, able)
+        if not any(choice.ops for choice in plan.choices):
             raise _NotPossible(f"no stage that can be recomputed has a product; {notes}")
-        plan = dataclasses.replace(plan, choices=choices)
     return plan, stages
+
+
+def _mixture(case: Case, profile: Profile) -> tuple[Plan, str]:
+    """A plan that decides for each stage at random, the same for every run of a case."""
+    rng = random.Random(case.name)
+    real = [i for i, stage in enumerate(profile.stages) if not stage.is_glue]
+    options = [stage.keep for stage in profile.stages]
+    for i in real:
+        able = [option for option in profile.stages[i].options if not option.ops]
+        options[i] = rng.choice([*able, *(option for option in able if option.action != "keep")])
+    segments = ()
+    runs = [
+        (a, b)
+        for a, b in itertools.combinations(real, 2)
+        if all(profile.stages[i].find("recompute") for i in real if a <= i <= b)
+    ]
+    if runs and rng.random() < 0.5:
+        segments = (Segment(*rng.choice(runs)),)
+        for i in real:
+            if segments[0].first <= i <= segments[0].last:
+                options[i] = profile.stages[i].find("recompute")
+    decided = [i for i in real if options[i].action != "keep"]
+    if not decided:
+        raise _NotPossible("; ".join(profile.notes) or "all stages are kept by chance")
+    plan = scheduled(profile, options, segments, share=rng.choice([0.0, 0.5]))
+    if rng.random() < 0.3:
+        outside = [i for i in decided if not any(s.first <= i <= s.last for s in segments)]
+        plan = _saving_products(case, profile, plan, [i for i in outside if rng.random() < 0.5])
+    return plan, f"{len(decided)} of {len(real)}"
+
+
+def _saving_products(case: Case, profile: Profile, plan: Plan, stages: Collection[int]) -> Plan:
+    """The plan, where these stages, as far as they recompute, save the outputs of their products."""
+    products = _products(_built(case), profile)
+    choices = tuple(
+        Decision("recompute", ops=products[name])
+        if i in stages and choice.action == "recompute" and products.get(name)
+        else choice
+        for i, (name, choice) in enumerate(zip(plan.stages, plan.choices, strict=True))
+    )
+    return dataclasses.replace(plan, choices=choices)
 
 
 @_quiet()
@@ -486,80 +508,139 @@ def _products(odd: Odd, profile: Profile) -> dict[str, tuple[int, ...]]:
     modules = dict(odd.model.named_modules())
     patches = [PatchedForward(modules[name], runner(name)) for name in stages]
     with installed(patches):
-        inputs = odd.inputs if isinstance(odd.inputs, tuple) else (odd.inputs,)
-        odd.model(*inputs)
+        call(odd.model, odd.inputs)
     return found
 
 
 # ---------------------------------------------------------------- outcomes
 
 
-def plan_for(name: str, decision: str) -> Plan | None:
-    """The plan that forces a decision on a case; None where there is none."""
-    profile, _ = _profile(name)
-    if isinstance(profile, Exception):
-        return None
-    try:
-        return _plan(CASES[name], profile, decision)[0]
-    except (_NotPossible, CkptPlanError):
-        return None
-
-
-def outcome(name: str, decision: str, *, plan: Plan | None = None, check: When = "sampled") -> Outcome:
-    """What becomes of a case under a decision, one of `DECISIONS`.
+class Trial:
+    """A case, trained as often as need be; plain training and profiling are done once.
 
     Parameters
     ----------
-    plan : Plan, optional
-        As `plan_for` gives it, in place of one from a profile that is made now.
-    check : "sampled", "always" or "off"
-        As for `apply`.
+    case : Case
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    @functools.cached_property
+    def wanted(self) -> dict[str, Any]:
+        """What plain training gives.
+
+        Raises
+        ------
+        BadCase
+            If it gives something else the second time.
+        """
+        wanted = _train(_built(self.case))
+        differing = _differing(_train(_built(self.case)), wanted)
+        if differing:
+            raise BadCase(f"{self.case.name} isn't the same from one plain training to the next: {differing[:4]}")
+        return wanted
+
+    @functools.cached_property
+    def profiled(self) -> tuple[Profile | Exception, Outcome]:
+        """The profile, or why there is none, and the end of a plain training of the model behind it."""
+        wanted = self.wanted
+        odd = _built(self.case)
+        profile: Profile | Exception
+        try:
+            profile = _profiled(odd)
+        except Exception as error:
+            profile = error
+        try:
+            found = _train(odd)
+        except Exception as error:
+            return profile, _failed(error, self.case)
+        return profile, _compared(found, wanted)
+
+    def plan_for(self, decision: str) -> Plan | None:
+        """The plan that forces a decision; None where there is none."""
+        profile, _ = self.profiled
+        if isinstance(profile, Exception):
+            return None
+        try:
+            return _plan(self.case, profile, decision)[0]
+        except (_NotPossible, CkptPlanError):
+            return None
+
+    def outcome(self, decision: str, *, plan: Plan | None = None, check: When = "sampled") -> Outcome:
+        """What becomes of the case under a decision, one of `DECISIONS` or `MIXED`.
+
+        Parameters
+        ----------
+        plan : Plan, optional
+            As `plan_for` gives it, in place of one from a profile that is made now.
+        check : "sampled", "always" or "off"
+            As for `apply`.
+
+        Raises
+        ------
+        BadCase
+        """
+        case, wanted, stages = self.case, self.wanted, ""
+        if plan is None:
+            profile, after = self.profiled
+            if decision == "profiled":
+                return after
+            if isinstance(profile, Exception):
+                return _failed(profile, case, before=True)
+        try:
+            if plan is None:
+                plan, stages = _plan(case, profile, decision)
+            if case.measured:
+                plan = dataclasses.replace(plan, budget_bytes=plan.peak_bytes)
+            odd = _built(case)
+            handle = _applied(odd, plan, check)
+        except _NotPossible as why:
+            return Outcome("not possible", str(why))
+        except BadCase:
+            raise
+        except Exception as error:
+            return _failed(error, case, before=True)
+        with handle:
+            try:
+                found = _train(odd)
+            except BadCase:
+                raise
+            except Exception as error:
+                return dataclasses.replace(_failed(error, case), stages=stages)
+            stats = handle.stats()
+        ended = dataclasses.replace(_compared(found, wanted), stages=stages)
+        done = stats.swapped_out_bytes if decision == "swap" else stats.recomputed_stages
+        if ended.kind == "equal" and case.forced and not done:
+            raise BadCase(f"{case.name}: nothing was moved or recomputed under {decision}, which was to be forced")
+        if ended.kind == "equal" and case.measured and not any(choice.ops for choice in plan.choices):
+            odd = _built(case)
+            with _applied(odd, plan, check):
+                peak_bytes = _peak(odd)
+            share = peak_bytes / plan.budget_bytes - 1
+            text = f"{peak_bytes} bytes measured, {plan.budget_bytes} planned ({share:+.1%})"
+            return Outcome("over" if peak_bytes > plan.budget_bytes else "equal", text, stages)
+        return ended
+
+
+@functools.cache
+def _trial(name: str) -> Trial:
+    return Trial(CASES[name])
+
+
+def plan_for(name: str, decision: str) -> Plan | None:
+    """The plan that forces a decision on a registered case; None where there is none."""
+    return _trial(name).plan_for(decision)
+
+
+def outcome(name: str, decision: str, *, plan: Plan | None = None, check: When = "sampled") -> Outcome:
+    """What becomes of a registered case, as `Trial.outcome`.
 
     Raises
     ------
     BadCase
     """
-    case = CASES[name]
-    wanted = _wanted(name)
-    stages = ""
-    if plan is None:
-        profile, after = _profile(name)
-        if decision == "profiled":
-            return after
-        if isinstance(profile, Exception):
-            return _failed(profile, case, before=True)
-    try:
-        if plan is None:
-            plan, stages = _plan(case, profile, decision)
-        if case.measured:
-            plan = dataclasses.replace(plan, budget_bytes=plan.peak_bytes)
-        odd = _built(case)
-        handle = _applied(odd, plan, check)
-    except _NotPossible as why:
-        return Outcome("not possible", str(why))
-    except BadCase:
-        raise
-    except Exception as error:
-        return _failed(error, case, before=True)
-    with handle:
-        try:
-            found = _train(odd)
-        except BadCase:
-            raise
-        except Exception as error:
-            return dataclasses.replace(_failed(error, case), stages=stages)
-        stats = handle.stats()
-    ended = dataclasses.replace(_compared(found, wanted), stages=stages)
-    if ended.kind == "equal" and not (stats.swapped_out_bytes if decision == "swap" else stats.recomputed_stages):
-        raise BadCase(f"{name}: nothing was moved or recomputed under {decision}, which was to be forced")
-    if ended.kind == "equal" and case.measured and decision != "selective":
-        odd = _built(case)
-        with _applied(odd, plan, check):
-            peak_bytes = _peak(odd)
-        share = peak_bytes / plan.budget_bytes - 1
-        text = f"{peak_bytes} bytes measured, {plan.budget_bytes} planned ({share:+.1%})"
-        return Outcome("over" if peak_bytes > plan.budget_bytes else "equal", text, stages)
-    return ended
+    return _trial(name).outcome(decision, plan=plan, check=check)
 
 
 @_quiet()

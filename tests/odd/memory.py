@@ -82,6 +82,24 @@ def fold() -> Odd:
     return Odd(model, torch.randn(4, 4, 12, 12), _trained(optimizer), optimizer)
 
 
+@case("9", measured=True)
+def output_kept_for_the_next_step() -> Odd:
+    """Layers that keep what they gave, detached, for their next forward."""
+
+    class Remembering(Layer):
+        def set_up(self) -> None:
+            self.memory: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.tanh(self.linear(x) if self.memory is None else self.linear(x) + 0.1 * self.memory)
+            self.memory = y.detach().clone()
+            return x + torch.sin(y)
+
+    model = nn.Sequential(*(Remembering() for _ in range(DEPTH)))
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    return Odd(model, batch(), _trained(optimizer), optimizer)
+
+
 class _SavesMore(torch.autograd.Function):
     """Saves its input, and where its tensors are real what it may need besides."""
 

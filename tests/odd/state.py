@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import functools
+import itertools
 import random
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -12,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from odd.harness import STEPS, WIDTH, Extras, Odd, case, loss_of, plain_loop
+from odd.harness import STEPS, WIDTH, Extras, Odd, case, loss_of, plain_loop, plain_step, update
 from odd.layers import Layer, batch, chain, passing
 
 # ---------------------------------------------------------------- 1: written without a version counter
@@ -393,6 +397,75 @@ def numpy_array_attribute() -> Odd:
             return x + torch.tanh(self.linear(x) * float(self.calls[0]))
 
     return chain(Stage)
+
+
+@case("2")
+def iterator_attribute() -> Odd:
+    """Iterators that forward goes on with, through two backwards."""
+
+    class Stage(Layer):
+        def set_up(self) -> None:
+            self.numbers, self.rates = itertools.count(1), [iter(range(1, 1_000_000))]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.tanh(self.linear(x) * next(self.numbers) * next(self.rates[0]))
+
+    return chain(Stage, _two_backwards)
+
+
+def _two_backwards(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+    for _ in range(STEPS):
+        model.zero_grad()
+        loss = loss_of(model(x))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        yield [loss.detach()]
+
+
+@case("2")
+def partial_attribute() -> Odd:
+    """A `functools.partial`, some of whose attributes can't be set, that leads to what changes."""
+
+    class Stage(Layer):
+        def set_up(self) -> None:
+            self.space = types.SimpleNamespace(rate=1.0)
+            self.set_rate = functools.partial(setattr, self.space, "rate")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.set_rate(self.space.rate * 0.5)
+            return x + torch.tanh(self.linear(x) * self.space.rate)
+
+    return chain(Stage)
+
+
+@dataclasses.dataclass(slots=True)
+class _Slotted:
+    """An object to which nothing can refer weakly."""
+
+    calls: int = 0
+
+
+@case("2")
+def objects_without_weak_references() -> Odd:
+    """A namespace and an object with slots that forward changes, in more forwards than are looked at."""
+
+    class Stage(Layer):
+        def set_up(self) -> None:
+            self.slotted, self.space = _Slotted(), types.SimpleNamespace(rate=1.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.slotted.calls += 1
+            self.space.rate *= 0.9
+            return x + torch.tanh(self.linear(x) * self.slotted.calls * self.space.rate)
+
+    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+        for _ in range(STEPS):
+            model.zero_grad()
+            losses = [plain_step(model, x) for _ in range(3)]
+            update(model)
+            yield losses
+
+    return chain(Stage, loop)
 
 
 @case("2")
