@@ -142,6 +142,7 @@ def test_a_stage_that_draws_from_the_system() -> None:
 
     profile = profiled(Chain(Drawing))
     assert [stage.recompute is None for stage in profile.stages if not stage.is_glue] == [True, False, False]
+    assert any("draws from the system's entropy" in note for note in profile.notes)
 
 
 class Recursive(Layer):

@@ -113,11 +113,10 @@ class _Timing:
         again: dict[str, Again],
         device: torch.device,
         rewind: Callable[[], None],
-        real: RealStorages | None,
     ) -> None:
         self.step, self.kinds, self.again, self.device = step, kinds, again, device
         self.watch = Stopwatch(device)
-        self.rewind, self.real = rewind, real
+        self.rewind = rewind
         self.names = tuple(kinds)
         self.samples: dict[tuple[str, Way, str], list[Took]] = {}
         self.otherwise: set[tuple[str, Way]] = set()  # what ran other operations than were traced
@@ -142,10 +141,10 @@ class _Timing:
         )
         return statistics.median(b - a for a, b in zip(plain, other, strict=True))
 
-    def round(self, repeats: int) -> None:
-        """One forward of the step; `repeats` timings of each kind, none when 0. The first round is watched."""
+    def round(self, repeats: int, watched: RealStorages | None = None) -> None:
+        """One forward of the step; `repeats` timings of each kind, none when 0. One that is watched has none."""
         self.repeats, self.stage, self.done, self.anchors = repeats, 0, set(), []
-        self.watched = self.real if repeats == 1 else None
+        self.watched = watched
         self.rewind()
         calls: dict[nn.Module, list[int]] = {}
         modules = dict(self.step.model.named_modules())
@@ -377,7 +376,7 @@ def time_stages(
     rewind : callable
         Puts buffers and random states back between rounds.
     real : RealStorages, optional
-        Watches the first round's forward.
+        Watches one round's forward.
 
     Returns
     -------
@@ -387,9 +386,10 @@ def time_stages(
     dict
         Kinds that can't be recomputed -> why: another run, from what the first one found, isn't like it.
     """
-    timing = _Timing(step, kinds, again, device, rewind, real)
+    timing = _Timing(step, kinds, again, device, rewind)
     timing.round(1)  # warm-up
-    for _ in range(_ROUNDS - 1):
+    timing.round(0, real)
+    for _ in range(_ROUNDS - 2):
         timing.round(0)
     timing.round(3)
     return _medians(timing, COMPUTE), _medians(timing, LAUNCH), timing.unlike

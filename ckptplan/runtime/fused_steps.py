@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ckptplan.runtime.own import storages_of
+
 
 class FusedSteps:
-    """Counts those steps, by parameter.
+    """Counts those steps, by the storages of their parameters.
 
     Versions aren't raised instead: autograd would then refuse a backward that goes on with the updated parameter, as
     it does without a plan, and through stages that aren't run again.
@@ -24,7 +26,7 @@ class FusedSteps:
 
     def __init__(self) -> None:
         self.count = 0
-        self._last: dict[int, int] = {}  # by the identity of a parameter, which those who ask for it hold
+        self._last: dict[int, int] = {}  # those who ask for a storage have held it since
         self._watchers = 0
         self._hook: Any = None
 
@@ -42,17 +44,34 @@ class FusedSteps:
                 self._hook.remove()
                 self._last.clear()
 
-    def written(self, parameters: Iterable[torch.Tensor], since: int) -> torch.Tensor | None:
-        """One of `parameters` that a step has written to after `count` was `since`."""
+    def check(self, tensors: Iterable[torch.Tensor], since: int, use: str) -> None:
+        """Raise an error, like PyTorch's own, if a step has written to any of `tensors` after `count` was `since`.
+
+        Parameters
+        ----------
+        use : str
+            What backward does with them.
+
+        Raises
+        ------
+        RuntimeError
+        """
         if self.count == since:
-            return None
-        return next((p for p in parameters if self._last.get(id(p), 0) > since), None)
+            return
+        for tensor in tensors:
+            if any(self._last.get(storage._cdata, 0) > since for storage in storages_of(tensor)):
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                    f"parameter of shape {list(tensor.shape)} was updated by an optimizer's step between forward and "
+                    f"backward, which {use}: the gradient would be another; step after the last backward"
+                )
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # PyTorch's own optimizers raise versions unless they are fused; of others it isn't known.
         own = type(optimizer).__module__.startswith("torch.optim")
         groups = [group for group in optimizer.param_groups if group.get("fused") or not own]
-        written = [id(p) for group in groups for p in group["params"] if p.grad is not None]
+        parameters = (p for group in groups for p in group["params"] if p.grad is not None)
+        written = [storage._cdata for p in parameters for storage in storages_of(p)]
         if written:
             self.count += 1
             self._last.update(dict.fromkeys(written, self.count))

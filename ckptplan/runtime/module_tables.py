@@ -125,7 +125,8 @@ class ModuleTables:
             If a class of modules has another forward now.
         """
         if STEPS.count != self._steps:
-            self._check_steps()
+            own = [p for parameters in self._parameters for p in parameters.values() if p is not None]
+            STEPS.check([*own, *(p for p, _ in self._arguments)], self._steps, "runs its stage again with it")
         for kind, forward in self._forwards:
             if kind.forward is not forward and kind.forward is kind.forward:  # some make theirs anew at every look
                 raise PlanMismatchError(
@@ -162,13 +163,3 @@ class ModuleTables:
             if p is not None
         ]
         return [(p, flag) for p, flag in (*known, *self._arguments) if p is not None and p.requires_grad != flag]
-
-    def _check_steps(self) -> None:
-        own = [p for parameters in self._parameters for p in parameters.values() if p is not None]
-        p = STEPS.written([*own, *(p for p, _ in self._arguments)], self._steps)
-        if p is not None:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"parameter of shape {list(p.shape)} was updated by an optimizer's step between forward and backward, "
-                "which runs its stage again with it: the gradient would be another; step after the last backward"
-            )

@@ -345,9 +345,9 @@ class _State:
 
 def _storage_key(tensor: torch.Tensor) -> int:
     """A tensor's storage, as long as it is alive; the tensor itself where it has none of its own."""
-    if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
-        return id(tensor)
-    return tensor.untyped_storage()._cdata
+    if tensor.layout is torch.strided and (type(tensor) is torch.Tensor or not is_traceable_wrapper_subclass(tensor)):
+        return tensor.untyped_storage()._cdata
+    return id(tensor)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

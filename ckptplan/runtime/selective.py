@@ -83,13 +83,14 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
-def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _operands(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among arguments and in lists of them."""
     found: list[torch.Tensor] = []
-    for x in (*args, *kwargs.values()):
+    for x in values:
         if isinstance(x, torch.Tensor):
             found.append(x)
         elif isinstance(x, (list, tuple)):
-            found += _tensors(x)
+            found += _operands(x)
     return found
 
 
@@ -233,7 +234,7 @@ class Selection:
             self._random.append(number)
         if number > self._last:
             return func(*args, **kwargs)
-        operands = _operands(args, kwargs)
+        operands = _operands((*args, *kwargs.values()))
         self._made.append(_operation(func, operands))
         if number not in self._ops:
             return func(*args, **kwargs)
@@ -264,7 +265,7 @@ class Selection:
     def _recompute(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._next > self._last:
             return func(*args, **kwargs)
-        found = _operation(func, _operands(args, kwargs))
+        found = _operation(func, _operands((*args, *kwargs.values())))
         if found != self._made[self._next]:
             raise PlanMismatchError(
                 f"stage {self._name!r}: operation number {self._next} was {_describe(self._made[self._next])} in "

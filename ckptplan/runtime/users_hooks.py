@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.runtime.fused_steps import STEPS
 from ckptplan.runtime.generators import Generators
 
 Pack = Callable[[torch.Tensor], Any]
@@ -111,15 +112,18 @@ class Through:
         As `pack` would have been given it in forward.
     """
 
-    __slots__ = ("_hooks", "_is_leaf", "_kept", "_requires_grad")
+    __slots__ = ("_hooks", "_is_leaf", "_kept", "_requires_grad", "_steps")
 
     def __init__(self, hooks: UsersHooks, kept: Kept, like: torch.Tensor) -> None:
         self._hooks, self._kept = hooks, kept
         self._is_leaf, self._requires_grad = like.is_leaf, like.requires_grad
+        self._steps = STEPS.count
 
     def tensor(self) -> torch.Tensor:
         """The tensor."""
-        return self._hooks.applied(self._as_in_forward(self._kept.tensor()))
+        kept = self._kept.tensor()
+        STEPS.check([kept], self._steps, f"gives it to {self._hooks} as it is now")
+        return self._hooks.applied(self._as_in_forward(kept))
 
     def _as_in_forward(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self._is_leaf:

@@ -44,6 +44,18 @@ def fused_sgd_between_two_backwards() -> Odd:
     return chain(Normed, _two_backwards(lambda parameters: torch.optim.SGD(parameters, lr=0.5, fused=True)))
 
 
+@case("4")
+def fused_sgd_between_two_backwards_of_halves() -> Odd:
+    """The same where hooks save what backward needs in half the bytes, and so as it was."""
+
+    def two_backwards(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda packed: packed.float())
+        with hooks:
+            yield from _two_backwards(lambda parameters: torch.optim.SGD(parameters, lr=0.5, fused=True))(model, x)
+
+    return chain(Normed, two_backwards)
+
+
 class _Outside(torch.optim.Optimizer):
     """Writes as a kernel of its own would, of which autograd knows nothing."""
 
