@@ -155,6 +155,43 @@ def test_a_stage_that_reads_what_can_not_be_put_back_is_not_recomputed() -> None
     assert "global variable" in note
 
 
+SCALES = [torch.ones(WIDTH), torch.full((WIDTH,), 0.5)]
+
+
+def of_global_tensors(stage: Stage) -> Any:
+    COUNT[0] += 1
+    return SCALES[COUNT[0] % 2]
+
+
+def test_each_stage_is_tried_though_others_run_the_same_operations() -> None:
+    torch.manual_seed(0)
+    others = [Stage(lambda stage: SCALES[0]) for _ in range(2)]  # type: ignore[arg-type, return-value]
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *others, Stage(of_global_tensors))
+    profile = ckptplan.profile(model, torch.randn(16, WIDTH), menus=False)
+    assert len({stage.kind for stage in profile.stages if stage.name in "123"}) == 1
+    assert any("global variable" in note for note in profile.notes)
+    assert profile.stages[-2 if profile.stages[-1].is_glue else -1].recompute is None
+
+
+def test_a_recompute_takes_its_own_changes_back_where_they_were_reset() -> None:
+    class Toggles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.on, self.seen = nn.Linear(WIDTH, WIDTH), False, [0]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.on, self.seen[0] = not self.on, self.seen[0] + 1
+            return x + torch.tanh(self.linear(x) * (2.0 if self.on else 3.0))
+
+    model, x = nn.Sequential(Toggles(), Toggles()), torch.randn(16, WIDTH)
+    with ckptplan.apply(model, recomputed(model, x), check="off"):
+        loss = model(x).square().mean()
+        for stage in model:
+            stage.on, stage.seen[0] = False, 0
+        loss.backward()
+    assert [(stage.on, stage.seen) for stage in model] == [(False, [0])] * 2
+
+
 def test_what_is_put_back_are_the_very_objects() -> None:
     class Shared(nn.Module):
         names = ["a"]  # noqa: RUF012 - of the class

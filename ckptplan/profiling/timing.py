@@ -121,7 +121,6 @@ class _Timing:
         self.samples: dict[tuple[str, Way, str], list[Took]] = {}
         self.otherwise: set[tuple[str, Way]] = set()  # what ran other operations than were traced
         self.unlike: dict[str, str] = {}  # kinds that can't run again, and why
-        self.tried: set[int] = set()  # stages that were run again
         self.needs_graph: set[str] = set()
         self.glue: dict[tuple[str, int], list[Took]] = {}
         self.anchors: list[torch.Tensor] = []
@@ -212,15 +211,14 @@ class _Timing:
         self, index: int, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         kind = self.kinds[self.names[index]]
+        if self.repeats == 1:
+            # Each stage: those of a kind run the same operations, but may read other things than tensors.
+            self._try_again(kind, module, original, args, kwargs)
         if self.repeats and kind not in self.done:
             self.done.add(kind)
-            self._try_again(index, module, original, args, kwargs)
             self._time(kind, module, original, args, kwargs)
         if self.watched is None:
             output = self._without_graph(kind, original, args, kwargs)
-            # Each stage, since those of a kind run the same operations, but may read other things than tensors; behind
-            # its own run, which is to find the state of the first step.
-            self._try_again(index, module, original, args, kwargs)
         else:
             self.watched.begin(2 * index + 1, (args, kwargs))
             output = original(*args, **kwargs)
@@ -263,13 +261,11 @@ class _Timing:
         return _Join.apply(tensor.data, anchors[-1])  # type: ignore[no-any-return]
 
     def _try_again(
-        self, index: int, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, kind: str, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Look, once for each stage, whether it can run again."""
-        kind = self.kinds[self.names[index]]
-        if index in self.tried or kind in self.unlike or () not in self.again.get(kind, {}):
+        """Look whether a stage can run again; where it can't, none of its kind is to."""
+        if kind in self.unlike or () not in self.again.get(kind, {}):
             return
-        self.tried.add(index)
         new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, self._fresh([], {}), (args, kwargs))
         found = why_not_again(module, original, new_args, new_kwargs, self.device)
         if found is not None:
