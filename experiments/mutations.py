@@ -134,9 +134,18 @@ def digest(chosen: list[Safeguard], package: Package, at: Path, out: Path | None
     for reason, count in reasons.items():
         print(f"{count} it doesn't: {reason}")
     if out is not None:
-        counts = {"safeguards": len(rows), "seen": seen}
-        documents.write({"command": documents.command(), "counts": counts, "safeguards": rows}, out / "digest.json")
+        path = out / "digest.json"
+        known = json.loads(path.read_text(encoding="utf-8"))["safeguards"] if path.exists() else []
+        kept = merged(known, rows)
+        counts = {"safeguards": len(kept), "seen": sum(row["outcome"] == "seen" for row in kept)}
+        documents.write({"counts": counts, "safeguards": kept}, path)
     return all(row["outcome"] == row["wanted"] for row in rows)
+
+
+def merged(known: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`known` with `rows` in the place of those of the same safeguards, without those that are none any more."""
+    latest = {(row["item"], row["safeguard"]): row for row in (*known, *rows)}
+    return [latest[key] for s in SAFEGUARDS if (key := (s.item, s.what)) in latest]
 
 
 def last_runs() -> dict[str, str]:
@@ -245,9 +254,7 @@ def main() -> None:
     if given.out is not None:
         path = given.out / "mutations.json"
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() and wanted is not None else []
-        latest = {(row["item"], row["safeguard"]): row for row in (*known, *rows)}
-        kept = [latest[key] for s in SAFEGUARDS if (key := (s.item, s.what)) in latest]
-        documents.write(kept, path)
+        documents.write(merged(known, rows), path)
     if noticed < len(rows):
         raise SystemExit(1)
 

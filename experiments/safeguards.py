@@ -538,10 +538,10 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
             "tests/test_usage.py::test_functional_call",
         ),
         odd=(
-            "retained_gradient",
-            "parameter_made_in_first_forward",
-            "ema_buffer_through_data",
-            "numpy_bit_generator",
+            "retained_gradient/recompute,selective",
+            "parameter_made_in_first_forward/recompute,selective",
+            "ema_buffer_through_data/recompute,selective",
+            "numpy_bit_generator/recompute,selective",
             "module_as_argument/recompute,selective",
             "counter_on_the_parent/recompute,selective",
         ),
@@ -721,6 +721,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "        undo.append(functools.partial(self._replace, owns, of_all))\n",
         "        if owns != self._owns:\n            undo.append(functools.partial(self._replace, owns, of_all))\n",
         ("tests/test_forward_alone.py::test_a_stage_that_registers_a_hook_in_every_forward",),
+        odd=("hooks_registered_in_forward",),
     ),
     Safeguard(
         17,
@@ -1008,11 +1009,11 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     ),
     Safeguard(
         18,
-        "names that a forward registers go when the model is given back",
+        "names that a forward registers go before it runs again",
         "kept",
         "        tables.put()\n",
         "        pass\n",
-        ("tests/test_cells.py::test_profiling_leaves_no_names",),
+        ("tests/test_cells.py::test_names_that_a_run_registers_are_gone_before_the_next",),
     ),
     Safeguard(
         18,

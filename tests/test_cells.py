@@ -18,6 +18,7 @@ from torch import nn
 import ckptplan
 from ckptplan.core.plan import Plan
 from ckptplan.runtime.cells import Changing, Snapshot
+from ckptplan.runtime.state import restored
 
 WIDTH = 64
 COUNT = [0]
@@ -265,3 +266,11 @@ def test_profiling_leaves_no_names() -> None:
     ckptplan.profile(model, torch.randn(4, WIDTH))
     assert [set(m.__dict__) for m in model] == [set(nn.Module().__dict__)] * 2
     assert [list(m.state_dict()) for m in model] == [["linear.weight", "linear.bias"]] * 2
+
+
+def test_names_that_a_run_registers_are_gone_before_the_next() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with restored(model) as rewind:
+        model[0].register_buffer("late", torch.zeros(1))
+        rewind()
+        assert not model[0]._buffers

@@ -271,6 +271,28 @@ def forward_patched_for_a_while() -> Odd:
     return chain(Layer, loop)
 
 
+@case("3")
+def hooks_registered_in_forward() -> Odd:
+    """A layer that registers a hook on its own module each time it runs, which the loop takes off before backward."""
+
+    class Stage(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.linear.register_forward_hook(lambda module, given, output: output * 1.1)
+            return super().forward(x)
+
+    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+        for _ in range(STEPS):
+            model.zero_grad()
+            loss = loss_of(model(x))
+            for layer in model:  # type: ignore[attr-defined]
+                layer.linear._forward_hooks.clear()
+            loss.backward()
+            update(model)
+            yield [loss.detach()]
+
+    return chain(Stage, loop)
+
+
 @contextlib.contextmanager
 def _larger_products() -> Iterator[None]:
     hook = nn.modules.module.register_module_forward_hook(
