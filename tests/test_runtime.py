@@ -7,6 +7,7 @@ import errno
 import functools
 import gc
 import io
+import itertools
 import os
 import pickle
 import random
@@ -921,14 +922,12 @@ def test_verify_changes_nothing(name: str, fails: int | None) -> None:
     random.seed(5)
     torch.manual_seed(5)
     states = (torch.get_rng_state(), random.getstate())
-    calls = 0
+    calls = (n for n in itertools.count(1))  # unlike a number, nothing puts it back
 
     def loss_fn(output: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
         random.random()
         torch.rand(2)
-        if calls == fails:
+        if next(calls) == fails:
             raise Planted
         return default_loss(output)
 

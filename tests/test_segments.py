@@ -999,7 +999,7 @@ class _Fickle(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(64, 64)
-        self.calls = itertools.count()  # unlike a number, nothing puts it back
+        self.calls = (n for n in itertools.count())  # unlike a number, nothing puts it back
         self.what = "same"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -1315,7 +1315,7 @@ class _Turns(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.calls = itertools.count()
+        self.calls = (n for n in itertools.count())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = next(self.calls) == 0

@@ -301,6 +301,8 @@ class Checks:
         """A pass of `stages` begins; returns what checks it, None where it isn't checked."""
         if torch._C._current_graph_task_id() == -1:
             self.forget()
+        if self._places:
+            self._places = [place for place in self._places if place.is_there]
         self._seen += 1
         if not self._always and self._seen > FIRST:
             if self._seen < self._next:
@@ -309,7 +311,6 @@ class Checks:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None
         self._stages = stages
-        self._places = [place for place in self._places if place.is_there]
         self.passes += 1
         return self
 
@@ -496,6 +497,10 @@ class _Place:
         self._dtype, self._device = tensor.dtype, tensor.device
         self._lies = int(tensor.storage_offset()), tensor.size(), tensor.stride()
         self._lazy = tensor.is_conj() or tensor.is_neg()
+        with undisturbed(), torch.no_grad():
+            self._counter = tensor.detach()  # which has its version, and from here on none of its memory
+            self._counter.data = torch.empty(0, dtype=self._dtype, device=self._device)
+        self._version = self._counter._version
 
     @property
     def is_there(self) -> bool:
@@ -503,7 +508,9 @@ class _Place:
         return not self._storage.expired()
 
     def tensor(self) -> torch.Tensor | None:
-        """What lies there now; None where it is gone."""
+        """What lies there now; None where it is gone, or was written to in a way that autograd knows of."""
+        if self._counter._version != self._version:
+            return None
         storage = None if self._lazy else torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         if storage is None or storage.nbytes() != self._nbytes:
             return None
