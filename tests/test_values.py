@@ -361,7 +361,7 @@ class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
-        self.calls = itertools.count(1)  # unlike a number, nothing puts it back
+        self.calls = (n for n in itertools.count(1))  # unlike a number, nothing puts it back
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         calls = next(self.calls)
