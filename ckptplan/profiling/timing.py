@@ -21,10 +21,10 @@ from torch.utils import _pytree as pytree
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.profiling.real_storages import RealStorages
 from ckptplan.profiling.stopwatch import Span, Stopwatch, Took
-from ckptplan.profiling.watched import attributes_of
 from ckptplan.runtime.cells import Changing, Snapshot, below
 from ckptplan.runtime.frames import run_recomputed
 from ckptplan.runtime.measure import same_bits
+from ckptplan.runtime.objects import attributes_of
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.recompute import Call, caching
 from ckptplan.runtime.step import TrainingStep, without_graph

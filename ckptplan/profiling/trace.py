@@ -43,6 +43,7 @@ from ckptplan.profiling.watched import Watched
 from ckptplan.runtime.cells import Snapshot, below
 from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.generators import SystemDraws
+from ckptplan.runtime.objects import tensors_in_objects
 from ckptplan.runtime.own import storages_of
 from ckptplan.runtime.recompute import cached_weights, shares_containers
 from ckptplan.runtime.shapes import input_tensors
@@ -73,6 +74,8 @@ class Replay:
         Segment -> storages in what it returns, in order, with whether they have one.
     linked : dict
         Segment -> those of its inputs that are, unmodified, an output of the stage that made them.
+    in_objects : set
+        Inputs that plain objects among a stage's arguments hold, so that they stay where the stage is to run again.
     arguments : dict
         Segment -> the tensors passed in.
     modifies : dict
@@ -104,6 +107,7 @@ class Replay:
     inputs: dict[int, dict[Sid, bool]] = field(default_factory=dict)
     returned: dict[int, dict[Sid, bool]] = field(default_factory=dict)
     linked: dict[int, set[Sid]] = field(default_factory=dict)
+    in_objects: set[Sid] = field(default_factory=set)
     arguments: dict[int, tuple[InputTensor, ...]] = field(default_factory=dict)
     modifies: dict[int, str] = field(default_factory=dict)
     written: list[str] = field(default_factory=list)
@@ -221,6 +225,13 @@ class _Watcher:
             self._replay.sizes[sid] = self._tracker.bytes_here(tensor)
             if self._returned.get(sid) == tensor._version:
                 linked.add(sid)
+        for tensor in tensors_in_objects(leaves):
+            sid, _ = self._names.find(tensor)
+            if sid is not None:  # the call that is to be made again has the object, and that holds it
+                inputs.setdefault(sid, False)
+                self._replay.sizes[sid] = self._tracker.bytes_here(tensor)
+                self._replay.in_objects.add(sid)
+                linked.discard(sid)
         self._replay.arguments[self._position] = input_tensors(args, kwargs)
 
     def exit(self, stage: int, output: Any) -> None:
@@ -720,9 +731,8 @@ class _Tracing:
             until = max(last_seen.get(sid, born), born)
             index[sid] = len(storages)
             name = f"{segment_name(self.names, sid[1])}/{sid[2]}"
-            storages.append(
-                Storage(name, nbytes, born, until, to_end=sid in self.kept.output, stays=nbytes < self.least_bytes)
-            )
+            stays = nbytes < self.least_bytes or sid in self.kept.in_objects
+            storages.append(Storage(name, nbytes, born, until, to_end=sid in self.kept.output, stays=stays))
         return storages, index
 
     def _extra(self, nbytes: int, name: str, k: int) -> int:

@@ -29,7 +29,7 @@ from ckptplan.runtime.engine import OldGraph
 from ckptplan.runtime.frames import run_recomputed
 from ckptplan.runtime.gradients import GradientGuard
 from ckptplan.runtime.meter import BACKWARD, KINDS
-from ckptplan.runtime.own import OwnStorages
+from ckptplan.runtime.own import OwnNames, OwnStorages
 from ckptplan.runtime.patching import PatchedForward
 from ckptplan.runtime.recompute import Call
 from ckptplan.runtime.segments import OpenSegment
@@ -148,7 +148,8 @@ class Controller:
         self._choices = tuple(choices)
         # What one stage moves, stages before it may hold too, and all must hold it by the same record.
         self._moves = any(choice.moves for choice in self._choices)
-        self._asks_what_is_own = self._moves or bool(segments) or any(c.action == "swap" for c in self._choices)
+        asks_what_is_own = self._moves or bool(segments) or any(c.action == "swap" for c in self._choices)
+        self._own_names = OwnNames(model) if asks_what_is_own else None
         self._stores = stores
         self._device = device
         self._limits = [Limits(planned) for planned in inputs or [None] * len(self._stages)]
@@ -287,7 +288,7 @@ class Controller:
         if self._gradients is not None:
             self._gradients.check()
         checks = None if self.checks is None else self.checks.begin(self._stages)
-        own = OwnStorages(self._model if self._asks_what_is_own else None)
+        own = OwnStorages(self._own_names)
         self.counters.forwards += 1
         tell = self.counters.meter.begin()
         for tier, store in self._stores.items():

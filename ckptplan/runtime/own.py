@@ -40,6 +40,35 @@ def _sharded_units(modules: list[nn.Module]) -> list[Any]:
     return [] if fsdp is None else [m for m in modules if isinstance(m, fsdp.FSDPModule)]
 
 
+class OwnNames:
+    """The parameters and buffers that a model has now, by their places.
+
+    What a forward registers later isn't among them: in the step that was traced it was made on the way, and counts in
+    the order of what is saved, as it then does in all steps.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = below(model)
+        self._places = [
+            (table, name)
+            for m in self._modules
+            for table in (m._parameters, m._buffers)
+            for name, tensor in table.items()
+            if tensor is not None
+        ]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """What lies there now."""
+        for table, name in self._places:
+            tensor = table[name] if name in table else None  # noqa: SIM401 - a scripted module's has no `get`
+            if tensor is not None:
+                yield tensor
+
+    def sharded_units(self) -> list[Any]:
+        """The modules on which `fully_shard` was called."""
+        return _sharded_units(self._modules)
+
+
 class OwnStorages:
     """The storages of a model's parameters and buffers during one pass.
 
@@ -48,19 +77,18 @@ class OwnStorages:
 
     Parameters
     ----------
-    model : nn.Module or None
+    names : OwnNames or None
         None: nobody will ask.
     """
 
-    def __init__(self, model: nn.Module | None) -> None:
+    def __init__(self, names: OwnNames | None) -> None:
         # Weak references, since the address of a buffer that the forward replaces may be another's later.
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._units: list[Any] = []
         self._stage: nn.Module | None = None
-        if model is not None:
-            modules = below(model)
-            self._units += _sharded_units(modules)
-            self._add(t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)
+        if names is not None:
+            self._units += names.sharded_units()
+            self._add(names.tensors())
 
     def __call__(self, storage: torch.UntypedStorage) -> bool:
         """Whether `storage` is the model's own."""

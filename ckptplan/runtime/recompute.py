@@ -42,6 +42,11 @@ class Call:
         The stage, for `counters`.
     whole : callable, optional
         A context in which the module's parameters are all there, for runs outside of its own backward.
+
+    Attributes
+    ----------
+    others : list
+        Objects among its arguments that aren't tensors.
     """
 
     def __init__(
@@ -64,7 +69,7 @@ class Call:
         self._caches = 0  # how many `parametrize.cached()` are around it
         self._tables: ModuleTables | None = None
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self._others: list[Any] = []
+        self.others: list[Any] = []
         self._containers: set[int] = set()
         self._named: list[tuple[int, dict[str, Any]]] = []
 
@@ -83,7 +88,7 @@ class Call:
             self._form = len(args), tuple(kwargs)
         else:
             leaves, self._form = pytree.tree_flatten((args, kwargs))
-            self._others = [leaf for leaf in leaves if type(leaf) not in _LEAVES and not isinstance(leaf, torch.Tensor)]
+            self.others = [leaf for leaf in leaves if type(leaf) not in _LEAVES and not isinstance(leaf, torch.Tensor)]
             self._containers = set(_containers((*args, *kwargs.values())))
             used_up = next((leaf for leaf in leaves if isinstance(leaf, Iterator)), None)
             if used_up is not None:
@@ -160,7 +165,7 @@ class Call:
 
     def _run_first(self, modules: list[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._counters.runs[self._index] += 1
-        state = _State(modules, self._others)
+        state = _State(modules, self.others)
         if not self._containers.isdisjoint(state.cells):
             raise UnsupportedModelError(
                 f"a {type(self._module).__name__} that is to run again gets a container which is also one of its "

@@ -5,7 +5,7 @@ NOTE [Frames and links]
    owns its frame; so the graph owns the frames, and a freed graph frees what they hold.
 2. A frame holds the stage's inputs, but for those that are outputs of an earlier stage of the segment, unmodified: in
    their place it has a *link*, which owns the maker's frame. Everything points to what ran earlier, so nothing is
-   ever held in a circle.
+   ever held in a circle. What an object among its arguments holds stays anyway, and has no link.
 3. A backward (a graph task of autograd's) that asks for a slot starts, for each segment around its stage that this
    task hasn't swept yet, from the outermost in, a *sweep* (rule 6 of NOTE [Residency] in core/chain.py). After it,
    the stage's own slots are filled, or it is the segment's last and is run again now, as far as slots need it.
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import bisect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ from ckptplan.core.chain import Segment, Tier
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.runtime.check import StageCheck
 from ckptplan.runtime.frames import Frame, Handed, Slot, at_end_of_task, hold, taken
+from ckptplan.runtime.objects import tensors_in_objects
 from ckptplan.runtime.recompute import Call
 from ckptplan.runtime.swap import (
     Geometry,
@@ -298,7 +299,8 @@ class OpenSegment:
         frame = SegmentFrame(self._run, index, name, call, self._session.belongs)
         frame.check = check
         packing = self._session.packing() if self._moves else None
-        inputs = [self._pack(index, tensor, packing) for tensor in tensors]
+        held = {t.untyped_storage()._cdata for t in tensors_in_objects(call.others) if plain(t)}
+        inputs = [self._pack(index, tensor, packing, held) for tensor in tensors]
         output = frame.forward(tensors, inputs)
         self._run.add(frame)
         self._frames[index] = frame
@@ -313,8 +315,10 @@ class OpenSegment:
             self._session.leave(index, packing.saved, moves, tier)
         return output
 
-    def _pack(self, index: int, tensor: torch.Tensor, packing: Packing | None) -> Link | Held | Handed:
-        if plain(tensor):
+    def _pack(
+        self, index: int, tensor: torch.Tensor, packing: Packing | None, held: Container[int]
+    ) -> Link | Held | Handed:
+        if plain(tensor) and tensor.untyped_storage()._cdata not in held:  # by an object, whatever becomes of it here
             storage = tensor.untyped_storage()
             version, (maker, place) = self._made.get(storage, (-1, (index, 0)))
             if version == version_of(tensor) and maker < index:

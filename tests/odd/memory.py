@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -164,6 +165,55 @@ def memory_of_numpy() -> Odd:
 def resized_in_place() -> Odd:
     """A layer that saves a tensor which `resize_` has made larger."""
     return _with(_resized)
+
+
+@case("10", measured=True)
+def activations_in_objects() -> Odd:
+    """Layers that are given an activation, and objects which hold that one and others."""
+
+    class Holding(Layer):
+        def forward(self, x: torch.Tensor, given: Any) -> torch.Tensor:
+            return x + torch.tanh(self.linear(x) * given.mask) + given.x
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Holding() for _ in range(2 * DEPTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x, types.SimpleNamespace(x=x, mask=torch.ones(1)))
+            return x
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Odd(model, batch(), _trained(optimizer), optimizer)
+
+
+@case("7", measured=True)
+def norm_made_in_first_forward() -> Odd:
+    """Layers called twice, with a norm that the first forward makes, between what is saved and may leave."""
+
+    class Late(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            if not hasattr(self, "norm"):
+                self.norm = nn.LayerNorm(x.shape[-1])
+            return F.relu_(x + self.norm(y))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList((Layer(), Late()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(4):
+                x = self.layers[1](x)
+            return x
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Odd(model, batch(), _trained(optimizer), optimizer)
 
 
 @case("11", measured=True)
