@@ -207,7 +207,8 @@ class _Watcher:
             self._once("takes parametrized weights that parametrize.cached() kept from an earlier call")
         if module is not None and any(isinstance(m, torch.jit.ScriptModule) for m in module.modules()):
             self._once("has a scripted module (torch.jit), whose state can't be put back for another run")
-        self._read.append((self._position, Watched(module, leaves)))
+        watched = Watched(module, leaves)
+        self._read.append((self._position, watched))
         self.draws.restart()
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
         self._given = [(t, t._version) for t in [*tensors, *_tensor_attributes(self._modules[stage])]]
@@ -221,6 +222,11 @@ class _Watcher:
             self._replay.sizes[sid] = self._tracker.bytes_here(tensor)
             if self._returned.get(sid) == tensor._version:
                 linked.add(sid)
+        for tensor in watched.tensors:
+            sid, _ = self._names.find(tensor)
+            if sid is not None:
+                inputs.setdefault(sid, False)
+                self._replay.sizes[sid] = self._tracker.bytes_here(tensor)
         self._replay.arguments[self._position] = input_tensors(args, kwargs)
 
     def exit(self, stage: int, output: Any) -> None:

@@ -36,6 +36,11 @@ class Watched:
         objects = {id(leaf): leaf for leaf in leaves if attributes_of(leaf) is not None}
         self._objects = [(each, list(_content(each, set()))) for each in objects.values()]
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those in the objects, which live as long as these are held for another run."""
+        return [x for _, content in self._objects for x in content if isinstance(x, torch.Tensor)]
+
     def parameters_changed(self, written: Container[int]) -> list[str]:
         """Names of the parameters whose storage is among those `written` to, or is another one than before."""
         return [name for name, p, key in self._parameters if key in written or p.untyped_storage()._cdata != key]
