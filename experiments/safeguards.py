@@ -1237,6 +1237,14 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     ),
     Safeguard(
         23,
+        "a tensor in an argument object counts while the object is held for another run",
+        "_Watcher.enter",
+        "                inputs.setdefault(sid, False)\n",
+        "                pass\n",
+        ("tests/test_storages.py::test_a_tensor_in_an_argument_object_is_held_for_another_run",),
+    ),
+    Safeguard(
+        23,
         "compute waits at a stage's release point until the copy out is done",
         "Controller._run_stage",
         "            for stage in self._release_after.get(index, ()):\n                current.session.release(stage)\n",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from made_plans import plan_of, scheduled
 from odd.layers import Folded
+from odd.memory import tensor_in_an_argument_object
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -191,3 +192,14 @@ def test_reentrant_checkpoints_are_refused() -> None:
     model = nn.Sequential(nn.Linear(64, 64), *(Checkpointed(1, reentrant=True) for _ in range(3)))
     with pytest.raises(UnsupportedModelError, match="pass use_reentrant=False, or leave the checkpoint out"):
         profile(model, torch.randn(128, 64))
+
+
+def test_a_tensor_in_an_argument_object_is_held_for_another_run() -> None:
+    """The runtime holds the object, which no tree of arguments looks into."""
+    odd = tensor_in_an_argument_object()
+    found = profile(odd.model, odd.inputs, menus=False)
+    for stage in found.stages:
+        if not stage.is_glue:
+            again = stage.find("recompute")
+            assert again is not None
+            assert odd.inputs.nbytes in [found.storages[s].nbytes for s in again.pinned]

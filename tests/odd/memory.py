@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -214,6 +215,31 @@ def norm_made_in_first_forward() -> Odd:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return Odd(model, batch(), _trained(optimizer), optimizer)
+
+
+@case("10", measured=True)
+def tensor_in_an_argument_object() -> Odd:
+    """Each layer is given an object with a tensor, which its next run needs."""
+
+    @dataclass
+    class Shift:
+        amount: torch.Tensor
+
+    class Shifted(Layer):
+        def forward(self, x: torch.Tensor, shift: Shift) -> torch.Tensor:
+            return super().forward(x * shift.amount)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Shifted() for _ in range(DEPTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x, Shift(x.detach() / 2))
+            return x
+
+    return Odd(Model(), batch())
 
 
 @case("11", measured=True)
