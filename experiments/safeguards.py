@@ -1237,6 +1237,14 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     ),
     Safeguard(
         23,
+        "the states of a stage's own random generators count while they are kept for another run",
+        "_Tracing._state",
+        " + self.kept.generator_bytes.get(self.segments[k], 0)",
+        "",
+        ("tests/test_storages.py::test_states_of_a_stages_own_generators_are_held_for_another_run",),
+    ),
+    Safeguard(
+        23,
         "a tensor in an argument object counts while the object is held for another run",
         "_Watcher.enter",
         "                inputs.setdefault(sid, False)\n",

@@ -203,3 +203,19 @@ def test_a_tensor_in_an_argument_object_is_held_for_another_run() -> None:
             again = stage.find("recompute")
             assert again is not None
             assert odd.inputs.nbytes in [found.storages[s].nbytes for s in again.pinned]
+
+
+def test_states_of_a_stages_own_generators_are_held_for_another_run() -> None:
+    class Drawing(nn.Module):
+        def __init__(self, generator: torch.Generator | None) -> None:
+            super().__init__()
+            self.linear, self.generator = nn.Linear(64, 64), generator
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sin(self.linear(x) * torch.rand(64, generator=self.generator))
+
+    model = nn.Sequential(*(Drawing(made) for made in (torch.Generator(), None, torch.Generator())))
+    found = profile(model, torch.randn(128, 64), menus=False)
+    state = torch.get_rng_state().nbytes
+    held = [sum(found.storages[s].nbytes for s in stage.recompute.pinned) for stage in found.stages if stage.recompute]
+    assert held == [2 * state, state, 2 * state]

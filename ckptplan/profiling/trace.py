@@ -76,6 +76,8 @@ class Replay:
         Segment -> those of its inputs that are, unmodified, an output of the stage that made them.
     in_objects : set
         Inputs that plain objects among a stage's arguments hold, so that they stay where the stage is to run again.
+    generator_bytes : dict
+        Segment -> bytes of the states of the stage's own random generators, which are kept for another run.
     arguments : dict
         Segment -> the tensors passed in.
     modifies : dict
@@ -108,6 +110,7 @@ class Replay:
     returned: dict[int, dict[Sid, bool]] = field(default_factory=dict)
     linked: dict[int, set[Sid]] = field(default_factory=dict)
     in_objects: set[Sid] = field(default_factory=set)
+    generator_bytes: dict[int, int] = field(default_factory=dict)
     arguments: dict[int, tuple[InputTensor, ...]] = field(default_factory=dict)
     modifies: dict[int, str] = field(default_factory=dict)
     written: list[str] = field(default_factory=list)
@@ -142,6 +145,11 @@ class _Names:
 def _tensor_attributes(module: nn.Module | None) -> list[torch.Tensor]:
     """Tensors that attributes of `module`, and of those inside, are or hold."""
     return [] if module is None else [tensor for _, tensor in Snapshot(below(module)).tensors]
+
+
+def _state_bytes(generator: Any) -> int:
+    """Bytes of the tensor that PyTorch gives for the state of one of its generators."""
+    return generator.get_state().nbytes if isinstance(generator, torch.Generator) else 0
 
 
 class _Saved(NamedTuple):
@@ -212,6 +220,10 @@ class _Watcher:
         if module is not None and any(isinstance(m, torch.jit.ScriptModule) for m in module.modules()):
             self._once("has a scripted module (torch.jit), whose state can't be put back for another run")
         self._read.append((self._position, Watched(module, leaves)))
+        held = Snapshot([] if module is None else below(module), leaves).generators
+        self._replay.generator_bytes[self._position] = sum(
+            map(_state_bytes, {id(each): each for each in held}.values())
+        )
         self.draws.restart()
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
         self._given = [(t, t._version) for t in [*tensors, *_tensor_attributes(self._modules[stage])]]
@@ -942,11 +954,10 @@ class _Tracing:
                 s = self._extra(-difference, f"{stage.name}/unseen", k)
                 stages[k] = _pin(stage, s, lambda option: option.recomputes)
                 hidden_again -= difference
-        if self.state_bytes:
-            for k, stage in enumerate(stages):
-                if any(option.recomputes for option in stage.options):
-                    s = self._extra(self.state_bytes, f"{stage.name}/random state", k)
-                    stages[k] = _pin(stage, s, lambda option: option.recomputes)
+        for k, stage in enumerate(stages):
+            if self._state(k) and any(option.recomputes for option in stage.options):
+                s = self._extra(self._state(k), f"{stage.name}/random state", k)
+                stages[k] = _pin(stage, s, lambda option: option.recomputes)
         complete = dataclasses.replace(draft, stages=tuple(stages), storages=tuple(self.storages))
         keep, again = _uniform(stages, "keep"), _uniform(stages, "recompute")
         held_keep, held_again = residency(complete, keep), residency(complete, again)
@@ -957,13 +968,17 @@ class _Tracing:
             base_backward.append(max(self.resident_bytes + max(kept_b, again_b + self._states(again[: k + 1])), 0))
         return tuple(base_forward), tuple(base_backward), tuple(stages)
 
-    def _states(self, options: Sequence[Option]) -> int:
-        """Bytes of the random states that these options hold and no replay sees."""
-        return self.state_bytes * sum(option.recomputes for option in options)
+    def _state(self, k: int) -> int:
+        """Bytes of the random states that stage `k` keeps for another run, its own generators' included."""
+        return self.state_bytes and self.state_bytes + self.kept.generator_bytes.get(self.segments[k], 0)
+
+    def _states(self, options: Sequence[Option], first: int = 0) -> int:
+        """Bytes of the random states that options of the stages from `first` on hold and no replay sees."""
+        return sum(self._state(k) for k, option in enumerate(options, first) if option.recomputes)
 
     def _again_bytes(self, g: int) -> int:
         """What a stage adds when it runs again, beyond what it does in forward."""
-        return self.state_bytes + self.recomputed.copied_bytes.get(g, 0)
+        return self._state(self.segments.index(g)) + self.recomputed.copied_bytes.get(g, 0)
 
     def _decisions(self, draft: Profile, name: str) -> tuple[Decision, ...]:
         """Every stage under the option of that name, what moves away in every step but its stage's own."""
@@ -1034,7 +1049,7 @@ class _Tracing:
                 continue
             forward = self.resident_bytes + peaks[k][0] - held.forward_bytes[k] + self._states(options[:k])
             backward = self.resident_bytes + peaks[k][1] - held.backward_bytes[k] + self._states(options[: k + 1])
-            state = self._states([option])
+            state = self._states([option], k)
             # Kept by a segment's sweep it runs again, with copies of buffers and of the random state.
             again = 0 if option.recomputes or stage.recompute is None else self._again_bytes(self.segments[k])
             measured = dataclasses.replace(
