@@ -663,7 +663,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         17,
         "one that takes a normal number which waits, and moves no word, too",
         "numpys.get",
-        "ctypes.string_at(gauss, 16)",
+        "gauss.raw",
         "bytes(16)",
         ("tests/test_generators.py::test_a_normal_number_that_waits_moves_no_word",),
         odd=("numpy_bit_generator",),

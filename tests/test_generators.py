@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -110,7 +111,7 @@ def test_of_those_not_drawn_from_nothing_is_kept() -> None:
 
 
 def test_where_states_lie_elsewhere_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generators.ctypes, "string_at", lambda address, count: bytes(count))
+    monkeypatch.setattr(generators, "_memory", lambda address, count: types.SimpleNamespace(raw=bytes(count)))
     assert pythons(random.Random(1)).get() == random.Random(1).getstate()
     assert generators._gauss_offset() is None
     assert numpys(np.random.RandomState(1)).get()[0] == "MT19937"

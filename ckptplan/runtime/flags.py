@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -78,7 +79,7 @@ def _threads() -> int:
 
     Its own thread may have another number, and setting it there would change that of all others.
     """
-    return 0 if _CUDA and torch.cuda.is_initialized() else torch.get_num_threads()
+    return 0 if torch.cuda.is_initialized() else torch.get_num_threads()
 
 
 def _found() -> dict[str, tuple[Getter, Setter]]:
@@ -92,11 +93,14 @@ def _found() -> dict[str, tuple[Getter, Setter]]:
             lambda value: c._set_deterministic_algorithms(value[0], warn_only=value[1]),
         ),
         "opt_einsum": (
-            lambda: (einsum.enabled, einsum.strategy),
+            functools.partial(operator.attrgetter("enabled", "strategy"), einsum),
             lambda value: einsum.__dict__.update(enabled=value[0], strategy=value[1]),
         ),
-        "number of threads": (_threads, lambda value: torch.set_num_threads(value) if value else None),
-        "flush denormal": (lambda: _TINY == 0.0, torch.set_flush_denormal),
+        "number of threads": (
+            _threads if _CUDA else torch.get_num_threads,
+            lambda value: torch.set_num_threads(value) if value else None,
+        ),
+        "flush denormal": (functools.partial(operator.eq, _TINY, 0.0), torch.set_flush_denormal),
     }
     names = (*_PLAIN, *_OF_CUDA) if _CUDA else _PLAIN
     pairs = [(name, f"_get_{name}", f"_set_{name}") for name in names]

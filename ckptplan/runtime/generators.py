@@ -15,7 +15,7 @@ import operator
 import random
 import struct
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -69,15 +69,20 @@ _WORDS = 624  # of a Mersenne twister
 _BYTES = 4 * (_WORDS + 1)
 
 
+def _memory(address: int, count: int) -> Any:
+    """So many bytes of memory; their `raw` is what lies there at the time."""
+    return (ctypes.c_char * count).from_address(address)
+
+
 def pythons(generator: random.Random) -> Access:
     """Access to a generator of Python's own kind, in memory where it can be (NOTE [Generators' memory])."""
     plain = _access(generator)
     if type(generator) is not random.Random or sys.implementation.name != "cpython":
         return plain
-    address = id(generator) + object.__basicsize__
+    words = _memory(id(generator) + object.__basicsize__, _BYTES)
 
     def get() -> tuple[bytes, float | None]:
-        return ctypes.string_at(address, _BYTES), generator.gauss_next  # type: ignore[attr-defined]
+        return words.raw, generator.gauss_next  # type: ignore[attr-defined]
 
     def decoded(state: tuple[bytes, float | None]) -> tuple[Any, ...]:
         position, *words = struct.unpack(f"i{_WORDS}I", state[0])
@@ -96,7 +101,7 @@ def _gauss_offset() -> int | None:
     words = probe.get_state()[1]  # type: ignore[index]
     for waits in (0, 1):
         probe.set_state(("MT19937", words, 1, waits, mark))
-        raw = ctypes.string_at(id(probe), np.random.RandomState.__basicsize__)
+        raw = _memory(id(probe), np.random.RandomState.__basicsize__).raw
         found.add(raw.find(struct.pack("iid", waits, 0, mark)))
     return found.pop() if len(found) == 1 and -1 not in found else None
 
@@ -109,16 +114,16 @@ def numpys(generator: np.random.RandomState) -> Access:
     plain = _access(generator)
     if type(generator) is not np.random.RandomState or _GAUSS_OFFSET is None:
         return plain
-    gauss = id(generator) + _GAUSS_OFFSET
-    known: list[Any] = [None, 0]  # its bits, and where they lie
+    gauss = _memory(id(generator) + _GAUSS_OFFSET, 16)
+    known: list[Any] = [None, None]  # its bits, and their words in memory
 
     def get() -> tuple[Any, bytes, Any]:
         bits = generator._bit_generator  # type: ignore[attr-defined]
         if bits is not known[0]:
             raw = type(bits) is np.random.MT19937  # numpy's own may be given another
-            known[:] = bits, bits.ctypes.state_address if raw else 0
-        words = ctypes.string_at(known[1], _BYTES) if known[1] else bits.state
-        return words, ctypes.string_at(gauss, 16), bits
+            known[:] = bits, _memory(bits.ctypes.state_address, _BYTES) if raw else None
+        words = known[1]
+        return bits.state if words is None else words.raw, gauss.raw, bits
 
     def decoded(state: tuple[Any, bytes, Any]) -> dict[str, Any]:
         words, normal, _ = state
@@ -181,8 +186,8 @@ def _nothing() -> None:
 class Generators:
     """The states of Python's and numpy's generators, and of `held`, as they are now."""
 
-    def __init__(self, held: Iterable[Any] = ()) -> None:
-        accesses = _PROCESS + tuple(map(_access, {id(g): g for g in held}.values()))
+    def __init__(self, held: Collection[Any] = ()) -> None:
+        accesses = (*_PROCESS, *map(_access, {id(g): g for g in held}.values())) if held else _PROCESS
         self._states = [(access, access.get()) for access in accesses]
 
     def settle(self) -> None:

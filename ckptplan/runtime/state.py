@@ -6,7 +6,7 @@ import contextlib
 import gc
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ckptplan.runtime.generators import Generators
 from ckptplan.runtime.process import Hooks, Leaves, Switches
 
 
-def random_state(generators: Iterable[Any] = ()) -> Callable[[], None]:
+def random_state(generators: Collection[Any] = ()) -> Callable[[], None]:
     """Remember the state of random generators; calling the result restores it.
 
     Torch's (CPU and CUDA), Python's and numpy's, and the given ones.
