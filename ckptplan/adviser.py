@@ -87,6 +87,8 @@ class Adviser:
             lower_bound_s=min(found.lower_bound_s, timeline.makespan_s),
             status="feasible",
             space=found.space,
+            forward_peak_bytes=timeline.forward_peak_bytes,
+            between_bytes=timeline.between_bytes,
         )
         self._job = job
         if timeline.peak_bytes <= limit and timeline.makespan_s <= found.step_s:

@@ -125,6 +125,9 @@ class Plan:
     launch_s, baseline_launch_s : float
         Time in which the host launches the step, and the same with everything kept; 0 where it is no lane of its own.
         No search goes by it: a step that the host is longer for takes that long (`expected_step_s`).
+    forward_peak_bytes, between_bytes : int or None
+        The peak of forward alone, and what forward leaves for backward, the output with it. By these the runtime tells
+        whether there is room for what a loop holds of the forward before. None: not known.
     """
 
     stages: tuple[str, ...]
@@ -148,6 +151,8 @@ class Plan:
     saved_bytes: tuple[tuple[int, ...], ...] = ()
     launch_s: float = 0.0
     baseline_launch_s: float = 0.0
+    forward_peak_bytes: int | None = None
+    between_bytes: int | None = None
 
     @property
     def expected_step_s(self) -> float:
@@ -218,7 +223,7 @@ class Plan:
             ) from error
 
     def __post_init__(self) -> None:
-        for name in ("peak_bound_bytes", "allocated_bytes", "reserved_bytes"):
+        for name in ("peak_bound_bytes", "allocated_bytes", "reserved_bytes", "forward_peak_bytes", "between_bytes"):
             if getattr(self, name) is not None:
                 check_bytes("plan", **{name: getattr(self, name)})
         check_each("plan", str, stages=self.stages)

@@ -75,6 +75,17 @@ class Timeline:
     runs: tuple[int, ...]
 
     @property
+    def forward_peak_bytes(self) -> int:
+        """Bytes on the device at the worst moment of forward."""
+        return max(step.peak_bytes for step in self.steps if step.phase == "forward")
+
+    @property
+    def between_bytes(self) -> int:
+        """What is there when backward begins and wasn't when forward began."""
+        turn = next(step for step in self.steps if step.phase == "backward")
+        return max(turn.start_bytes - self.steps[0].start_bytes, 0)
+
+    @property
     def stall_s(self) -> float:
         """Time compute waits for transfers."""
         return sum(event.end_s - event.start_s for event in self.events if event.what == "wait")

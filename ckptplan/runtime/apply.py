@@ -30,6 +30,7 @@ from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.engine import OldGraph
 from ckptplan.runtime.fused_steps import STEPS
 from ckptplan.runtime.gradients import GradientGuard
+from ckptplan.runtime.held_over import HeldOver
 from ckptplan.runtime.measure import device_bytes, held_tensors, optimizer_tensors, tensors_in, unique_bytes
 from ckptplan.runtime.meter import Meter
 from ckptplan.runtime.refine import Refinement, checked_threshold, measured_steps
@@ -593,6 +594,7 @@ def apply(
                 counters=Counters(meter=Meter(device)) if former is None else former.counters,
                 old_graph=old_graph,
                 gradients=GradientGuard(model, plan),
+                held_over=HeldOver(plan),
                 checks=checks,
             )
             controller.install()

@@ -12,6 +12,7 @@ on every stage is watched.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,6 +29,7 @@ from ckptplan.runtime.check import Checks, StageCheck
 from ckptplan.runtime.engine import OldGraph
 from ckptplan.runtime.frames import run_recomputed
 from ckptplan.runtime.gradients import GradientGuard
+from ckptplan.runtime.held_over import HeldOver
 from ckptplan.runtime.meter import BACKWARD, KINDS
 from ckptplan.runtime.own import OwnNames, OwnStorages
 from ckptplan.runtime.patching import PatchedForward
@@ -114,6 +116,8 @@ class Controller:
         To go on counting in.
     old_graph : OldGraph, optional
         To free what a failed backward leaves.
+    gradients, held_over : GradientGuard, HeldOver, optional
+        Look, when a pass begins, at what the plan didn't reckon with.
     checks : Checks, optional
         Compares in some passes what comes back with what was there in forward.
 
@@ -141,6 +145,7 @@ class Controller:
         counters: Counters | None = None,
         old_graph: OldGraph | None = None,
         gradients: GradientGuard | None = None,
+        held_over: HeldOver | None = None,
         checks: Checks | None = None,
     ) -> None:
         self._model = model
@@ -169,6 +174,7 @@ class Controller:
         self.on_backward: Callable[[], None] | None = None
         self._old_graph = old_graph
         self._gradients = gradients
+        self._held_over = held_over
         self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], Controller] | None = None
         self._task = -1
         self._indices: dict[nn.Module, list[int]] = {}
@@ -183,7 +189,7 @@ class Controller:
         real = sorted(i for indices in self._indices.values() for i in indices)
         if not real:
             raise PlanMismatchError("the plan has no stage that is a module of the model")
-        self._first = real[0]
+        self._first, self._last = real[0], real[-1]
         self._segments: dict[int, tuple[Segment, tuple[int, ...]]] = {}
         for segment in segments:
             inside = tuple(i for i in real if segment.first <= i <= segment.last)
@@ -205,9 +211,10 @@ class Controller:
             self._prefetch_at.setdefault(max(i for i in real if i <= choice.prefetch), []).insert(0, index)
         self._patches = [PatchedForward(module, self._runner(module)) for module in self._indices]
         self._compiled = [patch for patch in self._patches if patch.is_compiled]
-        if one_forward and model not in self._indices:
+        self._sees_model = one_forward and model not in self._indices
+        if self._sees_model:
             self._patches.append(PatchedForward(model, self._run_model))
-        self._always_watched = frozenset((*self._prefetch_at, real[-1]))
+        self._always_watched = frozenset((*self._prefetch_at, self._last))
         self._watches = bool(self._segments) or observer is not None
 
     def _check_segment(self, segment: Segment, inside: tuple[int, ...]) -> None:
@@ -279,6 +286,15 @@ class Controller:
                 "make again; call it inside `with handle.paused():`"
             )
         self._drop_leftovers()
+        former, self._pass = self._pass, None
+        if former is not None and not former.backward_begun:
+            self._watches |= not former.watched
+            waiting = weakref.ref(former)
+            del former  # its graph alone holds it now
+            if self._held_over is not None:
+                self._held_over.add(waiting)
+        if self._held_over is not None:
+            self._held_over.check()
         bypassed = next((patch.module for patch in self._compiled if patch.bypassed), None)
         if bypassed is not None:
             raise UnsupportedModelError(
@@ -294,8 +310,6 @@ class Controller:
         for tier, store in self._stores.items():
             store.on_copy = None if tell is None else functools.partial(tell, tier)
         session = SwapSession(self._stores, self._device, own, self.counters, self._saved, checks)
-        former = self._pass
-        self._watches |= former is not None and not former.watched and not former.backward_begun
         watched = self._watches or by_call or tell is not None or self.on_backward is not None
         self._session, self._pass = session, _Pass(session, own, checks, watched=watched)
         return self._pass
@@ -306,6 +320,10 @@ class Controller:
             if now is not self:
                 return now._run_model(original, args, kwargs)
             self._begin()
+            output = original(*args, **kwargs)
+            if self._held_over is not None:
+                self._held_over.output(output, (args, kwargs))
+            return output
         return original(*args, **kwargs)
 
     def _runner(self, module: nn.Module) -> Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]:
@@ -356,6 +374,8 @@ class Controller:
         if current.watched or not current.first_watched or index in self._always_watched:
             current.first_watched |= self._watch_backward(current, index, output)
         self.counters.meter.mark(min(index + 1, len(self._stages) - 1) * KINDS)
+        if index == self._last and not self._sees_model and self._held_over is not None:
+            self._held_over.output(output, ())
         return output
 
     def _run_choice(
