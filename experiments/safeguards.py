@@ -1878,6 +1878,14 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     ),
     Safeguard(
         34,
+        "what the user's hooks around a swapped stage get in backward is compared with what was saved",
+        "Through.tensor",
+        "        if self._compare is not None:\n",
+        "        if False:\n",
+        ("tests/test_odd_models.py::test_no_promise_is_broken",),
+    ),
+    Safeguard(
+        34,
         "what a stage has saved and others edit behind it is compared when backward begins",
         "Controller._watch_backward",
         "                current.checks.backward_begins()\n",

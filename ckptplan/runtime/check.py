@@ -394,6 +394,11 @@ class Checks:
                 bench.read()
             self._benches.clear()
 
+    def saves(self, index: int, tensor: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """Stage `index` saves `tensor`, for hooks of the user's; the result compares it with what they get."""
+        first, stage = self.take(tensor), self._stages[index]
+        return lambda now: self.compare(first, now, stage, "a tensor that autograd saves in it", _PACKED_LATE)
+
     def leaves(self, record: Any, index: int) -> None:
         """The storage of a record, which leaves on behalf of stage `index`, is to come back as it is now."""
         if record.on_return is not None:
@@ -598,6 +603,10 @@ _SAVED = (
 _EDITED = (
     "it was written to behind the stage, through .data, numpy or in a hook, and gradients of plain training go by "
     "that, where those of the stage's next run don't; write with ordinary operations"
+)
+_PACKED_LATE = (
+    "it was written to since, through .data or numpy, and the saved_tensors_hooks around the stage get it as it is, "
+    "not as it was in forward; write with ordinary operations, or take the hooks off"
 )
 _COPY = (
     "a copy was overtaken, or memory or the disk is damaged; apply(..., synchronous=True) waits for each copy, "

@@ -55,6 +55,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import enum
+import functools
 import operator
 import time
 import weakref
@@ -72,7 +73,7 @@ from ckptplan.runtime.compiled import compiler_callback, out_of_sight
 from ckptplan.runtime.meter import Meter
 from ckptplan.runtime.stores import Store, Ticket
 from ckptplan.runtime.streams import current_stream, on_stream
-from ckptplan.runtime.users_hooks import Kept, UsersHooks
+from ckptplan.runtime.users_hooks import Compare, Kept, UsersHooks
 
 MIN_SWAP_BYTES = 1 << 12
 """Smaller storages stay, whatever the link: a page, and a block of the swap file. On CUDA the link says from how many
@@ -610,11 +611,13 @@ class Packing:
         """Count `tensor` in the order without holding it."""
         self.saved.append(_Counted(tensor))
 
-    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Pack what autograd saves inside."""
+    def hooks(
+        self, compared: Callable[[torch.Tensor], Compare] | None = None
+    ) -> torch.autograd.graph.saved_tensors_hooks:
+        """Pack what autograd saves inside; `compared` as for `UsersHooks.through`."""
         users = UsersHooks.around()
         return torch.autograd.graph.saved_tensors_hooks(
-            self.pack if users is None else out_of_sight(users.through(self.pack)), unpack
+            self.pack if users is None else out_of_sight(users.through(self.pack, compared)), unpack
         )
 
 
@@ -683,7 +686,7 @@ class SwapSession:
             Where to.
         """
         packing = self.packing()
-        with packing.hooks():
+        with packing.hooks(None if self._checks is None else functools.partial(self._checks.saves, index)):
             yield
         self.leave(index, packing.saved, moves, tier)
 

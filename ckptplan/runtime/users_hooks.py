@@ -8,7 +8,8 @@ As for what autograd saves, the innermost hooks decide, which inside of such a s
    stage holds what the plan reckons with, and `pack` gets the same values, as a leaf or not, with or without
    `requires_grad`, as in forward.
 2. A `pack` that goes by more than its tensor, such as random numbers, would give another result then. Where hooks draw
-   from a random generator, that is an error.
+   from a random generator, that is an error. In a pass that is checked, so is a tensor that was written to since, past
+   its version: through `.data`, say.
 3. PyTorch's own hooks (`save_on_cpu`, `torch.utils.checkpoint`) give back what they were given, so these aren't called
    for what a stage saves, but for what it runs again from, in forward, where that doesn't move: else it would stay.
 """
@@ -27,6 +28,7 @@ from ckptplan.runtime.generators import Generators
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
+Compare = Callable[[torch.Tensor], None]
 
 innermost: Callable[[bool], tuple[Pack, Unpack] | None] = torch._C._autograd._top_saved_tensors_default_hooks
 """The hooks that decide now; called with False."""
@@ -69,9 +71,14 @@ class UsersHooks:
         hooks = innermost(False)
         return None if hooks is None or keep_values(hooks) else UsersHooks(*hooks)
 
-    def through(self, keep: Callable[[torch.Tensor], Kept]) -> Callable[[torch.Tensor], Through]:
-        """A pack hook that keeps a tensor by `keep` and gives it back through these."""
-        return lambda tensor: Through(self, keep(tensor), tensor)
+    def through(
+        self, keep: Callable[[torch.Tensor], Kept], compared: Callable[[torch.Tensor], Compare] | None = None
+    ) -> Callable[[torch.Tensor], Through]:
+        """A pack hook that keeps a tensor by `keep` and gives it back through these.
+
+        `compared` gives what is called with the tensor that backward gets, to compare the two.
+        """
+        return lambda tensor: Through(self, keep(tensor), tensor, None if compared is None else compared(tensor))
 
     def applied(self, tensor: torch.Tensor) -> torch.Tensor:
         """What they make of `tensor`.
@@ -110,12 +117,14 @@ class Through:
     ----------
     like : torch.Tensor
         As `pack` would have been given it in forward.
+    compare : callable, optional
+        Notices that what `pack` is given isn't what was saved.
     """
 
-    __slots__ = ("_hooks", "_is_leaf", "_kept", "_requires_grad", "_steps")
+    __slots__ = ("_compare", "_hooks", "_is_leaf", "_kept", "_requires_grad", "_steps")
 
-    def __init__(self, hooks: UsersHooks, kept: Kept, like: torch.Tensor) -> None:
-        self._hooks, self._kept = hooks, kept
+    def __init__(self, hooks: UsersHooks, kept: Kept, like: torch.Tensor, compare: Compare | None = None) -> None:
+        self._hooks, self._kept, self._compare = hooks, kept, compare
         self._is_leaf, self._requires_grad = like.is_leaf, like.requires_grad
         self._steps = STEPS.count
 
@@ -123,6 +132,8 @@ class Through:
         """The tensor."""
         kept = self._kept.tensor()
         STEPS.check([kept], self._steps, f"gives it to {self._hooks} as it is now")
+        if self._compare is not None:
+            self._compare(kept)
         return self._hooks.applied(self._as_in_forward(kept))
 
     def _as_in_forward(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -55,6 +55,23 @@ def output_edited_that_its_layer_saved() -> Odd:
     return Odd(model, batch())
 
 
+@case("5")
+def output_edited_that_the_users_hooks_saved() -> Odd:
+    """The same inside of hooks that save copies, which plain training makes before the output is scaled."""
+
+    class Tanh(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(super().forward(x))
+
+    edited = _hooked(lambda output: output.data.mul_(0.5))
+
+    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.double(), lambda packed: packed.float()):
+            yield from edited(model, x)
+
+    return chain(Tanh, loop)
+
+
 def _hooked(edit: Callable[[torch.Tensor], object]) -> Loop:
     """A loop with forward hooks on the layers, which edit their outputs in place."""
 
