@@ -298,6 +298,8 @@ class FakeCuda:
             patch.setattr(torch.cuda, "Stream", self.new_stream)
             patch.setattr(torch.cuda, "Event", lambda enable_timing=False: FakeEvent(self))
             patch.setattr(torch.cuda, "current_stream", self.current_stream)
+            if hasattr(torch._C, "_cuda_getDevice"):  # built with CUDA, and maybe without a driver
+                patch.setattr(torch._C, "_cuda_getDevice", lambda: 0)
             patch.setattr(torch.cuda, "stream", self.stream)
             patch.setattr(torch.cuda, "synchronize", self.synchronize)
             patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
