@@ -32,9 +32,10 @@ import models
 import small_models
 
 import ckptplan
-from ckptplan.core.chain import TIERS, Option, Segment, Tier, enforceable_points
+from ckptplan.core.chain import TIERS, Option, Segment, Tier
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.rules import enforceable_points
 from ckptplan.core.schedule import residency
 from ckptplan.runtime import apply as application
 from ckptplan.runtime.step import default_loss

@@ -17,9 +17,10 @@ from made_plans import plan_with
 from torch import nn
 
 import ckptplan
-from ckptplan.core.chain import Option, Segment, enforceable_points
+from ckptplan.core.chain import Option, Segment
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.rules import enforceable_points
 from ckptplan.core.schedule import residency
 
 WIDTH = 64

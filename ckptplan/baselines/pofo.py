@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from ckptplan.baselines import rotor
 from ckptplan.baselines._build import Choice, Replay, finish, named, raise_infeasible, replay, smallest_peak
 from ckptplan.baselines._rotor_dp import Table
+from ckptplan.core import rules
 from ckptplan.core.chain import Segment
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.plan import Plan
@@ -299,18 +300,12 @@ class _Search:
 
 def moves_alone(profile: Profile) -> tuple[int, ...]:
     """Per stage, the bytes of its own making that it moves if no other stage swaps."""
-    sizes = []
+    n, sizes = len(profile.stages), []
     later: set[int] = set()
     for i, stage in reversed(list(enumerate(profile.stages))):
         option = stage.find("swap")
-        moved = () if option is None or i == len(profile.stages) - 1 else set(option.moved) - later
+        moved = () if option is None or i == n - 1 else set(option.moved) - later
         later.update(stage.keep.held)
         storages = [profile.storages[s] for s in moved]
-        sizes.append(
-            sum(
-                storage.nbytes
-                for storage in storages
-                if not (storage.to_end or storage.stays) and storage.born == storage.program_until == i
-            )
-        )
+        sizes.append(sum(storage.nbytes for storage in storages if storage.born == i in rules.movers(storage, n)))
     return tuple(reversed(sizes))

@@ -1,34 +1,7 @@
 """The chain: stages in forward order, the storages they share, and what each way to run a stage costs.
 
-A step runs forward 0, 1, ..., L-1, then backward L-1, ..., 1, 0, then the optimizer update. Where the bytes are is said
-once, here; the referee and the solver each work it out from this text with code of their own.
-
-NOTE [Residency]
-1. Storage `s` is *made* in forward step `s.born` (-1: before the step). From the next forward step on it is resident
-   while the program holds it (`k <= s.program_until`), or a stage before `k` holds it, or the caller keeps it
-   (`s.to_end`). What a stage holds was there until then: from its birth on, whatever the program did with it.
-2. A stage holds, until its backward, what its option saves and pins, less what is away. In a segment `a..b` it doesn't
-   hold those of its `linked` storages that a stage of `a..b` made: the sweep makes them again.
-3. In backward step `k` a storage is resident while a stage `i <= k` holds it, or the caller keeps it.
-4. A stage `o` may move what its option `moves`, unless it `stays`. Such a storage has no other holder than stages
-   before `o` whose options move it too, and it is away after forward step `release` and until backward step `prefetch`:
-   resident in forward steps `k <= release` and in backward steps `k <= prefetch`, with `o <= release` and
-   `last <= prefetch`, where `last` is the last stage of the outermost segment around `o`, or `o` outside of any. Both
-   points are met where a module begins or ends, so neither lies in glue after the last module, and prefetch in none.
-   All that a stage moves is one transfer in each direction: every byte of it counts until the last is copied out, which
-   `release` waits for, and all of it is allocated at once at `prefetch`, before the first byte is copied in. It goes to
-   one tier, host or disk; which one changes times alone, never the device's bytes.
-5. Bytes of a step = base(step) + resident storages at its start + what the stage's option adds on top at the worst
-   moment, what it makes included.
-6. A segment `a..b` runs forward with its stages' recompute options. Just before backward `b`, its *sweep* runs the
-   module stages of `a..b-1` again, in order; glue isn't run again. In the sweep, each stage of an inner segment saves
-   nothing and from its run on holds what rule 2 gives it for the inner segment; each other stage saves what keep does
-   and holds that, and what it held before, until its backward. `b` itself then holds all that its recompute option
-   does, and is recomputed in its backward step. An inner segment's sweep follows in the same way just before its own
-   last stage's backward. What a sweep makes is a copy of its own, beside any original still resident; it is also
-   resident until the last stage of the sweep that is `linked` to it has run.
-7. Bytes of a sweep's run of stage `k` = base of backward step `b` + what is resident in it (rules 3 and 6) + the
-   forward bytes of keep, or of recompute in an inner segment. They count as bytes of backward step `b`.
+A step runs forward 0, 1, ..., L-1, then backward L-1, ..., 1, 0, then the optimizer update. The bytes of each of these
+steps follow from NOTE [Residency] in rules.py.
 """
 
 from __future__ import annotations
@@ -49,19 +22,6 @@ Tier = Literal["host", "disk"]
 """Where swapped bytes go: the host tier, or the disk behind it."""
 TIERS: tuple[Tier, ...] = get_args(Tier)
 Phase = Literal["forward", "backward", "update"]
-
-
-def enforceable_points(glue: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Per step, the last release and the last prefetch point at or before it that the runtime can meet.
-
-    Release points are met where a module ends or the next one begins; prefetch points where a module's backward does.
-    """
-    modules = [k for k, inside in enumerate(glue) if not inside] or list(range(len(glue)))
-    prefetch, last = [], modules[0]
-    for k in range(len(glue)):
-        last = k if k in modules else last
-        prefetch.append(last)
-    return tuple(min(k, modules[-1]) for k in range(len(glue))), tuple(prefetch)
 
 
 MOST_BYTES = 1 << 60

@@ -14,7 +14,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ckptplan.core.chain import Option, Phase, Segment, Stage, Tier, enforceable_points
+from ckptplan.core import rules
+from ckptplan.core.chain import Option, Phase, Segment, Stage, Tier
 from ckptplan.core.plan import Decision
 from ckptplan.core.profile import Profile
 
@@ -30,7 +31,7 @@ class Overflow:
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """Bytes and compute time per step, before any transfer is scheduled (NOTE [Residency] in chain.py).
+    """Bytes and compute time per step, before any transfer is scheduled (NOTE [Residency] in rules.py).
 
     Attributes
     ----------
@@ -54,32 +55,13 @@ class Residency:
     backward_s: tuple[float, ...]
 
 
-def held(profile: Profile, i: int, option: Option, segment: Segment | None) -> tuple[int, ...]:
-    """What stage `i` holds under `option`, by itself or in `segment` (rule 2)."""
-    if segment is None:
-        return option.held
-    stage = profile.stages[i]
-    if stage.is_glue:
-        return option.held
-    linked = set(stage.linked)
-    return tuple(s for s in option.held if s not in linked or profile.storages[s].born < segment.first)
-
-
-def around(segments: Sequence[Segment], n: int) -> list[Segment | None]:
-    """Per stage, the segment of `segments` that contains it."""
-    out: list[Segment | None] = [None] * n
-    for segment in segments:
-        out[segment.first : segment.last + 1] = [segment] * (segment.last + 1 - segment.first)
-    return out
-
-
 def residency(profile: Profile, options: Sequence[Option], segments: Sequence[Segment] = ()) -> Residency:
     """Bytes per step with everything movable away; O(stages + holds), for each time that a stage runs."""
     n = len(profile.stages)
-    outer = around(segments, n)
+    outer = rules.around(segments, n)
     needed = tuple(i if outer[i] is None else outer[i].last for i in range(n))  # type: ignore[union-attr]
-    holds = [held(profile, i, options[i], outer[i]) for i in range(n)]
-    moved = _moved(profile, options, holds, needed)
+    holds = [rules.held(profile, i, options[i], outer[i]) for i in range(n)]
+    moved = rules.moved_by(profile, options, holds)
     first: dict[int, int] = {}
     for i, storages in enumerate(holds):
         for s in storages:
@@ -88,30 +70,25 @@ def residency(profile: Profile, options: Sequence[Option], segments: Sequence[Se
     forward = [0] * (n + 1)
     backward = [0] * (n + 1)
     for s, storage in enumerate(profile.storages):
-        begin = storage.born + 1
-        if s in moved:
-            end = moved[s] + 1
-        elif s in first or storage.to_end:
-            end = n
-        else:
-            end = min(storage.program_until + 1, n)
-        # Between the program's last use and the first hold nothing keeps it, but a stage that holds it uses it.
-        if begin < end:
-            forward[begin] += storage.nbytes
-            forward[end] -= storage.nbytes
+        mover, holder = moved.get(s), first.get(s)
+        program = rules.program_steps(storage, n)
+        stop = rules.forward_stop(program.stop, n, holder is not None, mover)
+        if program.start < stop:
+            forward[program.start] += storage.nbytes
+            forward[stop] -= storage.nbytes
         if storage.to_end:
             backward[0] += storage.nbytes
             backward[n] -= storage.nbytes
-        elif s in first:
-            backward[first[s]] += storage.nbytes
-            backward[needed[moved[s]] + 1 if s in moved else n] -= storage.nbytes
+        elif holder is not None:
+            backward[holder] += storage.nbytes
+            backward[rules.backward_stop(n, None if mover is None else needed[mover])] -= storage.nbytes
     forward_bytes = [
         base + resident + option.forward_bytes
         for base, resident, option in zip(profile.base_forward_bytes, accumulate(forward), options, strict=False)
     ]
     last_run = list(options)  # how each stage is run for the last time before its backward
     sweep_s = [0.0] * n
-    sweeps = sweeps_of(profile, segments, options)
+    sweeps = rules.sweeps_of(profile, segments, options)
     for last, sweep in sweeps:
         for k, option in sweep.last_run:
             last_run[k] = option
@@ -140,132 +117,6 @@ def residency(profile: Profile, options: Sequence[Option], segments: Sequence[Se
         for option, positions in zip(options, moves, strict=True)
     )
     return Residency(moves, sizes, needed, tuple(forward_bytes), tuple(backward_bytes), tuple(backward_s))
-
-
-def _moved(
-    profile: Profile, options: Sequence[Option], holds: Sequence[tuple[int, ...]], needed: Sequence[int]
-) -> dict[int, int]:
-    """Storage -> the stage that moves it (rule 4)."""
-    n = len(options)
-    last: dict[int, int] = {}
-    fixed: set[int] = set()
-    for i, (option, storages) in enumerate(zip(options, holds, strict=True)):
-        moving = set(option.moved)
-        for s in storages:
-            last[s] = i
-            if s not in moving:
-                fixed.add(s)
-    return {
-        s: i
-        for s, i in last.items()
-        if i < n - 1
-        and s not in fixed
-        and (storage := profile.storages[s]).nbytes
-        and not storage.to_end
-        and not storage.stays
-        and storage.program_until <= i
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class Sweep:
-    """One sweep, its inner segments' sweeps left out (NOTE [Residency], rules 6 and 7).
-
-    Attributes
-    ----------
-    runs : tuple of int
-        Stages it runs.
-    seconds : float
-    most_bytes : int
-        Most bytes of copies and of a run's own, over all runs.
-    held_from : tuple of (int, int)
-        Stage and bytes of the copies that are resident from this stage's backward on, up to the sweep's last stage.
-    last_run : tuple of (int, Option)
-        The option of what is no part of an inner segment, for its last run before backward.
-    """
-
-    runs: tuple[int, ...]
-    seconds: float
-    most_bytes: int
-    held_from: tuple[tuple[int, int], ...]
-    last_run: tuple[tuple[int, Option], ...]
-
-
-def sweep_of(profile: Profile, segment: Segment, ran: Sequence[Option] | None = None) -> Sweep:
-    """The sweep of `segment`; which bytes are there around it doesn't matter to it. O(its stages + what they hold).
-
-    Parameters
-    ----------
-    ran : sequence of Option, optional
-        Per stage of the chain, how it ran forward; "recompute" where left out.
-    """
-    stages, storages = profile.stages, profile.storages
-    begin, last = segment.first, segment.last
-    inner: dict[int, Segment] = {k: item for item in segment.inner for k in range(item.first, item.last + 1)}
-    runs = [k for k in range(begin, last) if not stages[k].is_glue]
-    makers = set(runs)
-    begins: dict[int, int] = {}  # copy -> the run after which it is there
-    in_transit_to: dict[int, int] = {}
-    held_by: dict[int, int] = {}  # copy -> the lowest stage that holds it
-    last_run: list[tuple[int, Option]] = []
-    most_own: list[tuple[int, int]] = []
-    for k in (*runs, last):
-        stage = stages[k]
-        again = stage.option("recompute")
-        before = held(profile, k, again if ran is None else ran[k], segment)
-        if k == last:
-            last_run.append((k, again))
-            after = again.held
-        elif k not in inner:
-            last_run.append((k, stage.keep))
-            after = stage.keep.held
-            most_own.append((k, stage.keep.forward_bytes))
-        else:
-            after = held(profile, k, again, inner[k])
-            most_own.append((k, again.forward_bytes))
-        for s in stage.linked:
-            if storages[s].born in makers:
-                in_transit_to[s] = k
-                begins.setdefault(s, storages[s].born)
-        for s in set(after).difference(before):
-            held_by.setdefault(s, k)
-            begins.setdefault(s, storages[s].born if storages[s].born in makers else k)
-    # Differences per run: a copy is there from the run after the one that begins it.
-    changes = [0] * (last - begin + 3)
-    held_from: dict[int, int] = {}
-    for s, first in begins.items():
-        nbytes = storages[s].nbytes
-        until = last + 1
-        if s in held_by:
-            held_from[held_by[s]] = held_from.get(held_by[s], 0) + nbytes
-            gap_from, gap_to = max(in_transit_to.get(s, -1), first) + 1, held_by[s] + 1
-            if gap_from < gap_to:  # in between it isn't there
-                changes[gap_from - begin] -= nbytes
-                changes[gap_to - begin] += nbytes
-        else:
-            until = in_transit_to[s] + 1
-        if first + 1 < until:
-            changes[first + 1 - begin] += nbytes
-            changes[until - begin] -= nbytes
-    copies = list(accumulate(changes))
-    return Sweep(
-        tuple(runs),
-        sum(stages[k].forward_s for k in runs),
-        max((copies[k - begin] + own for k, own in most_own), default=0),
-        tuple(sorted((k, nbytes) for k, nbytes in held_from.items() if nbytes)),
-        tuple(last_run),
-    )
-
-
-def sweeps_of(
-    profile: Profile, segments: Sequence[Segment], ran: Sequence[Option] | None = None
-) -> list[tuple[int, Sweep]]:
-    """(last stage, sweep) of these segments and all inner ones, outer before inner."""
-    found: list[tuple[int, Sweep]] = []
-    for segment in segments:
-        found.append((segment.last, sweep_of(profile, segment, ran)))
-        found += sweeps_of(profile, segment.inner, ran)
-    return found
 
 
 def schedule(
@@ -305,7 +156,7 @@ def schedule(
     prefetch = last_resident(r.backward_bytes, r.moved_bytes, r.needed, budget_bytes)
     away = [bool(r.moves[i]) and (release[i] < n - 1 or prefetch[i] < n - 1) for i in range(n)]
     moved = {options[i].saved[p] for i in range(n) if away[i] for p in r.moves[i]}
-    last_release, last_prefetch = enforceable_points([stage.is_glue for stage in profile.stages])
+    last_release, last_prefetch = rules.enforceable_points([stage.is_glue for stage in profile.stages])
     choices = []
     for i, (stage, option) in enumerate(zip(profile.stages, options, strict=True)):
         if away[i]:

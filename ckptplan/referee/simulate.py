@@ -1,7 +1,7 @@
 """Replay a plan from the profile alone: bytes at every step, and three lanes of time.
 
 An interpreter, on purpose: it walks the step, adds and drops holders one at a time, and shares no code with what chose
-the plan. The rules it follows are NOTE [Residency] in core/chain.py and these, for time:
+the plan. The rules it follows are NOTE [Residency] in core/rules.py and these, for time:
 
 1. Compute runs forward 0..L-1, then backward L-1..0; a recomputed stage's backward has its recompute in front.
 2. What a stage moves joins the outward queue, as one transfer, when its forward ends. Compute waits at the end of

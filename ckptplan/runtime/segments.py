@@ -7,7 +7,7 @@ NOTE [Frames and links]
    their place it has a *link*, which owns the maker's frame. Everything points to what ran earlier, so nothing is
    ever held in a circle. What an object among its arguments holds stays anyway, and has no link.
 3. A backward (a graph task of autograd's) that asks for a slot starts, for each segment around its stage that this
-   task hasn't swept yet, from the outermost in, a *sweep* (rule 6 of NOTE [Residency] in core/chain.py). After it,
+   task hasn't swept yet, from the outermost in, a *sweep* (rule 6 of NOTE [Residency] in core/rules.py). After it,
    the stage's own slots are filled, or it is the segment's last and is run again now, as far as slots need it.
 4. A slot is emptied when it is read, or where a backward in Python reads it, when that is over. What is left of a task
    is dropped when it ends; another backward through the same graph is another task and sweeps again.

@@ -22,10 +22,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptplan.core.chain import Action, Option, Phase, Segment, enforceable_points
+from ckptplan.core import rules
+from ckptplan.core.chain import Action, Option, Phase, Segment
 from ckptplan.core.plan import Decision
 from ckptplan.core.profile import Profile
-from ckptplan.core.schedule import Overflow, around, held, last_resident, residency, schedule, sweep_of
+from ckptplan.core.schedule import Overflow, last_resident, residency, schedule
 
 Codes = NDArray[np.int8]
 """Decision vectors: one row each, one column per stage, values are positions in the stage's menu."""
@@ -57,6 +58,7 @@ class Holder:
 
 def holders_of(profile: Profile) -> tuple[tuple[Holder, ...], ...]:
     """Per storage, the stages that hold it under some option, in order; stages by themselves, in no segment."""
+    n = len(profile.stages)
     found: list[list[Holder]] = [[] for _ in profile.storages]
     for i, stage in enumerate(profile.stages):
         holding: dict[int, set[int]] = {}
@@ -65,7 +67,7 @@ def holders_of(profile: Profile) -> tuple[tuple[Holder, ...], ...]:
             moved = set(option.moved)
             for s in option.held:
                 holding.setdefault(s, set()).add(code)
-                if s not in moved or profile.storages[s].stays:
+                if s not in moved or not rules.movers(profile.storages[s], n):
                     fixing.setdefault(s, set()).add(code)
         for s in sorted(holding):
             found[s].append(Holder(i, frozenset(holding[s]), frozenset(fixing.get(s, ()))))
@@ -137,8 +139,9 @@ class _Shared:
     """Storages with the same number of possible holders, two or more; shapes (storages, holders[, codes])."""
 
     nbytes: NDArray[np.int64]
-    born: NDArray[np.int64]
-    program_until: NDArray[np.int64]
+    program_stop: NDArray[np.int64]
+    first_mover: NDArray[np.int64]
+    movers_stop: NDArray[np.int64]
     stages: NDArray[np.int64]
     holds: NDArray[np.bool_]
     fixes: NDArray[np.bool_]
@@ -159,8 +162,9 @@ class _Tables:
     own_backward: NDArray[np.int64]
     in_sweep: tuple[tuple[int, int], ...]
     backward_s: NDArray[np.float64]
-    needed: NDArray[np.int64]
     joined: NDArray[np.int64]
+    back_stop: NDArray[np.int64]
+    back_in_order: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,20 +201,23 @@ class Evaluator:
         self.exact = True
         self.holders = holders_of(profile)
         self._glue = [stage.is_glue for stage in profile.stages]
-        self._points = enforceable_points(self._glue)
+        self._points = rules.enforceable_points(self._glue)
         self._forward_s = np.array([stage.forward_s for stage in profile.stages])
         self._width = max(len(stage.options) for stage in profile.stages)
         # The same seconds added in another order, or by Python 3.12's more exact `sum`, may come out a rounding beside
         # the baseline.
         self._baseline_at_most_s = profile.baseline_step_s * (1 + 1e-12)
+        n = len(profile.stages)
+        self._moved_stop = np.array([rules.forward_stop(n, n, True, i) for i in range(n)])
+        self._held_stop = rules.forward_stop(n, n, True, None)
         self._forests: dict[Segments, _Tables] = {}
         self.private: list[list[int]] = [[] for _ in profile.stages]
         """Per stage, the storages that it alone may hold."""
         groups: dict[int, list[int]] = {}
         for s, (storage, holders) in enumerate(zip(profile.storages, self.holders, strict=True)):
-            if storage.nbytes and not storage.to_end and len(holders) == 1:
+            if rules.counts(storage) and len(holders) == 1:
                 self.private[holders[0].stage].append(s)
-            elif storage.nbytes and not storage.to_end and holders:
+            elif rules.counts(storage) and holders:
                 groups.setdefault(len(holders), []).append(s)
         self.shared = list(groups.values())
         """Those that several may hold, by how many may."""
@@ -243,10 +250,10 @@ class Evaluator:
             forward[:, position] -= nbytes[codes[:, i]]
         backward[:, :n] += t.private_held[every, codes]
         moved = t.private_moved[every, codes]
-        if segments:
-            np.subtract.at(backward.reshape(-1), (np.arange(rows) * (n + 1))[:, None] + t.needed + 1, moved)
-        else:
+        if t.back_in_order:
             backward[:, 1:] -= moved
+        else:
+            np.subtract.at(backward.reshape(-1), (np.arange(rows) * (n + 1))[:, None] + t.back_stop, moved)
         at = (np.arange(rows) * (n + 1))[:, None]
         for group in t.shared:
             storages = np.arange(len(group.nbytes))
@@ -260,15 +267,14 @@ class Evaluator:
                 fixed |= group.fixes[storages, h, chosen]
                 np.minimum(first, np.where(holds, stages, n), out=first)
                 np.copyto(last, np.broadcast_to(stages, last.shape), where=holds)
-            moves = ~fixed & (last >= np.maximum(group.program_until, 0)) & (last < n - 1)
+            moves = ~fixed & (last >= group.first_mover) & (last < group.movers_stop)
             nbytes = np.broadcast_to(group.nbytes, first.shape)
-            end = np.where(moves, last + 1, n)
-            end = np.where(first < n, end, np.minimum(group.program_until + 1, n))
+            end = np.where(moves, self._moved_stop[last], np.where(first < n, self._held_stop, group.program_stop))
             np.subtract.at(forward.reshape(-1), (at + end).ravel(), nbytes.ravel())
             np.add.at(backward.reshape(-1), (at + first).ravel(), nbytes.ravel())
             row, which = np.nonzero(moves)
             mover = last[row, which]
-            np.subtract.at(backward, (row, t.needed[mover] + 1), nbytes[row, which])
+            np.subtract.at(backward, (row, t.back_stop[mover]), nbytes[row, which])
             np.add.at(moved, (row, mover), nbytes[row, which])
         starts = np.cumsum(backward, axis=1)[:, :n]
         backward = starts + t.own_backward[every, codes]
@@ -469,11 +475,11 @@ class _TablesOf:
         self.segments = segments
         n, width = len(self.profile.stages), evaluator._width
         self.n, self.width = n, width
-        self.outer = around(segments, n)
+        self.outer = rules.around(segments, n)
         self.needed = np.array([i if s is None else s.last for i, s in enumerate(self.outer)])
         # Per stage in a segment and code, what it holds there.
         self.held = {
-            i: [frozenset(held(self.profile, i, option, segment)) for option in self.profile.stages[i].options]
+            i: [frozenset(rules.held(self.profile, i, option, segment)) for option in self.profile.stages[i].options]
             for i, segment in enumerate(self.outer)
             if segment is not None
         }
@@ -496,15 +502,16 @@ class _TablesOf:
         self.backward = np.zeros(n + 1, np.int64)
         self.private_held, self.private_moved, self.gone_next = np.zeros((3, n, self.width), np.int64)
         for s, (storage, holders) in enumerate(zip(self.profile.storages, self.holders, strict=True)):
-            if storage.nbytes == 0 or storage.born >= n:
+            program = rules.program_steps(storage, n)
+            if storage.nbytes == 0 or program.start > n:
                 continue
-            self.forward[storage.born + 1] += storage.nbytes
+            self.forward[program.start] += storage.nbytes
             if storage.to_end:
                 self.backward[0] += storage.nbytes
             elif len(holders) == 1:
                 self.add_private(s, holders[0])
             elif not holders:
-                self.forward[min(storage.program_until + 1, n)] -= storage.nbytes
+                self.forward[rules.forward_stop(program.stop, n, False, None)] -= storage.nbytes
         own_forward, own_backward = np.zeros((2, n, self.width), np.int64)
         backward_s = np.zeros((n, self.width))
         for i, stage in enumerate(stages):
@@ -545,6 +552,7 @@ class _TablesOf:
     ) -> _Tables:
         """All there is, once the sweeps are run."""
         in_sweep: list[tuple[int, int]] = []
+        back_stop = np.array([rules.backward_stop(self.n, int(needed)) for needed in self.needed])
         for segment in self.segments:
             self.add_sweep(segment, own_backward, backward_s, in_sweep)
         return _Tables(
@@ -559,8 +567,9 @@ class _TablesOf:
             own_backward,
             tuple(in_sweep),
             backward_s,
-            self.needed,
             np.searchsorted(self.needed, np.arange(self.n + 1)),
+            back_stop,
+            bool((back_stop == np.arange(self.n) + 1).all()),
         )
 
     def add_private(self, s: int, holder: Holder) -> None:
@@ -569,8 +578,8 @@ class _TablesOf:
         holds = self.holds(s, holder)
         moves = holds.copy()
         moves[list(holder.fixing)] = False
-        moves &= i < self.n - 1 and storage.program_until <= i
-        gone = min(storage.program_until + 1, self.n)
+        moves &= i in rules.movers(storage, self.n)
+        gone = rules.program_steps(storage, self.n).stop
         if gone == i + 1:
             self.gone_next[i] += np.where(moves | ~holds, storage.nbytes, 0)
         else:
@@ -590,8 +599,9 @@ class _TablesOf:
                 fixes[row, column, list(holder.fixing)] = True
         return _Shared(
             np.array([storage.nbytes for storage in storages]),
-            np.array([storage.born for storage in storages]),
-            np.array([storage.program_until for storage in storages]),
+            np.array([rules.program_steps(storage, self.n).stop for storage in storages]),
+            np.array([rules.movers(storage, self.n).start for storage in storages]),
+            np.array([rules.movers(storage, self.n).stop for storage in storages]),
             np.array([[holder.stage for holder in self.holders[s]] for s in group]),
             holds,
             fixes & holds,
@@ -606,7 +616,7 @@ class _TablesOf:
     ) -> None:
         """The sweep of `segment` and those inside it (rules 6 and 7)."""
         stages = self.profile.stages
-        sweep = sweep_of(self.profile, segment)
+        sweep = rules.sweep_of(self.profile, segment)
         last = segment.last
         for k, option in sweep.last_run:
             own_backward[k, :] = self.profile.base_backward_bytes[k] + option.backward_bytes

@@ -15,6 +15,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptplan.core import rules
 from ckptplan.core.chain import Segment
 from ckptplan.core.profile import Profile
 from ckptplan.solving.evaluate import Codes, Evaluator, Menu, Segments
@@ -136,7 +137,7 @@ class PlanSpace:
         if found is None:
             stage, storages = self.profile.stages[i], self.profile.storages
             again = stage.recompute
-            made = {s for s in stage.linked if storages[s].born >= first}
+            made = {s for s in stage.linked if first <= rules.latest_first(storages[s])}
             found = self._inside_from[i, first] = tuple(
                 code
                 for code in self.inside[i]

@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptplan.core import rules
 from ckptplan.core.chain import Option, Segment
 from ckptplan.core.profile import Profile
 from ckptplan.solving.evaluate import Segments, holders_of
@@ -162,7 +163,7 @@ class LabelDp:
         self, k: int, option: Option
     ) -> tuple[int, int, list[tuple[int, int, bool]], list[tuple[int, int, int, bool]]]:
         """Bytes that option alone holds; that it alone moves; tracked storages; linked storages with their makers."""
-        stage, storages = self.profile.stages[k], self.profile.storages
+        stage, storages, n = self.profile.stages[k], self.profile.storages, len(self.profile.stages)
         linked = set(stage.linked)
         movable = set(option.moved)
         keeps = moves = 0
@@ -170,19 +171,14 @@ class LabelDp:
         inside: list[tuple[int, int, int, bool]] = []
         for s in option.held:
             storage = storages[s]
-            if storage.to_end or not storage.nbytes:
+            if not rules.counts(storage):
                 continue
-            goes = s in movable and not storage.stays
+            goes = s in movable and bool(rules.movers(storage, n))
             if s in linked and option.recomputes and not option.ops:
-                inside.append((s, storage.born, storage.nbytes, goes))
+                inside.append((s, rules.latest_first(storage), storage.nbytes, goes))
             elif s in self.tracker.bit:
                 tracked.append((s, storage.nbytes, goes))
-            elif (
-                goes
-                and k < len(self.profile.stages) - 1
-                and storage.program_until <= k
-                and s not in self.tracker.left_out
-            ):
+            elif goes and k in rules.movers(storage, n) and s not in self.tracker.left_out:
                 moves += storage.nbytes
             else:
                 keeps += storage.nbytes
@@ -194,7 +190,7 @@ class LabelDp:
         """Of a kept stage's copies in a sweep: private bytes, tracked ones, those that are linked; and all linked."""
         stage, storages = self.profile.stages[k], self.profile.storages
         again = stage.recompute
-        linked = [(s, storages[s].born, storages[s].nbytes) for s in stage.linked if storages[s].nbytes]
+        linked = [(s, rules.latest_first(storages[s]), storages[s].nbytes) for s in stage.linked if storages[s].nbytes]
         if again is None or stage.is_glue:
             return 0, [], [], linked
         private = 0
@@ -204,7 +200,7 @@ class LabelDp:
             nbytes = storages[s].nbytes
             if s in again.held:
                 if s in stage.linked:
-                    inputs.append((s, storages[s].born, nbytes))
+                    inputs.append((s, rules.latest_first(storages[s]), nbytes))
             elif s in self.tracker.bit:
                 tracked.append((s, nbytes))
             else:
@@ -330,7 +326,7 @@ class LabelDp:
             if s in t.bit:
                 t.hold(now, s, k, nbytes, goes, mine)
             else:
-                goes = goes and k < n - 1 and profile.storages[s].program_until <= k and s not in t.left_out
+                goes = goes and k in rules.movers(profile.storages[s], n) and s not in t.left_out
                 size = np.where(mine, nbytes, 0) if mine is not None else np.full(len(rows), nbytes)
                 if goes:
                     moved = moved + size
@@ -578,13 +574,13 @@ class _Tracker:
         self._overlapping: list[list[int]] = [[] for _ in range(n)]
         begins: list[list[tuple[int, int]]] = [[] for _ in range(n)]
         for s, (storage, holders) in enumerate(zip(profile.storages, holders_of(profile), strict=True)):
-            last_seen = n - 1 if storage.to_end else min(storage.program_until, n - 1)
-            for k in range(storage.born + 1, last_seen + 1):
+            program = rules.program_steps(storage, n)
+            for k in program:
                 self.program_bytes[k] += storage.nbytes
             self.caller_bytes += storage.nbytes if storage.to_end else 0
-            if storage.to_end or not holders or not storage.nbytes:
+            if not holders or not rules.counts(storage):
                 continue
-            until = max(holders[-1].stage, last_seen)
+            until = max(holders[-1].stage, program.stop - 1)
             if until > holders[0].stage:
                 begins[holders[0].stage].append((s, until))
         free = list(range(MAX_TRACKED))
@@ -597,8 +593,9 @@ class _Tracker:
                     self.bit[s] = np.int64(1 << number)
                     self.expiring[until].append(s)
                     open_.append((s, until, number))
-                    for j in range(k + 1, min(profile.storages[s].program_until, n - 1) + 1):
-                        self._overlapping[j].append(s)
+                    for j in rules.program_steps(profile.storages[s], n):
+                        if j > k:
+                            self._overlapping[j].append(s)
                 else:
                     self.left_out.add(s)
             self.near.append(np.int64(sum(1 << number for _, until, number in open_ if until <= k + 1)))
@@ -623,7 +620,7 @@ class _Tracker:
         now.held = now.held | mark
         if not goes:
             now.fixed = now.fixed | mark
-        if k >= self.profile.storages[s].program_until and k < len(self.profile.stages) - 1:
+        if k in rules.movers(self.profile.storages[s], len(self.profile.stages)):
             now.late = now.late | mark
 
     def leave(self, now: _Labels, s: int) -> Ints:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ckptplan.core import rules
 from ckptplan.core.chain import ACTIONS, Action, Phase, Segment
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.profile import Profile
@@ -216,8 +217,7 @@ def step_bound(space: PlanSpace) -> int:
             o.backward_bytes + sum(storages[s].nbytes for s in set(o.held) if not storages[s].to_end) for o in ways
         )
     for storage in storages:
-        last = n - 1 if storage.to_end else min(storage.program_until, n - 1)
-        for k in range(storage.born + 1, last + 1):
+        for k in rules.program_steps(storage, n):
             forward[k] += storage.nbytes
         if storage.to_end:
             backward = [nbytes + storage.nbytes for nbytes in backward]

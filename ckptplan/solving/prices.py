@@ -2,7 +2,7 @@
 
 The space: a sequence of single stages, each with an option of its menu, and segments with any inner trees; a stage
 moves all it may or nothing; links are first in, first out; compute runs in program order (NOTE [Residency] in
-core/chain.py).
+core/rules.py).
 
 1. `fluid_lp.py` relaxes choices to shares and whole transfers to flows. Segments enter as columns: at the multipliers
    of each program, `segment_trees.py` finds the cheapest tree of *every* segment, so that a path over the stage

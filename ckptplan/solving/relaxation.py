@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptplan.core import rules
 from ckptplan.core.chain import Option
 from ckptplan.core.profile import Profile
 
@@ -91,15 +92,9 @@ class Chain:
         self.returns: dict[int, list[int]] = {}
         for s, storage in enumerate(profile.storages):
             j = self.counted[s]
-            if (
-                j < 0
-                or storage.to_end
-                or not storage.nbytes
-                or self.again[j] is None
-                or s not in profile.stages[j].linked
-            ):
+            if j < 0 or not rules.counts(storage) or self.again[j] is None or s not in profile.stages[j].linked:
                 continue
-            later = [i for i in self.certain[s] if j < i <= storage.program_until]
+            later = [i for i in self.certain[s] if j < i < rules.program_steps(storage, n).stop]
             if later:
                 self.returns[s] = later
         self.elusive = {
@@ -172,17 +167,16 @@ class Chain:
         n = self.n
         forward, backward = np.zeros(n + 1), 0.0
         for s, storage in enumerate(self.profile.storages):
+            program = rules.program_steps(storage, n)
             if storage.to_end:
-                forward[min(storage.born + 1, n)] += self.size[s]
+                forward[min(program.start, n)] += self.size[s]
                 backward += self.size[s]
                 continue
-            # Held by the program up to program_until, as far as no stage's account has it.
-            end = min(storage.program_until, n - 1)
-            if self.counted[s] >= 0:
-                end = min(end, self.counted[s])
-            if end > storage.born:
-                forward[storage.born + 1] += self.size[s]
-                forward[end + 1] -= self.size[s]
+            # As far as no stage's account has it.
+            stop = program.stop if self.counted[s] < 0 else min(program.stop, self.counted[s] + 1)
+            if program.start < stop:
+                forward[program.start] += self.size[s]
+                forward[stop] -= self.size[s]
         self.base_forward = np.array(self.profile.base_forward_bytes) / self.unit + np.cumsum(forward)[:n]
         self.base_backward = np.array(self.profile.base_backward_bytes) / self.unit + backward
 
@@ -195,7 +189,7 @@ class Chain:
             moved = {s for c in self.menu[i] for s in stage.options[c].moved}
             for s in sorted(moved):
                 storage = profile.storages[s]
-                if not storage.nbytes or storage.to_end or storage.stays or storage.program_until > i:
+                if i not in rules.movers(storage, n):
                     continue
                 later = [j for j in self.certain[s] if j > i]
                 if any(s not in profile.stages[j].linked or self.again[j] is None for j in later):
@@ -270,10 +264,10 @@ class Chain:
             self.again_s[i] = again.recompute_s / self.second
             for s in stage.linked:
                 if self.counted[s] == i and not self.profile.storages[s].to_end:
-                    self.drops[i].append((s, self.profile.storages[s].born, float(self.size[s])))
+                    self.drops[i].append((s, rules.latest_first(self.profile.storages[s]), float(self.size[s])))
             for s in {s for o in ways for s in o.moved} & self.movable_any[i]:
-                born = self.profile.storages[s].born if s in stage.linked else n
-                self.segment_moves[i].append((s, born, float(self.size[s])))
+                made = rules.latest_first(self.profile.storages[s]) if s in stage.linked else n
+                self.segment_moves[i].append((s, made, float(self.size[s])))
 
 
 class Intervals:
@@ -301,13 +295,13 @@ class Intervals:
             self.possible[i, : n - i] = (blocked[last + 1] == blocked[start[: n - i]]) & can[last] & can[start[: n - i]]
         for j in range(n):
             low = max(0, j - w + 1)
-            for s, born, nbytes in c.drops[j]:
-                first = np.arange(low, born + 1)
+            for s, made, nbytes in c.drops[j]:
+                first = np.arange(low, made + 1)
                 held[j - first, first] -= nbytes
                 if s not in c.elusive:
                     still[j - first, first] -= nbytes
-            for s, born, nbytes in c.segment_moves[j]:
-                first = np.arange(low if born == n else max(low, born + 1), j + 1)
+            for s, made, nbytes in c.segment_moves[j]:
+                first = np.arange(low if made == n else max(low, made + 1), j + 1)
                 moves[j - first, first] += nbytes
                 if s not in c.elusive:
                     gone[j - first, first] += nbytes
@@ -325,5 +319,5 @@ class Intervals:
         return [
             (s, next(i for i in later if i > b))
             for s, later in c.returns.items()
-            if a <= c.profile.storages[s].born and c.counted[s] <= b < later[-1]
+            if a <= rules.latest_first(c.profile.storages[s]) and c.counted[s] <= b < later[-1]
         ]

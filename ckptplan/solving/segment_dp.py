@@ -39,6 +39,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptplan.core import rules
 from ckptplan.core.chain import Segment
 from ckptplan.core.profile import Profile
 from ckptplan.solving.evaluate import Menu, Segments
@@ -107,8 +108,9 @@ def _chain_of(profile: Profile, menu: Menu) -> _Chain:
     forward, backward = [0] * (n + 1), [0] * (n + 1)
     reader = {s: k for k in range(n) for s in near[k] if s not in always}
     for s, storage in enumerate(storages):
-        begin = reader[s] + 1 if s in reader else storage.born + 1
-        end = n if storage.to_end or s in always else min(storage.program_until + 1, n)
+        program = rules.program_steps(storage, n)
+        begin = reader[s] + 1 if s in reader else program.start
+        end = rules.forward_stop(program.stop, n, s in always, None)
         if begin < end:
             forward[begin] += storage.nbytes
             forward[end] -= storage.nbytes

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ckptplan.core import rules
 from ckptplan.core.chain import Segment
 from ckptplan.solving.fluid_lp import TOLERANCE, Column, Duals
 from ckptplan.solving.relaxation import Chain, Floats, Intervals
@@ -192,7 +193,7 @@ class LinearTrees:
             self.segment[i, :k] = self.tree[i, :k] + running[:k] + after + self.move[i, :k]
         self.segment[:1] = np.inf
         for s, later in c.returns.items():
-            first = np.arange(c.profile.storages[s].born + 1)
+            first = np.arange(rules.latest_first(c.profile.storages[s]) + 1)
             for b in range(c.counted[s], later[-1]):
                 a = first[max(0, b - w + 1) :]
                 again = next(i for i in later if i > b)

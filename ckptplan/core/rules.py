@@ -1,0 +1,266 @@
+"""The rules of residency: which storage is on the device in which step, and who holds it there.
+
+Every planner, bound and baseline takes them from here, so a rule is changed in this file alone. Three parts of the
+project work them out from the text below with code of their own, to check it: the referee, `tests/brute_force.py` and
+`baselines/_rotor_dp.py`.
+
+NOTE [Residency]
+1. Storage `s` is *made* in forward step `s.born` (-1: before the step). From the next forward step on it is resident
+   while the program holds it (`k <= s.program_until`), or a stage before `k` holds it, or the caller keeps it
+   (`s.to_end`). What a stage holds was there until then: from its birth on, whatever the program did with it.
+2. A stage holds, until its backward, what its option saves and pins, less what is away. In a segment `a..b` it doesn't
+   hold those of its `linked` storages that a stage of `a..b` made: the sweep makes them again.
+3. In backward step `k` a storage is resident while a stage `i <= k` holds it, or the caller keeps it.
+4. A stage `o` may move what its option `moves`, unless it `stays`. Such a storage has no other holder than stages
+   before `o` whose options move it too, and it is away after forward step `release` and until backward step `prefetch`:
+   resident in forward steps `k <= release` and in backward steps `k <= prefetch`, with `o <= release` and
+   `last <= prefetch`, where `last` is the last stage of the outermost segment around `o`, or `o` outside of any. Both
+   points are met where a module begins or ends, so neither lies in glue after the last module, and prefetch in none.
+   All that a stage moves is one transfer in each direction: every byte of it counts until the last is copied out, which
+   `release` waits for, and all of it is allocated at once at `prefetch`, before the first byte is copied in. It goes to
+   one tier, host or disk; which one changes times alone, never the device's bytes.
+5. Bytes of a step = base(step) + resident storages at its start + what the stage's option adds on top at the worst
+   moment, what it makes included.
+6. A segment `a..b` runs forward with its stages' recompute options. Just before backward `b`, its *sweep* runs the
+   module stages of `a..b-1` again, in order; glue isn't run again. In the sweep, each stage of an inner segment saves
+   nothing and from its run on holds what rule 2 gives it for the inner segment; each other stage saves what keep does
+   and holds that, and what it held before, until its backward. `b` itself then holds all that its recompute option
+   does, and is recomputed in its backward step. An inner segment's sweep follows in the same way just before its own
+   last stage's backward. What a sweep makes is a copy of its own, beside any original still resident; it is also
+   resident until the last stage of the sweep that is `linked` to it has run.
+7. Bytes of a sweep's run of stage `k` = base of backward step `b` + what is resident in it (rules 3 and 6) + the
+   forward bytes of keep, or of recompute in an inner segment. They count as bytes of backward step `b`.
+
+Worked example. Two stages of one chain; stage 0 reads x and makes a (saved for its own backward) and y (its output),
+stage 1 reads y and makes z, which the caller keeps:
+
+    storage  nbytes  born  program_until  to_end     held by "keep" of     by "recompute" of
+    x           10    -1        0         no         stage 0               stage 0
+    a           40     0        0         no         stage 0               -
+    y           20     0        1         no         stages 0, 1           stage 1 (linked)
+    z            5     1        1         yes        -                     -
+
+Both kept: x is there in forward steps 0, 1 and in backward step 0; a in forward step 1 and backward 0; y in forward
+step 1 and backward 1, 0; z in both backward steps. So backward 1 starts with 10 + 40 + 20 + 5 bytes, and backward 0
+does, too, since stage 0 holds y as well. Stage 0 may move x and a (rule 4): stage 1 comes later, and neither of them
+is held by it or by the program. It may not move y: the program holds it until forward step 1, and so does stage 1.
+In a segment 0..1, stage 0 holds x alone and stage 1 nothing (rule 2: y was made in the segment). Backward 1 starts
+with 10 + 5 bytes; its sweep runs stage 0 again (rule 6), and copies of a and y are there from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ckptplan.core.chain import Option, Segment, Storage
+from ckptplan.core.profile import Profile
+
+_NONE = range(0)
+
+
+def program_steps(storage: Storage, n: int) -> range:
+    """Forward steps of `n` at whose start the program or the caller holds it (rule 1)."""
+    return range(storage.born + 1, n if storage.to_end else min(storage.program_until + 1, n))
+
+
+def forward_stop(program_stop: int, n: int, is_held: bool, mover: int | None) -> int:
+    """The forward step of `n` from which on it is no longer resident, if what moves is away as soon as it can be.
+
+    It is resident from the step behind the one that makes it (rules 1 and 4). Between the program's last use and the
+    first hold nothing keeps it, but a stage that holds it uses it.
+
+    Parameters
+    ----------
+    program_stop : int
+        Where `program_steps` ends.
+    is_held : bool
+        Whether any stage holds it.
+    mover : int or None
+        The stage that moves it.
+    """
+    if mover is not None:
+        return mover + 1
+    return n if is_held else program_stop
+
+
+def backward_stop(n: int, needed: int | None) -> int:
+    """The backward step of `n` from which on what a stage holds isn't resident: none, unless it moves (rules 3 and 4).
+
+    Parameters
+    ----------
+    needed : int or None
+        The backward step by whose start it must be back, where it moves.
+    """
+    return n if needed is None else needed + 1
+
+
+def movers(storage: Storage, n: int) -> range:
+    """The stages of `n` that may move it if no other stage forbids it (rule 4)."""
+    if not storage.nbytes or storage.to_end or storage.stays:
+        return _NONE
+    return range(max(storage.program_until, 0), n - 1)
+
+
+def counts(storage: Storage) -> bool:
+    """Whether its bytes depend on any decision: those that the caller keeps are there in any case."""
+    return storage.nbytes > 0 and not storage.to_end
+
+
+def latest_first(storage: Storage) -> int:
+    """The latest first stage of a segment in which it is made, if it ends behind the stage that makes it (rule 2)."""
+    return storage.born
+
+
+def held(profile: Profile, i: int, option: Option, segment: Segment | None) -> tuple[int, ...]:
+    """Storages that stage `i` holds under `option`, by itself or in `segment` (rule 2)."""
+    if segment is None:
+        return option.held
+    stage = profile.stages[i]
+    if stage.is_glue:
+        return option.held
+    linked = set(stage.linked)
+    return tuple(s for s in option.held if s not in linked or segment.first > latest_first(profile.storages[s]))
+
+
+def around(segments: Sequence[Segment], n: int) -> list[Segment | None]:
+    """Per stage of `n`, the segment of `segments` that contains it."""
+    out: list[Segment | None] = [None] * n
+    for segment in segments:
+        out[segment.first : segment.last + 1] = [segment] * (segment.last + 1 - segment.first)
+    return out
+
+
+def moved_by(profile: Profile, options: Sequence[Option], holds: Sequence[tuple[int, ...]]) -> dict[int, int]:
+    """Storage -> the stage that moves it: the last that holds it, if all that hold it would move it (rule 4).
+
+    Parameters
+    ----------
+    holds : sequence
+        Per stage, what it holds.
+    """
+    n = len(options)
+    last: dict[int, int] = {}
+    fixed: set[int] = set()
+    for i, (option, storages) in enumerate(zip(options, holds, strict=True)):
+        moving = set(option.moved)
+        for s in storages:
+            last[s] = i
+            if s not in moving:
+                fixed.add(s)
+    return {s: i for s, i in last.items() if s not in fixed and i in movers(profile.storages[s], n)}
+
+
+def enforceable_points(glue: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Per step, the last release and the last prefetch point at or before it that the runtime can meet.
+
+    Release points are met where a module ends or the next one begins; prefetch points where a module's backward does.
+    """
+    modules = [k for k, inside in enumerate(glue) if not inside] or list(range(len(glue)))
+    prefetch, last = [], modules[0]
+    for k in range(len(glue)):
+        last = k if k in modules else last
+        prefetch.append(last)
+    return tuple(min(k, modules[-1]) for k in range(len(glue))), tuple(prefetch)
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """One sweep, its inner segments' sweeps left out (NOTE [Residency], rules 6 and 7).
+
+    Attributes
+    ----------
+    runs : tuple of int
+        Stages it runs.
+    seconds : float
+    most_bytes : int
+        Most bytes of copies and of a run's own, over all runs.
+    held_from : tuple of (int, int)
+        Stage and bytes of the copies that are resident from this stage's backward on, up to the sweep's last stage.
+    last_run : tuple of (int, Option)
+        The option of what is no part of an inner segment, for its last run before backward.
+    """
+
+    runs: tuple[int, ...]
+    seconds: float
+    most_bytes: int
+    held_from: tuple[tuple[int, int], ...]
+    last_run: tuple[tuple[int, Option], ...]
+
+
+def sweep_of(profile: Profile, segment: Segment, ran: Sequence[Option] | None = None) -> Sweep:
+    """The sweep of `segment`; which bytes are there around it doesn't matter to it. O(its stages + what they hold).
+
+    Parameters
+    ----------
+    ran : sequence of Option, optional
+        Per stage of the chain, how it ran forward; "recompute" where left out.
+    """
+    stages, storages = profile.stages, profile.storages
+    begin, last = segment.first, segment.last
+    inner: dict[int, Segment] = {k: item for item in segment.inner for k in range(item.first, item.last + 1)}
+    runs = [k for k in range(begin, last) if not stages[k].is_glue]
+    makers = set(runs)
+    begins: dict[int, int] = {}  # copy -> the run after which it is there
+    in_transit_to: dict[int, int] = {}
+    held_by: dict[int, int] = {}  # copy -> the lowest stage that holds it
+    last_run: list[tuple[int, Option]] = []
+    most_own: list[tuple[int, int]] = []
+    for k in (*runs, last):
+        stage = stages[k]
+        again = stage.option("recompute")
+        before = held(profile, k, again if ran is None else ran[k], segment)
+        if k == last:
+            last_run.append((k, again))
+            after = again.held
+        elif k not in inner:
+            last_run.append((k, stage.keep))
+            after = stage.keep.held
+            most_own.append((k, stage.keep.forward_bytes))
+        else:
+            after = held(profile, k, again, inner[k])
+            most_own.append((k, again.forward_bytes))
+        for s in stage.linked:
+            if storages[s].born in makers:
+                in_transit_to[s] = k
+                begins.setdefault(s, storages[s].born)
+        for s in set(after).difference(before):
+            held_by.setdefault(s, k)
+            begins.setdefault(s, storages[s].born if storages[s].born in makers else k)
+    # Differences per run: a copy is there from the run after the one that begins it.
+    changes = [0] * (last - begin + 3)
+    held_from: dict[int, int] = {}
+    for s, first in begins.items():
+        nbytes = storages[s].nbytes
+        until = last + 1
+        if s in held_by:
+            held_from[held_by[s]] = held_from.get(held_by[s], 0) + nbytes
+            gap_from, gap_to = max(in_transit_to.get(s, -1), first) + 1, held_by[s] + 1
+            if gap_from < gap_to:  # in between it isn't there
+                changes[gap_from - begin] -= nbytes
+                changes[gap_to - begin] += nbytes
+        else:
+            until = in_transit_to[s] + 1
+        if first + 1 < until:
+            changes[first + 1 - begin] += nbytes
+            changes[until - begin] -= nbytes
+    copies = list(accumulate(changes))
+    return Sweep(
+        tuple(runs),
+        sum(stages[k].forward_s for k in runs),
+        max((copies[k - begin] + own for k, own in most_own), default=0),
+        tuple(sorted((k, nbytes) for k, nbytes in held_from.items() if nbytes)),
+        tuple(last_run),
+    )
+
+
+def sweeps_of(
+    profile: Profile, segments: Sequence[Segment], ran: Sequence[Option] | None = None
+) -> list[tuple[int, Sweep]]:
+    """(last stage, sweep) of these segments and all inner ones, outer before inner."""
+    found: list[tuple[int, Sweep]] = []
+    for segment in segments:
+        found.append((segment.last, sweep_of(profile, segment, ran)))
+        found += sweeps_of(profile, segment.inner, ran)
+    return found
