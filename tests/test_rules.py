@@ -94,7 +94,7 @@ def moves_while_the_program_holds_it(patch: pytest.MonkeyPatch) -> None:
     """Rule 4 without its condition on the program's variables."""
 
     def movers(storage: Storage, n: int) -> range:
-        return range(max(storage.born, 0), n - 1) if rules.counts(storage) and not storage.stays else range(0)
+        return range(max(storage.born, 0), n - 1) if rules.can_move(storage) else range(0)
 
     patch.setattr(rules, "movers", movers)
 

@@ -96,16 +96,19 @@ def backward_stop(n: int, needed: int | None) -> int:
     return n if needed is None else needed + 1
 
 
-def movers(storage: Storage, n: int) -> range:
-    """The stages of `n` that may move it if no other stage forbids it (rule 4)."""
-    if not storage.nbytes or storage.to_end or storage.stays:
-        return _NONE
-    return range(max(storage.program_until, 0), n - 1)
-
-
 def counts(storage: Storage) -> bool:
     """Whether its bytes depend on any decision: those that the caller keeps are there in any case."""
     return storage.nbytes > 0 and not storage.to_end
+
+
+def can_move(storage: Storage) -> bool:
+    """Whether any stage might move it (rule 4)."""
+    return counts(storage) and not storage.stays
+
+
+def movers(storage: Storage, n: int) -> range:
+    """The stages of `n` that may move it if no other stage forbids it (rule 4)."""
+    return range(max(storage.program_until, 0), n - 1) if can_move(storage) else _NONE
 
 
 def latest_first(storage: Storage) -> int:

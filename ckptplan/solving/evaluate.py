@@ -58,7 +58,6 @@ class Holder:
 
 def holders_of(profile: Profile) -> tuple[tuple[Holder, ...], ...]:
     """Per storage, the stages that hold it under some option, in order; stages by themselves, in no segment."""
-    n = len(profile.stages)
     found: list[list[Holder]] = [[] for _ in profile.storages]
     for i, stage in enumerate(profile.stages):
         holding: dict[int, set[int]] = {}
@@ -67,7 +66,7 @@ def holders_of(profile: Profile) -> tuple[tuple[Holder, ...], ...]:
             moved = set(option.moved)
             for s in option.held:
                 holding.setdefault(s, set()).add(code)
-                if s not in moved or not rules.movers(profile.storages[s], n):
+                if s not in moved or not rules.can_move(profile.storages[s]):
                     fixing.setdefault(s, set()).add(code)
         for s in sorted(holding):
             found[s].append(Holder(i, frozenset(holding[s]), frozenset(fixing.get(s, ()))))

@@ -173,7 +173,7 @@ class LabelDp:
             storage = storages[s]
             if not rules.counts(storage):
                 continue
-            goes = s in movable and bool(rules.movers(storage, n))
+            goes = s in movable and rules.can_move(storage)
             if s in linked and option.recomputes and not option.ops:
                 inside.append((s, rules.latest_first(storage), storage.nbytes, goes))
             elif s in self.tracker.bit:
