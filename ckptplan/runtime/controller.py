@@ -319,8 +319,9 @@ class Controller:
             now = self if self.before_forward is None else self.before_forward(args, kwargs)
             if now is not self:
                 return now._run_model(original, args, kwargs)
-            self._begin()
+            current = self._begin()
             output = original(*args, **kwargs)
+            self._release_until(current, len(self._stages))
             if self._held_over is not None:
                 self._held_over.output(output, (args, kwargs))
             return output
@@ -352,11 +353,7 @@ class Controller:
         self.counters.meter.mark(index * KINDS)
         try:
             self._limits[index].check(self._stages[index], args, kwargs)
-            # What was due in a stage that this forward leaves out is due all the same.
-            for skipped in range(current.last + 1, index):
-                for stage in (*self._release_before.get(skipped, ()), *self._release_after.get(skipped, ())):
-                    current.session.release(stage)
-            current.last = max(current.last, index)
+            self._release_until(current, index)
             for stage in self._release_before.get(index, ()):
                 current.session.release(stage)
             if self._observer is not None:
@@ -427,6 +424,13 @@ class Controller:
                 return original(*args, **kwargs)
         return original(*args, **kwargs)
 
+    def _release_until(self, current: _Pass, index: int) -> None:
+        """Release what was due in stages before `index` that this forward leaves out: it is due all the same."""
+        for skipped in range(current.last + 1, index):
+            for stage in (*self._release_before.get(skipped, ()), *self._release_after.get(skipped, ())):
+                current.session.release(stage)
+        current.last = max(current.last, index)
+
     def _next_call(self, current: _Pass, module: nn.Module) -> int | None:
         indices = self._indices[module]
         call = current.calls.get(module, 0)
@@ -436,9 +440,11 @@ class Controller:
         """Have the beginning of a stage's backward noticed; returns whether it can have one."""
 
         def begin(_: Any) -> None:
-            if current.checks is not None and not current.backward_begun:
-                current.checks.backward_begins()
-            current.backward_begun = True
+            if not current.backward_begun:
+                current.backward_begun = True
+                self._release_until(current, len(self._stages))
+                if current.checks is not None:
+                    current.checks.backward_begins()
             current.open = None
             self.counters.meter.mark(index * KINDS + BACKWARD)
             self._enter_backward(index)
