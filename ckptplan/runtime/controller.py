@@ -38,6 +38,7 @@ from ckptplan.runtime.segments import OpenSegment
 from ckptplan.runtime.shapes import Limits
 from ckptplan.runtime.stores import Store
 from ckptplan.runtime.swap import Counters, State, SwapSession
+from ckptplan.runtime.unplanned import Unplanned
 
 
 class Observer(Protocol):
@@ -116,8 +117,8 @@ class Controller:
         To go on counting in.
     old_graph : OldGraph, optional
         To free what a failed backward leaves.
-    gradients, held_over : GradientGuard, HeldOver, optional
-        Look, when a pass begins, at what the plan didn't reckon with.
+    gradients, held_over, unplanned : GradientGuard, HeldOver, Unplanned, optional
+        Look, when a pass begins or on its way, at what the plan didn't reckon with.
     checks : Checks, optional
         Compares in some passes what comes back with what was there in forward.
 
@@ -146,6 +147,7 @@ class Controller:
         old_graph: OldGraph | None = None,
         gradients: GradientGuard | None = None,
         held_over: HeldOver | None = None,
+        unplanned: Unplanned | None = None,
         checks: Checks | None = None,
     ) -> None:
         self._model = model
@@ -175,6 +177,7 @@ class Controller:
         self._old_graph = old_graph
         self._gradients = gradients
         self._held_over = held_over
+        self._unplanned = unplanned
         self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], Controller] | None = None
         self._task = -1
         self._indices: dict[nn.Module, list[int]] = {}
@@ -214,6 +217,8 @@ class Controller:
         self._sees_model = one_forward and model not in self._indices
         if self._sees_model:
             self._patches.append(PatchedForward(model, self._run_model))
+        if unplanned is not None:
+            self._patches += unplanned.patches(self._active)
         self._always_watched = frozenset((*self._prefetch_at, self._last))
         self._watches = bool(self._segments) or observer is not None
 
@@ -303,6 +308,8 @@ class Controller:
             )
         if self._gradients is not None:
             self._gradients.check()
+        if self._unplanned is not None:
+            self._unplanned.begins()
         checks = None if self.checks is None else self.checks.begin(self._stages)
         own = OwnStorages(self._own_names)
         self.counters.forwards += 1
@@ -320,6 +327,8 @@ class Controller:
             if now is not self:
                 return now._run_model(original, args, kwargs)
             current = self._begin()
+            if self._unplanned is not None:
+                self._unplanned.inputs(args, kwargs)
             output = original(*args, **kwargs)
             self._release_until(current, len(self._stages))
             if self._held_over is not None:
@@ -443,6 +452,8 @@ class Controller:
             if not current.backward_begun:
                 current.backward_begun = True
                 self._release_until(current, len(self._stages))
+                if self._unplanned is not None:
+                    self._unplanned.backward(self._device)
                 if current.checks is not None:
                     current.checks.backward_begins()
             current.open = None
