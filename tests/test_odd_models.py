@@ -16,7 +16,14 @@ An entry whose case no longer breaks one fails; delete it.
 """
 
 
-EQUAL = ("ema_buffer_through_data", "buffers_that_share_memory", "set_argument", "attributes_of_a_tensor")
+EQUAL = (
+    "ema_buffer_through_data",
+    "buffers_that_share_memory",
+    "set_argument",
+    "attributes_of_a_tensor",
+    "object_written_by_the_parent",
+    "object_written_by_the_parent_later",
+)
 """What is trained as without a plan, where an error of the checks would keep the promise too."""
 
 

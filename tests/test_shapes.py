@@ -134,6 +134,20 @@ def test_fewer_calls_keep_the_peak_although_stages_with_release_points_are_left_
                 model.zero_grad(set_to_none=True)
 
 
+def test_what_was_to_leave_has_left_when_the_forward_ends() -> None:
+    """The loss has the room that it had with all calls."""
+    torch.manual_seed(0)
+    model, x = Steps(), torch.randn(8, 64, 64)
+    plan = ckptplan.frontier(profile(model, (x,), menus=False), points=4, actions=("keep", "swap"), time_limit_s=5)[0]
+    with apply(model, plan) as handle:
+        for count in (8, 6):
+            output = model(x[:count])
+            assert handle._controller.swapped().keys() == {State.AWAY}
+            output.sum().backward()
+            model.zero_grad()
+            del output
+
+
 def test_one_sample_takes_another_path_within_the_planned_bytes() -> None:
     """Without the planned bytes, positions are all there is, and they name nothing in what one sample saves."""
     model, inputs = build("transformer")

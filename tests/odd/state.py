@@ -503,12 +503,12 @@ def objects_without_weak_references() -> Odd:
 
     class Stage(Layer):
         def set_up(self) -> None:
-            self.slotted, self.space = _Slotted(), types.SimpleNamespace(rate=1.0)
+            self.slotted, self.space = [_Slotted()], types.SimpleNamespace(rate=1.0)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.slotted.calls += 1
+            self.slotted[0].calls += 1
             self.space.rate *= 0.9
-            return x + torch.tanh(self.linear(x) * self.slotted.calls * self.space.rate)
+            return x + torch.tanh(self.linear(x) * self.slotted[0].calls * self.space.rate)
 
     def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
         for _ in range(STEPS):
