@@ -54,6 +54,12 @@ def test_what_can_be_put_back_is_equal(name: str, decision: str) -> None:
     assert found.kind == "equal", f"{found.kind}: {found.detail}"
 
 
+def test_fused_steps_inside_of_the_users_hooks_are_an_error_unchecked() -> None:
+    """By the storages that the step has written to, in a stage that is swapped and nothing else guards."""
+    found = outcome("fused_sgd_between_two_backwards_of_halves", "swap", check="off")
+    assert found.kind == "error", f"{found.kind}: {found.detail}"
+
+
 def test_what_is_known_is_there() -> None:
     assert {name for name, _ in KNOWN} <= set(CASES)
     assert {decision for _, decision in KNOWN} <= set(DECISIONS)
