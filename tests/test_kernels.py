@@ -40,7 +40,7 @@ def attended(device: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -
     """The kernel that a device which isn't here takes, and per stage the bytes of what has a position."""
     model, x = nn.Sequential(*(Attention(**options) for _ in range(2))).to(dtype), torch.randn(2, 128, 256, dtype=dtype)
     target, step = find_target(model, device), make_step(model, x)
-    names = find_stages(step, target)
+    names = find_stages(step, target).stages
     seen = replay(step, names, (KEEP,) * len(names), target)
     keys = [op.key[0] for trace in seen.backward.values() for op in trace.ops if isinstance(op.key, tuple)]
     kernels = {str(func).split("_")[-3] for func in keys if "attention_backward" in str(func)}

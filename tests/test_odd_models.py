@@ -16,7 +16,14 @@ An entry whose case no longer breaks one fails; delete it.
 """
 
 
-EQUAL = ("ema_buffer_through_data", "buffers_that_share_memory", "set_argument", "attributes_of_a_tensor")
+EQUAL = (
+    "ema_buffer_through_data",
+    "buffers_that_share_memory",
+    "set_argument",
+    "attributes_of_a_tensor",
+    "object_written_by_the_parent",
+    "object_written_by_the_parent_later",
+)
 """What is trained as without a plan, where an error of the checks would keep the promise too."""
 
 
@@ -45,6 +52,12 @@ def test_no_promise_is_broken(name: str, decision: str) -> None:
 def test_what_can_be_put_back_is_equal(name: str, decision: str) -> None:
     found = outcome(name, decision)
     assert found.kind == "equal", f"{found.kind}: {found.detail}"
+
+
+def test_fused_steps_inside_of_the_users_hooks_are_an_error_unchecked() -> None:
+    """By the storages that the step has written to, in a stage that is swapped and nothing else guards."""
+    found = outcome("fused_sgd_between_two_backwards_of_halves", "swap", check="off")
+    assert found.kind == "error", f"{found.kind}: {found.detail}"
 
 
 def test_what_is_known_is_there() -> None:

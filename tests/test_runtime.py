@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import functools
 import gc
+import inspect
 import io
 import itertools
 import os
@@ -724,8 +725,19 @@ def test_copies_are_plain_models(duplicate: Callable[[nn.Module], nn.Module]) ->
     with apply(model, planned("transformer", "mixed 0")) as handle:
         twin = duplicate(model)
         assert type(twin) is Transformer
+        plain, _ = build("transformer")
+        assert inspect.signature(model.forward) == inspect.signature(twin.forward) == inspect.signature(plain.forward)
+        shallow = copy.copy(twin.layers[0].eval())
+        shallow._modules = {name: copy.deepcopy(module) for name, module in shallow._modules.items()}
+        for parameter in shallow.parameters():
+            parameter.data.mul_(2)
+        x = torch.randn(2, 8, 32)
+        assert not torch.equal(shallow(x), twin.layers[0](x))
+        assert "forward" not in vars(shallow)
+        twin.train()
         assert_same(clean_step(twin, inputs), plain_step("transformer"))
         assert handle.stats().forwards == 0
+        assert not any("forward" in vars(module) for module in twin.modules())
         twin.embedding.weight.data.zero_()
         assert not torch.equal(call(twin, inputs), plain_step("transformer")[0])
         assert_same(clean_step(copy.deepcopy(twin.cpu()), inputs)[0], clean_step(twin, inputs)[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import gc
@@ -23,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 import ckptplan
 from ckptplan import model_job
-from ckptplan.core.chain import InputTensor, Segment
+from ckptplan.core.chain import Action, InputTensor, Segment
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError, PlanMismatchError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -98,6 +99,53 @@ def test_smaller_inputs_are_bitwise_right_and_within_the_peak(name: str, what: s
             step = make_step(model, x)
             peak = held + peak_above_start(lambda step=step: run_step(step), torch.device("cpu"))  # type: ignore[misc]
             assert peak <= plan.peak_bytes, x.shape
+
+
+class Steps(nn.Module):
+    """Calls one cell for each of the steps of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.GRUCell(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x.new_zeros(x.shape[1], 64)
+        outputs = []
+        for step in x:
+            h = self.cell(step, h)
+            outputs.append(self.out(h))
+        return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("action", ["swap", "recompute"])
+def test_fewer_calls_keep_the_peak_although_stages_with_release_points_are_left_out(action: Action) -> None:
+    torch.manual_seed(0)
+    model, x = Steps(), torch.randn(8, 64, 64)
+    chain = profile(model, (x,))
+    plain = copy.deepcopy(model)
+    for plan in ckptplan.frontier(chain, points=6, actions=("keep", action), time_limit_s=5):
+        with apply(model, plan):
+            for count in (8, 7, 6, 5, 2):
+                step = make_step(model, x[:count])
+                held = unique_bytes([*held_tensors(model), x[:count]])
+                peak = held + peak_above_start(lambda step=step: run_step(step), torch.device("cpu"))  # type: ignore[misc]
+                assert peak <= plan.peak_bytes, count
+                assert same(results(model, x[:count]), results(plain, x[:count]))
+                model.zero_grad(set_to_none=True)
+
+
+def test_what_was_to_leave_has_left_when_the_forward_ends() -> None:
+    """The loss has the room that it had with all calls."""
+    torch.manual_seed(0)
+    model, x = Steps(), torch.randn(8, 64, 64)
+    plan = ckptplan.frontier(profile(model, (x,), menus=False), points=4, actions=("keep", "swap"), time_limit_s=5)[0]
+    with apply(model, plan) as handle:
+        for count in (8, 6):
+            output = model(x[:count])
+            assert handle._controller.swapped().keys() == {State.AWAY}
+            output.sum().backward()
+            model.zero_grad()
+            del output
 
 
 def test_one_sample_takes_another_path_within_the_planned_bytes() -> None:

@@ -325,6 +325,7 @@ def finish(profile: Profile, found: Replay, budget_bytes: int, planner: str) -> 
         saved_bytes=saved_bytes(profile, found.decisions),
         launch_s=launch_s(profile, found.decisions, found.choice.segments),
         baseline_launch_s=profile.baseline_launch_s,
+        outside=profile.outside,
     )
 
 

@@ -128,6 +128,8 @@ class Plan:
     forward_peak_bytes, between_bytes : int or None
         The peak of forward alone, and what forward leaves for backward, the output with it. By these the runtime tells
         whether there is room for what a loop holds of the forward before. None: not known.
+    outside : tuple of str or None
+        Modules that the profiled step called and that lie in no stage's; None: not known.
     """
 
     stages: tuple[str, ...]
@@ -153,6 +155,7 @@ class Plan:
     baseline_launch_s: float = 0.0
     forward_peak_bytes: int | None = None
     between_bytes: int | None = None
+    outside: tuple[str, ...] | None = None
 
     @property
     def expected_step_s(self) -> float:
@@ -216,6 +219,8 @@ class Plan:
             data["stages"] = as_tuple(data["stages"])
             data["saved_bytes"] = tuple(as_tuple(sizes) for sizes in as_tuple(data.get("saved_bytes", [])))
             data["inputs"] = tuple(input_tensors(items) for items in as_tuple(data["inputs"]))
+            if data.get("outside") is not None:
+                data["outside"] = as_tuple(data["outside"])
             return cls(**data)
         except (AttributeError, KeyError, TypeError, RecursionError) as error:
             raise InvalidInputError(
@@ -227,6 +232,8 @@ class Plan:
             if getattr(self, name) is not None:
                 check_bytes("plan", **{name: getattr(self, name)})
         check_each("plan", str, stages=self.stages)
+        if self.outside is not None:
+            check_each("plan", str, outside=self.outside)
         check_each("plan", Decision, choices=self.choices)
         check_type("plan", tuple, inputs=self.inputs)
         for inputs in self.inputs:

@@ -91,6 +91,8 @@ class Profile:
         What a reader must know about how it was made.
     disk : Link or None
         The way to the disk tier behind the host, in nothing faster than `link`; None: there is none.
+    outside : tuple of str or None
+        Modules that the step calls and that lie in no stage's; None: not known.
     """
 
     stages: tuple[Stage, ...]
@@ -103,6 +105,7 @@ class Profile:
     fingerprint: Fingerprint = NO_MODEL
     notes: tuple[str, ...] = ()
     disk: Link | None = None
+    outside: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         check_each("profile", Stage, stages=self.stages)
@@ -117,6 +120,8 @@ class Profile:
                 )
         check_type("profile", Fingerprint, fingerprint=self.fingerprint)
         check_each("profile", str, notes=self.notes)
+        if self.outside is not None:
+            check_each("profile", str, outside=self.outside)
         check_each("profile", int, base_forward_bytes=self.base_forward_bytes)
         check_each("profile", int, base_backward_bytes=self.base_backward_bytes)
         n = len(self.stages)
@@ -203,6 +208,8 @@ class Profile:
             if "fingerprint" in data:
                 data["fingerprint"] = Fingerprint(**data["fingerprint"])
             data["notes"] = as_tuple(data.get("notes", []))
+            if data.get("outside") is not None:
+                data["outside"] = as_tuple(data["outside"])
             return cls(**data)
         except (AttributeError, KeyError, TypeError) as error:
             raise InvalidInputError(

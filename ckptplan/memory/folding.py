@@ -113,7 +113,7 @@ class Folding:
         """Stages of the model, shortened or full, as it is now: the same in every recording."""
         self._rewind()
         try:
-            return find_stages(self._step, self._target)
+            return find_stages(self._step, self._target).stages
         except UnsupportedModelError:  # no module saves anything, as where the model checkpoints by itself
             return ("",)  # the model itself
 

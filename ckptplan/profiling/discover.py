@@ -9,9 +9,9 @@ plus every stage's inputs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -46,8 +46,23 @@ class Call:
         return int(self.member) + max((child.depth() for child in self.children), default=0)
 
 
-def discover_stages(step: TrainingStep, world: Callable[[], contextlib.AbstractContextManager[Any]]) -> tuple[str, ...]:
-    """Names of the stages in call order.
+class Found(NamedTuple):
+    """What a forward calls.
+
+    Attributes
+    ----------
+    stages : tuple of str
+        Names of the stages in call order.
+    outside : tuple of str
+        Modules that are called and lie in no stage's, the model itself left out; a stage may call them, too.
+    """
+
+    stages: tuple[str, ...]
+    outside: tuple[str, ...]
+
+
+def discover_stages(step: TrainingStep, world: Callable[[], contextlib.AbstractContextManager[Any]]) -> Found:
+    """The stages, and what is called beside them.
 
     Parameters
     ----------
@@ -71,7 +86,17 @@ def discover_stages(step: TrainingStep, world: Callable[[], contextlib.AbstractC
             best = stages
     if not best:
         raise UnsupportedModelError("no submodule of the model saves anything for backward; there is nothing to plan")
-    return tuple(call.name for call in best)
+    modules = {call.name.partition("#")[0] for call in best}
+    called = dict.fromkeys(_called(root))
+    outside = (name for name in called if not any(name == m or name.startswith(f"{m}.") for m in modules))
+    return Found(tuple(call.name for call in best), tuple(outside))
+
+
+def _called(call: Call) -> Iterator[str]:
+    """Names of the modules called below `call`."""
+    for child in call.children:
+        yield child.name.partition("#")[0]
+        yield from _called(child)
 
 
 def _cost(stages: list[Call]) -> int:

@@ -329,7 +329,7 @@ def _traced(
 
     def trace() -> Traced:
         report("finding stages")
-        names = find_stages(step, target)
+        found = find_stages(step, target)
         rewind()
         report("tracing bytes")
         outside = step.tensors() if step.fn is None else outside_tensors(step, target)
@@ -340,7 +340,7 @@ def _traced(
         state_bytes, update_bytes = _update_bytes(optimizer, step.model, target)
         traced = trace_chain(
             step,
-            names,
+            found.stages,
             target,
             resident_bytes=resident + state_bytes,
             update_bytes=update_bytes,
@@ -349,7 +349,7 @@ def _traced(
             devices=devices,
         )
         rewind()
-        return traced
+        return traced._replace(chain=dataclasses.replace(traced.chain, outside=found.outside))
 
     return answered(trace, step, target, rewind, report)
 

@@ -111,7 +111,7 @@ def _witness(phase: Phase, answers: Answers, step: TrainingStep, target: Target,
     """Run one phase for real and note its answers."""
     witness = _Witness(phase, answers, target.device if target.spec is None else torch.device("cpu"), step.model)
     if phase == "backward":
-        names = find_stages(step, target)
+        names = find_stages(step, target).stages
         rewind()
         fixed = replay(step, names, (KEEP,) * len(names), target, saves=False).modifies
         rewind()

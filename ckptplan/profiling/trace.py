@@ -32,7 +32,7 @@ from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import KEEP, Decision
 from ckptplan.core.profile import Fingerprint, Profile
 from ckptplan.core.schedule import residency
-from ckptplan.profiling.discover import discover_stages
+from ckptplan.profiling.discover import Found, discover_stages
 from ckptplan.profiling.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.menus import Choice, choose, front, list_ops, numbered
 from ckptplan.profiling.real_storages import Places
@@ -532,8 +532,8 @@ def segment_name(stages: Sequence[str], segment: int) -> str:
     return f"(before {stages[after]})" if after < len(stages) else f"(after {stages[-1]})"
 
 
-def find_stages(step: TrainingStep, target: Target) -> tuple[str, ...]:
-    """Names of the stages of `step`, in call order, found by a forward without memory.
+def find_stages(step: TrainingStep, target: Target) -> Found:
+    """The stages of `step`, found by a forward without memory.
 
     Raises
     ------

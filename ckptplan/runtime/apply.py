@@ -40,6 +40,7 @@ from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint, mo
 from ckptplan.runtime.stores import Store, close_all, handing_over, make_stores
 from ckptplan.runtime.swap import Counters
 from ckptplan.runtime.traced import record_step
+from ckptplan.runtime.unplanned import Unplanned
 
 Result = TypeVar("Result")
 
@@ -595,6 +596,7 @@ def apply(
                 old_graph=old_graph,
                 gradients=GradientGuard(model, plan),
                 held_over=HeldOver(plan),
+                unplanned=Unplanned(model, plan),
                 checks=checks,
             )
             controller.install()

@@ -12,7 +12,8 @@ dictionary, a set, a deque, the data attributes of a class, an array, an object 
    alone are looked at.
 3. Other objects (a configuration, a trainer), and functions with the variables that they enclose, lead to any number of
    others, so they are looked at in *searches* alone.
-   Those that a stage was seen to change are cells of that stage from then on (`Changing`).
+   Those that a stage was seen to change are cells of that stage from then on (`Changing`). Of an object that a module
+   has as an attribute the attributes are always kept, by reference: the model may change one from layer to layer.
 4. Tensors aren't cells: what a write to one is, versions and copies tell (`_State` in recompute.py). A snapshot names
    those that it met, and holds them without their graphs, which may hold the cells in turn.
 5. Generators have states of their own (generators.py); a snapshot names those that it met.
@@ -130,8 +131,12 @@ def _write_object(value: Any, contents: Mapping[str, Any]) -> None:
                 object.__setattr__(value, name, contents[name])
         elif hasattr(value, name):
             object.__delattr__(value, name)
-    if hasattr(value, "__dict__"):
-        _write_items(vars(value), {name: item for name, item in contents.items() if name not in slots})
+    table = getattr(value, "__dict__", {})
+    for name in table.keys() - contents.keys():
+        del table[name]
+    for name, item in contents.items():  # one by one, since other threads may look
+        if name not in slots and table.get(name, contents) is not item:
+            table[name] = item
 
 
 def _closure_of(function: types.FunctionType) -> dict[str, Any]:
@@ -176,6 +181,16 @@ def _kind_of(kind: type) -> _Kind | str | None:
     if kind in _ATOMS or issubclass(kind, (type, BaseException)):
         return None
     return next((found for types_, found in _CONTAINERS if issubclass(kind, types_)), _OTHER)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _has_attributes(kind: type) -> bool:
+    """Whether objects of a type are plain ones with attributes of their own."""
+    if kind in _ATOMS or _kind_of(kind) is not _OTHER or issubclass(kind, (types.FunctionType, types.MethodType)):  # type: ignore[arg-type]
+        return False
+    if str(kind.__module__).partition(".")[0] in (*_SEARCHED_NOT, "functools", "types"):
+        return kind is types.SimpleNamespace
+    return bool(kind.__dictoffset__ or _slots_of(kind))  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=1 << 10)
@@ -363,6 +378,7 @@ class Snapshot:
         self._known: set[int] | None = None
         self._path: list[Any] = []
         self._iterators: list[Any] = []
+        self._directs: set[int] = set()  # objects that modules have as attributes
         self._looks = SEARCH_LIMIT if self.searches else 0
         classes: dict[type, None] = {}
         self.modules = list(self.modules)
@@ -391,8 +407,15 @@ class Snapshot:
 
     def _keep_attribute(self, name: str, value: Any) -> Any:
         kind = type(value)
-        atom = kind in _ATOMS or (kind is tuple and _ATOMS.issuperset(map(type, value)))
-        return value if atom else self._keep(name, value)
+        if kind in _ATOMS or (kind is tuple and _ATOMS.issuperset(map(type, value))):
+            return value
+        if _has_attributes(kind):  # type: ignore[arg-type]
+            self._directs.add(id(value))
+            if not self.searches and id(value) not in self._cells and not self._is_cell(value):
+                contents = {key: alone(item) for key, item in _object_of(value).items()}
+                self._cells[id(value)] = _Cell(value, _OBJECT, contents, ())
+                return value
+        return self._keep(name, value)
 
     def _keep(self, name: str, value: Any, *, is_cell: bool = False) -> Any:
         """Look at a value; returns what is held of it: itself, but for tensors with graphs and what holds those."""
@@ -488,7 +511,10 @@ class Snapshot:
                 self.changing.modules.add(id(module))
         for key, found in list(self._cells.items()):
             if found.path and _equal(found.kind.read(found.cell), found.contents):
-                del self._cells[key]
+                if key in self._directs:
+                    found.path = ()
+                else:
+                    del self._cells[key]
                 continue
             for each in found.path:
                 self.changing.add(each)

@@ -38,6 +38,7 @@ from ckptplan.runtime.segments import OpenSegment
 from ckptplan.runtime.shapes import Limits
 from ckptplan.runtime.stores import Store
 from ckptplan.runtime.swap import Counters, State, SwapSession
+from ckptplan.runtime.unplanned import Unplanned
 
 
 class Observer(Protocol):
@@ -116,8 +117,8 @@ class Controller:
         To go on counting in.
     old_graph : OldGraph, optional
         To free what a failed backward leaves.
-    gradients, held_over : GradientGuard, HeldOver, optional
-        Look, when a pass begins, at what the plan didn't reckon with.
+    gradients, held_over, unplanned : GradientGuard, HeldOver, Unplanned, optional
+        Look, when a pass begins or on its way, at what the plan didn't reckon with.
     checks : Checks, optional
         Compares in some passes what comes back with what was there in forward.
 
@@ -146,6 +147,7 @@ class Controller:
         old_graph: OldGraph | None = None,
         gradients: GradientGuard | None = None,
         held_over: HeldOver | None = None,
+        unplanned: Unplanned | None = None,
         checks: Checks | None = None,
     ) -> None:
         self._model = model
@@ -175,6 +177,7 @@ class Controller:
         self._old_graph = old_graph
         self._gradients = gradients
         self._held_over = held_over
+        self._unplanned = unplanned
         self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], Controller] | None = None
         self._task = -1
         self._indices: dict[nn.Module, list[int]] = {}
@@ -214,6 +217,8 @@ class Controller:
         self._sees_model = one_forward and model not in self._indices
         if self._sees_model:
             self._patches.append(PatchedForward(model, self._run_model))
+        if unplanned is not None:
+            self._patches += unplanned.patches(self._active)
         self._always_watched = frozenset((*self._prefetch_at, self._last))
         self._watches = bool(self._segments) or observer is not None
 
@@ -303,6 +308,8 @@ class Controller:
             )
         if self._gradients is not None:
             self._gradients.check()
+        if self._unplanned is not None:
+            self._unplanned.begins()
         checks = None if self.checks is None else self.checks.begin(self._stages)
         own = OwnStorages(self._own_names)
         self.counters.forwards += 1
@@ -319,8 +326,11 @@ class Controller:
             now = self if self.before_forward is None else self.before_forward(args, kwargs)
             if now is not self:
                 return now._run_model(original, args, kwargs)
-            self._begin()
+            current = self._begin()
+            if self._unplanned is not None:
+                self._unplanned.inputs(args, kwargs)
             output = original(*args, **kwargs)
+            self._release_until(current, len(self._stages))
             if self._held_over is not None:
                 self._held_over.output(output, (args, kwargs))
             return output
@@ -352,11 +362,7 @@ class Controller:
         self.counters.meter.mark(index * KINDS)
         try:
             self._limits[index].check(self._stages[index], args, kwargs)
-            # What was due in a stage that this forward leaves out is due all the same.
-            for skipped in range(current.last + 1, index):
-                for stage in (*self._release_before.get(skipped, ()), *self._release_after.get(skipped, ())):
-                    current.session.release(stage)
-            current.last = max(current.last, index)
+            self._release_until(current, index)
             for stage in self._release_before.get(index, ()):
                 current.session.release(stage)
             if self._observer is not None:
@@ -427,6 +433,13 @@ class Controller:
                 return original(*args, **kwargs)
         return original(*args, **kwargs)
 
+    def _release_until(self, current: _Pass, index: int) -> None:
+        """Release what was due in stages before `index` that this forward leaves out: it is due all the same."""
+        for skipped in range(current.last + 1, index):
+            for stage in (*self._release_before.get(skipped, ()), *self._release_after.get(skipped, ())):
+                current.session.release(stage)
+        current.last = max(current.last, index)
+
     def _next_call(self, current: _Pass, module: nn.Module) -> int | None:
         indices = self._indices[module]
         call = current.calls.get(module, 0)
@@ -436,9 +449,13 @@ class Controller:
         """Have the beginning of a stage's backward noticed; returns whether it can have one."""
 
         def begin(_: Any) -> None:
-            if current.checks is not None and not current.backward_begun:
-                current.checks.backward_begins()
-            current.backward_begun = True
+            if not current.backward_begun:
+                current.backward_begun = True
+                self._release_until(current, len(self._stages))
+                if self._unplanned is not None:
+                    self._unplanned.backward(self._device)
+                if current.checks is not None:
+                    current.checks.backward_begins()
             current.open = None
             self.counters.meter.mark(index * KINDS + BACKWARD)
             self._enter_backward(index)

@@ -28,10 +28,6 @@ def is_patchable(module: nn.Module) -> bool:
     return not hasattr(of_class, "__set__")
 
 
-def _class_forward(module: nn.Module) -> Any:
-    return types.MethodType(type(module).forward, module)
-
-
 _MODULES_CODE = nn.Module.__call__.__code__.co_filename
 
 
@@ -45,6 +41,36 @@ def _instance_called(caller: types.FrameType) -> nn.Module | None:
 
 def _same(forward: Any) -> Any:
     return forward
+
+
+class OfClass:
+    """The forward of a copied module, that of its class: goes from the instance when it is called.
+
+    A copy of a planned module has an attribute for it, since the original has, and should have none.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """For `inspect.signature`."""
+        return types.MethodType(type(self.module).forward, self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of the class of the module that was called, which may be a shallow copy of this one's."""
+        owner = _instance_called(sys._getframe(1))
+        if owner is None or owner.__dict__.get("forward") is not self:
+            owner = self.module
+        if owner.__dict__.get("forward") is self:
+            del owner.__dict__["forward"]
+        return type(owner).forward(owner, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OfClass:
+        return OfClass(copy.deepcopy(self.module, memo))
+
+    def __reduce__(self) -> Any:
+        return OfClass, (self.module,)
 
 
 class PatchedForward:
@@ -74,6 +100,11 @@ class PatchedForward:
         self._placed = False
         self._running: set[int] = set()  # threads that run the original now
 
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """For `inspect.signature`, by which training frameworks choose what to pass."""
+        return self.original
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward, or that of a shallow copy."""
         owner = _instance_called(sys._getframe(1))
@@ -98,10 +129,10 @@ class PatchedForward:
             self._running.discard(thread)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.original, memo) if self.had_own else _class_forward(copy.deepcopy(self.module, memo))
+        return copy.deepcopy(self.original, memo) if self.had_own else OfClass(copy.deepcopy(self.module, memo))
 
     def __reduce__(self) -> Any:
-        return (_same, (self.original,)) if self.had_own else (_class_forward, (self.module,))
+        return (_same, (self.original,)) if self.had_own else (OfClass, (self.module,))
 
     def install(self) -> None:
         """Put this in place of the module's forward."""

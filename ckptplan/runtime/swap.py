@@ -69,7 +69,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ckptplan.core.chain import Tier
 from ckptplan.core.errors import CkptPlanError, PlanMismatchError
 from ckptplan.runtime.check import Checks
-from ckptplan.runtime.compiled import compiler_callback, out_of_sight
+from ckptplan.runtime.compiled import out_of_sight
 from ckptplan.runtime.meter import Meter
 from ckptplan.runtime.stores import Store, Ticket
 from ckptplan.runtime.streams import current_stream, on_stream
@@ -601,8 +601,6 @@ class Packing:
     def pack(self, tensor: torch.Tensor) -> Held:
         """Hold `tensor`."""
         # Called for every saved tensor, so it makes few calls.
-        if compiler_callback() is not None:
-            return out_of_sight(self.pack)(tensor)
         held = Held(tensor if tensor.grad_fn is None else tensor.detach(), _home_of(tensor) if self._streams else None)
         self.saved.append(held)
         return held

@@ -159,6 +159,7 @@ def solve_profile(
         saved_bytes=saved_bytes(profile, best.choices),
         launch_s=launch_s(profile, best.choices, best.segments),
         baseline_launch_s=profile.baseline_launch_s,
+        outside=profile.outside,
     )
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from odd.harness import STEPS, WIDTH, Extras, Odd, case, loss_of, plain_loop, plain_step, update
-from odd.layers import Layer, batch, chain, passing
+from odd.layers import DEPTH, Layer, batch, chain, passing
 
 # ---------------------------------------------------------------- 1: written without a version counter
 
@@ -438,6 +438,58 @@ def partial_attribute() -> Odd:
     return chain(Stage)
 
 
+class _Told(Layer):
+    """Goes by an object that it shares with all layers, and never writes to it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.context.rate  # type: ignore[operator, union-attr]
+
+
+class _Teller(nn.Module):
+    """Writes to the shared object before each layer, from the first step on or a later one."""
+
+    def __init__(self, begins: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Told() for _ in range(DEPTH))
+        self.context = types.SimpleNamespace(rate=1.0)
+        self.steps, self.begins = 0, begins
+        for layer in self.layers:
+            layer.context = self.context  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        for i, layer in enumerate(self.layers):
+            if self.steps > self.begins:
+                self.context.rate = 1.0 + i / 4
+            x = layer(x)
+        return x
+
+
+@case("2")
+def object_written_by_the_parent() -> Odd:
+    """An object that all layers have as an attribute, of which the model sets one anew before each layer."""
+    return Odd(_Teller(0), batch())
+
+
+@case("2")
+def object_written_by_the_parent_later() -> Odd:
+    """The same from a step on that isn't checked."""
+    return Odd(_Teller(5), batch(), loop=_four_at_a_time)
+
+
+def _four_at_a_time(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+    for _ in range(STEPS):
+        losses = []
+        for _ in range(4):
+            model.zero_grad()
+            loss = loss_of(model(x))
+            loss.backward()
+            update(model)
+            losses.append(loss.detach())
+            del loss
+        yield losses
+
+
 @dataclasses.dataclass(slots=True)
 class _Slotted:
     """An object to which nothing can refer weakly."""
@@ -451,12 +503,12 @@ def objects_without_weak_references() -> Odd:
 
     class Stage(Layer):
         def set_up(self) -> None:
-            self.slotted, self.space = _Slotted(), types.SimpleNamespace(rate=1.0)
+            self.slotted, self.space = [_Slotted()], types.SimpleNamespace(rate=1.0)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.slotted.calls += 1
+            self.slotted[0].calls += 1
             self.space.rate *= 0.9
-            return x + torch.tanh(self.linear(x) * self.slotted.calls * self.space.rate)
+            return x + torch.tanh(self.linear(x) * self.slotted[0].calls * self.space.rate)
 
     def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
         for _ in range(STEPS):

@@ -1,0 +1,136 @@
+"""What a step takes that its plan was made without is noticed, and what it was made with isn't."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptplan
+from ckptplan.core.errors import PlanMismatchError
+from ckptplan.core.plan import Plan
+
+
+class Model(nn.Module):
+    """Layers behind a frozen one, two heads, and a loss where there are labels."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.scale = nn.Tanh()
+        self.embed = nn.Linear(16, 16).requires_grad_(False)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(4))
+        self.heads = nn.ModuleDict({"a": nn.Linear(16, 4), "b": nn.Linear(16, 64)})
+        self.depth = depth
+
+    def forward(self, x: torch.Tensor, task: str = "a", labels: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.scale(self.embed(x))
+        for layer in self.layers[: self.depth]:
+            x = layer(x)
+        y = self.heads[task](x)
+        return y if labels is None else (y - labels).square()
+
+
+X = torch.randn(8, 16)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    torch.manual_seed(0)
+    return ckptplan.solve(Model(), 1, inputs=(X,))
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+@pytest.fixture(autouse=True)
+def _warnings_are_errors() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def train(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    for _ in range(3):
+        model(*args, **kwargs).mean().backward()
+
+
+def deeper(model: Model) -> None:
+    model.depth = 4
+    train(model, X)
+
+
+def backward_in_autocast(model: Model) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        train(model, X)
+
+
+def test_the_step_that_was_planned(model: Model, plan: Plan) -> None:
+    with ckptplan.apply(model, plan):
+        train(model, X)
+        train(model, x=X)
+        train(model, X[:3], task="a")
+        with torch.no_grad():
+            model(X, "b", torch.randn(8, 64))
+        model.layers.requires_grad_(False)  # less than planned
+        train(model, X.clone().requires_grad_())
+
+
+@pytest.mark.parametrize(
+    ("run", "text"),
+    [
+        (lambda model: train(model, X, "b"), "'heads.b' runs, which the planned step didn't call"),
+        (deeper, "'layers.3"),
+        (
+            lambda model: train(model, X, labels=torch.randn(8, 4)),
+            "gets .*labels.* float32.8, 4., and the plan was",
+        ),
+        (backward_in_autocast, "autocast is still on when backward begins"),
+    ],
+    ids=["module", "layer", "input", "autocast"],
+)
+def test_what_is_noticed_and_told_once(run: Callable[[Model], None], text: str, model: Model, plan: Plan) -> None:
+    with ckptplan.apply(model, plan), pytest.warns(RuntimeWarning, match=text) as told:
+        run(model)
+    assert len([each for each in told if "may exceed the budget" in str(each.message)]) == 1
+    assert "forward" not in vars(model.heads["b"])
+
+
+def test_thawed_parameters_are_an_error(model: Model, plan: Plan) -> None:
+    with ckptplan.apply(model, plan):
+        model.embed.requires_grad_(True)
+        with pytest.raises(PlanMismatchError, match=r"'embed.weight' was frozen when the plan was applied"):
+            model(X)
+        model.embed.requires_grad_(False)
+        train(model, X)
+
+
+def test_modules_that_a_stage_calls_are_planned() -> None:
+    """Which modules a stage reaches isn't told by where they lie."""
+
+    class Reaches(nn.Module):
+        def __init__(self, shared: nn.Module) -> None:
+            super().__init__()
+            self.linear, self.shared = nn.Linear(16, 16), [shared]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.shared[0](self.linear(x))
+
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+            self.layers = nn.Sequential(*(Reaches(self.shared) for _ in range(3)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x)
+
+    model = Parent()
+    with ckptplan.apply(model, ckptplan.solve(model, 1, inputs=(X,))):
+        train(model, X)
