@@ -42,7 +42,7 @@ from ckptplan.profiling.tracker import SegmentTrace, Sid, Tracker, learn_storage
 from ckptplan.profiling.watched import Watched
 from ckptplan.runtime.cells import Snapshot, below
 from ckptplan.runtime.controller import Controller, is_glue
-from ckptplan.runtime.generators import SystemDraws
+from ckptplan.runtime.generators import Generators, SystemDraws
 from ckptplan.runtime.objects import tensors_in_objects
 from ckptplan.runtime.own import storages_of
 from ckptplan.runtime.recompute import cached_weights, shares_containers
@@ -95,6 +95,8 @@ class Replay:
         Segment -> bytes of the buffers that it updates and, run again, copies first.
     end_bytes : int
         Live bytes after backward, gradients included.
+    draws : bool
+        Forward draws from a random generator of Python's or numpy's, whose numbers may decide what runs.
     left_bytes : int
         Those of them that the next step starts with, gradients not included.
     wrapped_bytes : int
@@ -120,6 +122,7 @@ class Replay:
     copied_bytes: dict[int, int] = field(default_factory=dict)
     end_bytes: int = 0
     left_bytes: int = 0
+    draws: bool = False
     wrapped_bytes: int = 0
     peak_bytes: int = 0
 
@@ -359,7 +362,7 @@ def replay(
     tracker = tracker or Tracker(target)
     device, round_to = target.device, target.round_to
     one_forward = step.fn is None
-    with fake_parameters(step.model, tracker, step.reached(), accumulating=accumulating):
+    with fake_parameters(step.model, tracker, step.reached(), accumulating=accumulating) as held:
         own = [*step.model.parameters(), *step.model.buffers()]
         for tensor in (*own, *(p.grad for p in own if p.grad is not None)):
             tracker.outside(tensor)
@@ -401,8 +404,11 @@ def replay(
             given = fake_inputs(step, tracker.fake, tracker.outside)
             numbered = plain or any(choice.ops for choice in choices)
             with target.choices(numbered=numbered), _no_collection(), _random_states_counted(tracker, target), tracker:
+                generators = Generators([g for g in held if not isinstance(g, torch.Generator)])
                 with hooks, watcher.draws:
                     output, loss = given.forward()
+                generators.settle()
+                out.draws = generators.drew
                 watcher.forward_ended()
                 out.output = {
                     sid
@@ -627,6 +633,11 @@ class _Tracing:
         # These can't run a second time, and those not as a whole: what must not run again has to be saved.
         self.once = self._not_repeatable()
         self._note_modifying()
+        if self.kept.draws:
+            self.notes.append(
+                "forward draws random numbers from Python's or numpy's generators: where they decide what runs, as "
+                "where layers are left out, what is said of memory holds for steps that take the same path"
+            )
         self.recomputed = self._run(
             tuple(
                 KEEP if {2 * j + 1} & (self.kept.modifies.keys() | self.once.keys()) else Decision("recompute")
@@ -639,7 +650,15 @@ class _Tracing:
         self.storages, self.index = self._storages()
 
     def _run(self, choices: tuple[Decision, ...], *, saves: bool = True) -> Replay:
-        return replay(self.step, self.names, choices, self.target, saves=saves, accumulating=self.step.accumulates)
+        found = replay(self.step, self.names, choices, self.target, saves=saves, accumulating=self.step.accumulates)
+        if len(found.forward) != 2 * len(self.names) + 1:
+            raise UnsupportedModelError(
+                f"forward ran {len(found.forward) // 2} of the stages {', '.join(self.names)}: it takes another path "
+                "each time it runs on the same inputs; have it decide by PyTorch's, Python's or numpy's random "
+                "generators, which are put back between runs, or take what changes it (a counter, the time, other "
+                "sources of randomness) out of it"
+            )
+        return found
 
     def _not_repeatable(self) -> dict[int, tuple[str, ...]]:
         """Stages with operations that may give other bits when run again (repeatable.py), and which; a note, too."""
