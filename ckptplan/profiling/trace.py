@@ -256,13 +256,18 @@ class _Watcher:
             self._once("draws from the system's entropy (random.SystemRandom, secrets), which can't be drawn again")
         self._given = []
         returned = self._replay.returned.setdefault(self._position, {})
-        for tensor in pytree.tree_leaves(output):
+        leaves = pytree.tree_leaves(output)
+        for tensor in leaves:
             sid, can = self._names.find(tensor) if isinstance(tensor, torch.Tensor) else (None, False)
             if sid is None:
                 continue
             returned.setdefault(sid, can)
             if sid[0] != "outside" and sid[1] == self._position:
                 self._returned[sid] = tensor._version
+        for tensor in tensors_in_objects(leaves):
+            sid, _ = self._names.find(tensor)
+            if sid is not None:
+                returned.setdefault(sid, False)
         self._move_on()
 
     def backward(self, stage: int) -> None:
@@ -999,6 +1004,12 @@ class _Tracing:
         """What a stage adds when it runs again, beyond what it does in forward."""
         return self._state(self.segments.index(g)) + self.recomputed.copied_bytes.get(g, 0)
 
+    def _collected_bytes(self, g: int) -> int:
+        """What a stage makes and others keep besides its output (features, by a hook): it's there anew in each run."""
+        trace, after = self.program.forward[g], self.program.forward[g + 1].present
+        returned = self.program.returned.get(g, {})
+        return sum(nbytes for op in trace.ops for s, (nbytes, _) in op.made.items() if s in after and s not in returned)
+
     def _decisions(self, draft: Profile, name: str) -> tuple[Decision, ...]:
         """Every stage under the option of that name, what moves away in every step but its stage's own."""
         options = _uniform(draft.stages, name)
@@ -1071,6 +1082,8 @@ class _Tracing:
             state = self._states([option], k)
             # Kept by a segment's sweep it runs again, with copies of buffers and of the random state.
             again = 0 if option.recomputes or stage.recompute is None else self._again_bytes(self.segments[k])
+            if stage.recompute is not None:  # in a segment's sweep, whether it saves there or not
+                again += self._collected_bytes(self.segments[k])
             measured = dataclasses.replace(
                 option, forward_bytes=max(forward, 0) + state + again, backward_bytes=max(backward, 0) + 2 * state
             )
