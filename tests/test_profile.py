@@ -468,6 +468,37 @@ def test_a_state_that_is_carried_from_step_to_step(nested: bool, begun: bool) ->
         assert all(map(torch.equal, found, expected)), [choice.option for choice in plan.choices]
 
 
+class Unused(Block):
+    """Nobody uses its second output."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return y, y.exp()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_an_output_that_nothing_uses(at_once: bool) -> None:
+    class Using(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                if at_once:
+                    x = block(x)[0]
+                else:
+                    x, _kept = block(x)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    model, x = Using(6), torch.randn(64, 64)
+    model.blocks = nn.ModuleList(Unused(64) for _ in range(6))
+    profile = ckptplan.profile(model, x)
+    assert any(storage.dropped_bytes for storage in profile.storages)
+    for plan in uniform_plans(profile):
+        report = ckptplan.verify(model, plan, x, repeats=1)
+        assert report.gradients_equal
+        assert report.other_paths == 0
+        assert report.measured_peak_bytes <= plan.peak_bytes
+
+
 class WritesItsInput(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -87,6 +87,9 @@ class Replay:
         The parameters that forward writes to.
     sizes : dict
         Storage -> bytes.
+    dropped : dict
+        Storages whose graphs the program has dropped when forward ends -> the bytes that they had; in `sizes` they have
+        none.
     output : set
         Storages of the model's output.
     rerun : dict
@@ -117,6 +120,7 @@ class Replay:
     modifies: dict[int, str] = field(default_factory=dict)
     written: list[str] = field(default_factory=list)
     sizes: dict[Sid, int] = field(default_factory=dict)
+    dropped: dict[Sid, int] = field(default_factory=dict)
     output: set[Sid] = field(default_factory=set)
     rerun: dict[int, int] = field(default_factory=dict)
     copied_bytes: dict[int, int] = field(default_factory=dict)
@@ -429,6 +433,7 @@ def replay(
                     # A graph that the program has dropped holds nothing any more; its storages keep their places in the
                     # order of saving, which counts at run time too.
                     gone = {sid for sids in out.saved.values() for sid in sids if sid[0] == "forward"} - tracker.alive()
+                    out.dropped = {sid: out.sizes[sid] for sid in gone}
                     out.sizes.update((sid, 0) for sid in gone)
                     tracker.enter_backward()
                     loss.backward()
@@ -768,7 +773,8 @@ class _Tracing:
             index[sid] = len(storages)
             name = f"{segment_name(self.names, sid[1])}/{sid[2]}"
             stays = nbytes < self.least_bytes or sid in self.kept.in_objects
-            storages.append(Storage(name, nbytes, born, until, to_end=sid in self.kept.output, stays=stays))
+            dropped = self.kept.dropped.get(sid, 0)
+            storages.append(Storage(name, nbytes, born, until, sid in self.kept.output, stays, dropped))
         return storages, index
 
     def _extra(self, nbytes: int, name: str, k: int) -> int:
