@@ -110,6 +110,63 @@ def test_the_promises_hold(make: Callable[[], Made]) -> None:
     assert steps_s == sorted(steps_s, reverse=True), "the makespan never rises with the budget"
 
 
+def features() -> tuple[Made, Callable[[Any], torch.Tensor]]:
+    config = transformers.BertConfig(
+        num_hidden_layers=2, hidden_size=64, num_attention_heads=2, intermediate_size=256, vocab_size=500,
+        attn_implementation="eager",
+    )  # fmt: skip
+    inputs = {**ids(4, 48, 500), "output_hidden_states": True, "output_attentions": True}
+    del inputs["labels"]
+
+    def loss(out: Any) -> torch.Tensor:
+        return sum(t.square().mean() for t in (*out.hidden_states, *out.attentions))  # type: ignore[return-value]
+
+    return (transformers.BertModel(config), inputs), loss
+
+
+def routers() -> tuple[Made, None]:
+    config = transformers.MixtralConfig(
+        num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
+        vocab_size=200, num_local_experts=4, output_router_logits=True, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return (transformers.MixtralForCausalLM(config), ids(4, 48, 200)), None
+
+
+@pytest.mark.parametrize("make", [features, routers])
+def test_what_hooks_collect_inside_of_stages(make: Callable[[], tuple[Made, Any]]) -> None:
+    torch.manual_seed(0)
+    (model, inputs), loss_fn = make()
+    model.train()
+    profile = ckptplan.profile(model, inputs, loss_fn=loss_fn)
+    least = smallest_peak(profile, actions=("keep", "swap", "recompute")).peak_bytes
+    for actions in (("keep", "swap"), ("keep", "recompute"), ("keep", "swap", "recompute")):
+        budget_bytes = max(least, smallest_peak(profile, actions=actions).peak_bytes)
+        plan = ckptplan.solve(profile, budget_bytes / 2**30, actions=actions)
+        report = ckptplan.verify(model, plan, inputs, loss_fn=loss_fn, repeats=1)
+        assert report.gradients_equal, report.differing
+        assert report.other_paths == 0
+        assert report.measured_peak_bytes <= budget_bytes
+
+
+@pytest.mark.parametrize("half", ["encoder", "decoder"])
+def test_layers_that_are_left_out_at_random(half: str) -> None:
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        vocab_size=500, d_model=64, encoder_layers=4, decoder_layers=4, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=256, decoder_ffn_dim=256, max_position_embeddings=64,
+        **{f"{half}_layerdrop": 0.4},
+    )  # fmt: skip
+    model, inputs = transformers.BartForConditionalGeneration(config).train(), ids(4, 32, 500)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        profile = ckptplan.profile(model, inputs)
+        assert any("take the same path" in note for note in profile.notes)
+        plan = ckptplan.solve(profile, smallest_peak(profile, actions=("keep", "recompute")).peak_bytes / 2**30)
+        report = ckptplan.verify(model, plan, inputs, repeats=1)
+        assert report.gradients_equal, report.differing
+        assert report.measured_peak_bytes <= plan.budget_bytes
+
+
 def _or_none(planner: Callable[..., Any], *args: Any) -> ckptplan.Plan | None:
     try:
         return planner(*args)

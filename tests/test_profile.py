@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import functools
 import itertools
@@ -316,6 +317,186 @@ def test_any_plan_holds_its_predicted_peak_and_gradients(name: str) -> None:
         assert report.measured_peak_bytes <= plan.peak_bytes, what
         assert report.stats.runs == report.stats.planned_runs, what
         assert report.stats.swapped_in_bytes == report.stats.swapped_out_bytes == plan.host_bytes, what
+
+
+SINK: list[torch.Tensor] = []
+COLLECTED: contextvars.ContextVar[list[torch.Tensor]] = contextvars.ContextVar("COLLECTED")
+
+
+class Gated(Block):
+    """Leaves a loss by the side, wherever `put` puts it."""
+
+    def __init__(self, width: int, put: Callable[[torch.Tensor], None]) -> None:
+        super().__init__(width)
+        self.gate, self.put = nn.Linear(width, 4), put
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.put(self.gate(x).softmax(-1).square().mean())
+        return super().forward(x)
+
+
+class Collecting(Net):
+    """Its loss has what blocks leave by the side: in a global list, one of its own, a context variable, a hook's."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(4)
+        self.where, self.losses = where, []
+        if where != "hooks":
+            put = {
+                "global": lambda loss: SINK.append(loss),
+                "own": self.losses.append,
+                "variable": lambda loss: COLLECTED.get().append(loss),
+            }[where]
+            self.blocks = nn.ModuleList(Gated(64, put) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: list[torch.Tensor] = {"global": SINK, "own": self.losses}.get(self.where, [])
+        found.clear()
+        hooks = [
+            block.up.register_forward_hook(lambda module, args, output: found.append(output))
+            for block in self.blocks
+            if self.where == "hooks"
+        ]
+        token = COLLECTED.set(found)
+        out = super().forward(x)
+        COLLECTED.reset(token)
+        for hook in hooks:
+            hook.remove()
+        total = out.square().mean() + sum(each.abs().mean() for each in found)
+        assert len(found) == 4
+        found.clear()
+        return total
+
+
+def stepped(model: nn.Module, x: torch.Tensor, after: Callable[[nn.Module], None] = lambda model: None) -> list[Any]:
+    """Losses of five steps of SGD."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    found: list[Any] = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        after(model)
+        found.append(loss.detach())
+        del loss
+    return found
+
+
+def uniform_plans(profile: ckptplan.Profile) -> list[ckptplan.Plan]:
+    """Everything swapped, recomputed, and recomputed in one segment; the smallest peak; one in between."""
+    swapped, again = ([s.find(action) or s.keep for s in profile.stages] for action in ("swap", "recompute"))
+    able = [k for k, option in enumerate(again) if option.recomputes]
+    first = next(k for k in able if k + 1 in able)
+    last = next(k for k in range(first, len(again) + 1) if k not in able) - 1
+    least = smallest_peak(profile, actions=ALL).peak_bytes
+    return [
+        scheduled(profile, swapped),
+        scheduled(profile, again),
+        scheduled(profile, again, (Segment(first, last),)),
+        *(ckptplan.solve(profile, share * least / 2**30) for share in (1.0, 1.1)),
+    ]
+
+
+@pytest.mark.parametrize("where", ["global", "own", "variable", "hooks"])
+def test_tensors_that_leave_a_stage_by_the_side(where: str) -> None:
+    def made() -> tuple[nn.Module, torch.Tensor]:
+        torch.manual_seed(0)
+        return Collecting(where), torch.randn(64, 64)
+
+    model, x = made()
+    expected = [*stepped(model, x), *model.parameters()]
+    model, x = made()
+    profile = ckptplan.profile(model, x)
+    held = unique_bytes([*held_tensors(model), x])
+    for plan in uniform_plans(profile):
+        model, x = made()
+        with ckptplan.apply(model, plan):
+            found = [*stepped(model, x), *model.parameters()]
+        assert all(map(torch.equal, found, expected))
+        model, x = made()
+        with ckptplan.apply(model, plan):
+            peak = held + peak_above_start(functools.partial(stepped, model, x), CPU)
+        # A random state and what is drawn from it, where a stage runs again while another one still has its frame.
+        assert peak <= plan.peak_bytes + 2 * 5056, [choice.option for choice in plan.choices]
+
+
+class Stateful(nn.Module):
+    """Carries its hidden state from step to step; the loop cuts its graph."""
+
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        self.cell, self.nested = nn.GRUCell(64, 64), nested
+        self.state: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        last = torch.zeros_like(x) if self.state is None else self.state[0] if self.nested else self.state
+        h = self.cell(x, last)
+        self.state = (h, h) if self.nested else h
+        return x + h
+
+    def cut(self) -> None:
+        self.state = (self.state[0].detach(),) * 2 if self.nested else self.state.detach()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_state_that_is_carried_from_step_to_step(nested: bool, begun: bool) -> None:
+    def made() -> tuple[nn.Module, torch.Tensor]:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Stateful(nested) for _ in range(4)), nn.Linear(64, 8)), torch.randn(64, 64)
+
+    def cut(model: nn.Module) -> None:
+        for m in model.modules():
+            if isinstance(m, Stateful):
+                m.cut()
+
+    model, x = made()
+    expected = [*stepped(model, x, cut), *(p.detach().clone() for p in model.parameters())]
+    if begun:
+        model(x).square().mean().backward()  # whose graph the states still have
+    else:
+        model, x = made()
+    states = [m.state for m in model.modules() if isinstance(m, Stateful)]
+    profile = ckptplan.profile(model, x)
+    assert all(m.state is state for m, state in zip(model, states, strict=False))
+    for plan in uniform_plans(profile):
+        model, x = made()
+        with ckptplan.apply(model, plan):
+            found = [*stepped(model, x, cut), *model.parameters()]
+        assert all(map(torch.equal, found, expected)), [choice.option for choice in plan.choices]
+
+
+class Unused(Block):
+    """Nobody uses its second output."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return y, y.exp()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_an_output_that_nothing_uses(at_once: bool) -> None:
+    class Using(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                if at_once:
+                    x = block(x)[0]
+                else:
+                    x, _kept = block(x)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    model, x = Using(6), torch.randn(64, 64)
+    model.blocks = nn.ModuleList(Unused(64) for _ in range(6))
+    profile = ckptplan.profile(model, x)
+    assert any(storage.dropped_bytes for storage in profile.storages)
+    for plan in uniform_plans(profile):
+        report = ckptplan.verify(model, plan, x, repeats=1)
+        assert report.gradients_equal
+        assert report.other_paths == 0
+        assert report.measured_peak_bytes <= plan.peak_bytes
 
 
 class WritesItsInput(nn.Module):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_profile import assert_same, snapshot
@@ -20,6 +22,7 @@ from ckptplan.core.schedule import residency
 from ckptplan.profiling import real_run
 from ckptplan.profiling.profiler import training_step
 from ckptplan.profiling.target import find_target
+from ckptplan.runtime.generators import Generators
 from ckptplan.runtime.measure import held_tensors, peak_above_start, run_step, unique_bytes
 from ckptplan.runtime.state import restored
 from ckptplan.runtime.step import TrainingStep, make_step, training_config
@@ -372,6 +375,98 @@ class Counting(nn.Module):
 def test_a_step_that_differs_from_run_to_run_is_refused() -> None:
     with pytest.raises(ckptplan.UnsupportedModelError, match=r"test_values.py:\d+.*doesn't do the same each time"):
         ckptplan.profile(Stacked(Counting), torch.randn(512, WIDTH))
+
+
+class Dropped(Stacked):
+    """Leaves blocks out at random; what is drawn in between is another amount in a real step than in a fake one."""
+
+    def __init__(self, chance: Callable[[], float]) -> None:
+        super().__init__(Scaled if chance is torch_and_values else _Plain, 8)
+        self.chance = chance
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if self.chance() >= 0.4:
+                x = block(x)
+        return self.head(x)
+
+
+class _Plain(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4 * WIDTH, WIDTH))
+
+
+def torch_and_values() -> float:
+    return float(torch.rand(()))
+
+
+OWN = np.random.default_rng(4)
+CHANCES: dict[str, Callable[[], float]] = {
+    "python": random.random,
+    "numpy": np.random.rand,
+    "numpy's new one": OWN.random,
+    "torch": lambda: torch.rand(()).item(),
+    "a list": lambda: torch.rand(2).tolist()[0],
+    "an array": lambda: float(torch.rand(2).numpy()[0]),
+    "a size": lambda: float((torch.rand(1) < 0.4).nonzero().numel() == 0),
+    "values besides": torch_and_values,
+}
+
+
+@pytest.mark.parametrize("chance", CHANCES)
+def test_layers_that_are_left_out_at_random(chance: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = Dropped(CHANCES[chance]), torch.randn(256, WIDTH)
+    ran: list[str] = []
+
+    def note(block: nn.Module, args: Any, output: Any) -> None:
+        ran.append(names[block])
+
+    names = {block: f"blocks.{k}" for k, block in enumerate(model.blocks)}
+    paths = set()
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        drawn, torch_before = Generators([OWN]), torch.get_rng_state()
+        profile = ckptplan.profile(model, inputs)
+        plan = ckptplan.solve(profile, smallest_peak(profile, actions=ALL).peak_bytes / 2**30)
+        report = ckptplan.verify(model, plan, inputs, repeats=1)
+        drawn.settle()
+        assert not drawn.drew
+        assert torch.equal(torch.get_rng_state(), torch_before)
+        assert any("take the same path" in text for text in profile.notes)
+        assert report.gradients_equal, report.differing
+        assert report.other_paths == 0
+        assert report.measured_peak_bytes <= plan.budget_bytes
+        hooks = [block.register_forward_hook(note) for block in model.blocks]
+        model(inputs)
+        for hook in hooks:
+            hook.remove()
+        assert [stage.name for stage in profile.stages if stage.name.startswith("blocks")] == ran
+        paths.add(tuple(ran))
+        ran.clear()
+    assert len(paths) == 2
+
+
+def test_models_on_meta_draw_as_they_like() -> None:
+    with torch.device("meta"):
+        model = Dropped(CHANCES["torch"])
+    assert ckptplan.estimate(model, torch.randn(128, WIDTH), device="a100-40gb").peak_bytes > 0
+
+
+class Entropy(Stacked):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.blocks[0](x)
+        for block in self.blocks:
+            if random.SystemRandom().random() < 0.5:
+                x = block(x)
+        return self.head(x)
+
+
+def test_layers_left_out_by_what_can_t_be_put_back_are_refused() -> None:
+    with pytest.raises(ckptplan.UnsupportedModelError, match="takes another path each time"):
+        ckptplan.profile(Entropy(_Plain, 32), torch.randn(8, WIDTH))
 
 
 def test_a_step_given_as_a_callable() -> None:

@@ -101,6 +101,9 @@ class Storage:
         The caller keeps it for the whole step (the model's output).
     stays : bool
         It never moves: a transfer would cost more than it frees.
+    dropped_bytes : int
+        Size of one that forward drops with the graph that saved it (an output that nothing uses). It is there when its
+        stage ends, and no stage holds it until backward: `nbytes` is 0.
     """
 
     name: str
@@ -109,11 +112,12 @@ class Storage:
     program_until: int
     to_end: bool = False
     stays: bool = False
+    dropped_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_type("storage", str, name=self.name)
         owner = f"storage {self.name!r}"
-        check_bytes(owner, nbytes=self.nbytes)
+        check_bytes(owner, nbytes=self.nbytes, dropped_bytes=self.dropped_bytes)
         check_type(owner, bool, to_end=self.to_end, stays=self.stays)
         steps = (self.born, self.program_until)
         if not all(map(is_int, steps)) or not -1 <= self.born <= self.program_until < MOST_BYTES:

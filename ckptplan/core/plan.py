@@ -330,7 +330,10 @@ def _together(segment: Segment | None) -> str:
 def saved_bytes(profile: Profile, choices: Sequence[Decision]) -> tuple[tuple[int, ...], ...]:
     """`Plan.saved_bytes` for these decisions."""
     options = (stage.find(choice.option) for stage, choice in zip(profile.stages, choices, strict=True))
-    return tuple(() if o is None else tuple(profile.storages[s].nbytes for s in o.saved) for o in options)
+    storages = profile.storages
+    return tuple(
+        () if o is None else tuple(max(storages[s].nbytes, storages[s].dropped_bytes) for s in o.saved) for o in options
+    )
 
 
 def launch_s(profile: Profile, choices: Sequence[Decision], segments: Sequence[Segment] = ()) -> float:

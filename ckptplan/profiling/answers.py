@@ -13,7 +13,8 @@ NOTE [Answers]
    values of real tensors alone (`one_hot` looks for numbers out of range).
 2. A stage that runs again takes the answers that it took in forward, from the first on.
 3. Random operations whose results the replay has for real (a drawn number, a permutation) are asked too: a replay draws
-   less than the real step, whose dropout moves the generator, and would draw other numbers.
+   less than the real step, whose dropout moves the generator, and would draw other numbers. So where a replay without
+   answers has drawn such a result and then reads values, which may be it, the step runs for real as well.
 4. An answer is for operands of certain sizes. Others mean that the step doesn't do the same each time: an error.
 """
 
@@ -74,8 +75,9 @@ class Question:
     ----------
     phase : str
     func : operation
-    code, instruction : code object, int
-        Where the innermost Python code outside of PyTorch's dispatch and of ours calls it.
+    code, place : code object, tuple
+        Where the innermost Python code outside of PyTorch's dispatch and of ours calls it: the expression's lines and
+        columns, since the instruction's number becomes another one once Python has specialised the instruction.
     line : str
         The same for people.
     """
@@ -83,7 +85,7 @@ class Question:
     phase: Phase
     func: Any
     code: types.CodeType | None
-    instruction: int
+    place: tuple[int | None, ...]
     line: str
 
     @classmethod
@@ -93,12 +95,18 @@ class Question:
         while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
             frame = frame.f_back
         if frame is None:
-            return cls(phase, func, None, 0, "")
+            return cls(phase, func, None, (), "")
         line = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-        return cls(phase, func, frame.f_code, frame.f_lasti, line)
+        return cls(phase, func, frame.f_code, _places(frame.f_code)[frame.f_lasti // 2], line)
 
     def __str__(self) -> str:
         return f"{str(self.func).removesuffix('.default')} ({self.line})"
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _places(code: types.CodeType) -> tuple[tuple[int | None, ...], ...]:
+    """The lines and columns of each instruction."""
+    return tuple(code.co_positions())
 
 
 _TORCH = os.path.dirname(torch.__file__)
@@ -193,6 +201,8 @@ class Answers:
     ----------
     step : object
         The step they are of.
+    has_values : bool
+        It can run for real: nothing of it lies on `meta`.
     asked : set
         Operations that failed on fake operands, beyond those whose tags say that they would.
     phases : set of str
@@ -209,14 +219,16 @@ class Answers:
 
     asked: set[Any] = field(default_factory=set)
     step: object = None
+    has_values: bool = True
     phases: set[Phase] = field(default_factory=set)
     used: dict[Question, None] = field(default_factory=dict)
     queues: dict[Question, list[Answer]] = field(default_factory=dict)
     compiled: dict[Hashable, Any] = field(default_factory=dict)
     storages: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
 
-    def belong_to(self, step: object) -> None:
+    def belong_to(self, step: object, *, has_values: bool) -> None:
         """Forget the answers of another step."""
+        self.has_values = has_values
         if step is not self.step:
             for known in (self.asked, self.phases, self.used, self.queues, self.compiled, self.storages):
                 known.clear()
@@ -235,8 +247,10 @@ class Answers:
     @staticmethod
     def wants_drawn(func: Any, result: Any) -> bool:
         """Whether a random operation's result is one that replays have for real."""
+        if not is_random(func):
+            return False
         made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-        return is_random(func) and bool(made) and all(readable(t) and t.numel() <= VALUES_LIMIT for t in made)
+        return bool(made) and all(readable(t) and t.numel() <= VALUES_LIMIT for t in made)
 
     def take(self, question: Question, number: int, operands: Any) -> Answer:
         """The answer to a question's call of that number.
@@ -293,21 +307,23 @@ class ReadingWatched:
     ----------
     read : callable
         `read(tensor)` gives the array, None where the tensor's own will do.
-    by_item : bool
-        Whether `tolist` is watched.
+    by_item : callable
+        Tells whether `tolist` is watched now.
     """
 
-    def __init__(self, read: Callable[[torch.Tensor], np.ndarray[Any, Any] | None], *, by_item: bool) -> None:
+    def __init__(
+        self, read: Callable[[torch.Tensor], np.ndarray[Any, Any] | None], *, by_item: Callable[[], bool]
+    ) -> None:
         self._read, self._by_item = read, by_item
         self._before: list[tuple[str, Any]] = []
 
     def __enter__(self) -> ReadingWatched:
         here = threading.get_ident()
         plain_list, plain_array = torch.Tensor.tolist, torch.Tensor.numpy
-        read = self._read
+        read, by_item = self._read, self._by_item
 
         def tolist(tensor: torch.Tensor) -> Any:
-            if threading.get_ident() != here:
+            if threading.get_ident() != here or not by_item():
                 return plain_list(tensor)
             if tensor.dim() == 0:
                 return tensor.item()
@@ -318,7 +334,7 @@ class ReadingWatched:
             return plain_array(tensor, **kwargs) if array is None else array
 
         own = torch.Tensor.__dict__
-        for name, function in (("numpy", numpy), *((("tolist", tolist),) if self._by_item else ())):
+        for name, function in (("numpy", numpy), ("tolist", tolist)):
             self._before.append((name, own.get(name)))
             setattr(torch.Tensor, name, function)
         return self

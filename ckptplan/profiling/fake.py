@@ -32,6 +32,7 @@ from ckptplan.profiling.answers import (
     READ_ARRAY,
     VALUES_LIMIT,
     Answer,
+    Answers,
     NeedsValues,
     Phase,
     Question,
@@ -43,7 +44,7 @@ from ckptplan.profiling.compiled import compiled_as_noted
 from ckptplan.profiling.operations import TensorSpec, op_key
 from ckptplan.profiling.target import ON_CPU, Target
 from ckptplan.runtime.modes import Stacks
-from ckptplan.runtime.state import kept
+from ckptplan.runtime.state import kept, random_state
 
 _MISREPORTED = {
     torch.ops.aten.mkldnn_rnn_layer.default,
@@ -128,6 +129,7 @@ class FakeWorld(TorchDispatchMode):
         self._answers = answers if answers is not None and answers.phases else None
         self.answer: Answer | None = None
         self._real_shapes: dict[Hashable, list[_Shape | None]] = {}
+        self._drew = False
         self._asked: Counter[Question] = Counter()
         self._again: Counter[Question] | None = None
         self._begins: dict[int, Counter[Question]] = {}
@@ -137,7 +139,7 @@ class FakeWorld(TorchDispatchMode):
     def __enter__(self) -> FakeWorld:
         self._training = torch.is_grad_enabled()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(ReadingWatched(self._array, by_item=self._answers is not None))
+            stack.enter_context(ReadingWatched(self._array, by_item=lambda: self._answers is not None or self._drew))
             stack.enter_context(self.fake_mode)
             super().__enter__()
             self._outer = stack.pop_all()
@@ -174,19 +176,30 @@ class FakeWorld(TorchDispatchMode):
         """One operation: for real on whole numbers alone, else fake, or by what it answered in the real run."""
         self.answer = None
         answers = self._answers
-        if answers is None or (phase := self._phase()) not in answers.phases:
-            return self._run(func, args, kwargs)
+        phase = self._phase()
+        if answers is None or phase not in answers.phases:
+            self._check_undrawn(func, args, phase)
+            result = self._run(func, args, kwargs)
+            self._drew = self._drew or Answers.wants_drawn(func, result)
+            return result
         if answers.wants(func, args):
             question = Question.now(phase, func)
             self.answer = self._take(question, (args, kwargs))
-            if any(isinstance(t, FakeTensor) for t in pytree.tree_leaves((args, kwargs))):
+            if self._drew or any(isinstance(t, FakeTensor) for t in pytree.tree_leaves((args, kwargs))):
                 answers.used.setdefault(question)
             if self.answer.is_number:
                 return self.answer.result
         result = self._run(func, args, kwargs)
         if self.answer is None and answers.wants_drawn(func, result):
+            self._drew = True
             return self._drawn(self._take(Question.now(phase, func), (args, kwargs)), result)
         return result
+
+    def _check_undrawn(self, func: Any, args: tuple[Any, ...], phase: Phase) -> None:
+        """Raise `NeedsValues` where values are read that may have been drawn here (NOTE [Answers], rule 3)."""
+        answers = self._target.answers
+        if self._drew and answers is not None and answers.has_values and answers.wants(func, args):
+            raise NeedsValues(func, phase)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -248,12 +261,13 @@ class FakeWorld(TorchDispatchMode):
     def _array(self, tensor: torch.Tensor) -> np.ndarray[Any, Any] | None:
         """What a tensor read as an array gives; None where it has its own values and nothing is known of others."""
         phase = self._phase()
+        answers = self._target.answers
         if self._answers is None or READ_ARRAY not in self._answers.asked or phase not in self._answers.phases:
-            if isinstance(tensor, FakeTensor):
+            if isinstance(tensor, FakeTensor) or (self._drew and answers is not None and answers.has_values):
                 raise NeedsValues(READ_ARRAY, phase)
             return None
         question = Question.now(phase, READ_ARRAY)
-        if isinstance(tensor, FakeTensor):
+        if self._drew or isinstance(tensor, FakeTensor):
             self._answers.used.setdefault(question)
         array = self._take(question, tensor).values
         assert isinstance(array, np.ndarray)
@@ -336,14 +350,20 @@ class FakeWorld(TorchDispatchMode):
 @contextlib.contextmanager
 def fake_parameters(
     model: nn.Module, world: FakeWorld, others: Iterable[Any] = (), *, accumulating: bool = False
-) -> Iterator[None]:
+) -> Iterator[list[Any]]:
     """Put fake twins in place of parameters, gradients and floating buffers.
 
-    The model gets its own objects back, and what forward leaves behind in it and in `others` goes.
+    The model gets its own objects back, what forward leaves behind in it and in `others` goes, and random generators
+    are where they were, so that the next forward in such a world draws the same numbers and takes the same path.
 
     Compiled modules, whose code needs memory, do meanwhile what was noted of them.
 
     With `accumulating`, every parameter has a gradient, whether or not the model's has.
+
+    Yields
+    ------
+    list
+        The random generators that the model and `others` lead to.
     """
     saved: list[tuple[dict[str, Any], str, Any]] = []
     twins: dict[int, torch.Tensor] = {}
@@ -365,8 +385,12 @@ def fake_parameters(
                                 twin.grad = torch.empty_like(twin, requires_grad=False)
                     saved.append((table, name, tensor))
                     table[name] = twins[id(tensor)]  # type: ignore[assignment]
-        with kept(model, others):  # a forward may leave fake tensors
-            yield
+        with kept(model, others) as (found, _):  # a forward may leave fake tensors
+            put_generators = random_state(found.generators)
+            try:
+                yield found.generators
+            finally:
+                put_generators()
     finally:
         for table, name, tensor in saved:
             table[name] = tensor

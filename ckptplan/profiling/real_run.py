@@ -62,7 +62,7 @@ def answered(
         If the step can't run for real, its weights lying on `meta`, or takes another path each time.
     """
     if target.answers is not None:
-        target.answers.belong_to(step)
+        target.answers.belong_to(step, has_values=not _on_meta(step))
     if compiled_modules(step.model) and (target.answers is None or not target.answers.compiled):
         report("running the step for real, since parts of it are compiled")
         rewind()
@@ -83,7 +83,7 @@ def _learn(need: NeedsValues, step: TrainingStep, target: Target, rewind: Callab
     answers = target.answers
     if answers is None:
         raise need
-    on_meta = [t for t in (*step.model.parameters(), *step.model.buffers(), *step.tensors()) if t.is_meta]
+    on_meta = _on_meta(step)
     if on_meta and need.refused:
         assert need.__cause__ is not None
         raise need.__cause__
@@ -105,6 +105,10 @@ def _learn(need: NeedsValues, step: TrainingStep, target: Target, rewind: Callab
     for phase in (p for p in ("forward", "inference", "backward") if p in answers.phases):
         _witness(phase, answers, step, target, rewind)  # type: ignore[arg-type]
         rewind()
+
+
+def _on_meta(step: TrainingStep) -> bool:
+    return any(t.is_meta for t in (*step.model.parameters(), *step.model.buffers(), *step.tensors()))
 
 
 def _witness(phase: Phase, answers: Answers, step: TrainingStep, target: Target, rewind: Callable[[], None]) -> None:
@@ -156,7 +160,7 @@ class _Witness(TorchDispatchMode):
         """Call `run` and note; what it writes to of what was there before comes back as it was."""
 
         def watched() -> None:
-            with self, undisturbed(self._model), ReadingWatched(self._read, by_item=True):
+            with self, undisturbed(self._model), ReadingWatched(self._read, by_item=lambda: True):
                 run()
 
         peaks: dict[str, int] = {}

@@ -8,8 +8,9 @@ got. Between the cuts the glue keeps its graph, so that its backward (the loss, 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ from ckptplan.runtime.measure import same_bits
 from ckptplan.runtime.objects import attributes_of
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.recompute import Call, caching
+from ckptplan.runtime.state import kept, random_state
 from ckptplan.runtime.step import TrainingStep, without_graph
 from ckptplan.runtime.swap import Counters
 
@@ -121,7 +123,7 @@ class _Timing:
         self.samples: dict[tuple[str, Way, str], list[Took]] = {}
         self.otherwise: set[tuple[str, Way]] = set()  # what ran other operations than were traced
         self.unlike: dict[str, str] = {}  # kinds that can't run again, and why
-        self.needs_graph: set[str] = set()
+        self.needs_graph: dict[str, bool] = {}  # kinds, once they have been tried without one
         self.glue: dict[tuple[str, int], list[Took]] = {}
         self.anchors: list[torch.Tensor] = []
         self.done: set[str] = set()
@@ -211,14 +213,17 @@ class _Timing:
         self, index: int, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         kind = self.kinds[self.names[index]]
-        if self.repeats == 1:
-            # Each stage: those of a kind run the same operations, but may read other things than tensors.
-            self._try_again(kind, module, original, args, kwargs)
-        if self.repeats and kind not in self.done:
-            self.done.add(kind)
-            self._time(kind, module, original, args, kwargs)
+        # Each stage: those of a kind run the same operations, but may read other things than tensors.
+        tried, timed = self.repeats == 1, self.repeats > 0 and kind not in self.done
+        if tried or timed:
+            with _apart(module, args, kwargs):
+                if tried:
+                    self._try_again(kind, module, original, args, kwargs)
+                if timed:
+                    self.done.add(kind)
+                    self._time(kind, module, original, args, kwargs)
         if self.watched is None:
-            output = self._without_graph(kind, original, args, kwargs)
+            output = self._without_graph(kind, module, original, args, kwargs)
         else:
             self.watched.begin(2 * index + 1, (args, kwargs))
             output = original(*args, **kwargs)
@@ -239,19 +244,17 @@ class _Timing:
         return pytree.tree_map_only(torch.Tensor, cut, output)
 
     def _without_graph(
-        self, kind: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, kind: str, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A stage's output, made without a graph unless that fails, as backward inside does, or gives no tensor."""
         if kind not in self.needs_graph:
-            try:
-                with without_graph():
-                    output = original(*args, **kwargs)
-                if _tensors(output):
-                    return output
-            except Exception:  # with a graph, as in training, it shows whether that is an error
-                pass
-            self.needs_graph.add(kind)
-        return original(*args, **kwargs)
+            with _apart(module, args, kwargs):
+                self.needs_graph[kind] = True
+                # Where it fails, it shows with a graph, as in training, whether that is an error.
+                with contextlib.suppress(Exception), without_graph():
+                    self.needs_graph[kind] = not _tensors(original(*args, **kwargs))
+        with contextlib.nullcontext() if self.needs_graph[kind] else without_graph():
+            return original(*args, **kwargs)
 
     @staticmethod
     def _joined(tensor: torch.Tensor, anchors: list[torch.Tensor]) -> torch.Tensor:
@@ -303,6 +306,8 @@ class _Timing:
             for way in ways:
                 leaves.clear()
                 made.clear()
+                # A state that the run before has left on the module would lead into its graph, which is gone.
+                Snapshot(below(module), changing=Changing()).put()
                 new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, fresh, (args, kwargs))
                 span = self.watch.begin((kind, way, "forward"))
                 with caching(parametrize._cache_enabled):
@@ -331,6 +336,22 @@ class _Timing:
                     self.samples.setdefault((kind, way, "backward"), []).append(backward)
                 spent += sum(max(took) for took in (forward, backward))
             count += 1
+
+
+@contextlib.contextmanager
+def _apart(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """A stage runs inside besides the step: what it draws from, and what it can reach, is as before afterwards.
+
+    Otherwise what others collect of it (features, by a hook) would be there too often, with graphs that have run
+    backward, and the step would go another way by the numbers that it draws next.
+    """
+    reached = (*args, *kwargs.values(), *contextvars.copy_context().values())
+    with kept(module, reached, graphs=True) as (found, _):
+        put_generators = random_state(found.generators)
+        try:
+            yield
+        finally:
+            put_generators()
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
@@ -388,6 +409,12 @@ def time_stages(
     for _ in range(_ROUNDS - 2):
         timing.round(0)
     timing.round(3)
+    for name, kind in kinds.items():
+        if (kind, None, "forward") not in timing.samples:
+            raise UnsupportedModelError(
+                f"stage {name!r} ran while the step was traced, and not when it was timed: forward takes another path "
+                "each time it runs on the same inputs, or another one on fake tensors; take what changes it out of it"
+            )
     return _medians(timing, COMPUTE), _medians(timing, LAUNCH), timing.unlike
 
 

@@ -42,7 +42,7 @@ from ckptplan.profiling.tracker import SegmentTrace, Sid, Tracker, learn_storage
 from ckptplan.profiling.watched import Watched
 from ckptplan.runtime.cells import Snapshot, below
 from ckptplan.runtime.controller import Controller, is_glue
-from ckptplan.runtime.generators import SystemDraws
+from ckptplan.runtime.generators import Generators, SystemDraws
 from ckptplan.runtime.objects import tensors_in_objects
 from ckptplan.runtime.own import storages_of
 from ckptplan.runtime.recompute import cached_weights, shares_containers
@@ -87,6 +87,9 @@ class Replay:
         The parameters that forward writes to.
     sizes : dict
         Storage -> bytes.
+    dropped : dict
+        Storages whose graphs the program has dropped when forward ends -> the bytes that they had; in `sizes` they have
+        none.
     output : set
         Storages of the model's output.
     rerun : dict
@@ -95,6 +98,8 @@ class Replay:
         Segment -> bytes of the buffers that it updates and, run again, copies first.
     end_bytes : int
         Live bytes after backward, gradients included.
+    draws : bool
+        Forward draws from a random generator of Python's or numpy's, whose numbers may decide what runs.
     left_bytes : int
         Those of them that the next step starts with, gradients not included.
     wrapped_bytes : int
@@ -115,11 +120,13 @@ class Replay:
     modifies: dict[int, str] = field(default_factory=dict)
     written: list[str] = field(default_factory=list)
     sizes: dict[Sid, int] = field(default_factory=dict)
+    dropped: dict[Sid, int] = field(default_factory=dict)
     output: set[Sid] = field(default_factory=set)
     rerun: dict[int, int] = field(default_factory=dict)
     copied_bytes: dict[int, int] = field(default_factory=dict)
     end_bytes: int = 0
     left_bytes: int = 0
+    draws: bool = False
     wrapped_bytes: int = 0
     peak_bytes: int = 0
 
@@ -253,13 +260,18 @@ class _Watcher:
             self._once("draws from the system's entropy (random.SystemRandom, secrets), which can't be drawn again")
         self._given = []
         returned = self._replay.returned.setdefault(self._position, {})
-        for tensor in pytree.tree_leaves(output):
+        leaves = pytree.tree_leaves(output)
+        for tensor in leaves:
             sid, can = self._names.find(tensor) if isinstance(tensor, torch.Tensor) else (None, False)
             if sid is None:
                 continue
             returned.setdefault(sid, can)
             if sid[0] != "outside" and sid[1] == self._position:
                 self._returned[sid] = tensor._version
+        for tensor in tensors_in_objects(leaves):
+            sid, _ = self._names.find(tensor)
+            if sid is not None:
+                returned.setdefault(sid, False)
         self._move_on()
 
     def backward(self, stage: int) -> None:
@@ -359,7 +371,7 @@ def replay(
     tracker = tracker or Tracker(target)
     device, round_to = target.device, target.round_to
     one_forward = step.fn is None
-    with fake_parameters(step.model, tracker, step.reached(), accumulating=accumulating):
+    with fake_parameters(step.model, tracker, step.reached(), accumulating=accumulating) as held:
         own = [*step.model.parameters(), *step.model.buffers()]
         for tensor in (*own, *(p.grad for p in own if p.grad is not None)):
             tracker.outside(tensor)
@@ -401,8 +413,11 @@ def replay(
             given = fake_inputs(step, tracker.fake, tracker.outside)
             numbered = plain or any(choice.ops for choice in choices)
             with target.choices(numbered=numbered), _no_collection(), _random_states_counted(tracker, target), tracker:
+                generators = Generators([g for g in held if not isinstance(g, torch.Generator)])
                 with hooks, watcher.draws:
                     output, loss = given.forward()
+                generators.settle()
+                out.draws = generators.drew
                 watcher.forward_ended()
                 out.output = {
                     sid
@@ -418,6 +433,7 @@ def replay(
                     # A graph that the program has dropped holds nothing any more; its storages keep their places in the
                     # order of saving, which counts at run time too.
                     gone = {sid for sids in out.saved.values() for sid in sids if sid[0] == "forward"} - tracker.alive()
+                    out.dropped = {sid: out.sizes[sid] for sid in gone}
                     out.sizes.update((sid, 0) for sid in gone)
                     tracker.enter_backward()
                     loss.backward()
@@ -627,6 +643,11 @@ class _Tracing:
         # These can't run a second time, and those not as a whole: what must not run again has to be saved.
         self.once = self._not_repeatable()
         self._note_modifying()
+        if self.kept.draws:
+            self.notes.append(
+                "forward draws random numbers from Python's or numpy's generators: where they decide what runs, as "
+                "where layers are left out, what is said of memory holds for steps that take the same path"
+            )
         self.recomputed = self._run(
             tuple(
                 KEEP if {2 * j + 1} & (self.kept.modifies.keys() | self.once.keys()) else Decision("recompute")
@@ -639,7 +660,15 @@ class _Tracing:
         self.storages, self.index = self._storages()
 
     def _run(self, choices: tuple[Decision, ...], *, saves: bool = True) -> Replay:
-        return replay(self.step, self.names, choices, self.target, saves=saves, accumulating=self.step.accumulates)
+        found = replay(self.step, self.names, choices, self.target, saves=saves, accumulating=self.step.accumulates)
+        if len(found.forward) != 2 * len(self.names) + 1:
+            raise UnsupportedModelError(
+                f"forward ran {len(found.forward) // 2} of the stages {', '.join(self.names)}: it takes another path "
+                "each time it runs on the same inputs; have it decide by PyTorch's, Python's or numpy's random "
+                "generators, which are put back between runs, or take what changes it (a counter, the time, other "
+                "sources of randomness) out of it"
+            )
+        return found
 
     def _not_repeatable(self) -> dict[int, tuple[str, ...]]:
         """Stages with operations that may give other bits when run again (repeatable.py), and which; a note, too."""
@@ -744,7 +773,8 @@ class _Tracing:
             index[sid] = len(storages)
             name = f"{segment_name(self.names, sid[1])}/{sid[2]}"
             stays = nbytes < self.least_bytes or sid in self.kept.in_objects
-            storages.append(Storage(name, nbytes, born, until, to_end=sid in self.kept.output, stays=stays))
+            dropped = self.kept.dropped.get(sid, 0)
+            storages.append(Storage(name, nbytes, born, until, sid in self.kept.output, stays, dropped))
         return storages, index
 
     def _extra(self, nbytes: int, name: str, k: int) -> int:
@@ -980,6 +1010,12 @@ class _Tracing:
         """What a stage adds when it runs again, beyond what it does in forward."""
         return self._state(self.segments.index(g)) + self.recomputed.copied_bytes.get(g, 0)
 
+    def _collected_bytes(self, g: int) -> int:
+        """What a stage makes and others keep besides its output (features, by a hook): it's there anew in each run."""
+        trace, after = self.program.forward[g], self.program.forward[g + 1].present
+        returned = self.program.returned.get(g, {})
+        return sum(nbytes for op in trace.ops for s, (nbytes, _) in op.made.items() if s in after and s not in returned)
+
     def _decisions(self, draft: Profile, name: str) -> tuple[Decision, ...]:
         """Every stage under the option of that name, what moves away in every step but its stage's own."""
         options = _uniform(draft.stages, name)
@@ -1052,6 +1088,8 @@ class _Tracing:
             state = self._states([option], k)
             # Kept by a segment's sweep it runs again, with copies of buffers and of the random state.
             again = 0 if option.recomputes or stage.recompute is None else self._again_bytes(self.segments[k])
+            if stage.recompute is not None:  # in a segment's sweep, whether it saves there or not
+                again += self._collected_bytes(self.segments[k])
             measured = dataclasses.replace(
                 option, forward_bytes=max(forward, 0) + state + again, backward_bytes=max(backward, 0) + 2 * state
             )

@@ -352,6 +352,8 @@ class Snapshot:
         Which other objects are cells.
     searches : bool
         Look through other objects too.
+    graphs : bool
+        Hold tensors with their graphs, and so the cells themselves: for a snapshot that ends before the graphs do.
 
     Attributes
     ----------
@@ -368,6 +370,7 @@ class Snapshot:
     others: Iterable[Any] = ()
     changing: Changing | None = None
     searches: bool = False
+    graphs: bool = False
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list, init=False)
     distant: list[tuple[str, torch.Tensor]] = field(default_factory=list, init=False)
     generators: list[Any] = field(default_factory=list, init=False)
@@ -423,7 +426,7 @@ class Snapshot:
         if kind is None:
             return value
         if kind is _TENSOR:
-            value = alone(value)
+            value = value if self.graphs else alone(value)
             (self.distant if self._path else self.tensors).append((name, value))
         elif kind is _GENERATOR:
             self.generators.append(value)

@@ -45,9 +45,11 @@ class Read:
     ----------
     functions : iterable
         Anything that can be called; modules stand for their forwards.
+    graphs : bool
+        As for `Snapshot`.
     """
 
-    def __init__(self, functions: Iterable[Any]) -> None:
+    def __init__(self, functions: Iterable[Any], *, graphs: bool = False) -> None:
         self._caches: list[tuple[Any, int]] = []
         containers: list[Any] = []
         waiting = [found for value in functions for found in _begun(value)]
@@ -64,7 +66,7 @@ class Read:
                 waiting += _behind(value, owner)
             elif len(value) <= _LONGEST:
                 containers.append(value)
-        self._containers = Snapshot([], containers, changing=Changing())
+        self._containers = Snapshot([], containers, changing=Changing(), graphs=graphs)
 
     def put(self) -> None:
         """Put the containers' contents back, and empty the caches that have been filled."""

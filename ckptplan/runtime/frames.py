@@ -156,9 +156,15 @@ class Frame:
             if needed and not isinstance(inputs[i], nn.Parameter):
                 inputs[i] = inputs[i].detach().requires_grad_()
         unchanged = contextlib.nullcontext() if self.check is None else self.check.unchanged()
-        hooks = torch.autograd.graph.saved_tensors_hooks(out_of_sight(save), nothing_saved)
-        with unchanged, torch.enable_grad(), hooks:
-            return pytree.tree_leaves(self._call(*inputs))
+        # Emptied afterwards: a graph holds its hooks, and this hook the frame, which may hold what keeps the graph (a
+        # list of features that a module's hook adds to). No collector could free such a ring.
+        saves = [save]
+        hooks = torch.autograd.graph.saved_tensors_hooks(out_of_sight(lambda t: saves[0](t)), nothing_saved)
+        try:
+            with unchanged, torch.enable_grad(), hooks:
+                return pytree.tree_leaves(self._call(*inputs))
+        finally:
+            saves.clear()
 
     def _another_path(self, found: str) -> PlanMismatchError:
         return PlanMismatchError(

@@ -145,6 +145,16 @@ class Hooks:
         self._parts = [_Part(vars(m), functools.partial(_own_names, m)) for m in modules]
         self._parts += [_Part(vars(code), functools.partial(_global_names, code)) for code in _WITH_GLOBALS]
         self._forwards = [(kind, vars(kind).get("forward")) for kind in {c for m in modules for c in type(m).__mro__}]
+        self._own = Tables.of(
+            table
+            for m in modules
+            for name, table in vars(m).items()
+            if name.endswith("_hooks") and isinstance(table, dict)
+        )
+
+    def put_own(self) -> None:
+        """Put back the modules' hooks alone: a plan that was applied since has forwards, and hooks on optimizers."""
+        self._own.put()
 
     def put(self) -> None:
         """Put them back."""

@@ -62,21 +62,24 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def kept(model: nn.Module, others: Iterable[Any] = ()) -> Iterator[tuple[Snapshot, Callable[[], None]]]:
+def kept(
+    model: nn.Module, others: Iterable[Any] = (), *, graphs: bool = False
+) -> Iterator[tuple[Snapshot, Callable[[], None]]]:
     """Inside, forward may change all but values: attributes, containers and names, hooks, flags, modes, globals.
 
-    It is as before afterwards.
+    It is as before afterwards. `graphs` as for `Snapshot`.
 
     Yields
     ------
     Snapshot
         What was there.
     callable
-        Puts names, flags and modes back already. Hooks and forwards stay, since a plan may have been applied inside.
+        Puts names, modules' hooks, flags and modes back already. Forwards stay, since a plan may have been applied
+        inside.
     """
     others = [*others, *hooks_of(model)]
-    found = Snapshot(below(model), others, changing=Changing(), searches=True)
-    read = Read([*found.modules, *others])
+    found = Snapshot(below(model), others, changing=Changing(), searches=True, graphs=graphs)
+    read = Read([*found.modules, *others], graphs=graphs)
     tables = Tables(found.modules, parameters=True)
     switches, leaves, hooks = Switches(), Leaves(found.modules), Hooks(found.modules)
     back = found.put()
@@ -86,6 +89,7 @@ def kept(model: nn.Module, others: Iterable[Any] = ()) -> Iterator[tuple[Snapsho
         tables.put()
         leaves.put()
         read.put()
+        hooks.put_own()
 
     with contextlib.ExitStack() as stack:
         for undo in (back, found.put, hooks.put, put):  # the last one first, and each whatever becomes of the others
