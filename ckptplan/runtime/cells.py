@@ -415,7 +415,9 @@ class Snapshot:
         if _has_attributes(kind):  # type: ignore[arg-type]
             self._directs.add(id(value))
             if not self.searches and id(value) not in self._cells and not self._is_cell(value):
-                contents = {key: alone(item) for key, item in _object_of(value).items()}
+                contents = _object_of(value)
+                if not self.graphs:
+                    contents = {key: alone(item) for key, item in contents.items()}
                 self._cells[id(value)] = _Cell(value, _OBJECT, contents, ())
                 return value
         return self._keep(name, value)
