@@ -468,6 +468,33 @@ def test_a_state_that_is_carried_from_step_to_step(nested: bool, begun: bool) ->
         assert all(map(torch.equal, found, expected)), [choice.option for choice in plan.choices]
 
 
+class Keeper:
+    def __init__(self) -> None:
+        self.state: Any = None
+
+
+KEEPER = Keeper()
+
+
+class Hidden(nn.Linear):
+    """Carries a state where nothing looks for it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(super().forward(x))
+        if type(x) is torch.Tensor:
+            h = h if KEEPER.state is None else h * KEEPER.state
+            KEEPER.state = h
+        return h
+
+
+def test_a_state_that_nothing_can_put_back_is_refused_with_what_to_do() -> None:
+    try:
+        with pytest.raises(ckptplan.UnsupportedModelError, match=r"carried from step to step.*attribute of a module"):
+            ckptplan.profile(nn.Sequential(*(Hidden(64, 64) for _ in range(3))), torch.randn(8, 64))
+    finally:
+        KEEPER.state = None
+
+
 class Unused(Block):
     """Nobody uses its second output."""
 

@@ -173,6 +173,20 @@ def stacked(block: Callable[[], nn.Module], blocks: int = 3) -> tuple[nn.Module,
     return Stacked(block, blocks), torch.randn(512, WIDTH)
 
 
+class Packed(nn.Module):
+    """Recurrent layers on sequences of different lengths, which the program gets as a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(WIDTH, WIDTH // 2, bidirectional=True, batch_first=True) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        for layer in self.layers:
+            packed, _ = layer(packed)
+        return nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0]
+
+
 MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], str]] = {
     "branches": (lambda: stacked(Branching), "aten._local_scalar_dense"),
     "numbers": (lambda: stacked(Scaled), "aten._local_scalar_dense"),
@@ -180,6 +194,10 @@ MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], str]] = {
     "reading": (lambda: stacked(ReadingAll), "Tensor.numpy"),
     "custom": (lambda: stacked(Custom), "ckptplan_tests.soft_backward"),
     "mixtral": (mixtral, "aten.nonzero"),
+    "packed": (
+        lambda: (Packed(), (torch.randn(64, 5, WIDTH), torch.tensor([5, 2, 1, 4] * 16))),
+        "aten._pack_padded_sequence",
+    ),
 }
 
 

@@ -15,7 +15,8 @@ NOTE [Answers]
 3. Random operations whose results the replay has for real (a drawn number, a permutation) are asked too: a replay draws
    less than the real step, whose dropout moves the generator, and would draw other numbers. So where a replay without
    answers has drawn such a result and then reads values, which may be it, the step runs for real as well.
-4. An answer is for operands of certain sizes. Others mean that the step doesn't do the same each time: an error.
+4. The lengths of packed sequences are answered with their values, since recurrent kernels read them past any mode.
+5. An answer is for operands of certain sizes. Others mean that the step doesn't do the same each time: an error.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ READ_ARRAY = "Tensor.numpy"
 
 VALUES_LIMIT = 1 << 24
 """Largest number of elements that a replay has for real, or an answer keeps."""
+
+PACK = torch.ops.aten._pack_padded_sequence.default
+"""Packs sequences of given lengths; kernels read how many go on at each step past any mode."""
 
 _BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _INDEXING = {torch.ops.aten.index.Tensor}

@@ -29,6 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ckptplan.core.errors import CkptPlanError
 from ckptplan.profiling.answers import (
+    PACK,
     READ_ARRAY,
     VALUES_LIMIT,
     Answer,
@@ -215,6 +216,12 @@ class FakeWorld(TorchDispatchMode):
             )
         if func is torch.ops.aten._local_scalar_dense.default and self.number_read is not None:
             return self.number_read
+        if func is PACK:
+            if self.answer is None:
+                raise NeedsValues(func, self._phase())
+            made = self.answer.made([t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
+            with unset_fake_temporarily():
+                return made[0], self.answer.values[1].clone()
         try:
             result = _grouped_product(*args, **kwargs) if func is _GROUPED else func(*args, **kwargs)
         except (CkptPlanError, NeedsValues):

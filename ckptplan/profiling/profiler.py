@@ -468,6 +468,11 @@ _OF_TRANSFORMS = (
     "the step runs a transform of torch.func (grad, vmap, jvp), whose tensors autograd's hooks, and so plans, can't "
     "see; use torch.autograd.grad, or operations on whole batches"
 )
+_FROM_BEFORE = (
+    "the step goes on from a tensor that has the graph of another run of it, as one does that is carried from step to "
+    "step, or collected, where profiling can't put it back (an attribute of a global object); keep it in an attribute "
+    "of a module, or detach it in forward, or in the function that is passed as step="
+)
 _UNTRACEABLE = {
     "use_reentrant=True": (
         "the model calls torch.utils.checkpoint with use_reentrant=True, whose backward can't run one stage at a "
@@ -480,6 +485,12 @@ _UNTRACEABLE = {
     "BatchedTensorImpl": _OF_TRANSFORMS,
     "TensorWrapper": _OF_TRANSFORMS,
     "torch.func": _OF_TRANSFORMS,
+    "backward through the graph a second time": _FROM_BEFORE,
+    "unpack_hook expected to be a Tensor but got": _FROM_BEFORE,
+    "data is not allocated yet": (
+        "a kernel reads values of a tensor that has no memory while the step is traced, where no operation shows it; "
+        "make the code that calls it an operation of its own (torch.library.custom_op), which is then run for real"
+    ),
     "NestedIntNode": "a nested tensor comes up in the step, and its memory can't be traced; pad it, with a mask",
 }
 """Marks in PyTorch's errors about tensors that can't be traced -> what to say instead."""

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import KEEP, Decision
 from ckptplan.profiling.answers import (
+    PACK,
     READ_ARRAY,
     VALUES_LIMIT,
     Answer,
@@ -223,7 +224,8 @@ class _Witness(TorchDispatchMode):
             result, peak = func(*args, **kwargs), 0
         self._made.update(_storages(result) - self._outside)
         if wanted:
-            self._found.append((self._question(func), Answer(sizes, _told(result, (args, kwargs)), None, peak)))
+            values = (None, result[1].detach().clone()) if func is PACK else None
+            self._found.append((self._question(func), Answer(sizes, _told(result, (args, kwargs)), values, peak)))
         elif self._listens and self._answers.wants_drawn(func, result):
             values = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), result)
             self._found.append(
