@@ -1009,8 +1009,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         18,
         "each stage is tried, not one of each kind",
         "_Timing._stage",
-        "        if self.repeats == 1:\n",
-        "        if self.repeats == 1 and kind not in self.done:\n",
+        "        tried, timed = self.repeats == 1, ",
+        "        tried, timed = self.repeats == 1 and kind not in self.done, ",
         ("tests/test_cells.py::test_each_stage_is_tried_though_others_run_the_same_operations",),
     ),
     Safeguard(

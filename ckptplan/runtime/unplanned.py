@@ -7,7 +7,8 @@ which a stage's own arguments don't show:
 1. A parameter that was frozen when the plan was applied gets a gradient now: an error, as it would be in `apply`.
 2. The model itself gets a tensor that it didn't get, such as labels from which it makes a loss.
 3. A module is called that lies in no stage's and wasn't: another head, one more layer.
-4. Autocast is still on when backward begins: it keeps the casts of the weights that it has made until it ends.
+4. Autocast, off when the plan was applied, is still on when backward begins: it keeps the casts of the weights that it
+   has made until it ends.
 
 How much the last three need isn't known, and it may fit, so they are warnings, each once.
 """
@@ -41,6 +42,8 @@ class Unplanned:
         self._model = model
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._told: set[str] = set()
+        # One that is around all of this was around profiling, and counts.
+        self._autocast = next((kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)), None)
         self._inputs = None
         if plan.fingerprint.inputs != "step()":
             self._by_name = ByName(model.forward)
@@ -73,7 +76,11 @@ class Unplanned:
 
     def backward(self, device: torch.device) -> None:
         """A backward begins."""
-        if torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled():
+        if (
+            self._autocast != device.type
+            and torch.is_autocast_enabled(device.type)
+            and torch.is_autocast_cache_enabled()
+        ):
             self._tell(
                 "autocast",
                 "autocast is still on when backward begins, so the casts of the weights that it has made stay until it "
