@@ -390,12 +390,12 @@ def uniform_plans(profile: ckptplan.Profile) -> list[ckptplan.Plan]:
     able = [k for k, option in enumerate(again) if option.recomputes]
     first = next(k for k in able if k + 1 in able)
     last = next(k for k in range(first, len(again) + 1) if k not in able) - 1
-    least = smallest_peak(profile, actions=ALL).peak_bytes
+    least = smallest_peak(profile, actions=ALL, time_limit_s=1).peak_bytes
     return [
         scheduled(profile, swapped),
         scheduled(profile, again),
         scheduled(profile, again, (Segment(first, last),)),
-        *(ckptplan.solve(profile, share * least / 2**30) for share in (1.0, 1.1)),
+        *(ckptplan.solve(profile, share * least / 2**30, time_limit_s=1) for share in (1.0, 1.1)),
     ]
 
 
@@ -408,7 +408,7 @@ def test_tensors_that_leave_a_stage_by_the_side(where: str) -> None:
     model, x = made()
     expected = [*stepped(model, x), *model.parameters()]
     model, x = made()
-    profile = ckptplan.profile(model, x)
+    profile = ckptplan.profile(model, x, menus=False)
     held = unique_bytes([*held_tensors(model), x])
     for plan in uniform_plans(profile):
         model, x = made()

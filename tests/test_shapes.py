@@ -123,7 +123,7 @@ def test_fewer_calls_keep_the_peak_although_stages_with_release_points_are_left_
     model, x = Steps(), torch.randn(8, 64, 64)
     chain = profile(model, (x,))
     plain = copy.deepcopy(model)
-    for plan in ckptplan.frontier(chain, points=6, actions=("keep", action), time_limit_s=5):
+    for plan in ckptplan.frontier(chain, points=6, actions=("keep", action), time_limit_s=2):
         with apply(model, plan):
             for count in (8, 7, 6, 5, 2):
                 step = make_step(model, x[:count])
@@ -138,7 +138,7 @@ def test_what_was_to_leave_has_left_when_the_forward_ends() -> None:
     """The loss has the room that it had with all calls."""
     torch.manual_seed(0)
     model, x = Steps(), torch.randn(8, 64, 64)
-    plan = ckptplan.frontier(profile(model, (x,), menus=False), points=4, actions=("keep", "swap"), time_limit_s=5)[0]
+    plan = ckptplan.frontier(profile(model, (x,), menus=False), points=4, actions=("keep", "swap"), time_limit_s=2)[0]
     with apply(model, plan) as handle:
         for count in (8, 6):
             output = model(x[:count])

@@ -447,8 +447,9 @@ def test_layers_that_are_left_out_at_random(chance: str) -> None:
         random.seed(seed)
         np.random.seed(seed)  # noqa: NPY002
         drawn, torch_before = Generators([OWN]), torch.get_rng_state()
-        profile = ckptplan.profile(model, inputs)
-        plan = ckptplan.solve(profile, smallest_peak(profile, actions=ALL).peak_bytes / 2**30)
+        profile = ckptplan.profile(model, inputs, menus=False)
+        least = smallest_peak(profile, actions=ALL, time_limit_s=1).peak_bytes
+        plan = ckptplan.solve(profile, least / 2**30, time_limit_s=1)
         report = ckptplan.verify(model, plan, inputs, repeats=1)
         drawn.settle()
         assert not drawn.drew
