@@ -971,7 +971,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "        if _has_attributes(kind):",
         "        if False:",
         ("tests/test_odd_models.py::test_what_can_be_put_back_is_equal",),
-        odd=("object_written_by_the_parent",),
+        odd=("object_written_by_the_parent/segment",),
     ),
     Safeguard(
         15,
