@@ -418,8 +418,7 @@ def test_tensors_that_leave_a_stage_by_the_side(where: str) -> None:
         model, x = made()
         with ckptplan.apply(model, plan):
             peak = held + peak_above_start(functools.partial(stepped, model, x), CPU)
-        # A random state and what is drawn from it, where a stage runs again while another one still has its frame.
-        assert peak <= plan.peak_bytes + 2 * 5056, [choice.option for choice in plan.choices]
+        assert peak <= plan.peak_bytes, [choice.option for choice in plan.choices]
 
 
 class Stateful(nn.Module):
