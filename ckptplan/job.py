@@ -13,7 +13,7 @@ from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.units import GIB, budget_to_bytes, format_bytes, format_seconds
-from ckptplan.referee import simulate, validate
+from ckptplan.referee.validate import examine
 from ckptplan.solving.planner import solve_profile
 from ckptplan.solving.tiers import check_disk
 
@@ -143,13 +143,14 @@ class Job:
 
     def sound(self, plan: Plan) -> Plan:
         """`plan`, which the referee accepts, with what it has found besides."""
-        broken = validate(self.profile, plan, plan.budget_bytes, host_bytes=self.host_bytes, disk_bytes=self.disk_bytes)
-        if broken:
+        broken, found = examine(
+            self.profile, plan, plan.budget_bytes, host_bytes=self.host_bytes, disk_bytes=self.disk_bytes
+        )
+        if broken or found is None:
             raise CkptPlanError(
                 "the solver gave a plan that the referee rejects, please report it: "
                 + "; ".join(f"{v.kind} {v.stage}: {v.detail}" for v in broken)
             )
-        found = simulate(self.profile, plan)
         return replace(plan, forward_peak_bytes=found.forward_peak_bytes, between_bytes=found.between_bytes)
 
     def progress(self, part: str, best_s: float, bound_s: float) -> None:

@@ -13,6 +13,7 @@ from ckptplan.baselines import BASELINES
 from ckptplan.core import rules
 from ckptplan.core.chain import Link, Option, Segment, Stage, Storage
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
+from ckptplan.core.plan import Decision
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import residency
 from ckptplan.referee import simulate
@@ -80,8 +81,6 @@ def test_the_worked_example() -> None:
 
 
 def _steps(profile: Profile, options: tuple[Option, ...], segments: tuple[Segment, ...]) -> tuple:  # type: ignore[type-arg]
-    from ckptplan.core.plan import Decision
-
     return simulate(profile, [Decision(o.action, option=o.name) for o in options], segments).steps
 
 

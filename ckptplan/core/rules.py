@@ -1,8 +1,8 @@
 """The rules of residency: which storage is on the device in which step, and who holds it there.
 
-Every planner, bound and baseline takes them from here, so a rule is changed in this file alone. Three parts of the
-project work them out from the text below with code of their own, to check it: the referee, `tests/brute_force.py` and
-`baselines/_rotor_dp.py`.
+Every planner, bound and baseline takes them from here, so a rule is changed in this file alone. Two parts of the
+project work them out from the text below with code of their own, to check it: the referee, which prices what
+`tests/brute_force.py` tries, and `baselines/_rotor_dp.py`.
 
 NOTE [Residency]
 1. Storage `s` is *made* in forward step `s.born` (-1: before the step). From the next forward step on it is resident

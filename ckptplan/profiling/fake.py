@@ -45,7 +45,7 @@ from ckptplan.profiling.compiled import compiled_as_noted
 from ckptplan.profiling.operations import TensorSpec, op_key
 from ckptplan.profiling.target import ON_CPU, Target
 from ckptplan.runtime.modes import Stacks
-from ckptplan.runtime.state import kept, random_state
+from ckptplan.runtime.state import beside
 
 _MISREPORTED = {
     torch.ops.aten.mkldnn_rnn_layer.default,
@@ -392,12 +392,8 @@ def fake_parameters(
                                 twin.grad = torch.empty_like(twin, requires_grad=False)
                     saved.append((table, name, tensor))
                     table[name] = twins[id(tensor)]  # type: ignore[assignment]
-        with kept(model, others) as (found, _):  # a forward may leave fake tensors
-            put_generators = random_state(found.generators)
-            try:
-                yield found.generators
-            finally:
-                put_generators()
+        with beside(model, others) as found:  # a forward may leave fake tensors
+            yield found.generators
     finally:
         for table, name, tensor in saved:
             table[name] = tensor

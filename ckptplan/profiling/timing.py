@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from ckptplan.runtime.measure import same_bits
 from ckptplan.runtime.objects import attributes_of
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.recompute import Call, caching
-from ckptplan.runtime.state import kept, random_state
+from ckptplan.runtime.state import beside
 from ckptplan.runtime.step import TrainingStep, without_graph
 from ckptplan.runtime.swap import Counters
 
@@ -338,20 +338,15 @@ class _Timing:
             count += 1
 
 
-@contextlib.contextmanager
-def _apart(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+def _apart(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> contextlib.AbstractContextManager[Snapshot]:
     """A stage runs inside besides the step: what it draws from, and what it can reach, is as before afterwards.
 
     Otherwise what others collect of it (features, by a hook) would be there too often, with graphs that have run
     backward, and the step would go another way by the numbers that it draws next.
     """
-    reached = (*args, *kwargs.values(), *contextvars.copy_context().values())
-    with kept(module, reached, graphs=True) as (found, _):
-        put_generators = random_state(found.generators)
-        try:
-            yield
-        finally:
-            put_generators()
+    return beside(module, (*args, *kwargs.values(), *contextvars.copy_context().values()), graphs=True)
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:

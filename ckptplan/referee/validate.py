@@ -5,9 +5,9 @@ from __future__ import annotations
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.referee.rules import Kind, Violation, broken_rules
-from ckptplan.referee.simulate import replay
+from ckptplan.referee.simulate import Timeline, replay
 
-__all__ = ["Kind", "Violation", "validate"]
+__all__ = ["Kind", "Violation", "examine", "validate"]
 
 
 def validate(
@@ -34,12 +34,19 @@ def validate(
     tuple of Violation
         Structure first; bytes and predictions are checked only where the structure holds.
     """
+    return examine(profile, plan, budget_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes)[0]
+
+
+def examine(
+    profile: Profile, plan: Plan, budget_bytes: int, *, host_bytes: int | None = None, disk_bytes: int | None = None
+) -> tuple[tuple[Violation, ...], Timeline | None]:
+    """`validate` with the replay that it goes by; None where the structure doesn't hold."""
     names = tuple(stage.name for stage in profile.stages)
     if plan.stages != names:
-        return (Violation("stages", "", "the plan's stages are not the profile's"),)
+        return (Violation("stages", "", "the plan's stages are not the profile's"),), None
     structure = broken_rules(profile, plan.choices, plan.segments)
     if structure:
-        return structure
+        return structure, None
     broken: list[Violation] = []
     timeline = replay(profile, plan.choices, plan.segments)
     for step in timeline.steps:
@@ -61,4 +68,4 @@ def validate(
         broken.append(Violation("prediction", "", f"step {plan.step_s}, replayed {timeline.makespan_s} s"))
     if plan.lower_bound_s > plan.step_s * (1 + 1e-9):
         broken.append(Violation("bound", "", f"lower bound {plan.lower_bound_s} s is above the step, {plan.step_s} s"))
-    return tuple(broken)
+    return tuple(broken), timeline

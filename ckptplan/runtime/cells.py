@@ -91,6 +91,15 @@ def _write_items(cell: Any, contents: Any) -> None:
     cell.update(contents)
 
 
+def _write_names(table: dict[str, Any], names: Iterable[str], contents: Mapping[str, Any]) -> None:
+    """Write `contents` in place of `names`, one by one, since other threads may look at attributes."""
+    for name in set(names) - contents.keys():
+        del table[name]
+    for name, value in contents.items():
+        if table.get(name, contents) is not value:
+            table[name] = value
+
+
 def _write_deque(cell: Any, contents: Any) -> None:
     cell.clear()
     cell.extend(contents)
@@ -132,11 +141,7 @@ def _write_object(value: Any, contents: Mapping[str, Any]) -> None:
         elif hasattr(value, name):
             object.__delattr__(value, name)
     table = getattr(value, "__dict__", {})
-    for name in table.keys() - contents.keys():
-        del table[name]
-    for name, item in contents.items():  # one by one, since other threads may look
-        if name not in slots and table.get(name, contents) is not item:
-            table[name] = item
+    _write_names(table, table.keys(), {name: item for name, item in contents.items() if name not in slots})
 
 
 def _closure_of(function: types.FunctionType) -> dict[str, Any]:
@@ -630,12 +635,7 @@ def _write_again(cell: _Cell, contents: Any) -> None:
 
 def _put(module: nn.Module, attributes: dict[str, Any]) -> None:
     """Give a module these plain attributes in place of those that it has, past any code of its own."""
-    table = module.__dict__
-    for name in plain_attributes(module).keys() - attributes.keys():
-        del table[name]
-    for name, value in attributes.items():
-        if table.get(name, module) is not value:
-            table[name] = value
+    _write_names(module.__dict__, plain_attributes(module), attributes)
 
 
 _CHANGING: weakref.WeakKeyDictionary[nn.Module, Changing] = weakref.WeakKeyDictionary()

@@ -292,14 +292,13 @@ class Controller:
             )
         self._drop_leftovers()
         former, self._pass = self._pass, None
+        waiting = None
         if former is not None and not former.backward_begun:
             self._watches |= not former.watched
             waiting = weakref.ref(former)
-            del former  # its graph alone holds it now
-            if self._held_over is not None:
-                self._held_over.add(waiting)
+        del former  # its graph alone holds it now
         if self._held_over is not None:
-            self._held_over.check()
+            self._held_over.check(waiting)
         bypassed = next((patch.module for patch in self._compiled if patch.bypassed), None)
         if bypassed is not None:
             raise UnsupportedModelError(

@@ -18,15 +18,33 @@ import weakref
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import PlanMismatchError
 from ckptplan.core.plan import Plan
 from ckptplan.core.units import format_bytes
+from ckptplan.runtime.measure import tensors_in
 from ckptplan.runtime.own import storages_of
 
 _LEAST_BYTES = 512
 """Storages of no more, a loss for one, don't count: PyTorch's allocator gives them as much on CUDA."""
+
+
+class Warned:
+    """Warns that the peak may exceed the budget, of each thing once.
+
+    Attributes
+    ----------
+    of : set of str
+    """
+
+    def __init__(self) -> None:
+        self.of: set[str] = set()
+
+    def once(self, what: str, text: str) -> None:
+        """Warn of `what`."""
+        if what not in self.of:
+            self.of.add(what)
+            warnings.warn(f"the peak may exceed the budget: {text}", RuntimeWarning, stacklevel=3)
 
 
 class HeldOver:
@@ -41,7 +59,7 @@ class HeldOver:
         self._budget_bytes = plan.budget_bytes
         self._output: list[weakref.ref[torch.UntypedStorage]] = []
         self._waiting: list[weakref.ref[Any]] = []
-        self._told = False
+        self._warned = Warned()
 
     def output(self, output: Any, inputs: Any) -> None:
         """A forward has made `output` from `inputs`."""
@@ -50,19 +68,21 @@ class HeldOver:
             given = {s._cdata for s in _storages(inputs)}
             self._output = [weakref.ref(storage) for key, storage in made.items() if key not in given]
 
-    def add(self, waiting: weakref.ref[Any]) -> None:
-        """A forward begins and the backward of the one before hasn't."""
-        self._waiting.append(waiting)
-
-    def check(self) -> None:
+    def check(self, waiting: weakref.ref[Any] | None) -> None:
         """A forward begins: raise or warn if there is no room for what is alive of those before.
+
+        Parameters
+        ----------
+        waiting : weakref.ref or None
+            The pass of the one before, if its backward hasn't begun.
 
         Raises
         ------
         PlanMismatchError
             If another forward is still to have its backward, and there is no room for this one beside it.
         """
-        self._waiting = [ref for ref in self._waiting if (found := ref()) is not None and not found.backward_begun]
+        passes = self._waiting if waiting is None else [*self._waiting, waiting]
+        self._waiting = [ref for ref in passes if (found := ref()) is not None and not found.backward_begun]
         if self._waiting:
             more = len(self._waiting) * self._between_bytes
             text = (
@@ -74,24 +94,19 @@ class HeldOver:
             if self._forward_peak_bytes + more > self._budget_bytes:
                 raise PlanMismatchError(text)
             if self._peak_bytes + more > self._budget_bytes:
-                self._tell(text)
+                self._warned.once("held", text)
             return
         more = sum(storage.nbytes() for ref in self._output if (storage := ref()) is not None)
         if self._forward_peak_bytes + more > self._budget_bytes:
-            self._tell(
+            self._warned.once(
+                "held",
                 f"the output of the forward before, {format_bytes(more)}, is still held when this one begins, and the "
                 f"plan, whose forward needs {format_bytes(self._forward_peak_bytes)} of its budget of "
                 f"{format_bytes(self._budget_bytes)}, doesn't reckon with it; put the step into a function, or `del` "
-                "the output before the next forward, or solve with so much less"
+                "the output before the next forward, or solve with so much less",
             )
-
-    def _tell(self, text: str) -> None:
-        if not self._told:
-            self._told = True
-            warnings.warn(f"the peak may exceed the budget: {text}", RuntimeWarning, stacklevel=2)
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    leaves = [tree] if isinstance(tree, torch.Tensor) else pytree.tree_leaves(tree)
-    dense = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
+    dense = [tensor for tensor in tensors_in(tree) if tensor.layout is torch.strided]
     return [s for tensor in dense for s in storages_of(tensor) if s.nbytes() > _LEAST_BYTES]

@@ -97,6 +97,17 @@ def kept(
         yield found, put
 
 
+@contextlib.contextmanager
+def beside(model: nn.Module, others: Iterable[Any] = (), *, graphs: bool = False) -> Iterator[Snapshot]:
+    """`kept`, and random generators are where they were afterwards: for a run of forward beside the step's own."""
+    with kept(model, others, graphs=graphs) as (found, _):
+        generators = random_state(found.generators)
+        try:
+            yield found
+        finally:
+            generators()
+
+
 class _Stepped:
     """Optimizers that step, as hooks on gradients may have them do, with their state and parameters as before."""
 

@@ -15,7 +15,6 @@ How much the last three need isn't known, and it may fit, so they are warnings, 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch import nn
 from ckptplan.core.errors import PlanMismatchError
 from ckptplan.core.plan import Plan
 from ckptplan.runtime.cells import below
+from ckptplan.runtime.held_over import Warned
 from ckptplan.runtime.patching import PatchedForward, is_patchable
 from ckptplan.runtime.shapes import ByName, Limits
 
@@ -41,7 +41,7 @@ class Unplanned:
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self._model = model
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-        self._told: set[str] = set()
+        self._warned = Warned()
         # One that is around all of this was around profiling, and counts.
         self._autocast = next((kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)), None)
         self._inputs = None
@@ -68,11 +68,13 @@ class Unplanned:
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is called."""
-        if self._inputs is None or "inputs" in self._told:
+        if self._inputs is None or "inputs" in self._warned.of:
             return
         beyond = self._inputs.first_beyond(*self._by_name(args, kwargs))
         if beyond is not None and beyond[1] is None and beyond[0].shape != ():
-            self._tell("inputs", f"the model gets {beyond[0]}, and the plan was made without; solve with these inputs")
+            self._warned.once(
+                "inputs", f"the model gets {beyond[0]}, and the plan was made without; solve with these inputs"
+            )
 
     def backward(self, device: torch.device) -> None:
         """A backward begins."""
@@ -81,7 +83,7 @@ class Unplanned:
             and torch.is_autocast_enabled(device.type)
             and torch.is_autocast_cache_enabled()
         ):
-            self._tell(
+            self._warned.once(
                 "autocast",
                 "autocast is still on when backward begins, so the casts of the weights that it has made stay until it "
                 "ends, and the plan doesn't reckon with that; call backward outside of the autocast block",
@@ -103,12 +105,7 @@ class Unplanned:
     ) -> Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]:
         def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if active():
-                self._tell("module", f"{name!r} runs, which the planned step didn't call; solve with this step")
+                self._warned.once("module", f"{name!r} runs, which the planned step didn't call; solve with this step")
             return original(*args, **kwargs)
 
         return run
-
-    def _tell(self, what: str, text: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            warnings.warn(f"the peak may exceed the budget: {text}", RuntimeWarning, stacklevel=3)
