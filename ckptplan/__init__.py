@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from ckptplan.core.plan import Decision, Plan
     from ckptplan.core.profile import Profile
     from ckptplan.core.trace import Trace
-    from ckptplan.fit import BatchFit, max_batch_size
+    from ckptplan.fitting.batch import BatchFit, max_batch_size
     from ckptplan.memory.estimate import DDP, estimate
     from ckptplan.model_api import apply, trace
-    from ckptplan.profiling.inputs import record_forward
     from ckptplan.profiling.profiler import profile
+    from ckptplan.profiling.workload.inputs import record_forward
     from ckptplan.referee import simulate, validate
-    from ckptplan.runtime.stores.areas import keep_pinned_memory
+    from ckptplan.runtime.swap.stores.areas import keep_pinned_memory
     from ckptplan.runtime.verify import verify
 
 __version__ = "0.1.0"
@@ -74,7 +74,7 @@ __all__ = [
 _MODULES = {
     "DDP": "ckptplan.memory.estimate",
     "AllocatorSettings": "ckptplan.core.allocator_settings",
-    "BatchFit": "ckptplan.fit",
+    "BatchFit": "ckptplan.fitting.batch",
     "CheckError": "ckptplan.core.errors",
     "CkptPlanError": "ckptplan.core.errors",
     "Decision": "ckptplan.core.plan",
@@ -93,10 +93,10 @@ _MODULES = {
     "estimate": "ckptplan.memory.estimate",
     "explain": "ckptplan.api",
     "frontier": "ckptplan.api",
-    "keep_pinned_memory": "ckptplan.runtime.stores.areas",
-    "max_batch_size": "ckptplan.fit",
+    "keep_pinned_memory": "ckptplan.runtime.swap.stores.areas",
+    "max_batch_size": "ckptplan.fitting.batch",
     "profile": "ckptplan.profiling.profiler",
-    "record_forward": "ckptplan.profiling.inputs",
+    "record_forward": "ckptplan.profiling.workload.inputs",
     "simulate": "ckptplan.referee",
     "solve": "ckptplan.api",
     "trace": "ckptplan.model_api",

@@ -8,25 +8,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptplan.core.chain import ACTIONS, Action
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
+from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.units import GIB, budget_to_bytes
-from ckptplan.job import Job, PlanLimits, Report, disk_limit, host_limit, job_of_profile, say_nothing
+from ckptplan.planning.job import Job, PlanLimits, Report, disk_limit, host_limit, job_of_profile, say_nothing
 from ckptplan.report.explain import Explanation, Worth
 from ckptplan.report.explain import explain as explanation
-from ckptplan.solving.evaluate import menus as menus_of
+from ckptplan.solving.bound.pricing import lower_bound
+from ckptplan.solving.cost import menus as menus_of
 from ckptplan.solving.frontier import frontier_profile, smallest_within
-from ckptplan.solving.prices import lower_bound
 from ckptplan.solving.tiers import all_bytes
 
 if TYPE_CHECKING:  # these import torch
     import torch
     from torch import nn
 
-    from ckptplan.profiling.optimizers import OptimizerLike
     from ckptplan.profiling.target import DeviceLike
+    from ckptplan.profiling.workload.optimizers import OptimizerLike
     from ckptplan.runtime.step import LossFn
 
 
@@ -106,7 +106,7 @@ def solve(
     if budget_bytes is None and max_overhead is None:
         if isinstance(model_or_profile, Profile):
             raise InvalidInputError("a profile says nothing of free memory; pass budget_gb= or max_overhead=")
-        from ckptplan.model_job import default_budget
+        from ckptplan.planning.model_job import default_budget
 
         budget_bytes = default_budget(model_or_profile, device)
     job = _job(
@@ -294,7 +294,7 @@ def _job(
         disk_limit(disk_gb, host_gb),
     )
     if not isinstance(model_or_profile, Profile):
-        from ckptplan.model_job import job_of_model
+        from ckptplan.planning.model_job import job_of_model
 
         return job_of_model(
             model_or_profile, inputs, loss_fn, optimizer, device, step, amp, accumulate, swap_dir, menus, limits

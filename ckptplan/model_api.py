@@ -10,27 +10,28 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ckptplan.adviser import Adviser
-from ckptplan.core.chain import ACTIONS, Action, is_int
+from ckptplan.core.checks import is_int
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
+from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.plan import Plan, require_plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.trace import Trace
 from ckptplan.core.units import format_bytes
-from ckptplan.enlarging import Enlarger
-from ckptplan.job import Job, PlanLimits, host_limit
 from ckptplan.memory.estimate import TrainingBytes
-from ckptplan.profiling.optimizers import OptimizerLike
+from ckptplan.planning.adviser import Adviser
+from ckptplan.planning.enlarging import Enlarger
+from ckptplan.planning.job import Job, PlanLimits, host_limit
 from ckptplan.profiling.profiler import outside_tensors, replayed_bytes, training_step
 from ckptplan.profiling.target import PLANNED, find_target
-from ckptplan.runtime.apply import Handle, OnOom
-from ckptplan.runtime.apply import apply as apply_plan
-from ckptplan.runtime.check import When
-from ckptplan.runtime.gradients import made_gradient_bytes, rewinding
-from ckptplan.runtime.measure import run_step, unique_bytes
-from ckptplan.runtime.parameters import ParameterState
-from ckptplan.runtime.process import in_own_context
-from ckptplan.runtime.state import restored
+from ckptplan.profiling.workload.optimizers import OptimizerLike
+from ckptplan.runtime.guard.check import When
+from ckptplan.runtime.guard.gradients import made_gradient_bytes, rewinding
+from ckptplan.runtime.handle import Handle, OnOom
+from ckptplan.runtime.handle import apply as apply_plan
+from ckptplan.runtime.observe.measure import run_step, unique_bytes
+from ckptplan.runtime.state.parameters import ParameterState
+from ckptplan.runtime.state.process import in_own_context
+from ckptplan.runtime.state.restore import restored
 from ckptplan.runtime.step import LossFn, fingerprint, make_step, training_config
 from ckptplan.solving.peak import check_request
 

@@ -33,7 +33,7 @@ import ckptplan
 from ckptplan.core.errors import CkptPlanError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
-from ckptplan.runtime.measure import held_tensors, peak_above_start, unique_bytes
+from ckptplan.runtime.observe.measure import held_tensors, peak_above_start, unique_bytes
 
 STEPS = 2
 SHARES = (0.1, 0.5)

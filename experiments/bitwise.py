@@ -32,14 +32,16 @@ import models
 import small_models
 
 import ckptplan
-from ckptplan.core.chain import TIERS, Option, Segment, Tier
+from ckptplan.core.link import TIERS, Tier
+from ckptplan.core.option import Option
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.rules import enforceable_points
 from ckptplan.core.schedule import residency
-from ckptplan.runtime import apply as application
+from ckptplan.core.segment import Segment
+from ckptplan.runtime import handle as application
 from ckptplan.runtime.step import default_loss
-from ckptplan.runtime.stores import ChecksumStore, DiskStore, disk
+from ckptplan.runtime.swap.stores import ChecksumStore, DiskStore, disk
 
 Made = tuple[nn.Module, Any]
 

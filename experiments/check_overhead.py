@@ -6,7 +6,7 @@ Every stage is recomputed, so that all that a stage reads and saves is compared:
 without a check ("off"), steps of "sampled" that aren't checked, and checked ones ("always") are interleaved, each
 behind one that isn't timed; figures are medians over rounds, in seconds of the calling thread's CPU, which does all the
 work. A sampled run of 1,000 steps has 3 checked ones and 9.97 on average after them (`FIRST`, `EVERY` in
-ckptplan/runtime/check.py). The promise is that they add at most 1 % to it.
+ckptplan/runtime/guard/check.py). The promise is that they add at most 1 % to it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from made_plans import plan_of
 from overhead import interleaved
 
 from ckptplan.profiling.profiler import profile
-from ckptplan.runtime.apply import apply
-from ckptplan.runtime.check import EVERY, FIRST, WHEN
+from ckptplan.runtime.guard.check import EVERY, FIRST, WHEN
+from ckptplan.runtime.handle import apply
 from ckptplan.runtime.step import default_loss
 
 RUN = 1000

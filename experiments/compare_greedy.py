@@ -30,8 +30,8 @@ from typing import Any
 from rich.console import Console
 
 from ckptplan.baselines import BASELINES
-from ckptplan.core.chain import Link
 from ckptplan.core.errors import InfeasibleBudgetError
+from ckptplan.core.link import Link
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.referee import simulate, validate

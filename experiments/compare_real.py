@@ -38,7 +38,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ckptplan
 from ckptplan.baselines import BASELINES
 from ckptplan.core.errors import InfeasibleBudgetError
-from ckptplan.runtime.measure import held_tensors, peak_above_start, unique_bytes
+from ckptplan.runtime.observe.measure import held_tensors, peak_above_start, unique_bytes
 
 SCHEMA = "ckptplan.compare_real/1"
 GIB, MIB = 1 << 30, 1 << 20

@@ -6,8 +6,9 @@
 Prints PASS or FAIL for each promise, and exits with 1 on a FAIL.
 
 A *run* is one architecture at one batch size or length, with one optimizer, plain or under a plan. Two whole steps are
-measured from the allocator's events (`ckptplan.runtime.phases`), on an instance of the model that nothing else touches,
-and estimated on another. Each step of a run is a case: its peak, and the live bytes at both ends of each of its phases.
+measured from the allocator's events (`ckptplan.runtime.observe.phases`), on an instance of the model that nothing else
+touches, and estimated on another. Each step of a run is a case: its peak, and the live bytes at both ends of each of
+its phases.
 
 Plans are made for a budget half-way between the smallest peak and everything kept. At an architecture's first size
 stages have options inside them, as `ckptplan.solve` gives them; at the others whole stages alone, which is quicker.
@@ -45,7 +46,7 @@ import ckptplan
 from ckptplan.core.plan import Plan
 from ckptplan.core.schedule import residency
 from ckptplan.core.units import GIB, format_bytes
-from ckptplan.runtime.phases import PhaseBytes, measure_phases
+from ckptplan.runtime.observe.phases import PhaseBytes, measure_phases
 from ckptplan.runtime.step import make_step
 from ckptplan.solving import smallest_peak
 

@@ -46,7 +46,7 @@ from bitwise import plans, two_files
 import ckptplan
 from ckptplan.core.errors import CkptPlanError, OutOfMemoryError, SwapError
 from ckptplan.runtime.step import default_loss
-from ckptplan.runtime.stores import DiskStore, disk
+from ckptplan.runtime.swap.stores import DiskStore, disk
 
 MODELS = ("transformer", "routed", "shared", "views", "conv_norm", "nested", "low_rank")
 

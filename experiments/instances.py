@@ -12,8 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from ckptplan.core.chain import Link, Option, Stage, Storage
+from ckptplan.core.link import Link
+from ckptplan.core.option import Option
 from ckptplan.core.profile import Profile
+from ckptplan.core.stage import Stage
+from ckptplan.core.storage import Storage
 
 MATMUL_FLOP_PER_S = 150e12
 MEMORY_BYTES_PER_S = 1.2e12

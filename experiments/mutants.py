@@ -14,8 +14,8 @@ code has moved.
 A mutant is made in a copy of the package. The tests that run its lines follow, those that take least time first, until
 one fails or `--limit` seconds of tests (as measured before) have passed. A failure counts only if the test, alone,
 fails with the mutant and passes without. A test that was not passed when it was measured is left out, and so is
-tests/test_guarantees.py, which compares the source with the lists. Each run is a fork of a process that has imported
-torch and what else the tests need, but not the package.
+tests/experiments/test_guarantees.py, which compares the source with the lists. Each run is a fork of a process that has
+imported torch and what else the tests need, but not the package.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ AREAS = {
     "memory": "ckptplan/memory",
     "cli": "ckptplan/cli",
 }
-NOT_A_TEST_OF_BEHAVIOUR = "tests/test_guarantees.py"
+NOT_A_TEST_OF_BEHAVIOUR = "tests/experiments/test_guarantees.py"
 LIMIT_S = 300.0
 HANGS_S = 60.0
 """A test that takes longer, and four times as long as the longest of the run, has failed."""

@@ -25,7 +25,7 @@ import odd  # noqa: F401 - registers the cases
 from odd.harness import BadCase, outcome, plan_for
 
 from ckptplan.core.plan import Plan
-from ckptplan.runtime.check import When
+from ckptplan.runtime.guard.check import When
 
 
 def save_plans(task: tuple[Path, list[str]]) -> None:

@@ -38,15 +38,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ckptplan.core.chain import Segment
 from ckptplan.core.plan import Decision, Plan
+from ckptplan.core.segment import Segment
 from ckptplan.profiling.profiler import profile
-from ckptplan.runtime.apply import apply
 from ckptplan.runtime.controller import Controller, is_glue
-from ckptplan.runtime.meter import EVERY, Meter
-from ckptplan.runtime.selective import NumberedOps
-from ckptplan.runtime.stores import NULL_STORES
-from ckptplan.runtime.swap import Counters, SwapSession
+from ckptplan.runtime.handle import apply
+from ckptplan.runtime.observe.meter import EVERY, Meter
+from ckptplan.runtime.recompute.selective import NumberedOps
+from ckptplan.runtime.swap.session import Counters, SwapSession
+from ckptplan.runtime.swap.stores import NULL_STORES
 
 SCHEMA = "ckptplan.overhead/5"
 PROMISE = 0.01

@@ -31,7 +31,7 @@ from models import MODELS
 import ckptplan
 from ckptplan.baselines import BASELINES
 from ckptplan.core.errors import InfeasibleBudgetError
-from ckptplan.runtime.stats import Stats
+from ckptplan.runtime.observe.stats import Stats
 from ckptplan.solving.planner import smallest_peak, solve_profile
 
 SCHEMA = "ckptplan.predicted_steps/1"

@@ -1,7 +1,7 @@
 """What the product promises besides the runtime's requirements, which tests hold it, which experiments repeat it.
 
 `mutations.py --docs` writes docs/guarantees.md from this list and from safeguards.py, which has the runtime's promises;
-tests/test_guarantees.py checks that all that is named here exists.
+tests/experiments/test_guarantees.py checks that all that is named here exists.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from ckptplan.core.device import find_device
-from ckptplan.profiling.calibrate import calibrate
-from ckptplan.profiling.operations import SeenOperations
-from ckptplan.profiling.roofline import op_cost, op_seconds
-from ckptplan.runtime.measure import timed
+from ckptplan.profiling.bytes.operations import SeenOperations
+from ckptplan.profiling.times.calibrate import calibrate
+from ckptplan.profiling.times.roofline import op_cost, op_seconds
+from ckptplan.runtime.observe.measure import timed
 
 
 class GPTBlock(nn.Module):

@@ -100,7 +100,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "PinnedStore.start_out",
         "        compute = torch.cuda.current_stream(self._device)\n",
         '        compute = self.__dict__.setdefault("_first", torch.cuda.current_stream(self._device))\n',
-        ("tests/test_streams.py::test_the_stream_that_computes_now_is_asked",),
+        ("tests/runtime/test_streams.py::test_the_stream_that_computes_now_is_asked",),
         ("tests/test_gpu.py::test_compute_on_another_stream",),
     ),
     Safeguard(
@@ -109,7 +109,10 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "PinnedStore.start_in",
         "        self._in.wait_stream(torch.cuda.current_stream(self._device))\n",
         "        with torch.cuda.stream(self._in):\n            self._in.wait_stream(torch.cuda.current_stream(self._device))\n",
-        ("tests/test_streams.py::test_records_in_random_order", "tests/test_streams.py::test_copies_in_any_order"),
+        (
+            "tests/runtime/test_streams.py::test_records_in_random_order",
+            "tests/runtime/test_streams.py::test_copies_in_any_order",
+        ),
         ("tests/test_gpu.py::test_gradients_are_bitwise_those_of_the_plain_model",),
     ),
     Safeguard(
@@ -118,7 +121,10 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "DiskStore._ready",
         "        event.record(streams.current_stream(self._device))\n",
         "",
-        ("tests/test_streams.py::test_records_in_random_order", "tests/test_streams.py::test_copies_in_any_order"),
+        (
+            "tests/runtime/test_streams.py::test_records_in_random_order",
+            "tests/runtime/test_streams.py::test_copies_in_any_order",
+        ),
         ("tests/test_gpu.py::test_round_trip_through_the_file",),
     ),
     Safeguard(
@@ -127,7 +133,10 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "PinnedStore.start_out",
         "        self._out.wait_stream(compute)\n",
         "",
-        ("tests/test_streams.py::test_records_in_random_order", "tests/test_streams.py::test_copies_in_any_order"),
+        (
+            "tests/runtime/test_streams.py::test_records_in_random_order",
+            "tests/runtime/test_streams.py::test_copies_in_any_order",
+        ),
         ("tests/test_gpu.py::test_gradients_are_bitwise_those_of_the_plain_model",),
     ),
     Safeguard(
@@ -136,7 +145,10 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "PinnedStore.finish_out",
         "        torch.cuda.current_stream(self._device).wait_event(ticket.out_done)\n",
         "        pass\n",
-        ("tests/test_streams.py::test_records_in_random_order", "tests/test_streams.py::test_copies_in_any_order"),
+        (
+            "tests/runtime/test_streams.py::test_records_in_random_order",
+            "tests/runtime/test_streams.py::test_copies_in_any_order",
+        ),
         ("tests/test_gpu.py::test_blocks_are_not_reused_under_a_copy",),
     ),
     Safeguard(
@@ -145,7 +157,10 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "PinnedStore.start_in",
         "        self._in.wait_stream(torch.cuda.current_stream(self._device))\n",
         "",
-        ("tests/test_streams.py::test_records_in_random_order", "tests/test_streams.py::test_copies_in_any_order"),
+        (
+            "tests/runtime/test_streams.py::test_records_in_random_order",
+            "tests/runtime/test_streams.py::test_copies_in_any_order",
+        ),
         ("tests/test_gpu.py::test_gradients_are_bitwise_those_of_the_plain_model",),
     ),
     Safeguard(
@@ -154,7 +169,10 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_Batch.end",
         "            with on_stream(self._home):\n",
         "            with on_stream(None):\n",
-        ("tests/test_streams.py::test_records_in_random_order", "tests/test_streams.py::test_copies_in_any_order"),
+        (
+            "tests/runtime/test_streams.py::test_records_in_random_order",
+            "tests/runtime/test_streams.py::test_copies_in_any_order",
+        ),
         ("tests/test_gpu.py::test_graphs_that_are_dropped_half_way",),
     ),
     Safeguard(
@@ -163,7 +181,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "start_leaving",
         "        with on_stream(home):\n",
         "        with on_stream(None):\n",
-        ("tests/test_streams.py::test_records_of_several_streams",),
+        ("tests/runtime/test_streams.py::test_records_of_several_streams",),
     ),
     Safeguard(
         3,
@@ -171,7 +189,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_Group.finish",
         "            with counters.waiting(), on_stream(self._home):\n",
         "            with counters.waiting():\n",
-        ("tests/test_streams.py::test_records_of_several_streams",),
+        ("tests/runtime/test_streams.py::test_records_of_several_streams",),
     ),
     Safeguard(
         3,
@@ -179,7 +197,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Record.drop",
         "        self._tell_allocator(self._users)\n",
         "        pass\n",
-        ("tests/test_streams.py::test_records_of_several_streams",),
+        ("tests/runtime/test_streams.py::test_records_of_several_streams",),
     ),
     Safeguard(
         3,
@@ -187,7 +205,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Record._wait_for_copy_in",
         "        self._tell_allocator(self._users[-1:])\n",
         "        pass\n",
-        ("tests/test_streams.py::test_records_of_several_streams",),
+        ("tests/runtime/test_streams.py::test_records_of_several_streams",),
     ),
     Safeguard(
         4,
@@ -195,7 +213,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Record._used_now",
         "            self._wait_for_copy_in()\n",
         "            pass\n",
-        ("tests/test_streams.py::test_records_of_several_streams",),
+        ("tests/runtime/test_streams.py::test_records_of_several_streams",),
     ),
     Safeguard(
         4,
@@ -203,7 +221,10 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "PinnedStore.start_in",
         "        self._in.wait_event(ticket.out_done)\n",
         "",
-        ("tests/test_streams.py::test_records_in_random_order", "tests/test_streams.py::test_copies_in_any_order"),
+        (
+            "tests/runtime/test_streams.py::test_records_in_random_order",
+            "tests/runtime/test_streams.py::test_copies_in_any_order",
+        ),
         ("tests/test_gpu.py::test_gradients_are_bitwise_those_of_the_plain_model",),
     ),
     Safeguard(
@@ -212,7 +233,10 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "PinnedStore.finish_in",
         "        torch.cuda.current_stream(self._device).wait_event(ticket.in_done if done is None else done)\n",
         "        pass\n",
-        ("tests/test_streams.py::test_records_in_random_order", "tests/test_streams.py::test_copies_in_any_order"),
+        (
+            "tests/runtime/test_streams.py::test_records_in_random_order",
+            "tests/runtime/test_streams.py::test_copies_in_any_order",
+        ),
         ("tests/test_gpu.py::test_gradients_are_bitwise_those_of_the_plain_model",),
     ),
     Safeguard(
@@ -221,7 +245,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_timed",
         '        after.wait("the copy out")  # its own',
         "        pass  # its own",
-        ("tests/test_store_faults.py::test_a_return_waits_for_its_own_copy_out",),
+        ("tests/runtime/test_store_faults.py::test_a_return_waits_for_its_own_copy_out",),
     ),
     Safeguard(
         5,
@@ -230,8 +254,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "                self._out.wait_event(use)\n",
         "                pass\n",
         (
-            "tests/test_streams.py::test_memory_given_back_under_a_copy_is_written_only_behind_it",
-            "tests/test_streams.py::test_a_store_that_takes_over_anothers_memory",
+            "tests/runtime/test_streams.py::test_memory_given_back_under_a_copy_is_written_only_behind_it",
+            "tests/runtime/test_streams.py::test_a_store_that_takes_over_anothers_memory",
         ),
         ("tests/test_gpu.py::test_extents_are_reused_in_order",),
     ),
@@ -242,8 +266,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "        self.pairs[at : at + 1] = [pair for pair in ((low, start), (stop, high)) if pair[0] < pair[1]]\n",
         "        self.pairs[at : at + 1] = [pair for pair in ((low, start), (start, high)) if pair[0] < pair[1]]\n",
         (
-            "tests/test_store_faults.py::test_any_program_of_records",
-            "tests/test_stores.py::test_extents_never_overlap_and_are_free_when_nobody_holds_them",
+            "tests/runtime/test_store_faults.py::test_any_program_of_records",
+            "tests/runtime/test_stores.py::test_extents_never_overlap_and_are_free_when_nobody_holds_them",
         ),
     ),
     Safeguard(
@@ -252,7 +276,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Ranges.remove",
         "        if at < 0 or self.pairs[at][1] < stop:\n            return False\n",
         "",
-        ("tests/test_groups.py::test_places_of_several_graphs_never_overlap",),
+        ("tests/runtime/test_groups.py::test_places_of_several_graphs_never_overlap",),
     ),
     Safeguard(
         3,
@@ -260,7 +284,10 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_Group.finish",
         "                self.store.finish_out(self.ticket)\n",
         "                pass\n",
-        ("tests/test_groups.py::test_groups_in_random_order", "tests/test_streams.py::test_records_in_random_order"),
+        (
+            "tests/runtime/test_groups.py::test_groups_in_random_order",
+            "tests/runtime/test_streams.py::test_records_in_random_order",
+        ),
     ),
     Safeguard(
         4,
@@ -268,7 +295,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_Batch.end",
         "                self._group.store.finish_in(self._group.ticket, self._done)\n",
         "                self._group.store.finish_in(self._group.ticket, self._done)\n            self._waited.append(self._home)\n",
-        ("tests/test_groups.py::test_a_wait_in_a_workers_thread_is_none",),
+        ("tests/runtime/test_groups.py::test_a_wait_in_a_workers_thread_is_none",),
     ),
     Safeguard(
         7,
@@ -276,7 +303,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Extents.take",
         "                    self._places[place] = start, size\n",
         "                    pass\n",
-        ("tests/test_groups.py::test_after_the_first_step_no_place_is_searched_for",),
+        ("tests/runtime/test_groups.py::test_after_the_first_step_no_place_is_searched_for",),
     ),
     Safeguard(
         5,
@@ -284,7 +311,10 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Staging.back",
         "                        used[number % 2].synchronize()\n",
         "                        pass\n",
-        ("tests/test_streams.py::test_records_in_random_order", "tests/test_streams.py::test_copies_in_any_order"),
+        (
+            "tests/runtime/test_streams.py::test_records_in_random_order",
+            "tests/runtime/test_streams.py::test_copies_in_any_order",
+        ),
     ),
     Safeguard(
         6,
@@ -293,8 +323,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "            self.inner.finish_out(ticket)\n            self._synchronize()\n",
         "            pass\n",
         (
-            "tests/test_store_faults.py::test_synchronous_mode_leaves_no_copy_under_way",
-            "tests/test_streams.py::test_synchronous_mode_leaves_no_copy_under_way",
+            "tests/runtime/test_store_faults.py::test_synchronous_mode_leaves_no_copy_under_way",
+            "tests/runtime/test_streams.py::test_synchronous_mode_leaves_no_copy_under_way",
         ),
         ("tests/test_gpu.py::test_gradients_with_a_disk_tier",),
     ),
@@ -305,8 +335,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "        self.inner.finish_in(ticket, done)\n        self._synchronize()\n",
         "        pass\n",
         (
-            "tests/test_store_faults.py::test_synchronous_mode_leaves_no_copy_under_way",
-            "tests/test_streams.py::test_synchronous_mode_leaves_no_copy_under_way",
+            "tests/runtime/test_store_faults.py::test_synchronous_mode_leaves_no_copy_under_way",
+            "tests/runtime/test_streams.py::test_synchronous_mode_leaves_no_copy_under_way",
         ),
         ("tests/test_gpu.py::test_gradients_with_a_disk_tier",),
     ),
@@ -316,7 +346,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "PinnedStore._grow",
         "            nbytes = -(-nbytes // CUDA_ALIGN) * CUDA_ALIGN\n",
         "            nbytes = 1 << nbytes.bit_length()\n",
-        ("tests/test_streams.py::test_pool_is_exact_bounded_and_given_back",),
+        ("tests/runtime/test_streams.py::test_pool_is_exact_bounded_and_given_back",),
         ("tests/test_gpu.py::test_a_plan_needs_no_more_pinned_memory_than_it_says",),
     ),
     Safeguard(
@@ -325,7 +355,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "PinnedStore.start_out",
         '            before = (store, way) != (self._number, "out")',
         '            before = way != "out"',
-        ("tests/test_streams.py::test_a_store_waits_for_copies_out_of_the_one_before",),
+        ("tests/runtime/test_streams.py::test_a_store_waits_for_copies_out_of_the_one_before",),
     ),
     Safeguard(
         7,
@@ -333,7 +363,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "PinnedStore._grow",
         "        area.devices.add(self._device)\n",
         "",
-        ("tests/test_streams.py::test_memory_goes_when_all_devices_that_copied_are_done",),
+        ("tests/runtime/test_streams.py::test_memory_goes_when_all_devices_that_copied_are_done",),
     ),
     Safeguard(
         27,
@@ -341,7 +371,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "DiskStore._submit",
         "(ticket.extent, ticket.space)",
         "(ticket.extent, None)",
-        ("tests/test_store_faults.py::test_a_file_stays_open_for_copies_that_are_queued",),
+        ("tests/runtime/test_store_faults.py::test_a_file_stays_open_for_copies_that_are_queued",),
     ),
     Safeguard(
         7,
@@ -350,8 +380,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "        if room is not None and nbytes > room:",
         "        if room is not None and nbytes < 0:",
         (
-            "tests/test_streams.py::test_pool_is_exact_bounded_and_given_back",
-            "tests/test_streams.py::test_more_than_the_limit_is_refused_at_once",
+            "tests/runtime/test_streams.py::test_pool_is_exact_bounded_and_given_back",
+            "tests/runtime/test_streams.py::test_more_than_the_limit_is_refused_at_once",
         ),
         ("tests/test_gpu.py::test_limit_on_pinned_memory",),
     ),
@@ -361,7 +391,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "PinnedStore.__init__",
         "        needed = max(capacity_bytes, CUDA_ALIGN)\n",
         "        needed = CUDA_ALIGN\n",
-        ("tests/test_streams.py::test_pool_is_exact_bounded_and_given_back",),
+        ("tests/runtime/test_streams.py::test_pool_is_exact_bounded_and_given_back",),
     ),
     Safeguard(
         7,
@@ -369,7 +399,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_unlock",
         "    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())",
         "    pass",
-        ("tests/test_streams.py::test_pool_is_exact_bounded_and_given_back",),
+        ("tests/runtime/test_streams.py::test_pool_is_exact_bounded_and_given_back",),
         ("tests/test_gpu.py::test_remove_gives_pinned_memory_back",),
     ),
     Safeguard(
@@ -379,8 +409,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "            area = KEPT.take(nbytes, room)\n",
         "            area = None\n",
         (
-            "tests/test_streams.py::test_a_store_that_takes_over_anothers_memory",
-            "tests/test_streams.py::test_a_plan_in_anothers_place_locks_no_pages",
+            "tests/runtime/test_streams.py::test_a_store_that_takes_over_anothers_memory",
+            "tests/runtime/test_streams.py::test_a_plan_in_anothers_place_locks_no_pages",
         ),
     ),
     Safeguard(
@@ -389,7 +419,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_Kept.leave",
         "                self._areas = []\n",
         "                pass\n",
-        ("tests/test_streams.py::test_pinned_memory_is_kept_as_long_as_asked_for",),
+        ("tests/runtime/test_streams.py::test_pinned_memory_is_kept_as_long_as_asked_for",),
     ),
     Safeguard(
         7,
@@ -397,7 +427,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_lock",
         "    if warn:\n",
         '    raise SwapError("page-locking failed")\n    if warn:\n',
-        ("tests/test_streams.py::test_without_page_locking_ordinary_memory_serves",),
+        ("tests/runtime/test_streams.py::test_without_page_locking_ordinary_memory_serves",),
         ("tests/test_gpu.py::test_page_locking_that_fails_leaves_the_device_usable",),
     ),
     Safeguard(
@@ -407,8 +437,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "        if self.version is not None and value._version != self.version:",
         "        if False:",
         (
-            "tests/test_segments.py::test_held_inputs_written_over",
-            "tests/test_segments.py::test_a_saved_output_written_over",
+            "tests/runtime/test_segments.py::test_held_inputs_written_over",
+            "tests/runtime/test_segments.py::test_a_saved_output_written_over",
         ),
     ),
     Safeguard(
@@ -417,7 +447,10 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Record._check",
         "        if watch._version != self.version:",
         "        if False:",
-        ("tests/test_stores.py::test_modified_before_it_left", "tests/test_runtime.py::test_activations_written_over"),
+        (
+            "tests/runtime/test_stores.py::test_modified_before_it_left",
+            "tests/runtime/test_runtime.py::test_activations_written_over",
+        ),
     ),
     Safeguard(
         8,
@@ -425,7 +458,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Record._brought_back",
         "        if version_of(self._whole) != self._returned:",
         "        if False:",
-        ("tests/test_runtime.py::test_a_backward_that_writes_to_what_came_back",),
+        ("tests/runtime/test_runtime.py::test_a_backward_that_writes_to_what_came_back",),
     ),
     Safeguard(
         9,
@@ -433,7 +466,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "SwapSession._record",
         "        for held in holders:",
         "        for held in holders[:1]:",
-        ("tests/test_stores.py::test_aliases_share_one_copy",),
+        ("tests/runtime/test_stores.py::test_aliases_share_one_copy",),
     ),
     Safeguard(
         9,
@@ -441,7 +474,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "SwapSession.leave",
         "        sizes = self._counted(saved)\n",
         "        self._holders.clear()\n        sizes = self._counted(saved)\n",
-        ("tests/test_stores.py::test_what_a_stage_before_holds_leaves_as_well",),
+        ("tests/runtime/test_stores.py::test_what_a_stage_before_holds_leaves_as_well",),
     ),
     Safeguard(
         9,
@@ -449,7 +482,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Geometry.on",
         "        plain = typed.as_strided(self.size, self.stride, self.offset)",
         "        plain = typed.as_strided(self.size, self.stride, 0)",
-        ("tests/test_runtime.py::test_steps_are_bitwise_those_of_the_plain_model",),
+        ("tests/runtime/test_runtime.py::test_steps_are_bitwise_those_of_the_plain_model",),
     ),
     Safeguard(
         9,
@@ -457,7 +490,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Record.drop",
         "        self._whole = self._watch = None\n        self.state = State.AWAY",
         "        self._watch = None\n        self.state = State.AWAY",
-        ("tests/test_runtime.py::test_peak_is_as_predicted",),
+        ("tests/runtime/test_runtime.py::test_peak_is_as_predicted",),
     ),
     Safeguard(
         10,
@@ -465,7 +498,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "OwnStorages.__call__",
         "        if self._knows(storage):\n            return True",
         "        if False:\n            return True",
-        ("tests/test_runtime.py::test_nothing_of_the_models_own_is_a_record",),
+        ("tests/runtime/test_runtime.py::test_nothing_of_the_models_own_is_a_record",),
     ),
     Safeguard(
         10,
@@ -473,7 +506,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "OwnStorages.enter",
         "        if self._units:\n            self._stage = stage",
         "        if False:\n            self._stage = stage",
-        ("tests/test_sharded.py::test_a_sharded_model",),
+        ("tests/runtime/test_sharded.py::test_a_sharded_model",),
     ),
     Safeguard(
         10,
@@ -498,8 +531,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "        return self._whole\n",
         "        whole, self._whole = self._whole, None\n        return whole\n",
         (
-            "tests/test_runtime.py::test_two_backwards_through_one_graph",
-            "tests/test_stores.py::test_any_state_gives_the_bytes",
+            "tests/runtime/test_runtime.py::test_two_backwards_through_one_graph",
+            "tests/runtime/test_stores.py::test_any_state_gives_the_bytes",
             "tests/test_usage.py::test_a_way_to_train",
         ),
         ("tests/test_gpu.py::test_backward_twice_through_one_graph",),
@@ -511,9 +544,9 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "        self._moved[index] = [weakref.ref(record) for record in leaving]",
         '        self._moved[index] = [weakref.ref(record) for record in leaving]\n        self.__dict__.setdefault("_all", []).extend(leaving)',
         (
-            "tests/test_runtime.py::test_steps_leave_nothing_behind",
-            "tests/test_runtime.py::test_what_a_failed_backward_leaves_in_the_engine_goes",
-            "tests/test_runtime.py::test_what_is_saved_goes_with_its_own_node_and_not_with_its_stages_last",
+            "tests/runtime/test_runtime.py::test_steps_leave_nothing_behind",
+            "tests/runtime/test_runtime.py::test_what_a_failed_backward_leaves_in_the_engine_goes",
+            "tests/runtime/test_runtime.py::test_what_is_saved_goes_with_its_own_node_and_not_with_its_stages_last",
         ),
     ),
     Safeguard(
@@ -522,7 +555,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "SwapSession._counted",
         "        saved.clear()\n",
         "",
-        ("tests/test_runtime.py::test_what_is_saved_goes_with_its_own_node_and_not_with_its_stages_last",),
+        ("tests/runtime/test_runtime.py::test_what_is_saved_goes_with_its_own_node_and_not_with_its_stages_last",),
     ),
     Safeguard(
         13,
@@ -530,7 +563,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Controller._active",
         "        return torch.is_grad_enabled() and self._model.training == self._training",
         "        return True",
-        ("tests/test_runtime.py::test_forwards_that_train_nothing_count_nothing",),
+        ("tests/runtime/test_runtime.py::test_forwards_that_train_nothing_count_nothing",),
     ),
     Safeguard(
         14,
@@ -539,9 +572,9 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "            return self._surroundings.run(self._original, *args, **kwargs)\n        finally:\n            put_back(undo)\n",
         "            result = self._surroundings.run(self._original, *args, **kwargs)\n            put_back(undo)\n            return result\n        finally:\n            undo[0]()\n",
         (
-            "tests/test_segments.py::test_training_flags_and_buffers_are_those_of_forward",
-            "tests/test_runtime.py::test_remove_restores_exactly",
-            "tests/test_attributes.py::test_gradients_are_those_of_plain_steps",
+            "tests/runtime/test_segments.py::test_training_flags_and_buffers_are_those_of_forward",
+            "tests/runtime/test_runtime.py::test_remove_restores_exactly",
+            "tests/runtime/test_attributes.py::test_gradients_are_those_of_plain_steps",
             "tests/test_usage.py::test_parameters_replaced_before_backward",
             "tests/test_usage.py::test_functional_call",
         ),
@@ -561,8 +594,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "            return self._surroundings.run(self._original, *args, **kwargs)",
         "            return self._surroundings.run(self._module, *args, **kwargs)",
         (
-            "tests/test_runtime.py::test_steps_are_bitwise_those_of_the_plain_model",
-            "tests/test_segments.py::test_applied_plans_count_their_runs",
+            "tests/runtime/test_runtime.py::test_steps_are_bitwise_those_of_the_plain_model",
+            "tests/runtime/test_segments.py::test_applied_plans_count_their_runs",
         ),
     ),
     Safeguard(
@@ -572,8 +605,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "            if isinstance(leaf, torch.Tensor):\n                places",
         "            if isinstance(leaf, torch.Tensor) and i == 0:\n                places",
         (
-            "tests/test_runtime.py::test_steps_are_bitwise_those_of_the_plain_model",
-            "tests/test_segments.py::test_inputs_of_recomputed_stages_move",
+            "tests/runtime/test_runtime.py::test_steps_are_bitwise_those_of_the_plain_model",
+            "tests/runtime/test_segments.py::test_inputs_of_recomputed_stages_move",
         ),
     ),
     Safeguard(
@@ -582,7 +615,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Call.split",
         "        self._first = args, kwargs\n",
         "        self._first = None\n",
-        ("tests/test_attributes.py::test_what_a_stage_adds_to_its_callers_containers_gets_there",),
+        ("tests/runtime/test_attributes.py::test_what_a_stage_adds_to_its_callers_containers_gets_there",),
     ),
     Safeguard(
         16,
@@ -598,7 +631,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Surroundings.put",
         "        if self._stream is not None:\n            enter(run_on(self._stream, tensors), undo)\n",
         "",
-        ("tests/test_streams.py::test_a_segment_whose_backward_begins_on_a_stages_own_stream",),
+        ("tests/runtime/test_streams.py::test_a_segment_whose_backward_begins_on_a_stages_own_stream",),
     ),
     Safeguard(
         17,
@@ -607,8 +640,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "            self._surroundings.put(undo, tensors)\n",
         "",
         (
-            "tests/test_runtime.py::test_steps_are_bitwise_those_of_the_plain_model",
-            "tests/test_segments.py::test_gradients_and_runs",
+            "tests/runtime/test_runtime.py::test_steps_are_bitwise_those_of_the_plain_model",
+            "tests/runtime/test_segments.py::test_gradients_and_runs",
         ),
         ("tests/test_gpu.py::test_random_state_goes_on_as_in_the_plain_model",),
         odd=("default_dtype", "matmul_precision", "function_mode", "one_batch_transformer_momentum"),
@@ -619,7 +652,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Surroundings.__init__",
         "devices = {device, *[t.device for t in tensors]}",
         "devices = {t.device for t in tensors}",
-        ("tests/test_surroundings.py::test_the_generator_of_the_plans_device",),
+        ("tests/runtime/test_surroundings.py::test_the_generator_of_the_plans_device",),
     ),
     Safeguard(
         17,
@@ -627,7 +660,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Surroundings.__init__",
         "devices = {device, *[t.device for t in tensors]}",
         "devices = {device}",
-        ("tests/test_surroundings.py::test_generators_of_devices_among_the_arguments",),
+        ("tests/runtime/test_surroundings.py::test_generators_of_devices_among_the_arguments",),
     ),
     Safeguard(
         17,
@@ -635,7 +668,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_State.put",
         "        undo.append(self._generators.put())\n",
         "",
-        ("tests/test_attributes.py::test_gradients_are_those_of_plain_steps",),
+        ("tests/runtime/test_attributes.py::test_gradients_are_those_of_plain_steps",),
         odd=(
             "torch_generator_argument",
             "numpy_generator_argument",
@@ -650,7 +683,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Generators.settle",
         "if not access.same(access.get(), state)]",
         "if False]",
-        ("tests/test_attributes.py::test_gradients_are_those_of_plain_steps",),
+        ("tests/runtime/test_attributes.py::test_gradients_are_those_of_plain_steps",),
         odd=(
             "torch_generator_argument",
             "numpy_generator_argument",
@@ -665,7 +698,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "numpys.get",
         "gauss.raw",
         "bytes(16)",
-        ("tests/test_generators.py::test_a_normal_number_that_waits_moves_no_word",),
+        ("tests/runtime/test_generators.py::test_a_normal_number_that_waits_moves_no_word",),
         odd=("numpy_bit_generator",),
     ),
     Safeguard(
@@ -674,7 +707,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "pythons",
         "    if decoded(get()) != generator.getstate():\n        return plain\n",
         "",
-        ("tests/test_generators.py::test_where_states_lie_elsewhere_they_are_asked_for",),
+        ("tests/runtime/test_generators.py::test_where_states_lie_elsewhere_they_are_asked_for",),
     ),
     Safeguard(
         17,
@@ -682,7 +715,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Surroundings.put",
         "        if now != self._flags:\n",
         "        if False:\n",
-        ("tests/test_forward_alone.py::test_flags_are_back_after_a_recompute_that_fails",),
+        ("tests/runtime/test_forward_alone.py::test_flags_are_back_after_a_recompute_that_fails",),
         odd=("mkldnn_flags/recompute,segment", "matmul_precision", "default_dtype"),
     ),
     Safeguard(
@@ -691,7 +724,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Surroundings.put",
         "            undo.append(functools.partial(set_flags, now))\n",
         "",
-        ("tests/test_forward_alone.py::test_flags_are_back_after_a_recompute_that_fails",),
+        ("tests/runtime/test_forward_alone.py::test_flags_are_back_after_a_recompute_that_fails",),
         odd=("default_dtype",),
     ),
     Safeguard(
@@ -700,7 +733,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Surroundings.put",
         "if self._modes.differ():",
         "if False:",
-        ("tests/test_forward_alone.py::test_modes",),
+        ("tests/runtime/test_forward_alone.py::test_modes",),
         odd=("function_mode", "dispatch_mode", "dispatch_mode_in_backward"),
     ),
     Safeguard(
@@ -709,7 +742,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Modes.active",
         "            stack.replace(former, modes)\n        try:",
         "            stack.replace([], modes)\n            former.clear()\n        try:",
-        ("tests/test_forward_alone.py::test_modes",),
+        ("tests/runtime/test_forward_alone.py::test_modes",),
         odd=("dispatch_mode_in_backward",),
     ),
     Safeguard(
@@ -718,7 +751,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Surroundings.run",
         "self._variables.copy().run(function, *args, **kwargs)",
         "function(*args, **kwargs)",
-        ("tests/test_forward_alone.py::test_context_variables",),
+        ("tests/runtime/test_forward_alone.py::test_context_variables",),
         odd=("context_variable",),
     ),
     Safeguard(
@@ -727,7 +760,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "ModuleTables.put",
         "            self._replace(self._owns, self._of_all)\n",
         "            pass\n",
-        ("tests/test_forward_alone.py::test_hooks_in_backward_alone",),
+        ("tests/runtime/test_forward_alone.py::test_hooks_in_backward_alone",),
         odd=("hooks_that_remove_themselves", "hooks_that_come_and_go", "forward_patched_for_a_while"),
     ),
     Safeguard(
@@ -736,7 +769,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "ModuleTables.put",
         "        undo.append(functools.partial(self._replace, owns, of_all))\n",
         "        if owns != self._owns:\n            undo.append(functools.partial(self._replace, owns, of_all))\n",
-        ("tests/test_forward_alone.py::test_a_stage_that_registers_a_hook_in_every_forward",),
+        ("tests/runtime/test_forward_alone.py::test_a_stage_that_registers_a_hook_in_every_forward",),
         odd=("hooks_registered_in_forward",),
     ),
     Safeguard(
@@ -745,7 +778,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "ModuleTables._replace",
         "if of_all != _of_all_modules():",
         "if False:",
-        ("tests/test_forward_alone.py::test_a_hook_on_all_modules_in_forward_alone",),
+        ("tests/runtime/test_forward_alone.py::test_a_hook_on_all_modules_in_forward_alone",),
         odd=("hook_on_all_modules",),
     ),
     Safeguard(
@@ -754,7 +787,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "ModuleTables.put",
         "if kind.forward is not forward and kind.forward is kind.forward:",
         "if False:",
-        ("tests/test_forward_alone.py::test_a_class_with_another_forward_since",),
+        ("tests/runtime/test_forward_alone.py::test_a_class_with_another_forward_since",),
         odd=("class_patched_for_a_while",),
     ),
     Safeguard(
@@ -763,7 +796,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "ModuleTables.put",
         "                p.requires_grad_(flag)\n",
         "                pass\n",
-        ("tests/test_forward_alone.py::test_all_is_put_back_though_a_part_fails",),
+        ("tests/runtime/test_forward_alone.py::test_all_is_put_back_though_a_part_fails",),
         odd=("frozen_in_forward_and_thawed_of_equal_shapes/recompute,selective",),
     ),
     Safeguard(
@@ -772,7 +805,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "ModuleTables._thawed",
         "(*known, *self._arguments)",
         "known",
-        ("tests/test_forward_alone.py::test_a_parameter_among_the_arguments_that_is_frozen_since",),
+        ("tests/runtime/test_forward_alone.py::test_a_parameter_among_the_arguments_that_is_frozen_since",),
     ),
     Safeguard(
         17,
@@ -780,7 +813,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "ModuleTables.put",
         "if STEPS.count != self._steps:",
         "if False:",
-        ("tests/test_forward_alone.py::test_a_step_between_two_backwards",),
+        ("tests/runtime/test_forward_alone.py::test_a_step_between_two_backwards",),
         odd=("fused_adamw_between_two_backwards", "fused_sgd_between_two_backwards"),
     ),
     Safeguard(
@@ -789,7 +822,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "FusedSteps._stepped",
         'if group.get("fused") or not own]',
         'if group.get("fused")]',
-        ("tests/test_forward_alone.py::test_a_step_between_two_backwards",),
+        ("tests/runtime/test_forward_alone.py::test_a_step_between_two_backwards",),
         odd=("other_optimizer_between_two_backwards",),
     ),
     Safeguard(
@@ -806,7 +839,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Frame.forward",
         "UsersHooks.around()",
         "None",
-        ("tests/test_forward_alone.py::test_hooks_around_a_stage_decide_as_without_a_plan",),
+        ("tests/runtime/test_forward_alone.py::test_hooks_around_a_stage_decide_as_without_a_plan",),
         odd=("saved_tensors_hooks_of_the_user",),
         unseen=_HOOKS_UNSEEN,
     ),
@@ -816,7 +849,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Packing.hooks",
         "UsersHooks.around()",
         "None",
-        ("tests/test_forward_alone.py::test_hooks_around_a_swapped_stage",),
+        ("tests/runtime/test_forward_alone.py::test_hooks_around_a_swapped_stage",),
         odd=("saved_tensors_hooks_of_the_user/swap",),
         unseen=_HOOKS_UNSEEN,
     ),
@@ -826,7 +859,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Through._as_in_forward",
         "if not self._is_leaf:",
         "if False:",
-        ("tests/test_forward_alone.py::test_hooks_around_a_stage_decide_as_without_a_plan",),
+        ("tests/runtime/test_forward_alone.py::test_hooks_around_a_stage_decide_as_without_a_plan",),
         odd=("saved_tensors_hooks_of_the_user/swap,recompute,segment,selective",),
         unseen=_HOOKS_UNSEEN,
     ),
@@ -836,7 +869,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "UsersHooks.applied",
         "if generators.drew or ",
         "if False and generators.drew or ",
-        ("tests/test_forward_alone.py::test_hooks_that_draw_random_numbers",),
+        ("tests/runtime/test_forward_alone.py::test_hooks_that_draw_random_numbers",),
         odd=("saved_tensors_hooks_that_draw/swap,recompute,segment,selective",),
         unseen=_HOOKS_UNSEEN,
     ),
@@ -846,7 +879,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "hold",
         "if hooks is None or not keep_values(hooks):",
         "if hooks is None:",
-        ("tests/test_forward_alone.py::test_what_a_stage_runs_again_from_goes_where_pytorchs_hooks_send_it",),
+        ("tests/runtime/test_forward_alone.py::test_what_a_stage_runs_again_from_goes_where_pytorchs_hooks_send_it",),
     ),
     Safeguard(
         18,
@@ -854,7 +887,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_State.put",
         "        undo.append(self._tables.put(instead))\n",
         "        undo.append(self._tables.put())\n",
-        ("tests/test_runtime.py::test_steps_are_bitwise_those_of_the_plain_model",),
+        ("tests/runtime/test_runtime.py::test_steps_are_bitwise_those_of_the_plain_model",),
         odd=(
             "ema_buffer_through_data",
             "vector_quantisation",
@@ -879,7 +912,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "",
         (
             "tests/test_usage.py::test_state_in_attributes",
-            "tests/test_attributes.py::test_gradients_are_those_of_plain_steps",
+            "tests/runtime/test_attributes.py::test_gradients_are_those_of_plain_steps",
         ),
         odd=(
             "dictionary_of_lists",
@@ -906,7 +939,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "                if tuple(table) != all_names:\n",
         (
             "tests/test_usage.py::test_state_in_attributes",
-            "tests/test_attributes.py::test_gradients_are_those_of_plain_steps",
+            "tests/runtime/test_attributes.py::test_gradients_are_those_of_plain_steps",
         ),
         odd=("counter_on_the_parent", "retained_gradient"),
     ),
@@ -916,7 +949,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Snapshot.put",
         "                if not _same(before, contents):\n",
         "                if False:\n",
-        ("tests/test_attributes.py::test_gradients_are_those_of_plain_steps",),
+        ("tests/runtime/test_attributes.py::test_gradients_are_those_of_plain_steps",),
         odd=(
             "dictionary_of_lists",
             "tuple_of_lists",
@@ -962,7 +995,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_State.forward_done",
         "            self._cells.note_changes()\n",
         "            pass\n",
-        ("tests/test_cells.py::test_gradients_are_those_of_plain_steps",),
+        ("tests/runtime/test_cells.py::test_gradients_are_those_of_plain_steps",),
     ),
     Safeguard(
         18,
@@ -979,7 +1012,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "OfClass.__call__",
         "        owner = _instance_called(sys._getframe(1))\n",
         "        owner = None\n",
-        ("tests/test_runtime.py::test_copies_are_plain_models",),
+        ("tests/runtime/test_runtime.py::test_copies_are_plain_models",),
     ),
     Safeguard(
         18,
@@ -995,7 +1028,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Snapshot.put",
         "        if self._iterators:\n",
         "        if False:\n",
-        ("tests/test_cells.py::test_gradients_are_those_of_plain_steps",),
+        ("tests/runtime/test_cells.py::test_gradients_are_those_of_plain_steps",),
     ),
     Safeguard(
         18,
@@ -1003,7 +1036,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Snapshot.put",
         " or id(module) in changed",
         "",
-        ("tests/test_cells.py::test_a_recompute_takes_its_own_changes_back_where_they_were_reset",),
+        ("tests/runtime/test_cells.py::test_a_recompute_takes_its_own_changes_back_where_they_were_reset",),
     ),
     Safeguard(
         18,
@@ -1011,7 +1044,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_Timing._stage",
         "        tried, timed = self.repeats == 1, ",
         "        tried, timed = self.repeats == 1 and kind not in self.done, ",
-        ("tests/test_cells.py::test_each_stage_is_tried_though_others_run_the_same_operations",),
+        ("tests/runtime/test_cells.py::test_each_stage_is_tried_though_others_run_the_same_operations",),
     ),
     Safeguard(
         18,
@@ -1019,7 +1052,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Snapshot._add_object",
         "        return self._add(name, value, _CLOSURE if isinstance(value, types.FunctionType) else _OBJECT)\n",
         "        return value if isinstance(value, types.FunctionType) else self._add(name, value, _OBJECT)\n",
-        ("tests/test_cells.py::test_variables_that_a_function_encloses",),
+        ("tests/runtime/test_cells.py::test_variables_that_a_function_encloses",),
         odd=("counter_in_a_function",),
     ),
     Safeguard(
@@ -1028,7 +1061,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "why_not_again",
         "    if len(first) != len(second) or not all(map(same_bits, first, second)):\n",
         "    if False:\n",
-        ("tests/test_cells.py::test_a_stage_that_reads_what_can_not_be_put_back_is_not_recomputed",),
+        ("tests/runtime/test_cells.py::test_a_stage_that_reads_what_can_not_be_put_back_is_not_recomputed",),
         odd=("counter_of_the_program",),
     ),
     Safeguard(
@@ -1037,7 +1070,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Snapshot._add",
         "            if kind not in (_OBJECT, _CLASS, _CLOSURE) and not _same(cell.contents, contents):\n",
         "            if False:\n",
-        ("tests/test_attributes.py::test_outputs_kept_as_attributes_hold_no_graphs",),
+        ("tests/runtime/test_attributes.py::test_outputs_kept_as_attributes_hold_no_graphs",),
     ),
     Safeguard(
         18,
@@ -1045,7 +1078,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "kept",
         "        tables.put()\n",
         "        pass\n",
-        ("tests/test_cells.py::test_names_that_a_run_registers_are_gone_before_the_next",),
+        ("tests/runtime/test_cells.py::test_names_that_a_run_registers_are_gone_before_the_next",),
     ),
     Safeguard(
         18,
@@ -1071,7 +1104,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_State.forward_done",
         "            if version_of(tensor) != version:\n",
         "            if False:\n",
-        ("tests/test_attributes.py::test_stages_that_can_not_run_again_have_no_such_option",),
+        ("tests/runtime/test_attributes.py::test_stages_that_can_not_run_again_have_no_such_option",),
     ),
     Safeguard(
         18,
@@ -1105,7 +1138,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Call.__call__",
         "                enter(self._whole(), undo)\n",
         "                pass\n",
-        ("tests/test_sharded.py::test_a_sharded_model",),
+        ("tests/runtime/test_sharded.py::test_a_sharded_model",),
     ),
     Safeguard(
         19,
@@ -1113,7 +1146,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_managed",
         "        if not is_sharded_unit(child):",
         "        if True:",
-        ("tests/test_sharded.py::test_gathers",),
+        ("tests/runtime/test_sharded.py::test_gathers",),
     ),
     Safeguard(
         19,
@@ -1121,7 +1154,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "fingerprint",
         "model=_class_name(model)",
         'model=f"{type(model).__module__}.{type(model).__qualname__}"',
-        ("tests/test_sharded.py::test_a_sharded_model",),
+        ("tests/runtime/test_sharded.py::test_a_sharded_model",),
     ),
     Safeguard(
         20,
@@ -1130,10 +1163,10 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "        self._counters.recomputed_stages += 1\n",
         "",
         (
-            "tests/test_segments.py::test_applied_plans_count_their_runs",
-            "tests/test_runtime.py::test_stats_read_well",
-            "tests/test_runtime.py::test_swapped_bytes_go_to_the_file",
-            "tests/test_stats.py::test_without_a_profile_nothing_is_predicted_per_stage",
+            "tests/runtime/test_segments.py::test_applied_plans_count_their_runs",
+            "tests/runtime/test_runtime.py::test_stats_read_well",
+            "tests/runtime/test_runtime.py::test_swapped_bytes_go_to_the_file",
+            "tests/runtime/test_stats.py::test_without_a_profile_nothing_is_predicted_per_stage",
         ),
     ),
     Safeguard(
@@ -1143,8 +1176,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         '        if choice.action == "recompute":\n            return run_recomputed(',
         '        if choice.action == "nothing":\n            return run_recomputed(',
         (
-            "tests/test_runtime.py::test_peak_is_as_predicted",
-            "tests/test_segments.py::test_applied_plans_count_their_runs",
+            "tests/runtime/test_runtime.py::test_peak_is_as_predicted",
+            "tests/runtime/test_segments.py::test_applied_plans_count_their_runs",
         ),
     ),
     Safeguard(
@@ -1153,7 +1186,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Target.__post_init__",
         "with_index(self.device)",
         "self.device",
-        ("tests/test_positions.py::test_what_a_stage_makes_on_a_cuda_device_has_positions",),
+        ("tests/profiling/test_positions.py::test_what_a_stage_makes_on_a_cuda_device_has_positions",),
     ),
     Safeguard(
         20,
@@ -1161,7 +1194,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_positioned",
         "_storage_of(tensor, _POSITIONED)",
         "_storage_of(tensor, _ITEMSIZE)",
-        ("tests/test_positions.py::test_seeds_shift_no_position_wherever_they_lie",),
+        ("tests/profiling/test_positions.py::test_seeds_shift_no_position_wherever_they_lie",),
     ),
     Safeguard(
         20,
@@ -1169,7 +1202,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_positioned",
         "    if found is None or (found[1] == tensor.itemsize and tensor.dim() == 0):",
         "    if found is None:",
-        ("tests/test_positions.py::test_seeds_shift_no_position_wherever_they_lie",),
+        ("tests/profiling/test_positions.py::test_seeds_shift_no_position_wherever_they_lie",),
     ),
     Safeguard(
         20,
@@ -1177,7 +1210,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "FakeWorld._run",
         "            return self._as_real(func, args, kwargs, result)",
         "            return result",
-        ("tests/test_kernels.py::test_what_a_kernel_keeps_beside_its_results_is_learned_from_the_kernel",),
+        ("tests/profiling/test_kernels.py::test_what_a_kernel_keeps_beside_its_results_is_learned_from_the_kernel",),
     ),
     Safeguard(
         20,
@@ -1193,7 +1226,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "training_config",
         "        config.use_cache = False\n",
         "        pass\n",
-        ("tests/test_runtime.py::test_generation_caches_are_off_meanwhile",),
+        ("tests/runtime/test_runtime.py::test_generation_caches_are_off_meanwhile",),
     ),
     Safeguard(
         21,
@@ -1201,7 +1234,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "check_supported",
         '        if getattr(module, "gradient_checkpointing", False) is True:',
         "        if False:",
-        ("tests/test_runtime.py::test_models_that_checkpoint",),
+        ("tests/runtime/test_runtime.py::test_models_that_checkpoint",),
     ),
     Safeguard(
         22,
@@ -1209,8 +1242,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "entry_point",
         'return "forward" if getattr(module, "_compiled_call_impl", None) is None else "_compiled_call_impl"',
         'return "forward"',
-        ("tests/test_compile.py::test_every_action_on_compiled_stages",),
-        ("tests/test_compile.py::test_compiled_stages_on_cuda",),
+        ("tests/profiling/test_compile.py::test_every_action_on_compiled_stages",),
+        ("tests/profiling/test_compile.py::test_compiled_stages_on_cuda",),
     ),
     Safeguard(
         22,
@@ -1218,7 +1251,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "PatchedForward.__call__",
         "        check_not_compiling(self.module)\n",
         "",
-        ("tests/test_compile.py::test_compiling_after_apply_is_an_error_and_never_a_plan_that_does_nothing",),
+        ("tests/profiling/test_compile.py::test_compiling_after_apply_is_an_error_and_never_a_plan_that_does_nothing",),
     ),
     Safeguard(
         22,
@@ -1226,7 +1259,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Controller._begin",
         "if bypassed is not None:",
         "if False:",
-        ("tests/test_compile.py::test_compiling_a_compiled_stage_again_after_apply",),
+        ("tests/profiling/test_compile.py::test_compiling_a_compiled_stage_again_after_apply",),
     ),
     Safeguard(
         22,
@@ -1234,7 +1267,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "check_supported",
         "    check_compiled(model)\n",
         "",
-        ("tests/test_compile.py::test_a_model_compiled_as_a_whole_is_refused",),
+        ("tests/profiling/test_compile.py::test_a_model_compiled_as_a_whole_is_refused",),
     ),
     Safeguard(
         22,
@@ -1242,7 +1275,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_Played.forward",
         "    _lift(noted.forward_bytes",
         "    _lift(0 * noted.forward_bytes",
-        ("tests/test_compile.py::test_what_compiled_code_needs_while_it_runs_counts",),
+        ("tests/profiling/test_compile.py::test_what_compiled_code_needs_while_it_runs_counts",),
     ),
     Safeguard(
         23,
@@ -1250,7 +1283,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_Tracing._state",
         " + self.kept.generator_bytes.get(self.segments[k], 0)",
         "",
-        ("tests/test_storages.py::test_states_of_a_stages_own_generators_are_held_for_another_run",),
+        ("tests/profiling/test_storages.py::test_states_of_a_stages_own_generators_are_held_for_another_run",),
     ),
     Safeguard(
         23,
@@ -1258,7 +1291,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_Watcher.enter",
         "                inputs.setdefault(sid, False)\n",
         "                pass\n",
-        ("tests/test_storages.py::test_a_tensor_in_an_argument_object_is_held_for_another_run",),
+        ("tests/profiling/test_storages.py::test_a_tensor_in_an_argument_object_is_held_for_another_run",),
     ),
     Safeguard(
         23,
@@ -1267,8 +1300,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "            for stage in self._release_after.get(index, ()):\n                current.session.release(stage)\n",
         "",
         (
-            "tests/test_runtime.py::test_slow_copies_cost_time_not_memory_or_correctness",
-            "tests/test_runtime.py::test_release_and_prefetch_points_are_met",
+            "tests/runtime/test_runtime.py::test_slow_copies_cost_time_not_memory_or_correctness",
+            "tests/runtime/test_runtime.py::test_release_and_prefetch_points_are_met",
         ),
         ("tests/test_gpu.py::test_peak_is_within_the_budget",),
     ),
@@ -1278,7 +1311,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Controller._watch_backward.begin",
         "            for stage in self._prefetch_at.get(index, ()):\n                current.session.prefetch(stage)\n",
         "",
-        ("tests/test_runtime.py::test_release_and_prefetch_points_are_met",),
+        ("tests/runtime/test_runtime.py::test_release_and_prefetch_points_are_met",),
     ),
     Safeguard(
         23,
@@ -1286,7 +1319,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Controller._release_until",
         "range(current.last + 1, index)",
         "range(0)",
-        ("tests/test_runtime.py::test_a_skipped_stage_delays_no_release",),
+        ("tests/runtime/test_runtime.py::test_a_skipped_stage_delays_no_release",),
     ),
     Safeguard(
         24,
@@ -1295,8 +1328,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "        self.drop_what_gains_nothing()\n",
         "",
         (
-            "tests/test_tiers.py::test_no_swap_gains_nothing",
-            "tests/test_tiers.py::test_a_swap_that_gains_nothing_is_dropped",
+            "tests/solving/test_tiers.py::test_no_swap_gains_nothing",
+            "tests/solving/test_tiers.py::test_a_swap_that_gains_nothing_is_dropped",
         ),
     ),
     Safeguard(
@@ -1305,7 +1338,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "schedule",
         "bool(r.moves[i]) and (release[i] < n - 1 or prefetch[i] < n - 1)",
         "bool(r.moves[i])",
-        ("tests/test_tiers.py::test_the_last_stage_never_swaps",),
+        ("tests/solving/test_tiers.py::test_the_last_stage_never_swaps",),
     ),
     Safeguard(
         25,
@@ -1313,7 +1346,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Limits.first_beyond",
         "            if size > limit_size:",
         "            if size > 2 * limit_size:",
-        ("tests/test_shapes.py::test_what_is_larger_is_found",),
+        ("tests/runtime/test_shapes.py::test_what_is_larger_is_found",),
     ),
     Safeguard(
         25,
@@ -1321,7 +1354,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "SwapSession._as_planned",
         "        if sum(sizes) <= sum(planned):\n            room",
         "        if True:\n            room",
-        ("tests/test_shapes.py::test_a_path_that_would_hold_more_than_planned_is_an_error",),
+        ("tests/runtime/test_shapes.py::test_a_path_that_would_hold_more_than_planned_is_an_error",),
     ),
     Safeguard(
         25,
@@ -1329,7 +1362,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_sizes",
         "            to = max(n, -(-5 *",
         "            to = n if n else max(n, -(-5 *",
-        ("tests/test_shapes.py::test_growing_lengths_are_planned_for_a_logarithm_of_times",),
+        ("tests/runtime/test_shapes.py::test_growing_lengths_are_planned_for_a_logarithm_of_times",),
     ),
     Safeguard(
         25,
@@ -1337,7 +1370,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Enlarger.enlarged",
         "        if earlier is not None:",
         "        if False:",
-        ("tests/test_shapes.py::test_shapes_in_turn_are_met_by_one_plan_or_by_two_that_are_kept",),
+        ("tests/runtime/test_shapes.py::test_shapes_in_turn_are_met_by_one_plan_or_by_two_that_are_kept",),
     ),
     Safeguard(
         26,
@@ -1345,7 +1378,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "measure_links",
         "                more.append(store.start_out(source))\n                store.start_in(ticket, target)\n",
         "                store.start_in(ticket, target)\n                store.finish_in(ticket)\n                more.append(store.start_out(source[:1]))\n",
-        ("tests/test_store_faults.py::test_a_link_through_staging",),
+        ("tests/runtime/test_store_faults.py::test_a_link_through_staging",),
         ("tests/test_gpu.py::test_link_is_plausible",),
     ),
     Safeguard(
@@ -1354,7 +1387,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Controller._drop_leftovers",
         "            self._old_graph.drop_leftovers()",
         "            pass",
-        ("tests/test_runtime.py::test_what_a_failed_backward_leaves_in_the_engine_goes",),
+        ("tests/runtime/test_runtime.py::test_what_a_failed_backward_leaves_in_the_engine_goes",),
     ),
     Safeguard(
         27,
@@ -1362,7 +1395,10 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Done.wait",
         "        if self.error is not None:\n            full",
         "        if False:\n            full",
-        ("tests/test_store_faults.py::test_a_disk_that_fails", "tests/test_runtime.py::test_a_failed_copy"),
+        (
+            "tests/runtime/test_store_faults.py::test_a_disk_that_fails",
+            "tests/runtime/test_runtime.py::test_a_failed_copy",
+        ),
     ),
     Safeguard(
         27,
@@ -1371,8 +1407,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "            if not self._thread.is_alive() and not self.event.is_set():",
         "            if False:",
         (
-            "tests/test_store_faults.py::test_a_thread_that_dies_leaves_nobody_waiting",
-            "tests/test_store_faults.py::test_a_step_after_a_thread_died",
+            "tests/runtime/test_store_faults.py::test_a_thread_that_dies_leaves_nobody_waiting",
+            "tests/runtime/test_store_faults.py::test_a_step_after_a_thread_died",
         ),
     ),
     Safeguard(
@@ -1382,8 +1418,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "        if not self.thread.is_alive():\n            self._start()\n",
         "",
         (
-            "tests/test_store_faults.py::test_a_thread_that_dies_leaves_nobody_waiting",
-            "tests/test_store_faults.py::test_a_step_after_a_thread_died",
+            "tests/runtime/test_store_faults.py::test_a_thread_that_dies_leaves_nobody_waiting",
+            "tests/runtime/test_store_faults.py::test_a_step_after_a_thread_died",
         ),
     ),
     Safeguard(
@@ -1392,7 +1428,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "DiskStore.__init__",
         "tempfile.TemporaryFile(dir=where, buffering=0)",
         "tempfile.NamedTemporaryFile(dir=where, buffering=0, delete=False)",
-        ("tests/test_store_faults.py::test_nothing_is_left_of_a_process_that_was_killed",),
+        ("tests/runtime/test_store_faults.py::test_nothing_is_left_of_a_process_that_was_killed",),
     ),
     Safeguard(
         27,
@@ -1400,7 +1436,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_write",
         "        done += count\n",
         "        done = len(view)\n",
-        ("tests/test_store_faults.py::test_short_writes_go_on_where_they_stopped",),
+        ("tests/runtime/test_store_faults.py::test_short_writes_go_on_where_they_stopped",),
     ),
     Safeguard(
         27,
@@ -1409,8 +1445,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         '        if count == 0:\n            raise OSError(f"the swap file ends',
         '        if count == 0:\n            return\n            raise OSError(f"the swap file ends',
         (
-            "tests/test_store_faults.py::test_a_file_that_was_cut",
-            "tests/test_stores.py::test_a_truncated_file_is_an_error",
+            "tests/runtime/test_store_faults.py::test_a_file_that_was_cut",
+            "tests/runtime/test_stores.py::test_a_truncated_file_is_an_error",
         ),
     ),
     Safeguard(
@@ -1420,8 +1456,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "        if self._limit is not None and nbytes > self._limit:",
         "        if self._limit is not None and nbytes < 0:",
         (
-            "tests/test_store_faults.py::test_the_file_grows_to_its_limit_and_no_further",
-            "tests/test_store_faults.py::test_disk_limit_of_an_applied_plan",
+            "tests/runtime/test_store_faults.py::test_the_file_grows_to_its_limit_and_no_further",
+            "tests/runtime/test_store_faults.py::test_disk_limit_of_an_applied_plan",
         ),
     ),
     Safeguard(
@@ -1431,9 +1467,9 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "                if (found := _checksum(target)) != self._left[ticket][part]:",
         "                if (found := _checksum(target)) is None:",
         (
-            "tests/test_store_faults.py::test_damage_in_the_file_is_found",
-            "tests/test_store_faults.py::test_checksums_of_an_applied_plan",
-            "tests/test_streams.py::test_damage_in_pinned_memory_is_found",
+            "tests/runtime/test_store_faults.py::test_damage_in_the_file_is_found",
+            "tests/runtime/test_store_faults.py::test_checksums_of_an_applied_plan",
+            "tests/runtime/test_streams.py::test_damage_in_pinned_memory_is_found",
         ),
         ("tests/test_gpu.py::test_damage_in_pinned_memory_is_found",),
     ),
@@ -1444,8 +1480,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "    if os.getpid() != pid:\n        return",
         "    if False:\n        return",
         (
-            "tests/test_streams.py::test_a_forked_copy_of_a_store_touches_nothing",
-            "tests/test_store_faults.py::test_a_forked_process_leaves_its_parents_copies_alone",
+            "tests/runtime/test_streams.py::test_a_forked_copy_of_a_store_touches_nothing",
+            "tests/runtime/test_store_faults.py::test_a_forked_process_leaves_its_parents_copies_alone",
         ),
     ),
     Safeguard(
@@ -1454,7 +1490,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Extents.__init__",
         "        self._lock = threading.RLock()",
         "        self._lock = threading.Lock()",
-        ("tests/test_stores.py::test_extents_survive_an_interrupt_anywhere",),
+        ("tests/runtime/test_stores.py::test_extents_survive_an_interrupt_anywhere",),
     ),
     Safeguard(
         27,
@@ -1462,7 +1498,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "PatchedForward.remove",
         "        else:\n            delattr(self.module, self.attribute)",
         "        else:\n            pass",
-        ("tests/test_runtime.py::test_remove_restores_exactly",),
+        ("tests/runtime/test_runtime.py::test_remove_restores_exactly",),
     ),
     Safeguard(
         28,
@@ -1470,7 +1506,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "PatchedForward.__call__",
         "owner is None or owner.__dict__",
         "True or owner.__dict__",
-        ("tests/test_forward_alone.py::test_shallow_copies_run_their_own_weights",),
+        ("tests/runtime/test_forward_alone.py::test_shallow_copies_run_their_own_weights",),
         odd=(
             "copied_layer/swap,recompute,segment,selective",
             "copied_layer_that_is_trained/swap,recompute,segment,selective",
@@ -1483,7 +1519,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "PatchedForward.__deepcopy__",
         "    def __deepcopy__(self, memo: dict[int, Any]) -> Any:\n",
         "    def __deepcopy__(self, memo: dict[int, Any]) -> Any:\n        return self\n",
-        ("tests/test_runtime.py::test_copies_are_plain_models",),
+        ("tests/runtime/test_runtime.py::test_copies_are_plain_models",),
     ),
     Safeguard(
         28,
@@ -1491,7 +1527,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "PatchedForward.__reduce__",
         "    def __reduce__(self) -> Any:\n",
         "    def __reduce__(self) -> Any:\n        return object.__reduce_ex__(self, 2)\n",
-        ("tests/test_runtime.py::test_copies_are_plain_models",),
+        ("tests/runtime/test_runtime.py::test_copies_are_plain_models",),
     ),
     Safeguard(
         29,
@@ -1499,7 +1535,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Controller.install",
         "type(patch.module.__dict__.get(patch.attribute)) is PatchedForward",
         "False",
-        ("tests/test_runtime.py::test_applying_twice",),
+        ("tests/runtime/test_runtime.py::test_applying_twice",),
     ),
     Safeguard(
         29,
@@ -1508,8 +1544,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         '    plan.fingerprint.require(fingerprint(TrainingStep(model)), ignore=("inputs", "accumulates"))\n',
         "",
         (
-            "tests/test_runtime.py::test_a_plan_for_another_model",
-            "tests/test_runtime.py::test_the_fingerprint_names_what_differs",
+            "tests/runtime/test_runtime.py::test_a_plan_for_another_model",
+            "tests/runtime/test_runtime.py::test_the_fingerprint_names_what_differs",
         ),
     ),
     Safeguard(
@@ -1518,7 +1554,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Controller.__init__",
         "            if module is None:\n                raise PlanMismatchError(",
         "            if module is None:\n                continue\n                raise PlanMismatchError(",
-        ("tests/test_runtime.py::test_a_plan_for_another_model",),
+        ("tests/runtime/test_runtime.py::test_a_plan_for_another_model",),
     ),
     Safeguard(
         30,
@@ -1526,7 +1562,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Controller._watch_backward.begin",
         "            self.counters.meter.mark(index * KINDS + BACKWARD)\n",
         "",
-        ("tests/test_stats.py::test_each_stage_has_its_own_seconds",),
+        ("tests/runtime/test_stats.py::test_each_stage_has_its_own_seconds",),
     ),
     Safeguard(
         30,
@@ -1534,7 +1570,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Meter.stall",
         "self.mark(self._base + STALL - self._base % KINDS)",
         "self.mark(self._now)",
-        ("tests/test_stats.py::test_stalls_are_the_waiting_stage_s",),
+        ("tests/runtime/test_stats.py::test_stalls_are_the_waiting_stage_s",),
     ),
     Safeguard(
         30,
@@ -1542,7 +1578,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_timed",
         "        tell(way, nbytes, begin, time.perf_counter())",
         "        pass",
-        ("tests/test_stats.py::test_copies_are_counted_with_their_own_seconds",),
+        ("tests/runtime/test_stats.py::test_copies_are_counted_with_their_own_seconds",),
     ),
     Safeguard(
         30,
@@ -1550,7 +1586,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "record_step",
         "(*_compute(step, names), *copies)",
         "tuple(_compute(step, names))",
-        ("tests/test_trace.py::test_bytes_are_those_of_stats_and_verify",),
+        ("tests/runtime/test_trace.py::test_bytes_are_those_of_stats_and_verify",),
     ),
     Safeguard(
         30,
@@ -1558,7 +1594,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "corrected",
         "link=_link(profile.link, measured.host)",
         "link=profile.link",
-        ("tests/test_refine.py::test_a_link_said_to_be_fast_is_found_slow_and_recompute_is_chosen",),
+        ("tests/planning/test_refine.py::test_a_link_said_to_be_fast_is_found_slow_and_recompute_is_chosen",),
     ),
     Safeguard(
         30,
@@ -1566,7 +1602,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "corrected",
         "over = max((measured.peak_bytes or 0) - timeline.peak_bytes, 0)",
         "over = 0",
-        ("tests/test_refine.py::test_measured_bytes_lead_to_a_leaner_plan_or_to_none",),
+        ("tests/planning/test_refine.py::test_measured_bytes_lead_to_a_leaner_plan_or_to_none",),
     ),
     Safeguard(
         30,
@@ -1575,8 +1611,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "(self._off or left_out or",
         "(left_out or",
         (
-            "tests/test_verify.py::test_timed_steps_are_not_metered",
-            "tests/test_verify.py::test_steps_inside_unmetered_are_as_most_of_a_training",
+            "tests/runtime/test_verify.py::test_timed_steps_are_not_metered",
+            "tests/runtime/test_verify.py::test_steps_inside_unmetered_are_as_most_of_a_training",
         ),
     ),
     Safeguard(
@@ -1585,7 +1621,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Handle._counted",
         "other_paths=counters.other_paths",
         "other_paths=0",
-        ("tests/test_verify.py::test_other_paths_than_profiled_are_reported",),
+        ("tests/runtime/test_verify.py::test_other_paths_than_profiled_are_reported",),
     ),
     Safeguard(
         30,
@@ -1593,7 +1629,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "StepPeaks.needed_bytes",
         "return self.requested_bytes if self.reserved_bytes is None else self.reserved_bytes",
         "return self.requested_bytes",
-        ("tests/test_verify.py::test_each_account_has_its_own_peak",),
+        ("tests/runtime/test_verify.py::test_each_account_has_its_own_peak",),
     ),
     Safeguard(
         30,
@@ -1601,7 +1637,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "step_peaks",
         "other = max(device_bytes(device).requested_bytes - held_bytes, 0)",
         "other = 0",
-        ("tests/test_verify.py::test_what_else_the_process_holds_is_told_apart",),
+        ("tests/runtime/test_verify.py::test_what_else_the_process_holds_is_told_apart",),
     ),
     Safeguard(
         30,
@@ -1609,7 +1645,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "step_peaks",
         "        torch.cuda.empty_cache()\n",
         "",
-        ("tests/test_verify.py::test_what_else_the_process_holds_is_told_apart",),
+        ("tests/runtime/test_verify.py::test_what_else_the_process_holds_is_told_apart",),
     ),
     Safeguard(
         30,
@@ -1617,7 +1653,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Peaks.__init__",
         "            torch.cuda.reset_peak_memory_stats(device)\n",
         "",
-        ("tests/test_stats.py::test_peaks_are_those_since_the_plan_was_applied",),
+        ("tests/runtime/test_stats.py::test_peaks_are_those_since_the_plan_was_applied",),
     ),
     Safeguard(
         30,
@@ -1626,8 +1662,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "    if segment is None:\n        return _bytes_in(_REQUESTED, error)\n",
         "    return _bytes_in(_REQUESTED, error)\n",
         (
-            "tests/test_oom.py::test_what_was_asked_for",
-            "tests/test_oom.py::test_what_was_asked_for_lies_in_the_range",
+            "tests/runtime/test_oom.py::test_what_was_asked_for",
+            "tests/runtime/test_oom.py::test_what_was_asked_for_lies_in_the_range",
         ),
     ),
     Safeguard(
@@ -1636,7 +1672,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Handle._shortage",
         "live_bytes=None if live is None else live.requested_bytes",
         "live_bytes=None if live is None else live.allocated_bytes",
-        ("tests/test_oom.py::test_a_report_on_cuda_counts_tensors",),
+        ("tests/runtime/test_oom.py::test_a_report_on_cuda_counts_tensors",),
     ),
     Safeguard(
         30,
@@ -1644,7 +1680,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Stopwatch.begin",
         "self._delays_s.get(kind, _FIRST_DELAY_S)",
         "0",
-        ("tests/test_stopwatch.py::test_the_device_is_timed_alone_and_the_host_apart",),
+        ("tests/profiling/test_stopwatch.py::test_the_device_is_timed_alone_and_the_host_apart",),
     ),
     Safeguard(
         30,
@@ -1652,7 +1688,9 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "verify",
         "            plain_differing = _differing(reference, _results(model))",
         "            pass",
-        ("tests/test_kernels.py::test_a_kernel_that_gives_other_bits_each_time_is_told_from_a_wrong_gradient",),
+        (
+            "tests/profiling/test_kernels.py::test_a_kernel_that_gives_other_bits_each_time_is_told_from_a_wrong_gradient",
+        ),
     ),
     Safeguard(
         31,
@@ -1660,7 +1698,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Geometry.on",
         "        return _lazy(plain, conj=self.conj, neg=self.neg) if self.conj or self.neg else plain",
         "        found = _lazy(plain, conj=self.conj, neg=self.neg) if self.conj or self.neg else plain\n        return found.nextafter(found.new_tensor(9.0)) if found.dtype == torch.float32 else found",
-        ("tests/test_runtime.py::test_steps_are_bitwise_those_of_the_plain_model",),
+        ("tests/runtime/test_runtime.py::test_steps_are_bitwise_those_of_the_plain_model",),
     ),
     Safeguard(
         32,
@@ -1668,7 +1706,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_check",
         "            if data[at] != _LONG_BINPUT:",
         "            if data[at] not in (_LONG_BINPUT, pickle.STACK_GLOBAL[0], pickle.GLOBAL[0]):",
-        ("tests/test_snapshot.py::test_snapshot_files_hold_plain_data",),
+        ("tests/memory/test_snapshot.py::test_snapshot_files_hold_plain_data",),
     ),
     Safeguard(
         32,
@@ -1676,7 +1714,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_PlainUnpickler.find_class",
         '        raise pickle.UnpicklingError(f"it holds {module}.{name}; only dicts, lists, texts and numbers are read")',
         "        return super().find_class(module, name)",
-        ("tests/test_snapshot.py::test_snapshot_files_hold_plain_data",),
+        ("tests/memory/test_snapshot.py::test_snapshot_files_hold_plain_data",),
     ),
     Safeguard(
         32,
@@ -1684,7 +1722,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_check",
         "            if place > memo + 256:  # places below are BINPUT's",
         "            if place > 1 << 62:",
-        ("tests/test_snapshot.py::test_snapshot_files_hold_plain_data",),
+        ("tests/memory/test_snapshot.py::test_snapshot_files_hold_plain_data",),
     ),
     Safeguard(
         32,
@@ -1692,7 +1730,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_check",
         "            if numbers < n:",
         "            if numbers < 0:",
-        ("tests/test_snapshot.py::test_snapshot_files_hold_plain_data",),
+        ("tests/memory/test_snapshot.py::test_snapshot_files_hold_plain_data",),
     ),
     Safeguard(
         32,
@@ -1700,7 +1738,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_check",
         "    while at < size and objects <= MOST_OBJECTS:",
         "    while at < size:",
-        ("tests/test_snapshot.py::test_no_more_is_read_than_fits",),
+        ("tests/memory/test_snapshot.py::test_no_more_is_read_than_fits",),
     ),
     Safeguard(
         32,
@@ -1708,7 +1746,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "devices",
         "    if entries + blocks > _MOST_ENTRIES:",
         "    if len(traces) + blocks > _MOST_ENTRIES:",
-        ("tests/test_snapshot.py::test_no_more_is_read_than_fits",),
+        ("tests/memory/test_snapshot.py::test_no_more_is_read_than_fits",),
     ),
     Safeguard(
         18,
@@ -1716,7 +1754,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_Watcher.give_back",
         '            self._once("runs backward inside its own forward")\n',
         "            pass\n",
-        ("tests/test_inside_forward.py::test_such_a_stage_is_kept_or_swapped_and_no_other",),
+        ("tests/runtime/test_inside_forward.py::test_such_a_stage_is_kept_or_swapped_and_no_other",),
     ),
     Safeguard(
         29,
@@ -1724,7 +1762,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Slot.tensor",
         "        if not self.frame.complete:\n",
         "        if False:\n",
-        ("tests/test_segments.py::test_a_stage_that_runs_backward_inside",),
+        ("tests/runtime/test_segments.py::test_a_stage_that_runs_backward_inside",),
     ),
     Safeguard(
         18,
@@ -1733,8 +1771,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "            written |= trace.written_outside\n",
         "            pass\n",
         (
-            "tests/test_inside_forward.py::test_such_a_stage_is_kept_or_swapped_and_no_other",
-            "tests/test_inside_forward.py::test_a_parameter_written_behind_a_stage_that_read_it",
+            "tests/runtime/test_inside_forward.py::test_such_a_stage_is_kept_or_swapped_and_no_other",
+            "tests/runtime/test_inside_forward.py::test_a_parameter_written_behind_a_stage_that_read_it",
         ),
         odd=("weights_written_behind_each_layer/recompute,segment",),
     ),
@@ -1744,7 +1782,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_Watcher.forward_ended",
         '                changed += [f"its argument, a {kind}" for kind in watched[g].objects_changed()]\n',
         "",
-        ("tests/test_inside_forward.py::test_an_argument_that_counts",),
+        ("tests/runtime/test_inside_forward.py::test_an_argument_that_counts",),
     ),
     Safeguard(
         17,
@@ -1752,7 +1790,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_Watcher.exit",
         "        if self.draws.any:\n",
         "        if False:\n",
-        ("tests/test_inside_forward.py::test_a_stage_that_draws_from_the_system",),
+        ("tests/runtime/test_inside_forward.py::test_a_stage_that_draws_from_the_system",),
     ),
     Safeguard(
         29,
@@ -1760,7 +1798,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_Watcher._check_begun",
         "        if self._forward and segment != self._position:\n",
         "        if False:\n",
-        ("tests/test_inside_forward.py::test_a_step_that_runs_backward_itself",),
+        ("tests/runtime/test_inside_forward.py::test_a_step_that_runs_backward_itself",),
     ),
     Safeguard(
         27,
@@ -1769,8 +1807,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "            self.put()\n",
         "            pass\n",
         (
-            "tests/test_inside_forward.py::test_verify_begins_each_step_with_the_same_parameters",
-            "tests/test_inside_forward.py::test_profiling_leaves_such_parameters",
+            "tests/runtime/test_inside_forward.py::test_verify_begins_each_step_with_the_same_parameters",
+            "tests/runtime/test_inside_forward.py::test_profiling_leaves_such_parameters",
         ),
     ),
     Safeguard(
@@ -1779,7 +1817,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "PatchedForward.__call__",
         " or threading.get_ident() in self._running:",
         ":",
-        ("tests/test_inside_forward.py::test_a_stage_that_calls_itself",),
+        ("tests/runtime/test_inside_forward.py::test_a_stage_that_calls_itself",),
     ),
     Safeguard(
         11,
@@ -1787,7 +1825,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "taken",
         "table.get(number) if again else table.pop(number, None)",
         "table.pop(number, None)",
-        ("tests/test_segments.py::test_a_function_that_reads_its_saved_tensors_twice",),
+        ("tests/runtime/test_segments.py::test_a_function_that_reads_its_saved_tensors_twice",),
     ),
     Safeguard(
         18,
@@ -1795,7 +1833,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Call.__call__",
         "            if self._caches and cached_weights(self._module):\n",
         "            if False:\n",
-        ("tests/test_inside_forward.py::test_cached_weights_of_an_earlier_call",),
+        ("tests/runtime/test_inside_forward.py::test_cached_weights_of_an_earlier_call",),
     ),
     Safeguard(
         18,
@@ -1803,7 +1841,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_cache_anew",
         "    _set_caches(caches, {})\n",
         "",
-        ("tests/test_inside_forward.py::test_weights_cached_in_forward_alone",),
+        ("tests/runtime/test_inside_forward.py::test_weights_cached_in_forward_alone",),
     ),
     Safeguard(
         33,
@@ -1811,7 +1849,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Controller._begin",
         "            self._gradients.check()",
         "            pass",
-        ("tests/test_accumulation.py::test_gradients_that_were_not_planned_are_an_error_at_the_first_forward",),
+        ("tests/runtime/test_accumulation.py::test_gradients_that_were_not_planned_are_an_error_at_the_first_forward",),
     ),
     Safeguard(
         33,
@@ -1819,7 +1857,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "GradientGuard.check",
         "if more > 0 and self._needs_bytes + more > self._budget_bytes:",
         "if more > 0:",
-        ("tests/test_accumulation.py::test_gradients_that_fit_below_the_budget_are_none",),
+        ("tests/runtime/test_accumulation.py::test_gradients_that_fit_below_the_budget_are_none",),
     ),
     Safeguard(
         33,
@@ -1827,7 +1865,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "existing_gradient_bytes",
         "    return sum({s._cdata: s.nbytes() for part in parts for s in storages_of(part)}.values())",
         "    return sum(part.numel() * part.element_size() for part in parts)",
-        ("tests/test_accumulation.py::test_gradients_of_others_do_not_count_twice_and_larger_storages_do",),
+        ("tests/runtime/test_accumulation.py::test_gradients_of_others_do_not_count_twice_and_larger_storages_do",),
     ),
     Safeguard(
         33,
@@ -1835,7 +1873,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "GradientGuard.check",
         "if seen == self._seen:",
         "if self._seen:",
-        ("tests/test_accumulation.py::test_gradients_that_grow_later_are_noticed",),
+        ("tests/runtime/test_accumulation.py::test_gradients_that_grow_later_are_noticed",),
     ),
     Safeguard(
         33,
@@ -1843,7 +1881,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "GradientGuard.check",
         "if len(now) != len(self._all) or not all(map(operator.is_, now, self._all)):",
         "if not self._all:",
-        ("tests/test_accumulation.py::test_parameters_that_were_replaced_are_looked_at",),
+        ("tests/runtime/test_accumulation.py::test_parameters_that_were_replaced_are_looked_at",),
     ),
     Safeguard(
         33,
@@ -1851,7 +1889,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "GradientGuard.__init__",
         "made_gradient_bytes(model.parameters()) if plan.fingerprint.accumulates else 0",
         "0",
-        ("tests/test_accumulation.py::test_a_plan_for_gradients_takes_all_micro_batches",),
+        ("tests/runtime/test_accumulation.py::test_a_plan_for_gradients_takes_all_micro_batches",),
     ),
     Safeguard(
         33,
@@ -1859,7 +1897,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "rewinding",
         "    if not accumulates:",
         "    if True:",
-        ("tests/test_accumulation.py::test_verify_finds_gradients_that_the_plan_does_not_reckon_with",),
+        ("tests/runtime/test_accumulation.py::test_verify_finds_gradients_that_the_plan_does_not_reckon_with",),
     ),
     Safeguard(
         33,
@@ -1867,7 +1905,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Controller._run_model",
         "            self._release_until(current, len(self._stages))\n",
         "",
-        ("tests/test_shapes.py::test_what_was_to_leave_has_left_when_the_forward_ends",),
+        ("tests/runtime/test_shapes.py::test_what_was_to_leave_has_left_when_the_forward_ends",),
     ),
     Safeguard(
         33,
@@ -1875,7 +1913,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Unplanned.begins",
         "            if p.requires_grad:\n",
         "            if False:\n",
-        ("tests/test_unplanned.py::test_thawed_parameters_are_an_error",),
+        ("tests/runtime/test_unplanned.py::test_thawed_parameters_are_an_error",),
     ),
     Safeguard(
         33,
@@ -1883,7 +1921,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Unplanned.inputs",
         "        if beyond is not None and beyond[1] is None and beyond[0].shape != ():\n",
         "        if False:\n",
-        ("tests/test_unplanned.py::test_what_is_noticed_and_told_once",),
+        ("tests/runtime/test_unplanned.py::test_what_is_noticed_and_told_once",),
     ),
     Safeguard(
         33,
@@ -1891,7 +1929,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Unplanned._runner.run",
         "            if active():\n",
         "            if False:\n",
-        ("tests/test_unplanned.py::test_what_is_noticed_and_told_once",),
+        ("tests/runtime/test_unplanned.py::test_what_is_noticed_and_told_once",),
     ),
     Safeguard(
         33,
@@ -1899,7 +1937,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Controller._watch_backward",
         "                    self._unplanned.backward(self._device)\n",
         "                    pass\n",
-        ("tests/test_unplanned.py::test_what_is_noticed_and_told_once",),
+        ("tests/runtime/test_unplanned.py::test_what_is_noticed_and_told_once",),
     ),
     Safeguard(
         33,
@@ -1907,7 +1945,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "HeldOver.check",
         "        if self._forward_peak_bytes + more > self._budget_bytes:\n            self._warned",
         "        if False:\n            self._warned",
-        ("tests/test_held_over.py::test_an_output_that_is_held",),
+        ("tests/runtime/test_held_over.py::test_an_output_that_is_held",),
     ),
     Safeguard(
         33,
@@ -1915,7 +1953,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "HeldOver.check",
         "            if self._forward_peak_bytes + more > self._budget_bytes:\n",
         "            if False:\n",
-        ("tests/test_held_over.py::test_two_forwards_before_a_backward",),
+        ("tests/runtime/test_held_over.py::test_two_forwards_before_a_backward",),
     ),
     Safeguard(
         33,
@@ -1923,7 +1961,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Controller._begin",
         "        del former  # its graph alone holds it now\n",
         "",
-        ("tests/test_held_over.py::test_forwards_that_were_thrown_away_hold_nothing",),
+        ("tests/runtime/test_held_over.py::test_forwards_that_were_thrown_away_hold_nothing",),
     ),
     Safeguard(
         34,
@@ -1948,8 +1986,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "        for (kind, name), t in self._tensors():",
         "        for (kind, name), t in ():",
         (
-            "tests/test_check.py::test_a_parameter_written_through_data",
-            "tests/test_check.py::test_a_buffer_that_is_written_without_a_version",
+            "tests/runtime/test_check.py::test_a_parameter_written_through_data",
+            "tests/runtime/test_check.py::test_a_buffer_that_is_written_without_a_version",
         ),
     ),
     Safeguard(
@@ -1958,7 +1996,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "StageCheck._compare",
         "zip(self._inputs, tensors, strict=False)",
         "zip((), tensors, strict=False)",
-        ("tests/test_check.py::test_an_activation_that_is_edited_between_stages",),
+        ("tests/runtime/test_check.py::test_an_activation_that_is_edited_between_stages",),
     ),
     Safeguard(
         34,
@@ -1967,8 +2005,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "        self.checks.compare(self._saved[number], tensor, self.name, what, _SAVED)",
         "        pass",
         (
-            "tests/test_check.py::test_state_of_which_nobody_knows",
-            "tests/test_check.py::test_without_a_guard_the_check_finds_it",
+            "tests/runtime/test_check.py::test_state_of_which_nobody_knows",
+            "tests/runtime/test_check.py::test_without_a_guard_the_check_finds_it",
         ),
     ),
     Safeguard(
@@ -1977,7 +2015,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "StageCheck.unchanged",
         "            for name, buffer, first in before:",
         "            for name, buffer, first in ():",
-        ("tests/test_check.py::test_state_that_a_recompute_changes_once_more",),
+        ("tests/runtime/test_check.py::test_state_that_a_recompute_changes_once_more",),
     ),
     Safeguard(
         34,
@@ -1985,7 +2023,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "StageCheck.unchanged",
         "            for what in others.differences():\n                self.checks.found(self.name, what, _LEFT)\n",
         "",
-        ("tests/test_check.py::test_what_a_recompute_leaves_behind",),
+        ("tests/runtime/test_check.py::test_what_a_recompute_leaves_behind",),
     ),
     Safeguard(
         34,
@@ -1993,7 +2031,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "StageCheck.compare_outputs",
         "            self.checks.compare(digest, tensor, self.name, what, _INPUT)",
         "            pass",
-        ("tests/test_check.py::test_a_saved_output_that_is_edited",),
+        ("tests/runtime/test_check.py::test_a_saved_output_that_is_edited",),
     ),
     Safeguard(
         34,
@@ -2002,8 +2040,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "            if self.on_return is not None:",
         "            if self.on_return is not None and False:",
         (
-            "tests/test_check.py::test_bytes_that_come_back_damaged",
-            "tests/test_check.py::test_without_a_wait_the_check_finds_copies_that_were_overtaken",
+            "tests/runtime/test_check.py::test_bytes_that_come_back_damaged",
+            "tests/runtime/test_check.py::test_without_a_wait_the_check_finds_copies_that_were_overtaken",
         ),
     ),
     Safeguard(
@@ -2013,8 +2051,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "        sums.mul_(self._weights[: len(sums)])",
         "        sums.mul_(self._weights[:1])",
         (
-            "tests/test_check.py::test_a_digest_tells_places_signs_and_bits",
-            "tests/test_check.py::test_permutations_have_digests_of_their_own",
+            "tests/runtime/test_check.py::test_a_digest_tells_places_signs_and_bits",
+            "tests/runtime/test_check.py::test_permutations_have_digests_of_their_own",
         ),
     ),
     Safeguard(
@@ -2023,7 +2061,10 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_Bench._close",
         "        sums.bitwise_xor_(spare)",
         "        pass",
-        ("tests/test_check.py::test_bits_count", "tests/test_check.py::test_permutations_have_digests_of_their_own"),
+        (
+            "tests/runtime/test_check.py::test_bits_count",
+            "tests/runtime/test_check.py::test_permutations_have_digests_of_their_own",
+        ),
     ),
     Safeguard(
         34,
@@ -2031,7 +2072,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_split",
         "        while size % columns == 0:",
         "        while False:",
-        ("tests/test_check.py::test_permutations_have_digests_of_their_own",),
+        ("tests/runtime/test_check.py::test_permutations_have_digests_of_their_own",),
     ),
     Safeguard(
         34,
@@ -2039,7 +2080,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_sum_up",
         ("            torch.sum(block, others, dtype=block.dtype, out=narrow)\n            out.copy_(narrow)"),
         "            torch.sum(block, others, out=out)",
-        ("tests/test_check.py::test_digests_take_no_memory_and_nobody_sees_them",),
+        ("tests/runtime/test_check.py::test_digests_take_no_memory_and_nobody_sees_them",),
     ),
     Safeguard(
         34,
@@ -2047,7 +2088,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "undisturbed",
         "    stack.enter_context(_disable_current_modes())",
         "    pass",
-        ("tests/test_check.py::test_digests_take_no_memory_and_nobody_sees_them",),
+        ("tests/runtime/test_check.py::test_digests_take_no_memory_and_nobody_sees_them",),
     ),
     Safeguard(
         34,
@@ -2055,7 +2096,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Checks._task_ends",
         "        Variable._execution_engine.queue_callback(self.finish)",
         "        self.finish()",
-        ("tests/test_check.py::test_later_callbacks_of_that_backward_still_run",),
+        ("tests/runtime/test_check.py::test_later_callbacks_of_that_backward_still_run",),
     ),
     Safeguard(
         34,
@@ -2063,7 +2104,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Checks.begin",
         "            self.forget()",
         "            pass",
-        ("tests/test_check.py::test_what_a_failed_backward_has_compared_is_forgotten",),
+        ("tests/runtime/test_check.py::test_what_a_failed_backward_has_compared_is_forgotten",),
     ),
     Safeguard(
         34,
@@ -2071,7 +2112,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_Bench._close",
         "            self.read()",
         "            self._unread.clear()",
-        ("tests/test_check.py::test_digests_are_read_early_where_many_are_under_way",),
+        ("tests/runtime/test_check.py::test_digests_are_read_early_where_many_are_under_way",),
     ),
     Safeguard(
         34,
@@ -2079,7 +2120,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Checks.begin",
         "self._random.randint(EVERY // 2, EVERY + EVERY // 2)",
         "EVERY",
-        ("tests/test_check.py::test_sampled_steps",),
+        ("tests/runtime/test_check.py::test_sampled_steps",),
     ),
     Safeguard(
         27,
@@ -2087,7 +2128,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "kept",
         "(back, found.put, hooks.put, put)",
         "(back, found.put, put)",
-        ("tests/test_left_behind.py::test_profile_leaves_nothing_behind",),
+        ("tests/runtime/test_left_behind.py::test_profile_leaves_nothing_behind",),
     ),
     Safeguard(
         27,
@@ -2095,7 +2136,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Switches.put",
         "        self._stacks.put()",
         "        pass",
-        ("tests/test_left_behind.py::test_profile_leaves_nothing_behind",),
+        ("tests/runtime/test_left_behind.py::test_profile_leaves_nothing_behind",),
     ),
     Safeguard(
         27,
@@ -2103,7 +2144,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Switches.put",
         "        set_flags(self._flags)",
         "        pass",
-        ("tests/test_left_behind.py::test_profile_leaves_nothing_behind",),
+        ("tests/runtime/test_left_behind.py::test_profile_leaves_nothing_behind",),
     ),
     Safeguard(
         27,
@@ -2111,7 +2152,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Switches.put",
         "        self._put_autocast()",
         "        pass",
-        ("tests/test_left_behind.py::test_profile_leaves_nothing_behind",),
+        ("tests/runtime/test_left_behind.py::test_profile_leaves_nothing_behind",),
     ),
     Safeguard(
         27,
@@ -2119,7 +2160,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Switches.put",
         "        self._put_saved_hooks()",
         "        pass",
-        ("tests/test_left_behind.py::test_profile_leaves_nothing_behind",),
+        ("tests/runtime/test_left_behind.py::test_profile_leaves_nothing_behind",),
     ),
     Safeguard(
         27,
@@ -2127,7 +2168,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Switches.put",
         "        parametrize._cache_enabled, parametrize._cache, weights = self._weights",
         "        weights = self._weights[2]",
-        ("tests/test_left_behind.py::test_profile_leaves_nothing_behind",),
+        ("tests/runtime/test_left_behind.py::test_profile_leaves_nothing_behind",),
     ),
     Safeguard(
         27,
@@ -2135,7 +2176,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "kept",
         "        leaves.put()",
         "        pass",
-        ("tests/test_left_behind.py::test_profile_leaves_nothing_behind",),
+        ("tests/runtime/test_left_behind.py::test_profile_leaves_nothing_behind",),
     ),
     Safeguard(
         27,
@@ -2143,7 +2184,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "restored",
         "warnings.catch_warnings(), ",
         "",
-        ("tests/test_left_behind.py::test_profile_leaves_nothing_behind",),
+        ("tests/runtime/test_left_behind.py::test_profile_leaves_nothing_behind",),
     ),
     Safeguard(
         27,
@@ -2151,7 +2192,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "in_own_context.run",
         "        return contextvars.copy_context().run(function, *args, **kwargs)",
         "        return function(*args, **kwargs)",
-        ("tests/test_left_behind.py::test_profile_leaves_nothing_behind",),
+        ("tests/runtime/test_left_behind.py::test_profile_leaves_nothing_behind",),
     ),
     Safeguard(
         27,
@@ -2159,7 +2200,9 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "kept",
         "*others, *hooks_of(model)",
         "*others",
-        ("tests/test_left_behind.py::test_globals_caches_and_what_hooks_enclose_have_no_fake_tensors_afterwards",),
+        (
+            "tests/runtime/test_left_behind.py::test_globals_caches_and_what_hooks_enclose_have_no_fake_tensors_afterwards",
+        ),
     ),
     Safeguard(
         27,
@@ -2167,7 +2210,9 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "kept",
         "        read.put()",
         "        pass",
-        ("tests/test_left_behind.py::test_globals_caches_and_what_hooks_enclose_have_no_fake_tensors_afterwards",),
+        (
+            "tests/runtime/test_left_behind.py::test_globals_caches_and_what_hooks_enclose_have_no_fake_tensors_afterwards",
+        ),
     ),
     Safeguard(
         27,
@@ -2175,7 +2220,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_Stepped.undone",
         "            self.put()",
         "            pass",
-        ("tests/test_left_behind.py::test_optimizers_that_step_in_backward_are_as_before",),
+        ("tests/runtime/test_left_behind.py::test_optimizers_that_step_in_backward_are_as_before",),
     ),
     Safeguard(
         27,
@@ -2183,7 +2228,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "trace",
         "        ParameterState(model.parameters()).restored(),\n",
         "",
-        ("tests/test_left_behind.py::test_a_trace_puts_back_parameters_that_forward_writes_to",),
+        ("tests/runtime/test_left_behind.py::test_a_trace_puts_back_parameters_that_forward_writes_to",),
     ),
     Safeguard(
         23,
@@ -2192,8 +2237,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "                        larger[s] = max(larger.get(s, 0), nbytes)",
         "                        pass",
         (
-            "tests/test_real_storages.py::test_peaks_and_gradients_are_right",
-            "tests/test_real_storages.py::test_notes_say_which_stages_and_by_how_much",
+            "tests/profiling/test_real_storages.py::test_peaks_and_gradients_are_right",
+            "tests/profiling/test_real_storages.py::test_notes_say_which_stages_and_by_how_much",
         ),
     ),
     Safeguard(
@@ -2203,8 +2248,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "        if not _agree(place, seen):",
         "        if False:",
         (
-            "tests/test_real_storages.py::test_peaks_and_gradients_are_right",
-            "tests/test_real_storages.py::test_notes_say_which_stages_and_by_how_much",
+            "tests/profiling/test_real_storages.py::test_peaks_and_gradients_are_right",
+            "tests/profiling/test_real_storages.py::test_notes_say_which_stages_and_by_how_much",
         ),
     ),
     Safeguard(
@@ -2213,6 +2258,6 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "Tracker._add",
         "            self._recount(key, storage)\n            return None",
         "            return None",
-        ("tests/test_real_storages.py::test_peaks_and_gradients_are_right",),
+        ("tests/profiling/test_real_storages.py::test_peaks_and_gradients_are_right",),
     ),
 )

@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from small_models import Transformer, scheduled
 
 import ckptplan
-from ckptplan.core.chain import Segment
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.segment import Segment
 from ckptplan.runtime.step import default_loss
 
 BATCH, LENGTH, VOCABULARY = 8, 48, 50

@@ -36,8 +36,8 @@ import documents
 import torch
 from overhead import spread
 
-from ckptplan.runtime.stores import NULL_STORES, DiskStore, Store
-from ckptplan.runtime.swap import Counters, SwapSession
+from ckptplan.runtime.swap.session import Counters, SwapSession
+from ckptplan.runtime.swap.stores import NULL_STORES, DiskStore, Store
 
 SCHEMA = "ckptplan.swap_overhead/1"
 ELEMENTS = 64

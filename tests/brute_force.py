@@ -16,10 +16,11 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import NamedTuple
 
-from ckptplan.core.chain import ACTIONS, Option, Segment
+from ckptplan.core.option import ACTIONS, Option
 from ckptplan.core.plan import Decision
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import Overflow, residency, schedule
+from ckptplan.core.segment import Segment
 from ckptplan.referee import simulate
 from ckptplan.referee.rules import broken_rules
 

@@ -101,7 +101,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run a command of the command line."""
     from typer.testing import CliRunner
 
-    from ckptplan.cli import app
+    from ckptplan.cli.app import app
 
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")

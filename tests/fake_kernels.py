@@ -20,7 +20,7 @@ from fake_cuda import FakeCuda, FakeEvent, FakeStream
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ckptplan.runtime import check
+from ckptplan.runtime.guard import check
 
 aten = torch.ops.aten
 _READING = {aten._local_scalar_dense.default, aten.equal.default}

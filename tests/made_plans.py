@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckptplan.core.chain import Action, Option, Segment
+from ckptplan.core.option import Action, Option
 from ckptplan.core.plan import Decision, Plan, saved_bytes
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import residency, schedule
+from ckptplan.core.segment import Segment
 from ckptplan.referee import simulate
 
 

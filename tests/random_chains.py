@@ -5,8 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from ckptplan.core.chain import Link, Option, Segment, Stage, Storage
+from ckptplan.core.link import Link
+from ckptplan.core.option import Option
 from ckptplan.core.profile import Profile
+from ckptplan.core.segment import Segment
+from ckptplan.core.stage import Stage
+from ckptplan.core.storage import Storage
 
 
 def textbook_chain(rng: random.Random, n: int) -> Profile:

@@ -18,7 +18,7 @@ from made_plans import plan_with as plan_with
 from made_plans import scheduled as scheduled
 from torch import nn
 
-from ckptplan.core.chain import Action
+from ckptplan.core.option import Action
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.profiling.profiler import profile

@@ -17,11 +17,12 @@ from made_plans import plan_with
 from torch import nn
 
 import ckptplan
-from ckptplan.core.chain import Option, Segment
+from ckptplan.core.option import Option
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.rules import enforceable_points
 from ckptplan.core.schedule import residency
+from ckptplan.core.segment import Segment
 
 WIDTH = 64
 

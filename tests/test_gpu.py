@@ -24,9 +24,9 @@ from torch import nn
 import ckptplan
 from ckptplan import Plan, Profile
 from ckptplan.baselines._build import build, named, smallest_peak
-from ckptplan.profiling.links import measure_link, measure_links
-from ckptplan.runtime.measure import held_tensors, unique_bytes
-from ckptplan.runtime.stores import DiskStore, PinnedStore, Ticket, pinned
+from ckptplan.profiling.times.links import measure_link, measure_links
+from ckptplan.runtime.observe.measure import held_tensors, unique_bytes
+from ckptplan.runtime.swap.stores import DiskStore, PinnedStore, Ticket, pinned
 
 pytestmark = pytest.mark.gpu
 

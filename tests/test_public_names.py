@@ -15,11 +15,11 @@ def test_every_public_name_is_that_of_its_module(name: str) -> None:
 
 
 def test_importing_submodules_hides_no_public_name() -> None:
-    import ckptplan.fit
+    import ckptplan.fitting.batch
     import ckptplan.memory.estimate
     import ckptplan.profiling.profiler
     from ckptplan import estimate, profile
 
     assert profile is ckptplan.profile is ckptplan.profiling.profiler.profile
     assert estimate is ckptplan.estimate is ckptplan.memory.estimate.estimate
-    assert ckptplan.fit.max_batch_size is ckptplan.max_batch_size
+    assert ckptplan.fitting.batch.max_batch_size is ckptplan.max_batch_size

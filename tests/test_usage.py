@@ -20,17 +20,18 @@ from small_models import assert_same, build, gradients, measured, plan_of, sched
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ckptplan.core.chain import Segment
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import KEEP, Decision, Plan
 from ckptplan.core.profile import Profile
-from ckptplan.profiling import profiler, trace
-from ckptplan.profiling.fake import FakeWorld, fake_parameters
+from ckptplan.core.segment import Segment
+from ckptplan.profiling import profiler
+from ckptplan.profiling.bytes import trace
+from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.profiler import profile
-from ckptplan.profiling.repeatable import is_repeatable
-from ckptplan.runtime.apply import Handle, apply
-from ckptplan.runtime.selective import NumberedOps
-from ckptplan.runtime.state import restored
+from ckptplan.profiling.values.repeatable import is_repeatable
+from ckptplan.runtime.handle import Handle, apply
+from ckptplan.runtime.recompute.selective import NumberedOps
+from ckptplan.runtime.state.restore import restored
 from ckptplan.runtime.step import default_loss, fingerprint, make_step
 
 WHATS = ("keep", "swap", "recompute", "recompute+swap", "segment", "selective")

@@ -63,7 +63,7 @@ def test_the_package_and_its_help_load_nothing_heavy(tmp_path: Path) -> None:
     loaded = set(python(code.format(what="ckptplan", run="pass"), cwd=tmp_path).split())
     assert "ckptplan" in loaded
     assert not loaded & {*HEAVY, "typer", "rich"}
-    loaded = set(python(code.format(what="ckptplan.cli as cli", run="cli.app(['--help'])"), cwd=tmp_path).split())
+    loaded = set(python(code.format(what="ckptplan.cli.app as cli", run="cli.app(['--help'])"), cwd=tmp_path).split())
     assert "typer" in loaded
     assert not loaded & HEAVY
 
@@ -90,7 +90,7 @@ CALLS = """
         pickle.dump(snapshot_from(load_history(GENERATED / "starts_full.json.gz")), file)
 
     from typer.testing import CliRunner
-    from ckptplan.cli import app
+    from ckptplan.cli.app import app
 
     def run(*arguments):
         return CliRunner().invoke(app, list(arguments))
@@ -121,7 +121,7 @@ def test_what_plans_a_profile_works_without_torch(tmp_path: Path) -> None:
 COMMANDS = """
     import no_torch
     from typer.testing import CliRunner
-    from ckptplan.cli import app
+    from ckptplan.cli.app import app
 
     for command in (
         "demo",

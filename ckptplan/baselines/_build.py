@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NoReturn
 
-from ckptplan.core.chain import Option, Phase, Segment, Stage
 from ckptplan.core.errors import InfeasibleBudgetError
+from ckptplan.core.option import Option
 from ckptplan.core.plan import Decision, Plan, launch_s, saved_bytes
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import Overflow, Residency, residency, schedule
+from ckptplan.core.segment import Segment
+from ckptplan.core.stage import Phase, Stage
 from ckptplan.core.units import format_bytes
 
 SPACE = "none: a rule, bound is the compute time alone"

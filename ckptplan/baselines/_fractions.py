@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ckptplan.core.chain import Option
+from ckptplan.core.option import Option
 from ckptplan.core.profile import Profile
 
 

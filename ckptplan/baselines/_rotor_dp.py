@@ -43,8 +43,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptplan.baselines._build import Choice, named
-from ckptplan.core.chain import Segment
 from ckptplan.core.profile import Profile
+from ckptplan.core.segment import Segment
 
 MAX_UNITS = 4000
 """Most memory units in a table; beyond it every size is rounded up to a coarser unit."""

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from ckptplan.baselines._build import Choice, build_fastest, named, own_bytes, runs
-from ckptplan.core.chain import Segment
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.segment import Segment
 
 LIMITS = 200
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 import math
 
 from ckptplan.baselines._build import build, named, runs
-from ckptplan.core.chain import Segment
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.segment import Segment
 
 
 def plan(profile: Profile, budget_bytes: int) -> Plan:

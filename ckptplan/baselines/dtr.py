@@ -23,10 +23,11 @@ from collections.abc import Callable
 from itertools import accumulate
 
 from ckptplan.baselines._build import Choice, build_fastest, joined, named, own_bytes
-from ckptplan.core.chain import Option, Segment
+from ckptplan.core.option import Option
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import residency
+from ckptplan.core.segment import Segment
 
 Together = Callable[[Profile, tuple[Option, ...]], tuple[Segment, ...]]
 

@@ -34,10 +34,10 @@ from ckptplan.baselines import rotor
 from ckptplan.baselines._build import Choice, Replay, finish, named, raise_infeasible, replay, smallest_peak
 from ckptplan.baselines._rotor_dp import Table
 from ckptplan.core import rules
-from ckptplan.core.chain import Segment
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.segment import Segment
 
 UNITS = 500
 KEPT_BUCKETS = 100

@@ -27,9 +27,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptplan.baselines._build import Choice, build_fastest, costly, named, runs, smallest_peak
-from ckptplan.core.chain import Segment
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.segment import Segment
 
 
 def plan(profile: Profile, budget_bytes: int) -> Plan:

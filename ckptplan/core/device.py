@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ckptplan.core.chain import check_bytes, check_seconds, check_type
+from ckptplan.core.checks import check_bytes, check_seconds, check_type
 from ckptplan.core.errors import InvalidInputError
 
 SCHEMA = "ckptplan.device/1"

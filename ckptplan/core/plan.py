@@ -9,22 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ckptplan.core.chain import (
-    ACTIONS,
-    TIERS,
-    Action,
-    InputTensor,
-    Segment,
-    Tier,
-    check_bytes,
-    check_each,
-    check_indices,
-    check_seconds,
-    check_type,
-    is_int,
-)
+from ckptplan.core.checks import check_bytes, check_each, check_indices, check_seconds, check_type, is_int
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
+from ckptplan.core.link import TIERS, Tier
+from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.profile import Fingerprint, Profile, as_tuple, input_tensors, read_json
+from ckptplan.core.segment import Segment
+from ckptplan.core.stage import InputTensor
 from ckptplan.core.units import format_bytes, format_seconds
 
 SCHEMA = "ckptplan.plan/3"

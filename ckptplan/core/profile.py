@@ -9,18 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckptplan.core.chain import (
-    MOST_BYTES,
-    InputTensor,
-    Link,
-    Option,
-    Stage,
-    Storage,
-    check_bytes,
-    check_each,
-    check_type,
-)
+from ckptplan.core.checks import MOST_BYTES, check_bytes, check_each, check_type
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
+from ckptplan.core.link import Link
+from ckptplan.core.option import Option
+from ckptplan.core.stage import InputTensor, Stage
+from ckptplan.core.storage import Storage
 
 SCHEMA = "ckptplan.profile/3"
 

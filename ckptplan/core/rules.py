@@ -54,8 +54,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ckptplan.core.chain import Option, Segment, Storage
+from ckptplan.core.option import Option
 from ckptplan.core.profile import Profile
+from ckptplan.core.segment import Segment
+from ckptplan.core.storage import Storage
 
 _NONE = range(0)
 

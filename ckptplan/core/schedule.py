@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ckptplan.core import rules
-from ckptplan.core.chain import Option, Phase, Segment, Stage, Tier
+from ckptplan.core.link import Tier
+from ckptplan.core.option import Option
 from ckptplan.core.plan import Decision
 from ckptplan.core.profile import Profile
+from ckptplan.core.segment import Segment
+from ckptplan.core.stage import Phase, Stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ckptplan.core.chain import Phase
+from ckptplan.core.stage import Phase
 from ckptplan.core.units import format_bytes
 
 Doing = Literal["forward", "recompute", "backward", "copy out", "copy back", "update", "after backward"]

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ckptplan.core.chain import Tier
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.link import Tier
 from ckptplan.core.units import format_bytes, format_seconds
 
 Lane = Literal["compute", "out", "in", "disk out", "disk in"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ckptplan.core.chain import MOST_BYTES
+from ckptplan.core.checks import MOST_BYTES
 from ckptplan.core.errors import InvalidInputError
 
 GIB = 1 << 30

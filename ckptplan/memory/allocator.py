@@ -46,10 +46,10 @@ Where the driver puts a segment decides between equal free blocks of different s
 is reserved. It is the one thing here that isn't a rule of PyTorch: `Addresses` says where new segments go. By default
 those above 2 MiB get falling addresses, as Linux drivers mostly do, and the others growing ones.
 
-Checked against histories recorded on real GPUs (`ckptplan.memory.snapshot`, `tests/test_histories.py`): with the
-recorded segments' addresses every block's address and every reserved byte is the same, expandable segments and an
-out-of-memory among them. No record has shown `max_split_size`, garbage collection, divisions, other streams' events or
-private pools yet.
+Checked against histories recorded on real GPUs (`ckptplan.memory.history.reader`, `tests/memory/test_histories.py`):
+with the recorded segments' addresses every block's address and every reserved byte is the same, expandable segments
+and an out-of-memory among them. No record has shown `max_split_size`, garbage collection, divisions, other streams'
+events or private pools yet.
 
 Limits: physical memory never fragments below a segment or page. Private pools (CUDA graphs, `torch.cuda.MemPool`),
 callbacks that free memory of other processes, and `cudaMallocAsync` aren't modelled. Events are done when `synchronize`

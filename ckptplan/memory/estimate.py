@@ -20,15 +20,15 @@ from ckptplan.core.plan import Plan
 from ckptplan.memory.allocator import SimulatedOutOfMemoryError
 from ckptplan.memory.folding import Folding
 from ckptplan.memory.ledger import Account, Ledger, Player, saved_bytes
-from ckptplan.memory.record import Block, Recording, record_step, record_updates
-from ckptplan.profiling.optimizers import OptimizerLike, make_optimizer
+from ckptplan.memory.recorder import Block, Recording, record_step, record_updates
 from ckptplan.profiling.profiler import as_ours, outside_tensors, training_step
-from ckptplan.profiling.real_run import answered
 from ckptplan.profiling.target import DeviceLike, Target, find_target
-from ckptplan.runtime.compiled import refuse_compiled
-from ckptplan.runtime.gradients import made_gradient_bytes
-from ckptplan.runtime.process import in_own_context
-from ckptplan.runtime.state import restored
+from ckptplan.profiling.values.real_run import answered
+from ckptplan.profiling.workload.optimizers import OptimizerLike, make_optimizer
+from ckptplan.runtime.guard.gradients import made_gradient_bytes
+from ckptplan.runtime.state.compiled import refuse_compiled
+from ckptplan.runtime.state.process import in_own_context
+from ckptplan.runtime.state.restore import restored
 from ckptplan.runtime.step import LossFn, TrainingStep, check_supported, fingerprint, training_config
 
 _UNKNOWN_ON_CUDA = (

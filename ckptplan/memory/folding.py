@@ -36,10 +36,10 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import KEEP
-from ckptplan.memory.record import ALLOCATE, Block, Event, Recording, Section, record_step
+from ckptplan.memory.recorder import ALLOCATE, Block, Event, Recording, Section, record_step
+from ckptplan.profiling.bytes.trace import find_stages, replay
+from ckptplan.profiling.bytes.tracker import Sid, Tracker
 from ckptplan.profiling.target import Target
-from ckptplan.profiling.trace import find_stages, replay
-from ckptplan.profiling.tracker import Sid, Tracker
 from ckptplan.runtime.step import TrainingStep
 
 _KEPT = 4

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ckptplan.core.estimate import CATEGORIES, Phase, Tensors
 from ckptplan.memory.allocator import AllocatorSettings, replay
-from ckptplan.memory.record import ALLOCATE, FREE, Block, Event, Recording
+from ckptplan.memory.recorder import ALLOCATE, FREE, Block, Event, Recording
 
 Sizes = npt.NDArray[np.int64]
 

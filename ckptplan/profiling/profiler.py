@@ -11,26 +11,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptplan.core.chain import Link, Option, Storage
 from ckptplan.core.device import Device
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
+from ckptplan.core.link import Link
+from ckptplan.core.option import Option
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
-from ckptplan.profiling.fake import FakeWorld, fake_parameters
-from ckptplan.profiling.inputs import find_inputs
-from ckptplan.profiling.links import measure_costs, measure_links, sharing_note
-from ckptplan.profiling.optimizers import OptimizerLike, make_optimizer, trace_updates
-from ckptplan.profiling.real_run import answered
-from ckptplan.profiling.real_storages import RealStorages, with_real_sizes
+from ckptplan.core.storage import Storage
+from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
+from ckptplan.profiling.bytes.real_storages import RealStorages, with_real_sizes
+from ckptplan.profiling.bytes.trace import Traced, find_stages, replay, trace_chain
+from ckptplan.profiling.bytes.tracker import Tracker
 from ckptplan.profiling.target import DeviceLike, Target, find_target
-from ckptplan.profiling.timing import Again, Times, time_stages
-from ckptplan.profiling.trace import Traced, find_stages, replay, trace_chain
-from ckptplan.profiling.tracker import Tracker
-from ckptplan.runtime.gradients import made_gradient_bytes
-from ckptplan.runtime.measure import Outside, held_tensors, optimizer_tensors, unique_bytes
-from ckptplan.runtime.parameters import ParameterState
-from ckptplan.runtime.process import in_own_context
-from ckptplan.runtime.state import restored
+from ckptplan.profiling.times.links import measure_costs, measure_links, sharing_note
+from ckptplan.profiling.times.timing import Again, Times, time_stages
+from ckptplan.profiling.values.real_run import answered
+from ckptplan.profiling.workload.inputs import find_inputs
+from ckptplan.profiling.workload.optimizers import OptimizerLike, make_optimizer, trace_updates
+from ckptplan.runtime.guard.gradients import made_gradient_bytes
+from ckptplan.runtime.observe.measure import Outside, held_tensors, optimizer_tensors, unique_bytes
+from ckptplan.runtime.state.parameters import ParameterState
+from ckptplan.runtime.state.process import in_own_context
+from ckptplan.runtime.state.restore import restored
 from ckptplan.runtime.step import (
     LossFn,
     TrainingStep,

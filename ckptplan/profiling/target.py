@@ -14,12 +14,12 @@ from torch import nn
 
 from ckptplan.core.device import Device, find_device, known_devices, library_workspaces
 from ckptplan.core.errors import InvalidInputError
-from ckptplan.profiling.answers import Answers, seen_in, without_seen
-from ckptplan.profiling.kernels import real_choices
-from ckptplan.profiling.roofline import op_seconds
-from ckptplan.profiling.workspace import cuda_workspaces, measure_times, measure_workspaces
+from ckptplan.profiling.bytes.kernels import real_choices
+from ckptplan.profiling.bytes.workspace import cuda_workspaces, measure_times, measure_workspaces
+from ckptplan.profiling.times.roofline import op_seconds
+from ckptplan.profiling.values.answers import Answers, seen_in, without_seen
 from ckptplan.runtime.step import model_device
-from ckptplan.runtime.swap import MIN_SWAP_BYTES
+from ckptplan.runtime.swap.session import MIN_SWAP_BYTES
 
 _THRESHOLDS = ((5, 0), (8, 0), (9, 0), (11, 0))
 """Compute capabilities from which on other kernels are chosen (kernels.py)."""
@@ -132,7 +132,7 @@ class Target:
         Parameters
         ----------
         numbered : bool
-            As for real ones whose operations are numbered (NOTE [Numbering] in runtime/selective.py).
+            As for real ones whose operations are numbered (NOTE [Numbering] in runtime/recompute/selective.py).
         """
         capability = None if self.spec is None else self.spec.compute_capability
         return real_choices(self.device.type, capability, numbered=numbered)

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ckptplan.core.chain import Segment
 from ckptplan.core.plan import Decision
 from ckptplan.core.profile import Profile
+from ckptplan.core.segment import Segment
 
 Kind = Literal[
     "stages", "option", "segment", "moves", "points", "tier", "held", "budget", "host budget", "disk budget",

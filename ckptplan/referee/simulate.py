@@ -22,10 +22,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ckptplan.core.chain import Link, Option, Phase, Segment, Storage
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.link import Link
+from ckptplan.core.option import Option
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.segment import Segment
+from ckptplan.core.stage import Phase
+from ckptplan.core.storage import Storage
 from ckptplan.referee.rules import broken_rules, holds, outermost
 
 Lane = Literal["compute", "out", "in"]

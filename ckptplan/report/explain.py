@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from ckptplan.core.chain import ACTIONS, Action, Option, Phase, Segment
+from ckptplan.core.option import ACTIONS, Action, Option
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import Overflow, schedule
+from ckptplan.core.segment import Segment
+from ckptplan.core.stage import Phase
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.referee import Timeline, simulate
 

@@ -7,10 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ckptplan.core.chain import Link, Option, Stage
+from ckptplan.core.link import Link
 from ckptplan.core.measured import Copied, Measured, StageTimes, as_measured, told_together
+from ckptplan.core.option import Option
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.stage import Stage
 from ckptplan.core.trace import Drawn, DrawnStep, Lane, Span
 from ckptplan.referee import simulate
 

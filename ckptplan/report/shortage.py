@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from ckptplan.core.chain import Phase
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.shortage import Shortage
+from ckptplan.core.stage import Phase
 from ckptplan.referee import simulate
 
 _LESS = 20

@@ -15,7 +15,7 @@ from rich.text import Text
 from ckptplan.core.units import format_bytes
 
 if TYPE_CHECKING:  # memory stands above reports
-    from ckptplan.memory.snapshot_summary import Alternative, DeviceSummary, Holder, State
+    from ckptplan.memory.history.summary import Alternative, DeviceSummary, Holder, State
 
 UNCHECKED = "modelled, not checked against a device"
 HOLDERS = 8  # lines of each table; the JSON has all

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from ckptplan.core.chain import ACTIONS
+from ckptplan.core.option import ACTIONS
 from ckptplan.core.plan import Plan
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.referee import Timeline

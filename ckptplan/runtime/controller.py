@@ -22,23 +22,25 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
-from ckptplan.core.chain import InputTensor, Phase, Segment, Tier
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
+from ckptplan.core.link import Tier
 from ckptplan.core.plan import Decision
-from ckptplan.runtime.check import Checks, StageCheck
-from ckptplan.runtime.engine import OldGraph
-from ckptplan.runtime.frames import run_recomputed
-from ckptplan.runtime.gradients import GradientGuard
-from ckptplan.runtime.held_over import HeldOver
-from ckptplan.runtime.meter import BACKWARD, KINDS
-from ckptplan.runtime.own import OwnNames, OwnStorages
+from ckptplan.core.segment import Segment
+from ckptplan.core.stage import InputTensor, Phase
+from ckptplan.runtime.guard.check import Checks, StageCheck
+from ckptplan.runtime.guard.engine import OldGraph
+from ckptplan.runtime.guard.gradients import GradientGuard
+from ckptplan.runtime.guard.held_over import HeldOver
+from ckptplan.runtime.guard.shapes import Limits
+from ckptplan.runtime.guard.unplanned import Unplanned
+from ckptplan.runtime.observe.meter import BACKWARD, KINDS
 from ckptplan.runtime.patching import PatchedForward
-from ckptplan.runtime.recompute import Call
-from ckptplan.runtime.segments import OpenSegment
-from ckptplan.runtime.shapes import Limits
-from ckptplan.runtime.stores import Store
-from ckptplan.runtime.swap import Counters, State, SwapSession
-from ckptplan.runtime.unplanned import Unplanned
+from ckptplan.runtime.recompute.call import Call
+from ckptplan.runtime.recompute.frames import run_recomputed
+from ckptplan.runtime.recompute.segments import OpenSegment
+from ckptplan.runtime.swap.own import OwnNames, OwnStorages
+from ckptplan.runtime.swap.session import Counters, State, SwapSession
+from ckptplan.runtime.swap.stores import Store
 
 
 class Observer(Protocol):

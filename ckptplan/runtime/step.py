@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
 from ckptplan.core.profile import Fingerprint
-from ckptplan.runtime.compiled import check_compiled, compiled_modules
-from ckptplan.runtime.gradients import accumulates
+from ckptplan.runtime.guard.gradients import accumulates
+from ckptplan.runtime.state.compiled import check_compiled, compiled_modules
 
 LossFn = Callable[[Any], torch.Tensor]
 
@@ -62,7 +62,7 @@ class TrainingStep:
     autocast : (str, torch.dtype), optional
         Device type and data type of the autocast in which forward and loss run.
     accumulates : bool
-        Gradients exist when the step starts (NOTE [Gradients from before] in runtime/gradients.py).
+        Gradients exist when the step starts (NOTE [Gradients from before] in runtime/guard/gradients.py).
     """
 
     model: nn.Module

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ckptplan.core.chain import is_int
+from ckptplan.core.checks import is_int
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Plan, require_plan
 from ckptplan.core.units import format_bytes, format_seconds
-from ckptplan.runtime.apply import apply
-from ckptplan.runtime.gradients import rewinding
-from ckptplan.runtime.measure import (
+from ckptplan.runtime.guard.gradients import rewinding
+from ckptplan.runtime.handle import apply
+from ckptplan.runtime.observe.measure import (
     Outside,
     StepPeaks,
     held_tensors,
@@ -29,10 +29,10 @@ from ckptplan.runtime.measure import (
     timed,
     unique_bytes,
 )
-from ckptplan.runtime.parameters import ParameterState
-from ckptplan.runtime.process import in_own_context
-from ckptplan.runtime.state import restored
-from ckptplan.runtime.stats import Stats
+from ckptplan.runtime.observe.stats import Stats
+from ckptplan.runtime.state.parameters import ParameterState
+from ckptplan.runtime.state.process import in_own_context
+from ckptplan.runtime.state.restore import restored
 from ckptplan.runtime.step import LossFn, TrainingStep, fingerprint, make_step, model_device, training_config
 
 T = TypeVar("T")

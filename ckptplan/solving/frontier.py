@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
-from ckptplan.core.chain import ACTIONS, Action
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
+from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import residency
 from ckptplan.core.units import format_bytes
-from ckptplan.solving.evaluate import menus
+from ckptplan.solving.bound.pricing import lower_bound
+from ckptplan.solving.cost import menus
 from ckptplan.solving.planner import smallest_peak, solve_profile
-from ckptplan.solving.prices import lower_bound
 from ckptplan.solving.tiers import all_bytes, check_disk
 
 CLOSE = 0.002

@@ -1,7 +1,7 @@
 """The joint dynamic program: menus, swapping on both links and nested segments, label by label along the chain.
 
 A *label* at the boundary before stage `k` stands for decisions about the stages before `k`. Both lanes of a step (see
-evaluate.py) run forward over `k`, so one pass decides about both:
+cost.py) run forward over `k`, so one pass decides about both:
 
 | symbol  | meaning                                                                                              |
 |---------|------------------------------------------------------------------------------------------------------|
@@ -37,10 +37,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptplan.core import rules
-from ckptplan.core.chain import Option, Segment
+from ckptplan.core.option import Option
 from ckptplan.core.profile import Profile
-from ckptplan.solving.evaluate import Segments, holders_of
-from ckptplan.solving.exact_search import PlanSpace
+from ckptplan.core.segment import Segment
+from ckptplan.solving.cost import Segments, holders_of
+from ckptplan.solving.enumerate import PlanSpace
 
 MAX_TRACKED = 62
 WINDOW = 8

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptplan.core.chain import Segment
-from ckptplan.solving.evaluate import Codes, Evaluator, Segments
-from ckptplan.solving.exact_search import PlanSpace
+from ckptplan.core.segment import Segment
+from ckptplan.solving.cost import Codes, Evaluator, Segments
+from ckptplan.solving.enumerate import PlanSpace
 
 # Sums of the same seconds in another order are the same time.
 SAME = 1e-12

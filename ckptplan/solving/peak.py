@@ -1,7 +1,7 @@
 """The smallest budget for which a plan exists: a search, and a proof of how much less none can do with.
 
 The bound is the larger of two. One step at a time: no plan needs less for a step than the leanest way to run its stage,
-beside what is there whatever is decided. All at once: where the linear program of `prices.py` finds no shares of
+beside what is there whatever is decided. All at once: where the linear program of `bound/pricing.py` finds no shares of
 options and segments that fit a budget, its multipliers, scaled up until time no longer counts, prove that no plan fits.
 """
 
@@ -15,18 +15,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ckptplan.core import rules
-from ckptplan.core.chain import ACTIONS, Action, Phase, Segment
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.profile import Profile
-from ckptplan.solving import exact_search, local_search
-from ckptplan.solving.evaluate import Evaluator, Segments, menus
-from ckptplan.solving.exact_search import PlanSpace
-from ckptplan.solving.fluid_lp import Master
+from ckptplan.core.segment import Segment
+from ckptplan.core.stage import Phase
+from ckptplan.solving import enumerate as exact_search
+from ckptplan.solving import local_search
+from ckptplan.solving.bound.linear_program import Master
+from ckptplan.solving.bound.relaxation import Chain, Intervals
+from ckptplan.solving.bound.trees import Costs, LinearTrees, column_of
+from ckptplan.solving.cost import Evaluator, Segments, menus
+from ckptplan.solving.enumerate import PlanSpace
 from ckptplan.solving.label_dp import LabelDp
 from ckptplan.solving.local_search import PeakSearch
-from ckptplan.solving.relaxation import Chain, Intervals
 from ckptplan.solving.segment_dp import SegmentDp
-from ckptplan.solving.segment_trees import Costs, LinearTrees, column_of
 from ckptplan.solving.tiers import all_bytes, check_disk, evaluator_of
 
 ENUMERATE = 400_000

@@ -9,16 +9,20 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ckptplan.core.chain import ACTIONS, Action, Option, Segment
 from ckptplan.core.errors import InfeasibleBudgetError
+from ckptplan.core.option import ACTIONS, Action, Option
 from ckptplan.core.plan import Plan, launch_s, saved_bytes
 from ckptplan.core.profile import Profile
+from ckptplan.core.segment import Segment
 from ckptplan.core.units import format_bytes
-from ckptplan.solving import exact_search, local_search, prices
-from ckptplan.solving.evaluate import KEEP, Evaluator, Menu, Schedule, Segments
-from ckptplan.solving.exact_search import PlanSpace
-from ckptplan.solving.fluid_lp import Master
-from ckptplan.solving.fluid_model import FluidModel
+from ckptplan.solving import enumerate as exact_search
+from ckptplan.solving import local_search
+from ckptplan.solving.bound import pricing as prices
+from ckptplan.solving.bound.linear_program import Master
+from ckptplan.solving.bound.relaxation import Chain, Floats
+from ckptplan.solving.cost import KEEP, Evaluator, Menu, Schedule, Segments
+from ckptplan.solving.cp_sat import FluidModel
+from ckptplan.solving.enumerate import PlanSpace
 from ckptplan.solving.label_dp import LEAST_WIDTH, LabelDp, Prices
 from ckptplan.solving.local_search import LocalSearch
 from ckptplan.solving.peak import (
@@ -31,7 +35,6 @@ from ckptplan.solving.peak import (
     smallest_peak,
     step_bound,
 )
-from ckptplan.solving.relaxation import Chain, Floats
 from ckptplan.solving.segment_dp import LIMIT, SegmentDp
 from ckptplan.solving.tiers import all_bytes, check_disk, evaluator_of, slower_link
 

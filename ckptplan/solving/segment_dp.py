@@ -40,10 +40,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptplan.core import rules
-from ckptplan.core.chain import Segment
 from ckptplan.core.profile import Profile
-from ckptplan.solving.evaluate import Menu, Segments
-from ckptplan.solving.exact_search import PlanSpace
+from ckptplan.core.segment import Segment
+from ckptplan.solving.cost import Menu, Segments
+from ckptplan.solving.enumerate import PlanSpace
 
 MAX_UNITS = 4000
 """Up to this many units of the sizes' greatest common divisor bytes are exact."""

@@ -28,10 +28,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptplan.core.chain import Link
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.link import Link
 from ckptplan.core.profile import Profile
-from ckptplan.solving.evaluate import Codes, Evaluator, Queued, Schedule, Segments, copies_s
+from ckptplan.solving.cost import Codes, Evaluator, Queued, Schedule, Segments, copies_s
 
 EXACT = 10
 """Up to so many stages that move, every division that matters is tried."""

@@ -17,8 +17,8 @@ import torch
 
 import ckptplan
 from ckptplan.core.plan import Plan
-from ckptplan.memory.snapshot import load_snapshot, replay_snapshot
-from ckptplan.runtime.state import restored
+from ckptplan.memory.history.reader import load_snapshot, replay_snapshot
+from ckptplan.runtime.state.restore import restored
 from ckptplan.runtime.step import TrainingStep
 from experiments.gpu.cases import Case
 from experiments.gpu.profiling import Bench

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptplan.baselines import BASELINES
-from ckptplan.core.chain import ACTIONS
 from ckptplan.core.errors import InfeasibleBudgetError
+from ckptplan.core.option import ACTIONS
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
-from ckptplan.job import Job, PlanLimits, job_of_profile
+from ckptplan.planning.job import Job, PlanLimits, job_of_profile
 from ckptplan.referee import validate
 from ckptplan.solving.peak import smallest_peak
 from experiments.gpu.cases import Case
@@ -139,7 +139,7 @@ def _job(results: Results, case: Case, small: bool, choices: Choices) -> Job | N
     if choices.replay is None:
         return job
     from ckptplan.memory.estimate import TrainingBytes
-    from ckptplan.model_job import replaying
+    from ckptplan.planning.model_job import replaying
 
     step, target = _on_meta(case, small, choices.replay)
     return replaying(job, step, TrainingBytes(step.model, target, optimizer=case.optimizer, amp=case.amp))

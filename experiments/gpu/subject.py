@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ckptplan.profiling.profiler import training_step
 from ckptplan.profiling.target import Target, find_target
-from ckptplan.runtime.measure import held_tensors, optimizer_tensors, step_peaks, unique_bytes
+from ckptplan.runtime.observe.measure import held_tensors, optimizer_tensors, step_peaks, unique_bytes
 from ckptplan.runtime.step import TrainingStep, training_config
 from experiments.gpu.cases import Case
 from experiments.rivals import Forward, Rival

@@ -48,15 +48,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 import ckptplan
-from ckptplan.core.chain import Segment
 from ckptplan.core.errors import CkptPlanError
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
-from ckptplan.runtime.apply import Handle
-from ckptplan.runtime.check import When
-from ckptplan.runtime.measure import held_tensors, peak_above_start, unique_bytes
+from ckptplan.core.segment import Segment
+from ckptplan.runtime.guard.check import When
+from ckptplan.runtime.handle import Handle
+from ckptplan.runtime.observe.measure import held_tensors, peak_above_start, unique_bytes
 from ckptplan.runtime.patching import PatchedForward, installed
-from ckptplan.runtime.selective import NumberedOps
+from ckptplan.runtime.recompute.selective import NumberedOps
 
 Kind = Literal["equal", "refused", "not possible", "error", "raw error", "DIFFERENT", "over"]
 Extras = list[Any]

@@ -1,0 +1,5 @@
+"""`python -m ckptplan.cli`."""
+
+from ckptplan.cli.app import app
+
+app()

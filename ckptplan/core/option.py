@@ -1,0 +1,89 @@
+"""Option: one way to run a stage, and what it holds, takes and moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ckptplan.core.checks import check_bytes, check_indices, check_seconds, check_type
+from ckptplan.core.errors import InvalidInputError
+
+Action = Literal["keep", "swap", "recompute"]
+ACTIONS: tuple[Action, ...] = get_args(Action)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to run a stage.
+
+    Parameters
+    ----------
+    name : str
+        Unique in its stage: "keep", "swap", "recompute", "recompute+swap" (its inputs), "selective-1", ...
+    saved : tuple of int
+        Storages held until backward that could be moved, in the order in which the runtime meets them.
+    pinned : tuple of int
+        Storages held until backward that can't be.
+    forward_bytes, backward_bytes : int
+        What the stage adds to the bytes at its start, at the worst moment of its forward and of its backward.
+    recompute_s : float
+        Compute time in front of its backward.
+    recomputes : bool
+        Backward runs its forward again, all of it or what `ops` leaves.
+    moves : tuple of int
+        Positions in `saved` of what leaves the device where rule 4 of NOTE [Residency] lets it.
+    ops : tuple of int
+        Operations whose outputs a recomputing stage saves all the same, by their number in its forward.
+    launch_s : float
+        Time in which the host launches the recompute, beside the device; 0 where it is no lane of its own.
+    """
+
+    name: str
+    saved: tuple[int, ...]
+    pinned: tuple[int, ...]
+    forward_bytes: int
+    backward_bytes: int
+    recompute_s: float = 0.0
+    recomputes: bool = False
+    moves: tuple[int, ...] = ()
+    ops: tuple[int, ...] = ()
+    launch_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_type("option", str, name=self.name)
+        owner = f"option {self.name!r}"
+        check_bytes(owner, forward_bytes=self.forward_bytes, backward_bytes=self.backward_bytes)
+        check_seconds(owner, recompute_s=self.recompute_s, launch_s=self.launch_s)
+        check_type(owner, bool, recomputes=self.recomputes)
+        check_indices(owner, saved=self.saved, pinned=self.pinned, moves=self.moves, ops=self.ops)
+        if set(self.saved) & set(self.pinned):
+            raise InvalidInputError(f"{owner}: {sorted(set(self.saved) & set(self.pinned))} are saved and pinned")
+        if any(p >= len(self.saved) for p in self.moves):
+            raise InvalidInputError(
+                f"{owner}: moves={self.moves} are not positions in {len(self.saved)} saved storages"
+            )
+        if not self.recomputes and (self.recompute_s or self.launch_s or self.ops):
+            raise InvalidInputError(
+                f"{owner}: recompute_s={self.recompute_s}, launch_s={self.launch_s}, ops={self.ops}, but it doesn't "
+                "recompute"
+            )
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Storages held until backward, moved ones included."""
+        return self.saved + self.pinned
+
+    @property
+    def moved(self) -> tuple[int, ...]:
+        """Storages it would move."""
+        return tuple(self.saved[p] for p in self.moves)
+
+    @property
+    def action(self) -> Action:
+        """The action this is a kind of."""
+        return "recompute" if self.recomputes else "swap" if self.moves else "keep"
+
+    def allowed(self, actions: Sequence[str]) -> bool:
+        """Whether it uses `actions` alone; "keep" needs no leave."""
+        return (not self.recomputes or "recompute" in actions) and (not self.moves or "swap" in actions)

@@ -1,0 +1,46 @@
+"""Segment: consecutive stages that are recomputed together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptplan.core.checks import check_each, is_int, short_repr
+from ckptplan.core.errors import InvalidInputError
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Stages `first..last` recomputed together (NOTE [Residency], rule 6), with inner segments for its sweep.
+
+    Parameters
+    ----------
+    first, last : int
+        Stage indices; at the top level `first < last`, since one stage by itself is an option's business.
+    inner : tuple of Segment
+        In order and disjoint, within `first..last-1`.
+    """
+
+    first: int
+    last: int
+    inner: tuple[Segment, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (is_int(self.first) and is_int(self.last) and 0 <= self.first <= self.last):
+            raise InvalidInputError(
+                f"segment {short_repr(self.first)}..{short_repr(self.last)}: want stage indices with 0 <= first <= last"
+            )
+        check_each(f"segment {self.first}..{self.last}", Segment, inner=self.inner)
+        at = self.first
+        for segment in self.inner:
+            if segment.first < at or segment.last >= self.last:
+                raise InvalidInputError(
+                    f"segment {self.first}..{self.last}: inner segment {segment.first}..{segment.last} is out of order "
+                    f"or not within {self.first}..{self.last - 1}"
+                )
+            at = segment.last + 1
+
+    def depth(self, stage: int) -> int:
+        """How many segments, this one and inner ones, contain `stage`: so many times it runs again."""
+        if not self.first <= stage <= self.last:
+            return 0
+        return 1 + sum(segment.depth(stage) for segment in self.inner)

@@ -1,0 +1,304 @@
+"""Which of many devices a training fits, at what batch and with what plan, from as few traces as will do.
+
+CUDA devices of one `byte_class` take the same bytes and share every trace; times are rooflines of the same operations.
+Chains of batches between and beyond two traced ones are interpolated: a storage's bytes are linear in the batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ckptplan.core.device import Device
+from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
+from ckptplan.core.plan import Plan
+from ckptplan.core.profile import Profile
+from ckptplan.core.segment import Segment
+from ckptplan.fitting.batch import LIMIT, Batches, MakeInputs, largest
+from ckptplan.memory.estimate import TrainingBytes
+from ckptplan.planning.job import Report
+from ckptplan.profiling.profiler import planned_profiles
+from ckptplan.profiling.target import find_target
+from ckptplan.profiling.workload.optimizers import OptimizerLike
+from ckptplan.referee import validate
+from ckptplan.runtime.step import LossFn
+from ckptplan.solving.cost import Evaluator
+from ckptplan.solving.peak import smallest_peak
+from ckptplan.solving.planner import solve_profile
+
+_SPREAD = 8
+"""The second batch traced is so many times the user's."""
+_RETRIES = 4
+_STEP_BACK = 0.02
+"""Where the solver finds no plan for a batch, it is asked for one smaller by this share."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFit:
+    """What one device holds.
+
+    Attributes
+    ----------
+    device : Device
+    batch : int
+        The user's.
+    budget_bytes : int
+        What the device has for tensors and the allocator.
+    kept_bytes : int
+        What `batch` needs with everything kept.
+    planned_bytes : int
+        The smallest budget in which a plan was found for `batch`.
+    plan : Plan or None
+        For `batch`; None where everything fits kept, or nothing fits.
+    most_kept : int
+        Largest batch with everything kept, 0 for none; checked by an estimate, and so was the next larger one.
+    most_planned : int
+        Largest batch with a plan, 0 for none; on interpolated chains.
+    most_plan : Plan or None
+        Its plan; None where no more fits than kept.
+    """
+
+    device: Device
+    batch: int
+    budget_bytes: int
+    kept_bytes: int
+    planned_bytes: int
+    plan: Plan | None
+    most_kept: int
+    most_planned: int
+    most_plan: Plan | None
+
+    @property
+    def fits_kept(self) -> bool:
+        """Whether the user's batch needs no plan."""
+        return self.kept_bytes <= self.budget_bytes
+
+
+def survey(
+    model: nn.Module,
+    make_inputs: MakeInputs,
+    devices: Sequence[Device],
+    batch: int,
+    *,
+    budget_bytes: int | None = None,
+    optimizer: OptimizerLike | None = None,
+    loss_fn: LossFn | None = None,
+    amp: str | None = None,
+    accumulate: bool | None = None,
+    limit: int = LIMIT,
+    time_limit_s: float = 1.0,
+    on_progress: Report | None = None,
+) -> list[DeviceFit]:
+    """What each device holds, in the order given.
+
+    Plans take stages as wholes, so `solve` may find faster ones. On CUDA what a plan needs is its tensors' peak times
+    what the allocator reserved over it in one estimated plan on the same kind of device.
+
+    Parameters
+    ----------
+    devices : sequence of Device
+    batch : int
+        The one that plans are shown for.
+    budget_bytes : int, optional
+        In place of what each device has.
+    time_limit_s : float
+        For each plan.
+
+    Returns
+    -------
+    list of DeviceFit
+    """
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise InvalidInputError(f"batch={batch!r} must be a whole number, at least 1")
+    tell = on_progress or (lambda text: None)
+    groups: dict[object, list[Device]] = {}
+    for device in devices:
+        target = find_target(model, device)
+        # What isn't CUDA is measured here, as this machine would run it: one trace each.
+        groups.setdefault(target.byte_class or device.name, []).append(device)
+    found: dict[str, DeviceFit] = {}
+    for same in groups.values():
+        target = find_target(model, same[0])
+        sizes = TrainingBytes(model, target, loss_fn=loss_fn, optimizer=optimizer, amp=amp, accumulate=accumulate)
+        batches = Batches(make_inputs, sizes)
+        batches.check()
+        group = _Group(batches, _Traces(batches, same, batch, optimizer, time_limit_s, tell), batch, limit, tell)
+        for device in same:
+            found[device.name] = group.fit(device, budget_bytes or device.usable_bytes)
+    return [found[device.name] for device in devices]
+
+
+def _shape(chain: Profile) -> list[list[str]]:
+    """The names that a plan chooses from."""
+    return [[stage.name, *(option.name for option in stage.options)] for stage in chain.stages]
+
+
+class _Traces:
+    """Chains of any batch on devices that run the same operations."""
+
+    def __init__(
+        self,
+        batches: Batches,
+        devices: Sequence[Device],
+        batch: int,
+        optimizer: OptimizerLike | None,
+        time_limit_s: float,
+        tell: Report,
+    ) -> None:
+        self.batches, self.devices, self.batch = batches, devices, batch
+        self.optimizer, self.time_limit_s, self.tell = optimizer, time_limit_s, tell
+        self.chains: dict[int, dict[str, Profile]] = {}
+        self._reference: tuple[tuple[int, ...], tuple[Segment, ...]] | None = None
+        self._least: dict[int, int] = {}
+        self._share = 1.0
+
+    def chain(self, n: int, name: str) -> Profile:
+        """The chain of a batch on one of the devices: traced, or from two that were."""
+        if n not in self.chains:
+            a, b = self.batch, _SPREAD * self.batch
+            between = between_batches(self._traced(a)[name], a, self._traced(b)[name], b, n)
+            if between is not None:
+                return between
+        return self._traced(n)[name]
+
+    def _traced(self, n: int) -> dict[str, Profile]:
+        """Chains by device."""
+        if n not in self.chains:
+            target = self.batches.target
+            self.tell(f"{target.description}: tracing batch {n}")
+            profiles = planned_profiles(self.batches.step(n), self.optimizer, target, self.devices)
+            self.chains[n] = {device.name: p for device, p in zip(self.devices, profiles, strict=True)}
+        return self.chains[n]
+
+    def least_bytes(self, n: int) -> int:
+        """The smallest budget of a batch: that of the plan whose peak is smallest at the second batch traced."""
+        if self._reference is None:
+            self._reference = self._refer()
+        name = self.devices[0].name
+        chain = self.chain(n, name)
+        if _shape(chain) == _shape(self._traced(_SPREAD * self.batch)[name]):
+            peak_bytes = Evaluator(chain).peak(*self._reference)
+        else:  # other options: small tensors aren't worth moving
+            if n not in self._least:
+                self._least[n] = smallest_peak(chain, time_limit_s=4 * self.time_limit_s).peak_bytes
+            peak_bytes = self._least[n]
+        return math.ceil(peak_bytes * self._share)
+
+    def _refer(self) -> tuple[tuple[int, ...], tuple[Segment, ...]]:
+        """Find that plan, and what CUDA's allocator reserves over its peak."""
+        n = _SPREAD * self.batch
+        chain = self._traced(n)[self.devices[0].name]
+        least = smallest_peak(chain, time_limit_s=4 * self.time_limit_s)
+        if self.batches.target.is_cuda:
+            plan = self._solved(chain, least.peak_bytes)
+            if plan is not None:
+                reserved = self.batches.sizes.reserved(self.batches.step(n), plan)
+                self._share = max(1.0, reserved / plan.peak_bytes)
+        return least.codes, least.segments
+
+    def plan(self, device: Device, n: int, budget_bytes: int) -> Plan | None:
+        """The fastest plan found for a batch; a tight budget is given more time."""
+        chain, limit = self.chain(n, device.name), int(budget_bytes / self._share)
+        return self._solved(chain, limit) or self._solved(chain, limit, 4 * self.time_limit_s)
+
+    def _solved(self, chain: Profile, budget_bytes: int, time_limit_s: float | None = None) -> Plan | None:
+        try:
+            plan = solve_profile(chain, budget_bytes, time_limit_s=time_limit_s or self.time_limit_s)
+        except InfeasibleBudgetError:
+            return None
+        return None if validate(chain, plan, budget_bytes) else plan
+
+
+class _Group:
+    """Devices on which a step takes the same bytes."""
+
+    def __init__(self, batches: Batches, traces: _Traces, batch: int, limit: int, tell: Report) -> None:
+        self.batches, self.traces, self.batch, self.limit, self.tell = batches, traces, batch, limit, tell
+        self.kept: dict[int, float] = {}
+
+    def fit(self, device: Device, budget_bytes: int) -> DeviceFit:
+        """What one of them holds."""
+        kept = self.kept_bytes(self.batch)
+        most_kept, _ = largest(self.kept_bytes, budget_bytes, self.limit, self.kept)
+        self.tell(f"{device.name}: planning")
+        least = self.traces.least_bytes(self.batch)
+        plan = self.traces.plan(device, self.batch, budget_bytes) if kept > budget_bytes >= least else None
+        most, most_plan = self.most(device, budget_bytes, most_kept)
+        if plan is None and most == self.batch:
+            plan = most_plan  # a tight budget's plan isn't found in every run of the time limit
+        return DeviceFit(device, self.batch, budget_bytes, kept, min(least, kept), plan, most_kept, most, most_plan)
+
+    def kept_bytes(self, n: int) -> int:
+        """Bytes with everything kept."""
+        if n not in self.kept:
+            self.tell(f"{self.batches.target.description}: estimating batch {n}")
+            self.kept[n] = self.batches.sizes.reserved(self.batches.step(n))
+        return int(self.kept[n])
+
+    def most(self, device: Device, budget_bytes: int, most_kept: int) -> tuple[int, Plan | None]:
+        """The largest batch with a plan."""
+        n, _ = largest(self.traces.least_bytes, budget_bytes, self.limit)
+        for _ in range(_RETRIES):
+            if n <= most_kept:
+                break
+            plan = self.traces.plan(device, n, budget_bytes)
+            if plan is not None:
+                return n, plan
+            n -= max(1, int(_STEP_BACK * n))
+        return most_kept, None
+
+
+def between_batches(a: Profile, n_a: int, b: Profile, n_b: int, n: int) -> Profile | None:
+    """The chain of `n` samples from those of `n_a` and `n_b`; None where these differ in more than bytes and seconds.
+
+    Bytes are rounded up; a chain that is linear up to blocks of 512 bytes comes out so that each storage is off by less
+    than two blocks per multiple of the distance between the two.
+    """
+    share = (n - n_a) / (n_b - n_a)
+
+    def number(x: float, y: float) -> float:
+        if isinstance(x, int) and isinstance(y, int):
+            return max(0, x + -(-(y - x) * (n - n_a) // (n_b - n_a)))
+        return max(0.0, x + (y - x) * share)
+
+    def mixed(x: object, y: object) -> object:
+        if isinstance(x, (bool, str)) or x is None:
+            if x != y:
+                raise _Differs
+            return x
+        if isinstance(x, (int, float)) and isinstance(y, (int, float)):
+            return number(x, y)
+        if isinstance(x, tuple) and isinstance(y, tuple):
+            if len(x) != len(y):
+                raise _Differs
+            return tuple(mixed(p, q) for p, q in zip(x, y, strict=True))
+        if type(x) is not type(y) or not dataclasses.is_dataclass(x):
+            raise _Differs
+        fields = {f.name: (getattr(x, f.name), getattr(y, f.name)) for f in dataclasses.fields(x)}
+        values = {
+            name: p if name in _SAME else q if name in _EITHER else mixed(p, q) for name, (p, q) in fields.items()
+        }
+        if any(p != q for name, (p, q) in fields.items() if name in _SAME):
+            raise _Differs
+        return dataclasses.replace(x, **values)  # type: ignore[type-var]
+
+    try:
+        chain = mixed(a, b)
+    except _Differs:
+        return None
+    assert isinstance(chain, Profile)
+    return chain
+
+
+class _Differs(Exception):
+    pass
+
+
+_SAME = {"saved", "pinned", "moves", "ops", "linked", "born", "program_until", "link"}
+"""What two chains of one model share at any batch, by field: places, not amounts."""
+_EITHER = {"kind", "fingerprint", "notes", "stays"}
+"""What names shapes, or follows from them."""

@@ -1,0 +1,1 @@
+"""PyTorch's recorded memory histories: read, undone to events, summed up."""

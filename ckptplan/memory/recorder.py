@@ -1,0 +1,446 @@
+"""Record every block of memory that a step makes and frees, in order, by running it on fake tensors.
+
+A *recording* is a list of blocks and, per section of the step, the events on them. Sections are the tracker's segments
+(a stage, or the glue before it) in one direction, in the order they ran.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import os
+import sys
+import threading
+import types
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from ckptplan.core.plan import KEEP, Decision
+from ckptplan.core.segment import Segment
+from ckptplan.profiling.bytes.trace import Replay, replay, segment_name
+from ckptplan.profiling.bytes.tracker import Tracker, learn_storages
+from ckptplan.profiling.target import Target
+from ckptplan.profiling.workload.optimizers import trace_updates
+from ckptplan.runtime.controller import is_glue
+from ckptplan.runtime.step import TrainingStep
+
+Direction = str
+"""\"forward\" or \"backward\"."""
+
+ALLOCATE, FREE, WORK = 1, -1, 0
+Event = tuple[int, int]
+"""(ALLOCATE or FREE, index of a block), or (WORK, index of an operation)."""
+
+
+@dataclass(slots=True)
+class Block:
+    """One block of device memory.
+
+    Attributes
+    ----------
+    nbytes : int
+        As requested, before any rounding.
+    category : str
+        What it is for (`ckptplan.core.estimate.CATEGORIES`).
+    name : str
+        Of the parameter, buffer or state; empty for what a step makes.
+    module, line, op : str
+        Which module's forward made it, or belongs to the backward that did; the line of code outside of PyTorch that
+        called the operation; the operation.
+    shape : tuple of int
+    dtype : str
+    stage : str
+        For saved activations, the first stage that saves it.
+    """
+
+    nbytes: int
+    category: str
+    name: str = ""
+    module: str = ""
+    line: str = ""
+    op: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    stage: str = ""
+
+
+@dataclass(slots=True)
+class Section:
+    """What happened in one segment in one direction ("forward", "backward"; "end": after the step)."""
+
+    direction: Direction
+    segment: int
+    events: list[Event] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Recording:
+    """A step's blocks and events.
+
+    Attributes
+    ----------
+    stages : tuple of str
+        Names of the module stages: segment 2j + 1 is stage j.
+    blocks : list of Block
+    sections : list of Section
+    """
+
+    stages: tuple[str, ...]
+    blocks: list[Block]
+    sections: list[Section]
+
+    def __post_init__(self) -> None:
+        assert all(s.segment <= 2 * len(self.stages) for s in self.sections)
+
+
+@dataclass(frozen=True, slots=True)
+class _Where:
+    module: str
+    line: str
+
+
+class Recorder(Tracker):
+    """A tracker that also writes down each block with where it is from.
+
+    Parameters
+    ----------
+    target : Target
+    model : nn.Module
+    """
+
+    def __init__(self, target: Target, model: nn.Module) -> None:
+        self.blocks: list[Block] = []
+        self.sections: list[Section] = []
+        self.operations: list[tuple[Hashable, int, _Where, str]] = []
+        self._model = model
+        self._names = {module: name for name, module in model.named_modules()}
+        self._modules: list[str] = [""]
+        self._thread = threading.get_ident()
+        self._block_of: dict[int, int] = {}
+        self._sums: dict[int, int] = {}
+        self._nodes_end: list[int] = []
+        self._nodes: list[_Where] = []
+        self._where = _Where("", "")
+        self._op = ""
+        self.block_of_sid: dict[Any, int] = {}
+        self.made_in_backward: set[int] = set()
+        self.made_again: set[int] = set()
+        self.gradients: dict[int, str] = {}
+        super().__init__(target)
+
+    # --- sections ---
+
+    def enter_segment(self, segment: int) -> None:
+        """Forward moves on to `segment`."""
+        super().enter_segment(segment)
+        self.sections.append(Section("forward", segment))
+
+    def enter_backward(self, segment: int | None = None) -> None:
+        """Backward begins, or moves down to `segment`."""
+        before = (self._in_backward, self._segment)
+        super().enter_backward(segment)
+        if (self._in_backward, self._segment) != before:
+            first = before[1] if before[0] else self._segment + 1
+            for passed in range(first - 1, self._segment - 1, -1):
+                self.sections.append(Section("backward", passed))
+
+    def finish(self) -> None:
+        """The step has ended; its gradients live on."""
+        super().finish()
+        unlisted = (("(of a parameter that the model doesn't list)", other) for other, _ in self.foreign.values())
+        for name, parameter in (*unlisted, *self._model.named_parameters()):  # a listed one's name wins
+            block = None if parameter.grad is None else self.block_of(parameter.grad)
+            if block is not None:
+                self.gradients[block] = name
+        self.sections.append(Section("end", 0))
+
+    # --- blocks ---
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return func(*args, **(kwargs or {}))
+        forward = not self._in_backward or torch.is_grad_enabled()
+        if forward:
+            self._where = _Where(self._modules[-1], _line(sys._getframe(1)))
+        else:
+            self._where = self._of_node()
+        self._op = f"{func.namespace}.{func._opname}"
+        first = len(self.blocks)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if forward:
+            number = torch._C._autograd._get_sequence_nr()
+            if not self._nodes_end or number > self._nodes_end[-1]:
+                self._nodes_end.append(number)
+                self._nodes.append(self._where)
+        table = self.backward if self._in_backward else self.forward
+        key = table[self._segment].ops[-1].key
+        if key is not None:
+            made = sum(block.nbytes for block in self.blocks[first:])
+            self.sections[-1].events.append((WORK, len(self.operations)))
+            self.operations.append((key, made, self._where, self._op))
+        return result
+
+    def _of_node(self) -> _Where:
+        """Where the forward operation is whose backward runs."""
+        node = torch._C._current_autograd_node()
+        if node is None or not self._nodes:
+            return self._where
+        at = bisect.bisect_right(self._nodes_end, node._sequence_nr())
+        return self._nodes[at] if at < len(self._nodes) else self._where
+
+    def _summed_in_place(self, earlier: torch.Tensor, total: torch.Tensor) -> None:
+        self._sums[id(total.untyped_storage())] = id(earlier.untyped_storage())
+
+    def _add(self, tensor: torch.Tensor) -> Any:
+        sid = super()._add(tensor)
+        if sid is None:
+            return None
+        key = id(tensor.untyped_storage())
+        earlier = self._sums.pop(key, None)
+        if earlier is not None and earlier in self._block_of:
+            # The real sum is written into the earlier block, which goes on living under the new name.
+            self._block_of[key] = self._block_of.pop(earlier)
+            return sid
+        index = len(self.blocks)
+        self._block_of[key] = index
+        self.block_of_sid[sid] = index
+        self.blocks.append(
+            Block(
+                tensor.untyped_storage().nbytes(),
+                "",
+                module=self._where.module,
+                line=self._where.line,
+                op=self._op,
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+            )
+        )
+        if self._in_backward:
+            again = torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
+            (self.made_again if again else self.made_in_backward).add(index)
+        self.sections[-1].events.append((ALLOCATE, index))
+        return sid
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        super()._freed(key, nbytes)
+        block = self._block_of.pop(key, None)
+        if block is not None and block not in self.gradients:  # those outlive what is recorded
+            self.sections[-1].events.append((FREE, block))
+
+    def block_of(self, tensor: torch.Tensor) -> int | None:
+        """The index of a tensor's block; None for what was there before."""
+        return self._block_of.get(id(tensor.untyped_storage()))
+
+    # --- modules ---
+
+    @contextlib.contextmanager
+    def watching_modules(self) -> Iterator[None]:
+        """Know which module's forward runs."""
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if threading.get_ident() == self._thread:
+                self._modules.append(self._names.get(module, self._modules[-1]))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if threading.get_ident() == self._thread and len(self._modules) > 1:
+                self._modules.pop()
+
+        handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+_TORCH = os.path.dirname(torch.__file__)
+_STEP = TrainingStep.forward.__code__.co_filename
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def _line(frame: types.FrameType | None) -> str:
+    """The innermost line of the model's code that is neither PyTorch's nor ours; empty where there is none."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path == _STEP:
+            return ""  # it began there: whatever lies further out is not the model's
+        if not path.startswith((_TORCH, _OURS, "<")) and "/contextlib.py" not in path:
+            return f"{_short(path)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _short(path: str) -> str:
+    """A file's path from its package on."""
+    for root in sys.path:
+        if root and path.startswith(root + os.sep):
+            return path[len(root) + 1 :]
+    return os.path.basename(path)
+
+
+def record_step(
+    step: TrainingStep,
+    stages: tuple[str, ...],
+    target: Target,
+    *,
+    choices: tuple[Decision, ...] | None = None,
+    segments: tuple[Segment, ...] = (),
+    accumulating: bool = False,
+    inference: bool = False,
+) -> tuple[Recording, list[str]]:
+    """Record one forward and backward of `step`.
+
+    Parameters
+    ----------
+    stages : tuple of str
+        The module stages.
+    choices, segments
+        Of a plan; by default everything is kept.
+    accumulating : bool
+        Parameters have gradients already.
+    inference : bool
+        Record one forward that saves nothing instead.
+
+    Returns
+    -------
+    Recording
+        Parameters, buffers and inputs are not in it, and gradients only where they are made.
+    list of str
+        Operations whose temporaries could not be found out.
+    """
+    recorder = Recorder(target, step.model)
+    with recorder.watching_modules():
+        seen = replay(
+            step,
+            stages,
+            choices or (KEEP,) * len(stages),
+            target,
+            segments=segments,
+            tracker=recorder,
+            saves=not inference,
+            accumulating=accumulating,
+        )
+    modules = tuple(name for name in stages if not is_glue(name))
+    if not target.is_cuda:
+        _keep_random_states(
+            recorder, modules, [c for n, c in zip(stages, choices or (), strict=False) if not is_glue(n)]
+        )
+    _categorize(recorder, seen, modules, inference)
+    peaks, failed, storages = target.workspaces(key for key, *_ in recorder.operations)
+    if learn_storages(target, (*seen.forward.values(), *seen.backward.values()), storages):
+        return record_step(
+            step,
+            stages,
+            target,
+            choices=choices,
+            segments=segments,
+            accumulating=accumulating,
+            inference=inference,
+        )
+    for section in recorder.sections:
+        section.events = list(_with_workspaces(recorder, section.events, peaks))
+    return Recording(modules, recorder.blocks, recorder.sections), failed
+
+
+def _keep_random_states(recorder: Recorder, modules: tuple[str, ...], choices: list[Decision]) -> None:
+    """Add the random state that each recomputed stage keeps from its forward to its backward.
+
+    On the CPU it lies among the tensors, out of a dispatch mode's sight; while a stage is run again, the present state
+    is set aside as well.
+    """
+    nbytes = torch.get_rng_state().numel()
+    for j, choice in enumerate(choices):
+        if choice.action != "recompute":
+            continue
+        mine = {s.direction: s for s in recorder.sections if s.segment == 2 * j + 1}
+        if set(mine) != {"forward", "backward"}:
+            continue
+        kept, set_aside = (Block(nbytes, "saved activations", "random state", stage=modules[j]) for _ in range(2))
+        first = len(recorder.blocks)
+        recorder.blocks += [kept, set_aside]
+        mine["forward"].events.insert(0, (ALLOCATE, first))
+        backward = mine["backward"].events
+        again = [n for n, event in enumerate(backward) if event[0] == ALLOCATE and event[1] in recorder.made_again]
+        backward.insert(again[-1] + 1 if again else 0, (FREE, first + 1))
+        backward.insert(0, (ALLOCATE, first + 1))
+        backward.append((FREE, first))
+
+
+def record_updates(
+    optimizer: torch.optim.Optimizer, model: nn.Module, target: Target, step: Recording | None = None
+) -> Recording:
+    """Record two updates of `optimizer`, the first of which makes its state: sections "update 1" and "update 2".
+
+    Of the model's parameters, those are updated that `step` leaves a gradient for; without it all that may need one.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the update can't run on fake tensors.
+    """
+    recorder = Recorder(target.without_answers, model)
+    recorder.sections = [Section("update 1", 0)]
+    names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
+    given = None if step is None else {b.name for b in step.blocks if b.category == "gradients"}
+    twin = trace_updates(
+        optimizer,
+        recorder,
+        target,
+        between=lambda: recorder.sections.append(Section("update 2", 0)),
+        has_gradient=lambda p: p.requires_grad and (given is None or p not in names or names[p] in given),
+    )
+    originals = [p for group in optimizer.param_groups for p in group["params"]]
+    fakes = [p for group in twin.param_groups for p in group["params"]]
+    for original, fake in zip(originals, fakes, strict=True):
+        for what, value in twin.state.get(fake, {}).items():
+            index = recorder.block_of(value) if isinstance(value, torch.Tensor) else None
+            if index is not None:
+                recorder.blocks[index].category = "optimizer state"
+                recorder.blocks[index].name = f"{names.get(original, '?')}: {what}"
+    for block in recorder.blocks:
+        block.category = block.category or "workspaces and temporaries"
+        block.line = type(optimizer).__name__
+    peaks, *_ = target.workspaces(key for key, *_ in recorder.operations)
+    sections = [Section(s.direction, 0, list(_with_workspaces(recorder, s.events, peaks))) for s in recorder.sections]
+    return Recording((), list(recorder.blocks), sections)
+
+
+def _with_workspaces(recorder: Recorder, events: list[Event], peaks: dict[Hashable, int]) -> Iterator[Event]:
+    """`events` with a block for what each operation allocates beside its results and frees again."""
+    for code, index in events:
+        if code != WORK:
+            yield code, index
+            continue
+        key, made, where, op = recorder.operations[index]
+        beside = peaks.get(key, 0) - made
+        if beside > 0:
+            block = Block(beside, "workspaces and temporaries", module=where.module, line=where.line, op=op)
+            recorder.blocks.append(block)
+            yield ALLOCATE, len(recorder.blocks) - 1
+            yield FREE, len(recorder.blocks) - 1
+
+
+def _categorize(recorder: Recorder, seen: Replay, stages: tuple[str, ...], inference: bool) -> None:
+    """Say what each block is for."""
+    holder: dict[int, int] = {}
+    for segment, sids in () if inference else sorted(seen.saved.items()):
+        for sid in sids:
+            made = recorder.block_of_sid.get(sid)
+            if made is not None:
+                holder.setdefault(made, segment)
+    for index, block in enumerate(recorder.blocks):
+        if index in recorder.gradients:
+            block.category, block.name = "gradients", recorder.gradients[index]
+        elif index in recorder.made_in_backward:
+            block.category = "output gradients"
+        elif index in recorder.made_again:
+            block.category = "saved activations"
+        elif index in holder:
+            block.category, block.stage = "saved activations", segment_name(stages, holder[index])
+        else:
+            block.category = "forward outputs"

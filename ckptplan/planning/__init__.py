@@ -1,0 +1,1 @@
+"""From a profile or a model to a plan that the referee and a replay have checked."""

@@ -1,0 +1,176 @@
+"""Plans for forwards with larger inputs than the applied plan holds for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError, PlanMismatchError
+from ckptplan.core.plan import Plan
+from ckptplan.core.stage import InputTensor
+from ckptplan.planning.adviser import Adviser
+from ckptplan.planning.job import Job, PlanLimits
+from ckptplan.planning.model_job import job_of_step
+from ckptplan.profiling.profiler import as_ours, training_step
+from ckptplan.profiling.target import find_target
+from ckptplan.profiling.workload.enlarge import enlarged_calls, require_in_range
+from ckptplan.profiling.workload.optimizers import OptimizerLike
+from ckptplan.runtime.guard.shapes import ByName, Larger, Limits, input_tensors
+from ckptplan.runtime.state.process import in_own_context
+from ckptplan.runtime.state.restore import restored
+from ckptplan.runtime.step import LossFn
+
+_REMEMBERED = 16
+"""Plans, and shapes without one, that are kept in mind."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """A plan that there is: what it holds for, and the profile that it is made from (None: not given)."""
+
+    inputs: tuple[InputTensor, ...]
+    plan: Plan
+    job: Job | None
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.inputs)
+
+
+class Enlarger:
+    """Plans for forwards with larger inputs (`runtime.guard.shapes.OnLarger`).
+
+    Plans that were made stay known: where inputs go beyond the present one and an earlier one holds for them, that one
+    returns without any profiling. What no plan is found for is remembered too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        limits: PlanLimits,
+        adviser: Adviser | None,
+        loss_fn: LossFn | None,
+        optimizer: OptimizerLike | None,
+        amp: torch.dtype | str | None,
+        swap_dir: str | Path | None,
+    ) -> None:
+        if plan.fingerprint.inputs == "step()":
+            raise InvalidInputError(
+                "on_larger='replan' plans for a forward's inputs, and this plan was made for a step=, whose inputs "
+                "can't be seen; make it with inputs=, or pass on_larger='raise'"
+            )
+        self._model, self._limits, self._adviser = model, limits, adviser
+        self._loss_fn, self._optimizer, self._amp, self._swap_dir = loss_fn, optimizer, amp, swap_dir
+        self._by_name = ByName(model.forward)
+        self._budget_bytes = max(plan.budget_bytes, plan.reserved_bytes or 0)
+        self._now = _Known(
+            self._by_name.planned(plan.fingerprint.inputs), plan, None if adviser is None else adviser.job
+        )
+        self._within = self._now.limits
+        self._known = [self._now]
+        self._refused: list[tuple[tuple[InputTensor, ...], InfeasibleBudgetError]] = []
+
+    def beyond(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether some tensor is larger than planned."""
+        return self._within.first_beyond(*self._by_name(args, kwargs)) is not None
+
+    def enlarged(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Larger | None]:
+        """A plan that holds for these inputs.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If none fits the budget.
+        PlanMismatchError
+            If the step can't be profiled with them.
+        """
+        named = self._by_name(args, kwargs)
+        given = input_tensors(*named)
+        beyond = self._within.first_beyond(*named)
+        assert beyond is not None
+        if plan is not self._now.plan:  # a leaner one came after a shortage of memory
+            self._now.plan = plan
+            self._now.job = None if self._adviser is None else self._adviser.job
+            self._budget_bytes = min(self._budget_bytes, max(plan.budget_bytes, plan.reserved_bytes or 0))
+        earlier = next((k for k in reversed(self._known) if k.limits.first_beyond(*named) is None), None)
+        if earlier is not None:
+            return self._turn_to(earlier), None
+        for shapes, error in self._refused:
+            if _holds(given, shapes):
+                raise _again(error)
+        begin = time.perf_counter()
+        found = self._plan_for((args, kwargs), named)
+        larger = Larger(*beyond, found.inputs, time.perf_counter() - begin)
+        self._known = [*self._known[-_REMEMBERED + 1 :], found]
+        return self._turn_to(found), larger
+
+    def _turn_to(self, known: _Known) -> Plan:
+        self._now, self._within = known, known.limits
+        if self._adviser is not None and known.job is not None:
+            self._adviser.turn_to(known.job)
+        return known.plan
+
+    @in_own_context
+    def _plan_for(self, call: tuple[tuple[Any, ...], dict[str, Any]], named: Any) -> _Known:
+        target = find_target(self._model)
+        kind = target.device.type
+        amp = self._amp
+        if amp is None and torch.is_autocast_enabled(kind):
+            amp = torch.get_autocast_dtype(kind)
+        accumulate = self._now.plan.fingerprint.accumulates or None  # where gradients exist now, they do in later steps
+        calls = enlarged_calls(call, named, self._now.inputs, [known.inputs for known in self._known])
+        # Autocast around the user's forward would go on into the loss and backward, and keep casts made in here.
+        with torch.autocast(kind, enabled=False):
+            for args, kwargs in calls:
+                try:
+                    training, _ = training_step(
+                        self._model, args, loss_fn=self._loss_fn, target=target, amp=amp, accumulate=accumulate
+                    )
+                    training = replace(training, kwargs=kwargs)
+                    training.on_device(target.device)
+                    if args is not call[0]:
+                        with restored(self._model, training.reached()), as_ours(training, "tracing"):
+                            require_in_range(training, target)
+                    job = job_of_step(training, (), target, self._optimizer, self._swap_dir, True, self._limits)
+                    plan = job.solved(self._budget_bytes)
+                except CkptPlanError as error:
+                    failed = error
+                    continue
+                # The replay goes with this forward's inputs, which nothing else should keep.
+                job = replace(job, replayed=None, on_cuda=False)
+                return _Known(input_tensors(*self._by_name(args, kwargs)), plan, job)
+        given = input_tensors(*named)
+        if isinstance(failed, InfeasibleBudgetError):
+            self._refused = [*self._refused[-_REMEMBERED + 1 :], (given, failed)]
+            raise _again(failed)
+        raise PlanMismatchError(
+            f"inputs {', '.join(map(str, given))} go beyond the plan and can't be planned for: {failed}"
+        ) from failed
+
+
+def _holds(given: Sequence[InputTensor], shapes: Sequence[InputTensor]) -> bool:
+    """Whether `given` is nowhere smaller than `shapes`, so that what is infeasible for these is so for those."""
+    sizes = {t.path: t.shape for t in given}
+    return all(
+        len(sizes.get(t.path, ())) == len(t.shape) and all(a >= b for a, b in zip(sizes[t.path], t.shape, strict=True))
+        for t in shapes
+        if t.path in sizes or t.shape
+    )
+
+
+def _again(error: InfeasibleBudgetError) -> InfeasibleBudgetError:
+    """A new error like `error`, which keeps no frames alive."""
+    return InfeasibleBudgetError(
+        f"{error}; the former plan goes on",
+        budget_bytes=error.budget_bytes,
+        min_peak_bytes=error.min_peak_bytes,
+        stage=error.stage,
+        phase=error.phase,
+    )

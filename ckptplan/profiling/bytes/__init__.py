@@ -1,0 +1,1 @@
+"""Bytes of a step, from runs without memory."""

@@ -1,0 +1,400 @@
+"""A world in which a model runs without memory: fake parameters, fake floating tensors, real small integers.
+
+Integers and booleans stay real because models read them: whether a mask is all ones, whether positions restart. They
+are small next to activations, and with them real the fake run takes the same path as the real one. What depends on the
+values of fake tensors is asked of a real run (NOTE [Answers] in answers.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ckptplan.core.errors import CkptPlanError
+from ckptplan.profiling.bytes.operations import TensorSpec, op_key
+from ckptplan.profiling.target import ON_CPU, Target
+from ckptplan.profiling.values.answers import (
+    PACK,
+    READ_ARRAY,
+    VALUES_LIMIT,
+    Answer,
+    Answers,
+    NeedsValues,
+    Phase,
+    Question,
+    ReadingWatched,
+    around_forwards,
+    readable,
+)
+from ckptplan.profiling.values.compiled import compiled_as_noted
+from ckptplan.runtime.state.modes import Stacks
+from ckptplan.runtime.state.restore import beside
+
+_MISREPORTED = {
+    torch.ops.aten.mkldnn_rnn_layer.default,
+    torch.ops.aten._cudnn_rnn.default,
+    torch.ops.aten.cudnn_batch_norm.default,
+}
+"""Operations whose fake twin gives a workspace of another size than the real one saves for backward."""
+
+_NORMS = {
+    torch.ops.aten.native_layer_norm.default,
+    torch.ops.aten.native_group_norm.default,
+    torch.ops.aten.native_batch_norm.default,
+}
+"""Their statistics have the precision of the parameters on the CPU, float32 for half-precision input on CUDA; their
+fake twins on the CPU give them that of the input."""
+
+
+_GROUPED = torch.ops.aten._grouped_mm.default
+
+
+def _grouped_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Products of matrices in groups, as routed experts make them; the operation's own fake twin takes bfloat16 only.
+
+    Shapes: (rows, k) x (groups, k, n), (groups, m, k) x (k, columns), (m, k) x (k, n) by groups of k, or batched.
+    """
+    if a.dim() == b.dim() == 2:
+        assert offs is not None
+        shape = (offs.shape[0], a.shape[0], b.shape[1])
+    else:
+        shape = (*a.shape[:-1], b.shape[-1]) if b.dim() == 3 else (a.shape[-2], b.shape[-1])
+    return torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)
+
+
+_Shape = tuple[torch.Size, torch.dtype, torch.device]
+
+
+def _zeros(like: torch.Tensor) -> torch.Tensor:
+    """Real zeros that lie in memory as a fake tensor does."""
+    flat = torch.zeros(TensorSpec.of(like).span, dtype=like.dtype, device=like.device)
+    return flat.as_strided(like.shape, like.stride())
+
+
+_NO_KERNEL = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+def _whole(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+class FakeWorld(TorchDispatchMode):
+    """Enter it, on top of its own FakeTensorMode, to run operations without memory for their floating results.
+
+    Parameters
+    ----------
+    target : Target
+        Where the step is to run; by default on the CPU.
+
+    Attributes
+    ----------
+    fake_mode : FakeTensorMode
+    number_read : float or None
+        What reading the value of a single fake number gives; None: an error, since the path may hang on it.
+    answer : Answer or None
+        What the last operation was answered by the real run.
+    """
+
+    def __init__(self, target: Target = ON_CPU) -> None:
+        super().__init__()
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.number_read: float | None = None
+        self._target = target
+        self._elsewhere = WeakIdKeyDictionary()
+        self._outer: contextlib.ExitStack | None = None
+        self._stacks = Stacks()
+        answers = target.answers
+        self._answers = answers if answers is not None and answers.phases else None
+        self.answer: Answer | None = None
+        self._real_shapes: dict[Hashable, list[_Shape | None]] = {}
+        self._drew = False
+        self._asked: Counter[Question] = Counter()
+        self._again: Counter[Question] | None = None
+        self._begins: dict[int, Counter[Question]] = {}
+        self._next_stage: int | None = None
+        self._training = True
+
+    def __enter__(self) -> FakeWorld:
+        self._training = torch.is_grad_enabled()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(ReadingWatched(self._array, by_item=lambda: self._answers is not None or self._drew))
+            stack.enter_context(self.fake_mode)
+            super().__enter__()
+            self._outer = stack.pop_all()
+        self._stacks = Stacks()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stacks.put()  # without modes that forward has left on top of this one
+        super().__exit__(*error)
+        assert self._outer is not None
+        self._outer.close()
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake twin of a real tensor, the same for the same tensor.
+
+        It lies where the tensor does, but where the step is traced when that is elsewhere, or nowhere (`meta`).
+        """
+        where = tensor.device.type
+        if where == "cpu" or (self._target.spec is None and where != "meta"):
+            return self.fake_mode.from_tensor(tensor)
+        twin = self._elsewhere.get(tensor)
+        if twin is None:
+            device = self._target.device
+            with self.fake_mode, torch.no_grad():
+                twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            if isinstance(tensor, nn.Parameter):
+                twin = nn.Parameter(twin, tensor.requires_grad)
+            else:
+                twin.requires_grad_(tensor.requires_grad)
+            self._elsewhere[tensor] = twin
+        return twin
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One operation: for real on whole numbers alone, else fake, or by what it answered in the real run."""
+        self.answer = None
+        answers = self._answers
+        phase = self._phase()
+        if answers is None or phase not in answers.phases:
+            self._check_undrawn(func, args, phase)
+            result = self._run(func, args, kwargs)
+            self._drew = self._drew or Answers.wants_drawn(func, result)
+            return result
+        if answers.wants(func, args):
+            question = Question.now(phase, func)
+            self.answer = self._take(question, (args, kwargs))
+            if self._drew or any(isinstance(t, FakeTensor) for t in pytree.tree_leaves((args, kwargs))):
+                answers.used.setdefault(question)
+            if self.answer.is_number:
+                return self.answer.result
+        result = self._run(func, args, kwargs)
+        if self.answer is None and answers.wants_drawn(func, result):
+            self._drew = True
+            return self._drawn(self._take(Question.now(phase, func), (args, kwargs)), result)
+        return result
+
+    def _check_undrawn(self, func: Any, args: tuple[Any, ...], phase: Phase) -> None:
+        """Raise `NeedsValues` where values are read that may have been drawn here (NOTE [Answers], rule 3)."""
+        answers = self._target.answers
+        if self._drew and answers is not None and answers.has_values and answers.wants(func, args):
+            raise NeedsValues(func, phase)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        real = [t for t in tensors if not isinstance(t, FakeTensor)]
+        if tensors and len(real) == len(tensors) and all(readable(t) for t in real):
+            with unset_fake_temporarily():
+                result = func(*args, **kwargs)
+            if all(readable(t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)):
+                return result
+        if real:
+            args, kwargs = pytree.tree_map_only(
+                torch.Tensor, lambda t: t if isinstance(t, FakeTensor) else self.fake(t), (args, kwargs)
+            )
+        if func is torch.ops.aten._local_scalar_dense.default and self.number_read is not None:
+            return self.number_read
+        if func is PACK:
+            if self.answer is None:
+                raise NeedsValues(func, self._phase())
+            made = self.answer.made([t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
+            with unset_fake_temporarily():
+                return made[0], self.answer.values[1].clone()
+        try:
+            result = _grouped_product(*args, **kwargs) if func is _GROUPED else func(*args, **kwargs)
+        except (CkptPlanError, NeedsValues):
+            raise
+        except Exception as error:
+            if self.answer is None:
+                raise NeedsValues(func, self._phase(), refused=not isinstance(error, _NO_KERNEL)) from error
+            return self.answer.made([t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
+        if func in _MISREPORTED:
+            return self._as_real(func, args, kwargs, result)
+        if func in _NORMS:
+            return self._with_statistics(args, result)
+        if not tensors and self._worth_running(result):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        return result
+
+    # --- answers of the real run ---
+
+    def _phase(self) -> Phase:
+        if self._again is None and torch._C._current_autograd_node() is not None:
+            return "backward"
+        return "forward" if self._training else "inference"
+
+    def _take(self, question: Question, operands: Any) -> Answer:
+        assert self._answers is not None
+        counts = self._asked if self._again is None else self._again
+        answer = self._answers.take(question, counts[question], operands)
+        counts[question] += 1
+        return answer
+
+    @staticmethod
+    def _drawn(answer: Answer, result: Any) -> Any:
+        """`result` with the values drawn in the real run, where it has values."""
+
+        def put(tensor: Any, value: Any) -> None:
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
+                tensor.copy_(value)
+
+        with unset_fake_temporarily(), torch.no_grad():
+            pytree.tree_map(put, result, answer.values)
+        return result
+
+    def _array(self, tensor: torch.Tensor) -> np.ndarray[Any, Any] | None:
+        """What a tensor read as an array gives; None where it has its own values and nothing is known of others."""
+        phase = self._phase()
+        answers = self._target.answers
+        if self._answers is None or READ_ARRAY not in self._answers.asked or phase not in self._answers.phases:
+            if isinstance(tensor, FakeTensor) or (self._drew and answers is not None and answers.has_values):
+                raise NeedsValues(READ_ARRAY, phase)
+            return None
+        question = Question.now(phase, READ_ARRAY)
+        if self._drew or isinstance(tensor, FakeTensor):
+            self._answers.used.setdefault(question)
+        array = self._take(question, tensor).values
+        assert isinstance(array, np.ndarray)
+        return array.copy()
+
+    def stage_next(self, stage: int) -> None:
+        """That stage's forward runs next, for the first time or again."""
+        self._next_stage = stage
+
+    @contextlib.contextmanager
+    def _stage(self) -> Iterator[None]:
+        """Around a stage's own forward: run again, it gets the answers that it got the first time."""
+        stage, self._next_stage = self._next_stage, None
+        if stage is None:
+            yield
+        elif stage not in self._begins:
+            self._begins[stage] = Counter(self._asked)
+            yield
+        else:
+            outer, self._again = self._again, Counter(self._begins[stage])
+            try:
+                yield
+            finally:
+                self._again = outer
+
+    def runs_compiled(self, kind: str) -> None:
+        """Compiled code of that kind runs now: to be seen as one operation."""
+
+    @property
+    def compiled_calls(self) -> dict[Hashable, Any]:
+        """What is known of calls of compiled modules (`note_compiled` in compiled.py)."""
+        return {} if self._target.answers is None else self._target.answers.compiled
+
+    def watching(self, modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[None]:
+        """Know when the forwards of these modules, the stages, run; nothing to do where no answers are given."""
+        return contextlib.nullcontext() if self._answers is None else around_forwards(modules, self._stage)
+
+    def _as_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        """`result` with the shapes that the operation really gives, found by running it alone on zeros, once a kind.
+
+        The workspace may depend on how operands lie in memory, and on whether gradients are on.
+        """
+        kind = (op_key(func, args, kwargs), torch.is_grad_enabled())
+        if kind not in self._real_shapes:
+            with unset_fake_temporarily():
+                operands = pytree.tree_map_only(torch.Tensor, _zeros, (args, kwargs))
+                real = func(*operands[0], **operands[1])
+                self._real_shapes[kind] = [None if t is None else (t.shape, t.dtype, t.device) for t in real]
+                del operands, real
+        shapes = self._real_shapes[kind]
+        return type(result)(
+            t
+            if shape is None or t is None or (t.shape, t.dtype, t.device) == shape
+            else torch.empty(shape[0], dtype=shape[1], device=shape[2])
+            for t, shape in zip(result, shapes, strict=True)
+        )
+
+    def _with_statistics(self, args: tuple[Any, ...], result: Any) -> Any:
+        """`result` with mean and deviation in the precision that the device gives them."""
+        if args[0].device.type != "cpu":
+            return result
+        if self._target.is_cuda:
+            dtype = torch.float64 if args[0].dtype is torch.float64 else torch.float32
+        else:  # of the parameters: under autocast they differ from the input's
+            weight = next((t for t in args[1:] if isinstance(t, torch.Tensor)), None)
+            if weight is None:
+                return result
+            dtype = weight.dtype
+        return (result[0], *(t if t is None else torch.empty_like(t, dtype=dtype) for t in result[1:]))
+
+    @staticmethod
+    def _worth_running(result: Any) -> bool:
+        made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        return bool(made) and all(readable(t) and t.numel() <= VALUES_LIMIT for t in made)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {})
+
+
+@contextlib.contextmanager
+def fake_parameters(
+    model: nn.Module, world: FakeWorld, others: Iterable[Any] = (), *, accumulating: bool = False
+) -> Iterator[list[Any]]:
+    """Put fake twins in place of parameters, gradients and floating buffers.
+
+    The model gets its own objects back, what forward leaves behind in it and in `others` goes, and random generators
+    are where they were, so that the next forward in such a world draws the same numbers and takes the same path.
+
+    Compiled modules, whose code needs memory, do meanwhile what was noted of them.
+
+    With `accumulating`, every parameter has a gradient, whether or not the model's has.
+
+    Yields
+    ------
+    list
+        The random generators that the model and `others` lead to.
+    """
+    saved: list[tuple[dict[str, Any], str, Any]] = []
+    twins: dict[int, torch.Tensor] = {}
+    stand_ins = contextlib.ExitStack()
+    try:
+        stand_ins.enter_context(compiled_as_noted(model, world))
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    whole = table is module._buffers and tensor is not None and _whole(tensor)
+                    if tensor is None or (whole and tensor.device.type != "meta"):
+                        continue
+                    if id(tensor) not in twins:
+                        twin = twins[id(tensor)] = world.fake(tensor)
+                        if tensor.grad is not None and tensor.is_leaf:
+                            twin.grad = world.fake(tensor.grad)
+                        elif accumulating and tensor.requires_grad:
+                            with world.fake_mode:
+                                twin.grad = torch.empty_like(twin, requires_grad=False)
+                    saved.append((table, name, tensor))
+                    table[name] = twins[id(tensor)]  # type: ignore[assignment]
+        with beside(model, others) as found:  # a forward may leave fake tensors
+            yield found.generators
+    finally:
+        for table, name, tensor in saved:
+            table[name] = tensor
+        stand_ins.close()

@@ -1,0 +1,215 @@
+"""Storages of a real forward beside those of the trace, stage by stage.
+
+A replay on fake tensors can be wrong about a storage in ways that no operation alone shows: an autograd Function that
+saves something else where its tensors are fake, a branch on real values, a view of memory that came from elsewhere. So
+while stages are timed, one forward is watched: what each stage, and the glue between them, is given, returns and saves.
+
+NOTE [Real storages]
+1. Traced and real storages are told by their places: in the arguments, in the outputs, and in the order of saving
+   (NOTE [Positions] in runtime/swap/session.py).
+2. Where the places agree, the larger size is taken. What makes such a storage takes as much more in its forward, and
+   again where it is run again.
+3. Where they don't, as when more is saved than was traced, nothing is known of what would leave or be made again. The
+   stage is kept, with all that it is given, and holds the bytes by which what it saves and returns takes more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ckptplan.core.profile import Profile
+from ckptplan.core.stage import Stage
+from ckptplan.core.storage import Storage
+from ckptplan.core.units import format_bytes
+from ckptplan.runtime.swap.session import has_position, unowned
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Places:
+    """The storages that a stage is given, that it returns, and that autograd saves in it, each list in order.
+
+    Attributes
+    ----------
+    sizes : tuple of int
+        Of a real forward, bytes by storage. Of a trace, storages are those of the chain, -1 where it has none.
+    stage : int
+        Of a trace: which one of the chain's it is, glue included.
+    """
+
+    given: tuple[int, ...]
+    returned: tuple[int, ...]
+    saved: tuple[int, ...]
+    sizes: tuple[int, ...] = ()
+    stage: int = -1
+
+
+class RealStorages:
+    """Watches one real forward.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Its own storages have no places.
+    round_to : int
+        The device's allocator gives multiples of it.
+    device : torch.device
+        What lies elsewhere has a place and takes no bytes.
+
+    Attributes
+    ----------
+    found : dict
+        Segment of a trace -> its places.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, round_to: int) -> None:
+        self._own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+        self._device, self._round_to = device, round_to
+        self.found: dict[int, Places] = {}
+        self._watched: _Watched | None = None
+
+    def hooks(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, what autograd saves is seen."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def begin(self, segment: int, given: Any = ()) -> None:
+        """A segment begins, with these arguments."""
+        self._watched = _Watched(segment)
+        self._watched.given = self._named(given)
+
+    def end(self, returned: Any = ()) -> None:
+        """It ends; until the next one begins nothing is seen."""
+        watched, names = self._watched, self._named(returned)
+        self._watched = None
+        if watched is not None:
+            sizes = tuple(map(self._bytes_of, watched.storages.values()))
+            given, returned, saved = (tuple(dict.fromkeys(found)) for found in (watched.given, names, watched.saved))
+            self.found[watched.segment] = Places(given, returned, saved, sizes)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._watched is not None:
+            self._watched.saved += self._named(tensor)
+        return unowned(tensor)
+
+    def _named(self, tree: Any) -> list[int]:
+        """Numbers of the storages of the tensors in `tree`."""
+        if self._watched is None:
+            return []
+        storages = [
+            t.untyped_storage()
+            for t in pytree.tree_leaves(tree)
+            if isinstance(t, torch.Tensor) and has_position(t, lambda storage: storage._cdata in self._own)
+        ]
+        known = self._watched.storages
+        for storage in storages:
+            known.setdefault(storage._cdata, storage)
+        numbers = {key: number for number, key in enumerate(known)}
+        return [numbers[storage._cdata] for storage in storages]
+
+    def _bytes_of(self, storage: torch.UntypedStorage) -> int:
+        if self._device.type == "cuda" and storage.device != self._device:
+            return 0
+        return -(-storage.nbytes() // self._round_to) * self._round_to
+
+
+class _Watched:
+    """A segment that runs; its storages are held, so that each address stays one storage's."""
+
+    def __init__(self, segment: int) -> None:
+        self.segment = segment
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self.given: list[int] = []
+        self.saved: list[int] = []
+
+
+def with_real_sizes(chain: Profile, traced: Mapping[int, Places], real: Mapping[int, Places]) -> Profile:
+    """`chain` with the sizes of a real forward, and notes that say what was traced otherwise (NOTE [Real storages])."""
+    larger: dict[int, int] = {}
+    refused: dict[int, tuple[Places, int]] = {}
+    notes: list[str] = []
+    for segment in traced.keys() & real.keys():
+        place, seen = traced[segment], real[segment]
+        if not _agree(place, seen):
+            refused[place.stage] = place, _missing(chain, place, seen)
+            continue
+        for name in ("given", "returned", "saved"):
+            numbers = getattr(seen, name)
+            if len(numbers) == len(getattr(place, name)):
+                for s, nbytes in zip(getattr(place, name), (seen.sizes[n] for n in numbers), strict=True):
+                    if s >= 0 and chain.storages[s].born >= 0 and 0 < chain.storages[s].nbytes < nbytes:
+                        larger[s] = max(larger.get(s, 0), nbytes)
+    more = [0] * len(chain.stages)
+    for s, nbytes in larger.items():
+        storage = chain.storages[s]
+        more[storage.born] += nbytes - storage.nbytes
+    stages = [_enlarged(stage, nbytes) for stage, nbytes in zip(chain.stages, more, strict=True)]
+    notes += [
+        f"{stage.name} makes storages that take {format_bytes(nbytes)} more than a forward without memory shows: the "
+        "real sizes are taken"
+        for stage, nbytes in zip(chain.stages, more, strict=True)
+        if nbytes
+    ]
+    storages = [
+        dataclasses.replace(storage, nbytes=larger.get(s, storage.nbytes)) for s, storage in enumerate(chain.storages)
+    ]
+    for k, (place, nbytes) in sorted(refused.items()):
+        if nbytes:
+            storages.append(Storage(f"{stages[k].name}/not traced", nbytes, k, k))
+        stages[k] = _kept(stages[k], place, len(storages) - 1 if nbytes else None, nbytes)
+        notes.append(
+            f"{stages[k].name} saves other tensors than a forward without memory shows, {format_bytes(nbytes)} more: "
+            "it is kept"
+        )
+    return dataclasses.replace(chain, stages=tuple(stages), storages=tuple(storages), notes=(*chain.notes, *notes))
+
+
+def _agree(place: Places, seen: Places) -> bool:
+    """Whether as much is saved as was traced, and the same storage wherever that is in several places."""
+    if len(place.saved) != len(seen.saved):
+        return False
+    pairs = {
+        (s, n)
+        for traced, real in ((place.given, seen.given), (place.returned, seen.returned), (place.saved, seen.saved))
+        if len(traced) == len(real)
+        for s, n in zip(traced, real, strict=True)
+        if s >= 0
+    }
+    return len(pairs) == len({s for s, _ in pairs}) == len({n for _, n in pairs})
+
+
+def _missing(chain: Profile, place: Places, seen: Places) -> int:
+    """Bytes by which what is saved and returned, beyond what was given, takes more than was traced."""
+    traced = {*place.returned, *place.saved} - {*place.given, -1}
+    real = {*seen.returned, *seen.saved} - {*seen.given}
+    return max(sum(seen.sizes[n] for n in real) - sum(chain.storages[s].nbytes for s in traced), 0)
+
+
+def _enlarged(stage: Stage, nbytes: int) -> Stage:
+    """`stage`, which makes storages that are together larger by `nbytes` than was traced."""
+    options = (
+        dataclasses.replace(
+            option,
+            forward_bytes=option.forward_bytes + nbytes,
+            backward_bytes=option.backward_bytes + (nbytes if option.recomputes else 0),
+        )
+        for option in stage.options
+    )
+    return dataclasses.replace(stage, options=tuple(options)) if nbytes else stage
+
+
+def _kept(stage: Stage, place: Places, storage: int | None, nbytes: int) -> Stage:
+    """`stage`, which can only be kept, holding what it is given, and `storage` with bytes that weren't traced."""
+    given = [s for s in place.given if s >= 0 and s not in stage.keep.saved and s not in stage.keep.pinned]
+    keep = dataclasses.replace(
+        stage.keep,
+        pinned=(*stage.keep.pinned, *given, *([] if storage is None else [storage])),
+        forward_bytes=stage.keep.forward_bytes + nbytes,
+        backward_bytes=stage.keep.backward_bytes + nbytes,
+    )
+    return dataclasses.replace(stage, options=(keep,), linked=())

@@ -1,0 +1,432 @@
+"""Count storages, operation by operation and segment by segment, while a step runs without memory.
+
+A step is cut into *segments* in forward order: what runs before the first stage, the first stage, what runs between it
+and the second, and so on. Segment 2j+1 is stage j, even segments are glue. In backward, an operation belongs to the
+segment whose forward made the autograd node that is running: nodes carry the sequence number of their making.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import operator
+import sys
+import weakref
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ckptplan.profiling.bytes.fake import FakeWorld
+from ckptplan.profiling.bytes.operations import op_key, writes
+from ckptplan.profiling.bytes.storages import enlarged, ruled_bytes
+from ckptplan.profiling.target import ON_CPU, Target
+from ckptplan.profiling.values.answers import with_seen
+from ckptplan.profiling.values.repeatable import is_repeatable
+from ckptplan.runtime.recompute.selective import is_numbered
+from ckptplan.runtime.swap.session import has_position
+
+Sid = tuple[str, int, int]
+"""A storage's name across replays: phase of its making ("outside": before the step), segment, and a running number."""
+
+_COMPILED = "compiled"
+"""Stands for an operation in the key of compiled code."""
+
+_LAST_NODE = 1 << 62  # AccumulateGrad nodes carry the largest number and belong to nobody
+
+
+@dataclass(frozen=True, slots=True)
+class OpTrace:
+    """One operation.
+
+    Attributes
+    ----------
+    before, after : int
+        Live bytes before and after it.
+    key : hashable
+        What its memory and time depend on (`op_key`); None for a sum of gradients that a real run does in place.
+    made : dict
+        Storages its results begin -> bytes, and whether they have a position (NOTE [Positions] in swap/session.py).
+    written : tuple of Sid
+        Storages it writes to that were there before.
+    fresh : bool
+        Every tensor it returns begins a storage.
+    numbered : bool
+        It has a number at run time (NOTE [Numbering] in runtime/recompute/selective.py).
+    asks : bool
+        Its result was asked of a real run (NOTE [Answers] in answers.py).
+    repeatable : bool
+        It gives the same bits when it runs again (repeatable.py).
+    """
+
+    before: int
+    after: int
+    key: Hashable
+    made: dict[Sid, tuple[int, bool]] = field(default_factory=dict)
+    written: tuple[Sid, ...] = ()
+    fresh: bool = False
+    numbered: bool = False
+    asks: bool = False
+    repeatable: bool = True
+
+
+@dataclass(slots=True)
+class SegmentTrace:
+    """What one segment did in one direction.
+
+    Attributes
+    ----------
+    start_bytes, end_bytes : int
+        Live bytes when it began and when the next segment did.
+    ops : list of OpTrace
+        In order.
+    present : set of Sid
+        Storages alive when it began.
+    written_outside : set of int
+        Storages from before the step that it writes to, by address.
+    """
+
+    start_bytes: int = 0
+    end_bytes: int = 0
+    ops: list[OpTrace] = field(default_factory=list)
+    present: set[Sid] = field(default_factory=set)
+    written_outside: set[int] = field(default_factory=set)
+
+
+class Tracker(FakeWorld):
+    """Runs operations fake and counts the storages they make.
+
+    Parameters
+    ----------
+    target : Target
+        Where the step is to run; by default on the CPU.
+
+    Attributes
+    ----------
+    foreign : dict
+        Real parameters that the model doesn't list and uses all the same, with their gradients from before.
+    """
+
+    def __init__(self, target: Target = ON_CPU) -> None:
+        super().__init__(target)
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.wrapped_bytes = 0
+        self.numbers_on_host = False
+        self.forward: dict[int, SegmentTrace] = {}
+        self.backward: dict[int, SegmentTrace] = {}
+        self._round_to = target.round_to
+        self._alive: dict[int, Sid | None] = {}
+        self.foreign: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._twins: list[torch.Tensor] = []  # the fake mode forgets twins that nobody holds
+        self._made_by: dict[int, int | None] = {}
+        self._counted: dict[int, int] = {}
+        self._starts: list[int] = []
+        self._made = 0
+        self._calibrating: list[tuple[int, int]] | None = None
+        self._segment = -1
+        self._in_backward = False
+        self.enter_segment(0)
+
+    # --- where the program is ---
+
+    def enter_segment(self, segment: int) -> None:
+        """Forward moves on to `segment`."""
+        self._current_end()
+        self._segment = segment
+        self._made = 0
+        self._starts.append(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self.forward[segment] = SegmentTrace(self.live_bytes, self.live_bytes, present=self.alive())
+
+    def enter_backward(self, segment: int | None = None) -> None:
+        """Backward begins, or moves down to `segment`; forward steps once left are not entered again."""
+        if not self._in_backward:
+            self._current_end()
+            self._in_backward = True
+            self._segment += 1
+            segment = len(self._starts) - 1 if segment is None else segment
+        while segment is not None and segment < self._segment:
+            if self._segment in self.backward:
+                self._current_end()
+            self._segment -= 1
+            self._made = 0
+            self.backward[self._segment] = SegmentTrace(self.live_bytes, self.live_bytes, present=self.alive())
+
+    def finish(self) -> None:
+        """The step has ended; what is alive now lives on."""
+        if self._in_backward:
+            self.enter_backward(0)
+        self._current_end()
+
+    def _current_end(self) -> None:
+        table = self.backward if self._in_backward else self.forward
+        if self._segment in table:
+            table[self._segment].end_bytes = self.live_bytes
+
+    def _locate(self) -> None:
+        """Follow backward by the node that runs."""
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            number = node._sequence_nr()
+            if number < _LAST_NODE:
+                self.enter_backward(max(bisect.bisect_right(self._starts, number) - 1, 0))
+
+    # --- storages ---
+
+    def alive(self) -> set[Sid]:
+        """Storages alive now, those from outside left out."""
+        return {sid for sid in self._alive.values() if sid is not None}
+
+    def sid(self, tensor: torch.Tensor) -> Sid | None:
+        """The name of a tensor's storage, None when it was there before the step."""
+        if not isinstance(tensor, FakeTensor) and id(tensor.untyped_storage()) not in self._alive:
+            return None
+        return self._alive.get(id(tensor.untyped_storage()))
+
+    def outside(self, tensor: torch.Tensor) -> None:
+        """`tensor` was there before the step and is not to be counted."""
+        storage = tensor.untyped_storage()
+        if id(storage) not in self._alive:
+            self._alive[id(storage)] = None
+            weakref.finalize(storage, self._alive.pop, id(storage), None)
+
+    def uncounted(
+        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A fake tensor as if from before the step."""
+        with _disable_current_modes(), self.fake_mode, torch.no_grad():  # out of this mode's sight
+            made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        self.outside(made)
+        return made
+
+    def size_of(self, storage: torch.UntypedStorage) -> int:
+        """Bytes as the device's allocator counts them."""
+        return -(-storage.nbytes() // self._round_to) * self._round_to
+
+    def bytes_here(self, tensor: torch.Tensor) -> int:
+        """Bytes of a tensor's storage on the device that is planned for."""
+        return 0 if self._on_host(tensor) else self.size_of(tensor.untyped_storage())
+
+    def _add(self, tensor: torch.Tensor) -> Sid | None:
+        """Count a tensor's storage, and its name if it is a new one."""
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._alive:
+            self._recount(key, storage)
+            return None
+        if self._on_host(tensor):
+            self.outside(tensor)
+            return None
+        sid = ("backward" if self._in_backward else "forward", self._segment, self._made)
+        self._alive[key] = sid
+        self._made += 1
+        node = torch._C._current_autograd_node() if self._in_backward else None
+        self._made_by[key] = None if node is None else node._sequence_nr()
+        self._counted[key] = 0
+        self._recount(key, storage)
+        weakref.finalize(storage, self._freed, key, self._counted[key])
+        return sid
+
+    def _recount(self, key: int, storage: torch.UntypedStorage) -> None:
+        """Count a storage as it is now, as `resize_` may have left it."""
+        if key in self._counted:
+            nbytes = self.size_of(storage)
+            self.live_bytes += nbytes - self._counted[key]
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            self._counted[key] = nbytes
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count a real tensor that was made out of the mode's sight."""
+        self._add(tensor)
+
+    def _on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies on the host, or on another device, beside the CUDA device that is planned for.
+
+        Where that device isn't here all tensors seem to: single real numbers made by an optimizer do then.
+        """
+        if not self._target.is_cuda:
+            return False
+        if self._target.spec is None:
+            return tensor.device != self._target.device
+        return self.numbers_on_host and tensor.dim() == 0 and not isinstance(tensor, FakeTensor)
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        self._alive.pop(key, None)
+        self._made_by.pop(key, None)
+        self.live_bytes -= self._counted.pop(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)  # what fake tensors alone are asked, again and again
+        if self._in_backward:
+            self._locate()
+        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        for tensor in given:
+            if not isinstance(tensor, FakeTensor) and id(tensor.untyped_storage()) not in self._alive:
+                if tensor.dim() == 0 and tensor.device.type == "cpu" and not self._target.is_cuda:
+                    self._add(tensor)  # a number that PyTorch has just wrapped, and autograd may save
+                else:
+                    self.outside(tensor)
+                if tensor.requires_grad and tensor.is_leaf:
+                    self.foreign[id(tensor)] = tensor, tensor.grad
+                twin = self.fake(tensor)
+                self._twins.append(twin)
+                self.outside(twin)
+        if "Tensor" in func._overloadname and not self._target.is_cuda:
+            # Numbers among the operands become tensors of 8 bytes, which autograd may save.
+            self.wrapped_bytes += 8 * sum(isinstance(x, (int, float)) for x in args)
+        before = self.live_bytes
+        key = op_key(func, args, kwargs)
+        in_place = self._accumulates(func, args, kwargs)
+        written = self._written(func, args, kwargs)
+        result = self._as_large(func, key, args, kwargs, self.run(func, args, kwargs))
+        asks = self.answer is not None
+        if self.answer is not None and not self.answer.is_number:
+            key = with_seen(key, self.answer)
+        if in_place:
+            self._summed_in_place(args[0], result)
+        returned = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        peak_bytes = self.peak_bytes
+        made: dict[Sid, tuple[int, bool]] = {}
+        for tensor in returned:
+            sid = self._add(tensor)
+            if sid is not None:
+                made[sid] = (self.size_of(tensor.untyped_storage()), has_position(tensor))
+        trace = (self.backward if self._in_backward else self.forward)[self._segment]
+        if in_place:
+            self.peak_bytes = peak_bytes  # the two terms and their sum are never there together
+            trace.ops.append(OpTrace(before, before, None))
+        else:
+            fresh = bool(made) and not written and all(self.sid(t) in made for t in returned)
+            counts = is_numbered(func, args)
+            again = is_repeatable(func, args, kwargs, on_cuda=self._target.is_cuda)
+            trace.ops.append(OpTrace(before, self.live_bytes, key, made, written, fresh, counts, asks, again))
+        return result
+
+    def _as_large(self, func: Any, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        """`result` in storages as large as the real ones."""
+        sizes = ruled_bytes(func, args, kwargs, result)
+        if self._target.answers is not None:
+            sizes = self._target.answers.storages.get(key, sizes)
+        return enlarged((args, kwargs), result, sizes) if sizes else result
+
+    def runs_compiled(self, kind: str) -> None:
+        """Mark it: two such stages of equal sizes may take different times, and nothing inside is to be chosen."""
+        trace = (self.backward if self._in_backward else self.forward)[self._segment]
+        trace.ops.append(OpTrace(self.live_bytes, self.live_bytes, (_COMPILED, (kind,), None), asks=True))
+
+    def _summed_in_place(self, earlier: torch.Tensor, total: torch.Tensor) -> None:
+        """`total` would be the same storage as `earlier` on real tensors."""
+
+    def _written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sid, ...]:
+        """Storages that the operation's schema says it writes to; those from before the step are noted apart."""
+        out: list[Sid] = []
+        trace = (self.backward if self._in_backward else self.forward)[self._segment]
+        for position, name in writes(func):
+            given = args[position] if position < len(args) else kwargs.get(name)
+            for tensor in pytree.tree_leaves(given):
+                if not isinstance(tensor, torch.Tensor):
+                    continue
+                sid = self.sid(tensor)
+                if sid is None:
+                    trace.written_outside.add(tensor.untyped_storage()._cdata)
+                else:
+                    out.append(sid)
+        return tuple(out)
+
+    def _accumulates(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the autograd engine, summing gradients that meet, would add in place on real tensors.
+
+        It adds the later one to the earlier one where that is its own alone, but never on tensor subclasses such as
+        fake ones. One of the two comes from an earlier node then, which tells the sum apart from an addition inside a
+        node's formula.
+        """
+        if not self._in_backward or func is not torch.ops.aten.add.Tensor or kwargs or torch.is_grad_enabled():
+            return False
+        pair = [x for x in args if isinstance(x, FakeTensor)]
+        if (
+            not _called_by_the_engine()
+            or len(pair) != 2
+            or pair[0].shape != pair[1].shape
+            or pair[0].dtype != pair[1].dtype
+        ):
+            return False
+        made_by = {self._made_by.get(id(t.untyped_storage())) for t in pair}
+        if len(made_by) < 2:
+            return False
+        earlier = pair[0]
+        tensors, storages = _owners(earlier)
+        if self._calibrating is not None:
+            self._calibrating.append((tensors, storages))
+            return False
+        alone = owners_of_a_lone_gradient()
+        return tensors <= alone[0] and storages <= alone[1] and earlier.is_contiguous()
+
+
+def learn_storages(
+    target: Target, traces: Iterable[SegmentTrace], measured: Mapping[Hashable, tuple[int, ...]]
+) -> bool:
+    """Note operations that began larger storages on the device than traced; whether there are any new ones.
+
+    Parameters
+    ----------
+    measured : mapping
+        Operation key -> bytes of the storages that its results began when it ran alone.
+    """
+    if target.answers is None:
+        return False
+    known = target.answers.storages
+    larger = {
+        op.key: measured[op.key]
+        for trace in traces
+        for op in trace.ops
+        if op.key in measured and _is_larger(measured[op.key], [nbytes for nbytes, _ in op.made.values()], target)
+    }
+    new = larger.keys() - known.keys()
+    known.update(larger)
+    return bool(new)
+
+
+def _is_larger(real: Sequence[int], traced: Sequence[int], target: Target) -> bool:
+    rounded = [-(-nbytes // target.round_to) * target.round_to for nbytes in real]
+    return len(rounded) == len(traced) and any(map(operator.gt, rounded, traced))
+
+
+def _called_by_the_engine() -> bool:
+    """Whether the autograd engine itself runs an operation, and no backward that is written in Python."""
+    frame = sys._getframe(1)
+    while frame is not None and (
+        frame.f_code.co_name == "__torch_dispatch__" or frame.f_code.co_filename.endswith(_BETWEEN)
+    ):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is None or frame.f_code is _ENGINE
+
+
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_BETWEEN = (__file__, "torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/utils/_stats.py")
+"""Files of what stands between the engine and a dispatch mode, once `torch._dynamo` is imported."""
+
+
+def _owners(tensor: torch.Tensor) -> tuple[int, int]:
+    """References to a tensor and to its storage, this call's own included."""
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def owners_of_a_lone_gradient() -> tuple[int, int]:
+    """What `_owners` counts on a gradient that only the autograd engine holds, in this version of PyTorch."""
+    tracker = Tracker()
+    found: list[tuple[int, int]] = []
+    tracker._calibrating = found
+    with tracker, torch.enable_grad():
+        x = torch.ones(4, requires_grad=True)
+        twice = x * 2
+        loss = (twice.tanh() + twice.sin()).sum()
+        tracker.enter_backward()
+        loss.backward()
+    return min((a for a, _ in found), default=0), min((b for _, b in found), default=0)

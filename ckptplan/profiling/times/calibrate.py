@@ -1,0 +1,332 @@
+"""Measure the present machine, and describe it as a `Device`.
+
+Peaks are what large matrix products and large copies reach. The share of each class of operation is taken from a few
+typical layers, forward and backward: the time that the roofline gives them at the peaks, over the time that they take.
+So the roofline, fed with the result, is right for these layers on the average, and its errors for other models are
+those of its form.
+"""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.nn.functional as F
+
+from ckptplan.core.device import Device
+from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.units import format_bytes
+from ckptplan.profiling.bytes.operations import SeenOperations
+from ckptplan.profiling.target import with_index
+from ckptplan.profiling.times.links import measure_link
+from ckptplan.profiling.times.roofline import flops_rate, op_cost, op_seconds
+from ckptplan.runtime.observe.measure import timed
+
+_LEAST_SIDE = 256
+_MOST_SIDE = 16384
+_MOST_SCALE = {"cpu": 16, "cuda": 256}
+"""Tensors of some MiB on the CPU, as activations have there: larger ones get fresh pages from the system every time."""
+_LAUNCHES = 2000
+
+
+def calibrate(
+    device: str | torch.device | None = None,
+    *,
+    name: str | None = None,
+    swap_dir: str | Path | None = None,
+    effort_s: float = 0.6,
+    on_progress: Callable[[str], None] | None = None,
+) -> Device:
+    """Measure a device of this machine, with the number of threads that PyTorch uses now.
+
+    Parameters
+    ----------
+    device : str or torch.device, optional
+        CUDA where there is one, else the CPU.
+    name : str, optional
+        What to call it; default: its own name, in lower case with hyphens.
+    swap_dir : path, optional
+        Where the CPU's host tier would lie.
+    effort_s : float
+        Seconds of measured time per quantity, of which there are a dozen; sizes grow until a run takes a good part.
+    on_progress : callable, optional
+        Is told what is being measured.
+
+    Returns
+    -------
+    Device
+        `context_bytes` counts all processes on a CUDA device, so measure it while nothing else runs there.
+
+    Raises
+    ------
+    InvalidInputError
+        If the device is not one that can be measured, or is not there.
+    """
+    where = _device(device)
+    if not 0 < effort_s <= 60:
+        raise InvalidInputError(f"effort_s={effort_s!r} must be above 0 and at most 60 seconds per quantity")
+    tell = on_progress or (lambda text: None)
+    with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []), torch.enable_grad():
+        return _calibrate(where, name, swap_dir, effort_s, tell)
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        where = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidInputError(f"device {device!r} is none that PyTorch knows; give 'cpu' or 'cuda'") from error
+    if where.type not in ("cpu", "cuda"):
+        raise InvalidInputError(f"device {device!r} can't be measured; 'cpu' and 'cuda' can")
+    if where.type == "cuda" and (not torch.cuda.is_available() or (where.index or 0) >= torch.cuda.device_count()):
+        raise InvalidInputError(
+            f"device {device!r} is not there: PyTorch sees {torch.cuda.device_count()} CUDA devices"
+        )
+    return with_index(where)
+
+
+def _calibrate(
+    where: torch.device, name: str | None, swap_dir: str | Path | None, effort_s: float, tell: Callable[[str], None]
+) -> Device:
+    cuda = where.type == "cuda"
+    tell("memory bandwidth")
+    bytes_per_s = _copy_rate(where, effort_s)
+    flops_per_s = {}
+    for label, dtype in _types(where):
+        tell(f"matrix products of {label}")
+        with _tf32(label == "tf32"):
+            flops_per_s[label] = _product_rate(where, dtype, effort_s)
+    tell("time between operations")
+    launch_s = _launch_s(where)
+    tell("the way to the host tier and back")
+    link = measure_link(where, (64 if cuda else 16) << 20, swap_dir)
+    properties = torch.cuda.get_device_properties(where) if cuda else None
+    description = properties.name if properties is not None else _cpu_name()
+    found = Device(
+        name=name or "-".join(description.lower().split()),
+        description=description if cuda else f"{description}, {torch.get_num_threads()} threads",
+        memory_bytes=properties.total_memory if properties is not None else psutil.virtual_memory().total,
+        context_bytes=_context_bytes(where),
+        bytes_per_s=bytes_per_s,
+        flops_per_s=flops_per_s,
+        out_bytes_per_s=link.out_bytes_per_s,
+        in_bytes_per_s=link.in_bytes_per_s,
+        compute_capability=(properties.major, properties.minor) if properties is not None else None,
+    )
+    shares = {}
+    for kind, trials in _trials(where).items():
+        tell(f"share of the peak of class {kind}")
+        shares[kind] = _share(kind, trials, found, where, effort_s)
+    here = f"measured here with torch {torch.__version__}"
+    sources = dict.fromkeys(("bytes_per_s", "flops_per_s", "out_bytes_per_s", "in_bytes_per_s", "launch_s"), here)
+    sources |= {f"efficiency.{kind}": f"{here}, forward and backward of typical layers" for kind in shares}
+    sources["memory_bytes"] = "torch.cuda.get_device_properties" if cuda else "physical memory, psutil"
+    sources["context_bytes"] = f"{here}: bytes in use less those reserved" if cuda else "none on the CPU"
+    if cuda:
+        sources["compute_capability"] = "torch.cuda.get_device_properties"
+    return replace(found, efficiency=shares, launch_s=launch_s, sources=sources)
+
+
+def _cpu_name() -> str:
+    """The processor as Linux names it, else as Python does."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine() or "CPU"
+
+
+def _context_bytes(where: torch.device) -> int:
+    """What is taken of the device after the measurements, when the libraries are loaded, and isn't the allocator's."""
+    if where.type != "cuda":
+        return 0
+    torch.cuda.synchronize(where)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(where)
+    return max(total - free - torch.cuda.memory_reserved(where), 0)
+
+
+# --- peaks ---
+
+
+def _median_s(run: Callable[[], Any], where: torch.device, effort_s: float) -> float:
+    """Median time of a call, after a first one that isn't counted."""
+    run()
+    seconds: list[float] = []
+    while len(seconds) < 3 or (sum(seconds) < effort_s / 2 and len(seconds) < 100):
+        seconds.append(timed(run, where))
+    return statistics.median(seconds)
+
+
+def _copy_rate(where: torch.device, effort_s: float) -> float:
+    """Bytes read and written a second by copies of a block well beyond caches."""
+    nbytes = min(512 << 20, _free_bytes(where) // 8)
+    source = torch.ones(nbytes, dtype=torch.uint8, device=where)
+    target = torch.zeros_like(source)
+    return 2 * nbytes / _median_s(lambda: target.copy_(source), where, effort_s)
+
+
+def _free_bytes(where: torch.device) -> int:
+    if where.type == "cuda":
+        return int(torch.cuda.mem_get_info(where)[0])
+    return int(psutil.virtual_memory().available)
+
+
+def _types(where: torch.device) -> list[tuple[str, torch.dtype]]:
+    """Types of products, by the names that device files use."""
+    types = [("float32", torch.float32), ("float16", torch.float16)]
+    if where.type != "cuda" or torch.cuda.get_device_capability(where) >= (8, 0):
+        types.append(("bfloat16", torch.bfloat16))
+    if where.type == "cuda" and torch.cuda.get_device_capability(where) >= (8, 0):
+        types.append(("tf32", torch.float32))
+    return [*types, ("float64", torch.float64)]
+
+
+@contextmanager
+def _tf32(allowed: bool) -> Iterator[None]:
+    """Products of float32 in TF32, or not, whatever the program has set."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else "ieee"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def _product_rate(where: torch.device, dtype: torch.dtype, effort_s: float) -> float:
+    """Operations a second of square products, as large as the effort and the device allow."""
+    for side in itertools.count():
+        side = _LEAST_SIDE << side
+        a = torch.full((side, side), 0.5, dtype=dtype, device=where)
+        out = torch.empty_like(a)
+
+        def run(a: torch.Tensor = a, out: torch.Tensor = out) -> None:
+            torch.mm(a, a, out=out)
+
+        run()
+        largest = 2 * side > _MOST_SIDE or 12 * side * side * dtype.itemsize > _free_bytes(where)
+        if largest or timed(run, where) >= effort_s / 16:  # the next size takes eight times as long
+            return float(2 * side**3) / _median_s(run, where, effort_s)
+    raise AssertionError  # the loop only ends by returning
+
+
+def _launch_s(where: torch.device) -> float:
+    """Time from the start of one operation to that of the next, where they have next to nothing to do."""
+    x = torch.zeros(1, device=where)
+
+    def run() -> None:
+        with torch.no_grad():
+            for _ in range(_LAUNCHES // 10):
+                x.add_(1)
+
+    run()
+    return statistics.median(timed(run, where) for _ in range(10)) / (_LAUNCHES // 10)
+
+
+# --- shares of the peaks ---
+
+Trial = Callable[[int], Callable[[], Any]]
+"""Of a scale that says how large, a call that runs typical operations of one class forward and backward."""
+
+
+def _trials(where: torch.device) -> dict[str, list[Trial]]:
+    """Layers that stand for each class, in the type that training on the device mostly has."""
+    dtype = (
+        torch.float16 if where.type == "cuda" and torch.cuda.get_device_capability(where) >= (7, 0) else torch.float32
+    )
+
+    def tensor(*size: int) -> torch.Tensor:
+        return torch.full(size, 0.5, dtype=dtype, device=where, requires_grad=True)
+
+    def layer(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, *more: torch.Tensor) -> Callable[[], Any]:
+        gradient = torch.ones_like(run(x))
+        return lambda: torch.autograd.grad(run(x), [x, *more], gradient)
+
+    def linear(scale: int) -> Callable[[], Any]:
+        weight = tensor(2048, 512)
+        return layer(lambda x: F.linear(x, weight), tensor(64 * scale, 512), weight)
+
+    def convolution(stride: int, channels: int, side: int) -> Trial:
+        def made(scale: int) -> Callable[[], Any]:
+            weight = tensor(2 * channels, channels, 3, 3)
+            return layer(
+                lambda x: F.conv2d(x, weight, stride=stride, padding=1), tensor(scale, channels, side, side), weight
+            )
+
+        return made
+
+    def attention(scale: int) -> Callable[[], Any]:
+        k, v = tensor(scale, 8, 256, 64), tensor(scale, 8, 256, 64)
+        return layer(lambda q: F.scaled_dot_product_attention(q, k, v, is_causal=True), tensor(scale, 8, 256, 64), k, v)
+
+    def of(run: Callable[[torch.Tensor], torch.Tensor]) -> Trial:
+        return lambda scale: layer(run, tensor(64 * scale, 2048))
+
+    def embedding(scale: int) -> Callable[[], Any]:
+        table = tensor(8192, 512)
+        indices = torch.arange(64 * scale, device=where) % 8192
+        return layer(lambda table: F.embedding(indices, table), table)
+
+    return {
+        "matmul": [linear],
+        "convolution": [convolution(1, 64, 28), convolution(2, 64, 28)],
+        "attention": [attention],
+        "elementwise": [of(F.gelu), of(F.relu), of(lambda x: x * 2 + x)],
+        "reduction": [
+            of(lambda x: F.layer_norm(x, x.shape[-1:])),
+            of(lambda x: x.softmax(-1)),
+            of(lambda x: x.sum(-1)),
+        ],
+        "other": [embedding],
+    }
+
+
+def _share(kind: str, trials: list[Trial], peaks: Device, where: torch.device, effort_s: float) -> float:
+    """Time at the peaks over time taken, of the operations of one class in its trials."""
+    at_peak = taken = 0.0
+    for trial in trials:
+        scale = 1
+        run = trial(scale)
+        run()
+        while timed(run, where) < effort_s / 16 and scale < _MOST_SCALE[where.type]:
+            scale *= 2
+            run = trial(scale)
+            run()
+        with SeenOperations() as seen:
+            run()
+        bound_s = sum(op_seconds(key, peaks) for key in seen.keys)
+        wanted_s = sum(op_seconds(key, peaks) for key in seen.keys if op_cost(key).kind == kind)
+        # What else runs, a sum of two gradients for one, is taken to be as far from its peak.
+        taken += _median_s(run, where, effort_s / len(trials)) * (wanted_s / bound_s if bound_s else 1.0)
+        at_peak += wanted_s
+    return min(max(at_peak / taken, 1e-3), 1.0)
+
+
+def summary(device: Device) -> list[tuple[str, str, str]]:
+    """Rows of a table for people: what, how much, and the share of the peak where there is one."""
+    rows = [
+        ("memory", format_bytes(device.memory_bytes), ""),
+        ("context", format_bytes(device.context_bytes), ""),
+        ("memory bandwidth", f"{format_bytes(device.bytes_per_s)}/s", ""),
+        ("to the host tier", f"{format_bytes(device.out_bytes_per_s)}/s", ""),
+        ("back from it", f"{format_bytes(device.in_bytes_per_s)}/s", ""),
+        ("between operations", f"{device.launch_s * 1e6:.1f} µs", ""),
+    ]
+    rows += [(f"products, {kind}", f"{rate / 1e9:,.1f} GFLOP/s", "") for kind, rate in device.flops_per_s.items()]
+    for kind, share in device.efficiency.items():
+        if kind in ("matmul", "convolution", "attention"):
+            reached = f"{flops_rate(device, torch.float32, kind) / 1e9:,.1f} GFLOP/s in float32"
+        else:
+            reached = f"{format_bytes(device.bytes_per_s * share)}/s"
+        rows.append((f"class {kind}", reached, f"{share:.0%}"))
+    return rows

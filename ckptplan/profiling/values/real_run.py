@@ -1,0 +1,272 @@
+"""Run a step for real, one stage at a time, to learn what the operations answer that can't run on fake tensors.
+
+Forward runs as in training but saves nothing for backward, so of what a stage makes only its outputs outlive it. Where
+backward has questions too, every stage that can be is recomputed, which takes the memory of that plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+from torch.profiler import record_function
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.core.plan import KEEP, Decision
+from ckptplan.profiling.bytes.operations import writes
+from ckptplan.profiling.bytes.trace import find_stages, replay
+from ckptplan.profiling.target import Target
+from ckptplan.profiling.values.answers import (
+    PACK,
+    READ_ARRAY,
+    VALUES_LIMIT,
+    Answer,
+    Answers,
+    Layout,
+    NeedsValues,
+    Phase,
+    Question,
+    ReadingWatched,
+    Same,
+    around_forwards,
+    sizes_of,
+)
+from ckptplan.profiling.values.compiled import note_compiled, undisturbed
+from ckptplan.runtime.controller import Controller
+from ckptplan.runtime.observe.measure import peaks_within, recorded_allocations
+from ckptplan.runtime.state.compiled import compiled_modules
+from ckptplan.runtime.step import TrainingStep, without_graph
+from ckptplan.runtime.swap.session import whole_storage
+from ckptplan.runtime.swap.stores import NULL_STORES
+
+T = TypeVar("T")
+
+
+def answered(
+    run: Callable[[], T],
+    step: TrainingStep,
+    target: Target,
+    rewind: Callable[[], None],
+    report: Callable[[str], None] = lambda text: None,
+) -> T:
+    """`run()`, which traces `step` for `target`, again each time that the step had to run for real first.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the step can't run for real, its weights lying on `meta`, or takes another path each time.
+    """
+    if target.answers is not None:
+        target.answers.belong_to(step, has_values=not _on_meta(step))
+    if compiled_modules(step.model) and (target.answers is None or not target.answers.compiled):
+        report("running the step for real, since parts of it are compiled")
+        rewind()
+        note_compiled(step, target)
+        rewind()
+    while True:
+        try:
+            return run()
+        except NeedsValues as need:
+            report(f"running the step for real, since {need}")
+            rewind()
+            _learn(need, step, target, rewind)
+            rewind()
+
+
+def _learn(need: NeedsValues, step: TrainingStep, target: Target, rewind: Callable[[], None]) -> None:
+    """Put the answers that are needed, and all those before, into `target.answers`."""
+    answers = target.answers
+    if answers is None:
+        raise need
+    on_meta = _on_meta(step)
+    if on_meta and need.refused:
+        assert need.__cause__ is not None
+        raise need.__cause__
+    if on_meta:
+        raise UnsupportedModelError(
+            f"{need}, and the model or its inputs lie on 'meta', without any; make them on the CPU, so that the step "
+            "can run for real, one stage at a time, or have the model decide without values (a mixture of experts in "
+            "transformers: experts_implementation='batched_mm')"
+        ) from need
+    if need.func in answers.asked and need.phase in answers.phases:
+        raise UnsupportedModelError(
+            f"{need}, which a real run of the step never met: it takes another path on fake tensors; take what tells "
+            "them apart out of the step"
+        ) from need
+    answers.asked.add(need.func)
+    answers.phases.add(need.phase)
+    answers.phases.add("forward")
+    answers.queues.clear()
+    for phase in (p for p in ("forward", "inference", "backward") if p in answers.phases):
+        _witness(phase, answers, step, target, rewind)  # type: ignore[arg-type]
+        rewind()
+
+
+def _on_meta(step: TrainingStep) -> bool:
+    return any(t.is_meta for t in (*step.model.parameters(), *step.model.buffers(), *step.tensors()))
+
+
+def _witness(phase: Phase, answers: Answers, step: TrainingStep, target: Target, rewind: Callable[[], None]) -> None:
+    """Run one phase for real and note its answers."""
+    witness = _Witness(phase, answers, target.device if target.spec is None else torch.device("cpu"), step.model)
+    if phase == "backward":
+        names = find_stages(step, target).stages
+        rewind()
+        fixed = replay(step, names, (KEEP,) * len(names), target, saves=False).modifies
+        rewind()
+        choices = tuple(KEEP if 2 * j + 1 in fixed else Decision("recompute") for j in range(len(names)))
+        one_forward = step.fn is None
+        controller = Controller(step.model, names, choices, NULL_STORES, target.device, one_forward=one_forward)
+        modules = dict(step.model.named_modules())
+        with around_forwards([modules[name.partition("#")[0]] for name in names], witness.stage):
+            controller.install()
+            try:
+                with torch.enable_grad():
+                    witness.watch(lambda: step.forward()[1].backward())
+            finally:
+                controller.remove()
+        return
+    saves_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _nothing_saved)
+    with torch.enable_grad() if phase == "forward" else without_graph(), saves_nothing:
+        witness.watch(step.forward)
+
+
+def _nothing_saved(_: None) -> torch.Tensor:
+    """Refuse a backward inside of forward."""
+    raise UnsupportedModelError(
+        "forward runs backward inside (autograd.grad for a slope, say) and also reads values, or uses operations "
+        "without fake kernels, for which it has to run for real and save nothing; take one of the two out of the step"
+    )
+
+
+class _Witness(TorchDispatchMode):
+    """Notes the answers of one phase of a real step."""
+
+    def __init__(self, phase: Phase, answers: Answers, device: torch.device, model: nn.Module) -> None:
+        super().__init__()
+        self._phase, self._answers, self._device, self._model = phase, answers, device, model
+        self._found: list[tuple[Question, Answer]] = []
+        self._in_forward = 0
+        self._made: set[int] = set()
+        self._outside: set[int] = set()
+        self._written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def watch(self, run: Callable[[], Any]) -> None:
+        """Call `run` and note; what it writes to of what was there before comes back as it was."""
+
+        def watched() -> None:
+            with self, undisturbed(self._model), ReadingWatched(self._read, by_item=lambda: True):
+                run()
+
+        peaks: dict[str, int] = {}
+        try:
+            if self._device.type == "cpu":
+                peaks = peaks_within(*recorded_allocations(watched))
+            else:
+                watched()
+        finally:
+            with torch.no_grad():
+                for tensor, before in self._written.values():
+                    tensor.data.copy_(before)
+        for number, (question, answer) in enumerate(self._found):
+            peak = peaks.get(_label(number), answer.peak_bytes)
+            noted = Answer(answer.sizes, answer.result, answer.values, peak)
+            self._answers.queues.setdefault(question, []).append(noted)
+
+    @contextlib.contextmanager
+    def stage(self) -> Iterator[None]:
+        """Around a stage's own forward."""
+        self._in_forward += 1
+        try:
+            yield
+        finally:
+            self._in_forward -= 1
+
+    @property
+    def _listens(self) -> bool:
+        """Whether this is the phase that is noted: not a forward that leads to it, or that backward runs again."""
+        if self._phase != "backward":
+            return True
+        return self._in_forward == 0 and torch._C._current_autograd_node() is not None
+
+    def _question(self, func: Any) -> Question:
+        return Question.now(self._phase, func)
+
+    def _read(self, tensor: torch.Tensor) -> np.ndarray[Any, Any] | None:
+        if self._listens and READ_ARRAY in self._answers.asked:
+            if tensor.numel() > VALUES_LIMIT:
+                raise UnsupportedModelError(
+                    f"the model reads a tensor of {tensor.numel()} elements as an array; at most {VALUES_LIMIT} are "
+                    "kept; read it in parts, or keep the decision outside of the step"
+                )
+            array = torch._C.TensorBase.numpy(tensor.detach()).copy()
+            self._found.append((self._question(READ_ARRAY), Answer(sizes_of(tensor), None, array)))
+        return None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._outside.update(_storages((args, kwargs)) - self._made)
+        self._keep_written(func, args, kwargs)
+        wanted = self._listens and self._answers.wants(func, args)
+        sizes = sizes_of((args, kwargs)) if wanted else ()
+        if wanted and self._device.type == "cuda":
+            result, peak = self._on_cuda(func, args, kwargs)
+        elif wanted:
+            with record_function(_label(len(self._found))):
+                result, peak = func(*args, **kwargs), 0
+        else:
+            result, peak = func(*args, **kwargs), 0
+        self._made.update(_storages(result) - self._outside)
+        if wanted:
+            values = (None, result[1].detach().clone()) if func is PACK else None
+            self._found.append((self._question(func), Answer(sizes, _told(result, (args, kwargs)), values, peak)))
+        elif self._listens and self._answers.wants_drawn(func, result):
+            values = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), result)
+            self._found.append(
+                (self._question(func), Answer(sizes_of((args, kwargs)), _told(result, (args, kwargs)), values))
+            )
+        return result
+
+    def _on_cuda(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        result = func(*args, **kwargs)
+        return result, torch.cuda.max_memory_allocated(self._device) - before
+
+    def _keep_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        for position, name in writes(func):
+            given = args[position] if position < len(args) else kwargs.get(name)
+            for tensor in pytree.tree_leaves(given):
+                if isinstance(tensor, torch.Tensor):
+                    key = tensor.untyped_storage()._cdata
+                    if key in self._outside and key not in self._written:
+                        whole = whole_storage(tensor)
+                        self._written[key] = whole, whole.clone()
+
+
+def _storages(tree: Any) -> set[int]:
+    return {t.untyped_storage()._cdata for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)}
+
+
+def _label(number: int) -> str:
+    return f"ckptplan asks {number}"
+
+
+def _told(result: Any, operands: Any) -> Any:
+    """A result with layouts in place of its tensors."""
+    given = [t for t in pytree.tree_leaves(operands) if isinstance(t, torch.Tensor)]
+
+    def layout(tensor: torch.Tensor) -> Layout | Same:
+        for number, operand in enumerate(given):
+            same = operand.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+            if same and Layout.of(operand) == Layout.of(tensor):
+                return Same(number)
+        return Layout.of(tensor)
+
+    return pytree.tree_map_only(torch.Tensor, layout, result)

@@ -1,0 +1,1 @@
+"""The step that is profiled: inputs, optimizer, stages."""

@@ -1,0 +1,134 @@
+"""Inputs larger than any seen yet, tiled from real ones, so that a plan for them holds for many batches to come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.stage import InputTensor
+from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
+from ckptplan.profiling.target import Target
+from ckptplan.runtime.guard.shapes import tensors_at
+from ckptplan.runtime.step import TrainingStep
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+_Sizes = dict[tuple[int, int], int]
+"""(Identity of a tensor, dimension) -> the size to tile it to."""
+
+
+def enlarged_calls(
+    call: Call, named: Call, present: Sequence[InputTensor], known: Sequence[Sequence[InputTensor]]
+) -> Iterator[Call]:
+    """Calls to plan for in place of `call`, the one that would hold for most first, `call` itself last.
+
+    What grew is extended by a quarter of the largest size that a known plan has below it: so sizes that creep up are
+    planned for at most once per factor of 1.25. What shrank is extended to what the present plan holds for, so that
+    batches of many short and of few long samples in turn are met by one plan, if there is one.
+
+    Parameters
+    ----------
+    call, named : (tuple, dict)
+        Positional arguments and keywords, as given and by the names that `present` and `known` have them under.
+    present : sequence of InputTensor
+        What the present plan holds for.
+    known : sequence of sequences of InputTensor
+        The same of every plan there is.
+    """
+    done: list[_Sizes] = []
+    for covers, grows in ((True, True), (True, False), (False, True), (False, False)):
+        sizes = _sizes(named, present, known, covers=covers, grows=grows)
+        if sizes not in done:
+            done.append(sizes)
+            yield tiled(call, sizes) if covers or grows else call
+
+
+def _sizes(
+    named: Call,
+    present: Sequence[InputTensor],
+    known: Sequence[Sequence[InputTensor]],
+    *,
+    covers: bool,
+    grows: bool,
+) -> _Sizes:
+    shapes = {t.path: t.shape for t in present}
+    sizes: _Sizes = {}
+    # Tensors of one call share batch and length: what is of one size in one dimension is extended to one size.
+    shared: dict[tuple[int, int], int] = {}
+    given = tensors_at(named)
+    for path, tensor in given:
+        old = shapes.get(path)
+        if old is None or len(old) != tensor.dim():
+            continue
+        for dim, (n, was) in enumerate(zip(tensor.shape, old, strict=True)):
+            to = n
+            if n > was and grows:
+                same = [t.shape[dim] for plan in known for t in plan if t.path == path and len(t.shape) == len(old)]
+                to = max(n, -(-5 * max(size for size in (was, *same) if size < n) // 4))
+            elif n < was and covers:
+                to = was
+            if n == was:
+                sizes[id(tensor), dim] = n
+            else:
+                shared[dim, n] = max(to, shared.get((dim, n), 0))
+    for _, tensor in given:
+        for dim, n in enumerate(tensor.shape):
+            sizes.setdefault((id(tensor), dim), shared.get((dim, n), n))
+    return sizes
+
+
+def tiled(call: Call, sizes: _Sizes) -> Call:
+    """`call` with its tensors repeated along their dimensions up to the sizes wanted: all values are real ones."""
+    made: dict[int, torch.Tensor] = {}  # an argument given twice stays one tensor
+
+    def tile(tensor: torch.Tensor) -> torch.Tensor:
+        wanted = {dim: sizes.get((id(tensor), dim), n) for dim, n in enumerate(tensor.shape) if n}
+        if id(tensor) in made or all(to == tensor.shape[dim] for dim, to in wanted.items()):
+            return made.get(id(tensor), tensor)
+        out = tensor.detach()
+        for dim, to in wanted.items():
+            if to != out.shape[dim]:
+                out = out.index_select(dim, torch.arange(to, device=out.device) % out.shape[dim])
+        made[id(tensor)] = out = out.requires_grad_(tensor.requires_grad)
+        return out
+
+    with torch.no_grad():
+        result: Call = pytree.tree_map_only(torch.Tensor, tile, call)
+    return result
+
+
+_LOOKUPS = {torch.ops.aten.embedding.default: (0, 1, 0), torch.ops.aten.index_select.default: (0, 2, 1)}
+"""Operations that look rows up: the places of the table and of the row numbers, and of the dimension (0: the first)."""
+
+
+class _InRange(TorchDispatchMode):
+    """Raises where an operation looks up a row that isn't there; fake tables are asked with real row numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LOOKUPS:
+            table, rows, along = _LOOKUPS[func]
+            dim = args[along] if along else 0
+            numbers = args[rows]
+            if type(numbers) is torch.Tensor and numbers.numel() and int(numbers.max()) >= args[table].shape[dim]:
+                raise InvalidInputError(
+                    f"row {int(numbers.max())} is looked up in a table of {args[table].shape[dim]} rows"
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def require_in_range(step: TrainingStep, target: Target) -> None:
+    """Raise unless `step` stays within the tables that it looks positions up in.
+
+    On CUDA such an error ends the process's use of the device; here it runs without any memory or kernel.
+
+    Raises
+    ------
+    InvalidInputError
+    """
+    world = FakeWorld(target)
+    with fake_parameters(step.model, world, step.reached()), target.choices(), world, _InRange():
+        step.forward()

@@ -1,0 +1,626 @@
+"""Digests of what is saved, taken again where it is made again or comes back, and compared (`apply(..., check=)`).
+
+NOTE [Digests]
+1. A digest is made of a tensor's bits, read as integers: NaNs and the signs of zeros count. Of a block of at most
+   `_LONGEST` by `_LONGEST` integers it takes the sums along each dimension, which wrap around; each sum is mixed
+   and multiplied by an odd random number of its own place, and what results is added up. So the order counts:
+   elements that change places, or signs, change the digest.
+2. It is made on the tensor's device, on the stream that computes then, and nothing waits for it. The digests of a step
+   are read together, at the end of the backward that compared them.
+3. It takes no memory in a step: views of the tensor are summed into memory that was taken when the plan was applied
+   (`_Bench`). CUDA's own sums may take some of the allocator's, far less than that.
+4. Left out are numbers and unsigned 64-bit integers (attention's seeds, which kernels needn't write), vectors of bytes
+   (libraries' workspaces, whose padding nobody writes), and what isn't a plain strided tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import operator
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+
+from ckptplan.core.errors import CheckError
+from ckptplan.runtime.state.cells import Snapshot, below, changing
+from ckptplan.runtime.state.flags import FLAGS, flags
+from ckptplan.runtime.state.generators import Generators
+from ckptplan.runtime.streams import current_stream, on_stream
+
+When = Literal["sampled", "always", "off"]
+WHEN: tuple[When, ...] = ("sampled", "always", "off")
+
+FIRST = 3
+EVERY = 100
+"""Sampled: the first passes, then one in `EVERY` on average, at random: each of several passes that make one step has
+its turn."""
+
+_LONGEST = 1 << 11
+"""Of a dimension that is summed over: blocks of 32 MiB keep the kernels few, and their sums fit in a bench."""
+_SUMS = 3 * _LONGEST
+_DIGESTS = 1 << 13  # unread at once; one more reads them early
+_STREAMS = 4  # on CUDA: whose digests may be under way at once
+_PLAIN = (torch.Tensor, nn.Parameter)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Digest:
+    """The digest of one tensor; `values` is None until it is read."""
+
+    __slots__ = ("strides", "values")
+
+    def __init__(self, strides: tuple[int, ...]) -> None:
+        self.strides = strides
+        self.values: list[int] | None = None
+
+
+class _Bench:
+    """Memory for the digests of one device, taken once.
+
+    `scratch` has two rows of sums for each stream; `slots` are digests that haven't been read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        with torch.inference_mode(False), torch.no_grad():
+            memory = functools.partial(torch.empty, dtype=torch.int64, device=device)
+            self._slots = memory(_DIGESTS)
+            self._scratch = memory(_STREAMS if device.type == "cuda" else 1, 2, _SUMS)
+            rng = random.Random(0)
+            weights = [rng.getrandbits(63) * 2 + 1 - (1 << 63) for _ in range(_SUMS)]
+            self._weights = torch.tensor(weights, dtype=torch.int64).to(device)
+            self._half = torch.full((), 32, dtype=torch.int64, device=device)
+        self._rows: dict[Any, torch.Tensor] = {}
+        self._unread: list[Digest] = []
+
+    def take(self, tensor: torch.Tensor) -> Digest:
+        """The digest of a plain strided tensor, under way."""
+        digest = Digest(tensor.stride())
+        sums, spare = self._row()
+        count = 0
+        for block in _blocks(tensor):
+            needed = sum(block.shape)  # as many sums
+            if count + needed > _SUMS:
+                self._close(digest, sums[:count], spare[:count])
+                count = 0
+            _sum_up(block, sums[count : count + needed], spare)
+            count += needed
+        self._close(digest, sums[:count], spare[:count])
+        return digest
+
+    def read(self) -> None:
+        """Give every digest its values; waits for the device."""
+        if self._unread:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            for digest, value in zip(self._unread, self._slots[: len(self._unread)].tolist(), strict=True):
+                digest.values = [*(digest.values or ()), value]
+            self._unread.clear()
+
+    def _row(self) -> torch.Tensor:
+        stream = current_stream(self.device)
+        row = self._rows.get(stream)
+        if row is None:
+            if len(self._rows) == len(self._scratch):
+                torch.cuda.synchronize(self.device)
+                self._rows.clear()
+            row = self._rows[stream] = self._scratch[len(self._rows)]
+        return row
+
+    def _close(self, digest: Digest, sums: torch.Tensor, spare: torch.Tensor) -> None:
+        """Mix `sums`, weight them and add them up."""
+        if len(self._unread) == _DIGESTS:
+            self.read()
+        # Products carry upwards alone: of high bits, such as signs, little would be left in a sum.
+        torch.bitwise_right_shift(sums, self._half, out=spare)
+        sums.bitwise_xor_(spare)
+        sums.mul_(self._weights[: len(sums)])
+        torch.sum(sums, 0, out=self._slots[len(self._unread)])
+        self._unread.append(digest)
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views of a tensor's bits as integers, of eight bytes as far as they lie so; none is longer than `_LONGEST`."""
+    plain = tensor.detach()
+    if plain.is_conj():
+        plain = plain.conj()
+    if plain.is_neg():
+        plain = torch._neg_view(plain)
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    if plain.numel() == 0:
+        return
+    ratio, begin = 8 // plain.itemsize, int(plain.storage_offset())
+    integers = plain.view(_INTEGERS[plain.itemsize])
+    wide: torch.Tensor | None = None
+    for block in _layout(ratio, plain.shape, plain.stride(), begin % ratio):
+        first = begin + block.first
+        if not block.wide:
+            yield integers.as_strided(block.size, block.stride, first)
+            continue
+        if wide is None:
+            wide = integers.as_strided((ratio,), (1,), first).view(torch.int64)
+        yield wide.as_strided(block.size, block.stride, first // ratio)
+
+
+class _Block(NamedTuple):
+    """Integers within a tensor, its own or wider ones, and the element at which they begin."""
+
+    wide: bool
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    first: int
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _layout(ratio: int, shape: Sequence[int], strides: Sequence[int], skew: int) -> tuple[_Block, ...]:
+    """The blocks of a tensor, of which `ratio` elements have eight bytes, `skew` elements behind such a boundary."""
+    dims: list[tuple[int, int]] = []  # size and stride, in the order of memory, those in one piece together
+    for stride, size in sorted(zip(strides, shape, strict=True), reverse=True):
+        if size == 1 or stride == 0:
+            continue
+        if dims and dims[-1][1] == stride * size:
+            dims[-1] = dims[-1][0] * size, stride
+        else:
+            dims.append((size, stride))
+    *outer, (inner, step) = dims or [(1, 1)]
+    if ratio > 1 and (step != 1 or any(stride % ratio for _, stride in outer)):
+        return tuple(_split(dims, 0, 1, wide=False))
+    front = min(-skew % ratio, inner)
+    body = (inner - front) // ratio
+    behind = front + body * ratio
+    outside = [(size, stride // ratio) for size, stride in outer]
+    return (
+        *_split([*outer, (front, step)], 0, 1, wide=ratio == 1),
+        *_split([*outside, (body, step)], front, ratio, wide=True),
+        *_split([*outer, (inner - behind, step)], behind, 1, wide=False),
+    )
+
+
+def _split(dims: list[tuple[int, int]], first: int, unit: int, *, wide: bool) -> Iterator[_Block]:
+    """Blocks of integers of `unit` elements that begin at element `first`."""
+    waiting = [(dims, first)]
+    while waiting:
+        dims, first = waiting.pop()
+        d = next((i for i, (size, _) in enumerate(dims) if size > _LONGEST), None)
+        if d is None:
+            if all(size for size, _ in dims):
+                yield _Block(wide, tuple(size for size, _ in dims), tuple(stride for _, stride in dims), first)
+            continue
+        size, stride = dims[d]
+        columns = min(math.isqrt(size) | 1, _LONGEST - 1)
+        while size % columns == 0:  # rows of the tensor mustn't lie below one another: permutations would look alike
+            columns -= 2
+        rows = min(size // columns, _LONGEST)
+        done = rows * columns
+        waiting.append(([*dims[:d], (size - done, stride), *dims[d + 1 :]], first + done * stride * unit))
+        waiting.append(([*dims[:d], (rows, columns * stride), (columns, stride), *dims[d + 1 :]], first))
+
+
+def _sum_up(block: torch.Tensor, sums: torch.Tensor, spare: torch.Tensor) -> None:
+    """The sums along each dimension of `block`, in its own type: another would take a copy of it all."""
+    if block.dim() == 1:
+        sums.copy_(block)
+        return
+    first = 0
+    for d, size in enumerate(block.shape):
+        others = [i for i in range(block.dim()) if i != d]
+        out = sums[first : first + size]
+        if block.dtype is torch.int64:
+            torch.sum(block, others, out=out)
+        else:
+            narrow = spare.view(block.dtype)[:size]
+            torch.sum(block, others, dtype=block.dtype, out=narrow)
+            out.copy_(narrow)
+        first += size
+
+
+def undisturbed() -> contextlib.AbstractContextManager[Any]:
+    """Inside, no mode sees operations."""
+    if not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack():
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    stack.enter_context(_disable_current_modes())
+    stack.enter_context(torch._C.DisableTorchFunction())
+    return stack
+
+
+def can_be_digested(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but bits in memory."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and tensor.device.type in ("cpu", "cuda")
+        and not tensor.is_quantized
+        and tensor.untyped_storage().nbytes() > 0
+    )
+
+
+def _is_written_whole(tensor: torch.Tensor) -> bool:
+    """Whether kernels write all of what they save as `tensor` (NOTE [Digests], rule 4)."""
+    if tensor.dim() == 0 or tensor.dtype is torch.uint64:
+        return False
+    return tensor.dtype is not torch.uint8 or tensor.dim() > 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Two digests that are to be the same, and what they are of; with `differs`, what has none and isn't the same."""
+
+    first: Digest
+    again: Digest
+    stage: str
+    what: str
+    cause: str
+    differs: bool = False
+
+
+class Checks:
+    """The checks of one applied plan.
+
+    Parameters
+    ----------
+    device : torch.device
+        Where the plan runs.
+    always : bool
+        Whether every pass is checked, or some (`FIRST`, `EVERY`).
+
+    Attributes
+    ----------
+    device : torch.device
+    passes, tensors : int
+        How many passes were checked, and how many tensors in them were compared.
+    """
+
+    def __init__(self, device: torch.device, *, always: bool) -> None:
+        self.passes = self.tensors = 0
+        self.device = device
+        self._always = always
+        self._seen = 0
+        self._random = random.Random(0)
+        self._next = FIRST + EVERY
+        self._stages: Sequence[str] = ()
+        self._benches = {device.type: _Bench(device)}
+        self._pairs: list[_Pair] = []
+        self._places: list[_Place] = []
+        self._task = -1
+        self._lock = threading.RLock()
+
+    def begin(self, stages: Sequence[str]) -> Checks | None:
+        """A pass of `stages` begins; returns what checks it, None where it isn't checked."""
+        if torch._C._current_graph_task_id() == -1:
+            self.forget()
+        if self._places:
+            self._places = [place for place in self._places if place.is_there]
+        self._seen += 1
+        if not self._always and self._seen > FIRST:
+            if self._seen < self._next:
+                return None
+            self._next += self._random.randint(EVERY // 2, EVERY + EVERY // 2)
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None
+        self._stages = stages
+        self.passes += 1
+        return self
+
+    def take(self, tensor: torch.Tensor) -> Digest | None:
+        """The digest of `tensor` as it is now; None where it is left out."""
+        if not can_be_digested(tensor):
+            return None
+        with self._lock, undisturbed():
+            bench = self._benches.get(tensor.device.type)
+            if bench is None:
+                bench = self._benches[tensor.device.type] = _Bench(tensor.device)
+            return bench.take(tensor) if bench.device == tensor.device else None
+
+    def compare(self, first: Digest | None, tensor: torch.Tensor, stage: str, what: str, cause: str) -> None:
+        """`tensor` is to be what `first` is of; `what` and `cause` say what it is, and why it may not be."""
+        if first is None or first.strides != tensor.stride():
+            return
+        again = self.take(tensor)
+        if again is None:
+            return
+        self._add(_Pair(first, again, stage, what, cause))
+
+    def found(self, stage: str, what: str, cause: str) -> None:
+        """`what`, which is no tensor, isn't as it was."""
+        self._add(_Pair(Digest(()), Digest(()), stage, what, cause, differs=True))
+
+    def _add(self, pair: _Pair) -> None:
+        with self._lock:
+            self._pairs.append(pair)
+            self.tensors += not pair.differs
+            task = torch._C._current_graph_task_id()
+            if task == -1:  # a node is looked at outside of any backward
+                self.finish()
+            elif task != self._task:
+                self._task = task
+                Variable._execution_engine.queue_callback(self._task_ends)
+
+    def _task_ends(self) -> None:
+        # An error in a callback skips those behind it, which free memory, so this goes behind them all.
+        Variable._execution_engine.queue_callback(self.finish)
+
+    def watch(self, place: _Place) -> None:
+        """What lies there is to be the same when backward begins."""
+        self._places.append(place)
+
+    def backward_begins(self) -> None:
+        """Compare what stages have saved and others still hold: backward goes by it where it doesn't run them again."""
+        places, self._places = self._places, []
+        for place in places:
+            there = place.tensor()
+            if there is not None:
+                self.compare(place.digest, there, place.stage, place.what, _EDITED)
+
+    def finish(self) -> None:
+        """Compare what hasn't been.
+
+        Raises
+        ------
+        CheckError
+            If anything differs.
+        """
+        if not self._pairs:
+            return
+        with self._lock, undisturbed():
+            pairs, self._pairs = self._pairs, []
+            for bench in self._benches.values():
+                bench.read()
+        differing = [pair for pair in pairs if pair.differs or pair.first.values != pair.again.values]
+        if differing:
+            raise _error(differing, len(pairs))
+
+    def forget(self) -> None:
+        """What hasn't been compared belongs to a backward that failed."""
+        self._pairs.clear()
+
+    def close(self) -> None:
+        """Give the memory back; graphs that are still alive take it again."""
+        self.forget()
+        with self._lock, undisturbed():
+            for bench in self._benches.values():
+                bench.read()
+            self._benches.clear()
+
+    def saves(self, index: int, tensor: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """Stage `index` saves `tensor`, for hooks of the user's; the result compares it with what they get."""
+        first, stage = self.take(tensor), self._stages[index]
+        return lambda now: self.compare(first, now, stage, "a tensor that autograd saves in it", _PACKED_LATE)
+
+    def leaves(self, record: Any, index: int) -> None:
+        """The storage of a record, which leaves on behalf of stage `index`, is to come back as it is now."""
+        if record.on_return is not None:
+            return
+        with on_stream(record.home):
+            first = self.take(record.source().view(-1))
+        if first is not None:
+            what = f"a storage of {record.nbytes} bytes that it had swapped out"
+            stage = self._stages[index]
+            record.on_return = lambda whole: self.compare(first, whole.view(-1), stage, what, _COPY)
+
+
+class StageCheck:
+    """What one call of a stage reads, beside what its next run reads: parameters, buffers, inputs."""
+
+    def __init__(self, checks: Checks, module: nn.Module, name: str) -> None:
+        self.checks = checks
+        self.name = name
+        self._saved: list[Digest | None] = []
+        self._module = module
+        self._given: list[Any] = []
+        self._inputs: list[Digest | None] | None = None
+        self._state: dict[tuple[str, str], Digest | None] = {}
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """`forward` so that each run looks at what it begins with: the first takes digests, others compare."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            leaves = pytree.tree_leaves((args, kwargs))
+            tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+            if self._inputs is None:
+                self._given = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+                self._inputs = [self.checks.take(t) for t in tensors]
+                self._state = {key: self.checks.take(t) for key, t in self._tensors()}
+            else:
+                self._compare(tensors)
+            del leaves, tensors
+            return forward(*args, **kwargs)
+
+        return run
+
+    def _tensors(self) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
+        for name, p in self._module.named_parameters():
+            yield ("parameter", name), p
+        for name, buffer in self._module.named_buffers():
+            yield ("buffer", name), buffer
+
+    def _compare(self, tensors: list[torch.Tensor]) -> None:
+        compare = self.checks.compare
+        for (kind, name), t in self._tensors():
+            cause = _PARAMETER if kind == "parameter" else _BUFFER
+            compare(self._state.get((kind, name)), t, self.name, f"its {kind} {name!r}", cause)
+        assert self._inputs is not None
+        for number, (first, t) in enumerate(zip(self._inputs, tensors, strict=False)):
+            compare(first, t, self.name, f"its input number {number}, {_described(t)}", _INPUT)
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """What runs inside is to leave the stage and all that it reads as they are."""
+        others = _Others(self._module, self._given, self.checks.device)
+        before = [(name, buffer, self.checks.take(buffer)) for name, buffer in others.buffers()]
+        try:
+            yield
+        finally:
+            for name, buffer, first in before:
+                self.checks.compare(first, buffer, self.name, f"its buffer {name!r}", _LEFT)
+            for what in others.differences():
+                self.checks.found(self.name, what, _LEFT)
+
+    def save(self, tensor: torch.Tensor) -> None:
+        """What the first run saves next."""
+        digest = self.checks.take(tensor) if _is_written_whole(tensor) else None
+        self._saved.append(digest)
+        # What has a graph was made by the step; statistics that a norm saves, and updates, have none.
+        if digest is not None and tensor.grad_fn is not None and not self._is_a_parameters(tensor):
+            self.checks.watch(_Place(tensor, digest, self.name, len(self._saved) - 1))
+
+    def compare_saved(self, number: int, tensor: torch.Tensor) -> None:
+        """What another run saves as tensor `number`."""
+        what = _saved_as(number, tensor)
+        self.checks.compare(self._saved[number], tensor, self.name, what, _SAVED)
+
+    def _is_a_parameters(self, tensor: torch.Tensor) -> bool:
+        key = tensor.untyped_storage()._cdata
+        return any(p.untyped_storage()._cdata == key for p in self._module.parameters() if type(p) in _PLAIN)
+
+    def compare_outputs(self, number: int, first: list[Digest | None], tensors: list[torch.Tensor]) -> None:
+        """What operation `number` gave in the first run, and what is returned for it now."""
+        for digest, tensor in zip(first, tensors, strict=True):
+            what = f"the saved output of its operation number {number}, {_described(tensor)}"
+            self.checks.compare(digest, tensor, self.name, what, _INPUT)
+
+
+class _Place:
+    """Where a stage's saved tensor lies, which others may hold and write to, without holding it."""
+
+    def __init__(self, tensor: torch.Tensor, digest: Digest, stage: str, number: int) -> None:
+        storage = tensor.untyped_storage()
+        self.digest, self.stage, self.what = digest, stage, _saved_as(number, tensor)
+        self._storage, self._nbytes = StorageWeakRef(storage), storage.nbytes()
+        self._dtype, self._device = tensor.dtype, tensor.device
+        self._lies = int(tensor.storage_offset()), tensor.size(), tensor.stride()
+        self._lazy = tensor.is_conj() or tensor.is_neg()
+        with undisturbed(), torch.no_grad():
+            self._counter = tensor.detach()  # which has its version, and from here on none of its memory
+            self._counter.data = torch.empty(0, dtype=self._dtype, device=self._device)
+        self._version = self._counter._version
+
+    @property
+    def is_there(self) -> bool:
+        """Whether anyone still holds it."""
+        return not self._storage.expired()
+
+    def tensor(self) -> torch.Tensor | None:
+        """What lies there now; None where it is gone, or was written to in a way that autograd knows of."""
+        if self._counter._version != self._version:
+            return None
+        storage = None if self._lazy else torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        if storage is None or storage.nbytes() != self._nbytes:
+            return None
+        with undisturbed(), torch.no_grad():
+            empty = torch.empty(0, dtype=self._dtype, device=self._device)
+            return empty.set_(storage, *self._lies)  # type: ignore[call-overload, no-any-return]
+
+
+def _saved_as(number: int, tensor: torch.Tensor) -> str:
+    return f"tensor number {number} that autograd saves in it, {_described(tensor)}"
+
+
+class _Others:
+    """What else than tensors a stage's run might change: Python state, what is registered, generators, flags."""
+
+    def __init__(self, module: nn.Module, given: Iterable[Any], device: torch.device) -> None:
+        self._device = device
+        self._cells = Snapshot(below(module), given, changing=changing(module))
+        self._tables = [(m, name, m.__dict__[name].copy()) for m in self._cells.modules for name in _TABLES]
+        self._generators = Generators(self._cells.generators)
+        self._random = self._torchs_states()
+        self._flags = flags()
+
+    def buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """The buffers of the stage, and of other modules that it leads to."""
+        found = ((name, b) for m in self._cells.modules for name, b in m._buffers.items() if b is not None)
+        own = self._cells.modules[0].named_buffers()
+        return list({id(b): (name, b) for name, b in (*found, *own)}.values())
+
+    def differences(self) -> list[str]:
+        """What is another than it was."""
+        names = self._cells.differences()
+        names += [
+            f"{type(m).__name__}.{name}" for m, name, table in self._tables if not _is_same(table, m.__dict__[name])
+        ]
+        self._generators.settle()
+        drew = self._generators.drew or self._torchs_states() != self._random
+        found = [f"what it keeps in {name}" for name in names] + ["the state of a random generator"] * drew
+        return found + [
+            f"PyTorch's flag {name!r}" for name, a, b in zip(FLAGS, self._flags, flags(), strict=True) if a != b
+        ]
+
+    def _torchs_states(self) -> list[bytes]:
+        states = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._device))
+        return [state.numpy().tobytes() for state in states]  # held by Python, which takes no memory of the step's
+
+
+def _is_same(table: dict[Any, Any], now: dict[Any, Any]) -> bool:
+    """Whether the same is registered; of sharded parameters under the same names, since their unit replaces them."""
+    if list(table) != list(now):
+        return False
+    same = all(map(operator.is_, table.values(), now.values()))
+    return same or any(map(is_traceable_wrapper_subclass, (*table.values(), *now.values())))
+
+
+_TABLES = ("_buffers", "_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks")
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+_PARAMETER = (
+    "it was written to between forward and backward in a way that PyTorch's versions don't show: through .data, numpy, "
+    "or a fused optimizer; change parameters between steps"
+)
+_BUFFER = (
+    "forward writes to it in a way that PyTorch's versions don't show (through .data, or by a kernel of its own), so "
+    "that the stage's next run doesn't begin with what the first began with; let it write with ordinary operations "
+    "under torch.no_grad()"
+)
+_INPUT = (
+    "it was written to since it was made, through .data, numpy or in a hook, which the stage's next run doesn't see or "
+    "sees too early; write with ordinary operations"
+)
+_LEFT = "running the stage again has changed it once more, where each step is to change it once"
+_SAVED = (
+    "what the stage reads is as in forward as far as it was compared, so it depends on something else that has changed "
+    "(a random generator, Python state, flags, modes or hooks), or one of its kernels gives other bits each time, as "
+    "additions in no fixed order do (index_add and scatter_add on CUDA; torch.use_deterministic_algorithms(True) "
+    "tells); if that is all, apply with check='off'"
+)
+_EDITED = (
+    "it was written to behind the stage, through .data, numpy or in a hook, and gradients of plain training go by "
+    "that, where those of the stage's next run don't; write with ordinary operations"
+)
+_PACKED_LATE = (
+    "it was written to since, through .data or numpy, and the saved_tensors_hooks around the stage get it as it is, "
+    "not as it was in forward; write with ordinary operations, or take the hooks off"
+)
+_COPY = (
+    "a copy was overtaken, or memory or the disk is damaged; apply(..., synchronous=True) waits for each copy, "
+    "checksums=True tells whether the tier gave back what it got"
+)
+
+
+def _error(differing: list[_Pair], compared: int) -> CheckError:
+    worst = differing[0]
+    stages = len({pair.stage for pair in differing})
+    return CheckError(
+        f"stage {worst.stage!r}: {worst.what} isn't what it was in forward. {len(differing)} of {compared} compared "
+        f"tensors differ, in {stages} of the plan's stages; the gradients of this step are not the model's: drop them. "
+        f"Likely cause: {worst.cause}",
+        stage=worst.stage,
+        tensor=worst.what,
+    )

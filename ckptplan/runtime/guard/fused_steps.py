@@ -1,0 +1,81 @@
+"""Optimizer steps that write to parameters without raising their versions, as fused kernels do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ckptplan.runtime.swap.own import storages_of
+
+
+class FusedSteps:
+    """Counts those steps, by the storages of their parameters.
+
+    Versions aren't raised instead: autograd would then refuse a backward that goes on with the updated parameter, as
+    it does without a plan, and through stages that aren't run again.
+
+    Attributes
+    ----------
+    count : int
+        Steps so far.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._last: dict[int, int] = {}  # those who ask for a storage have held it since
+        self._watchers = 0
+        self._hook: Any = None
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, steps are counted."""
+        if self._watchers == 0:
+            self._hook = register_optimizer_step_post_hook(self._stepped)
+        self._watchers += 1
+        try:
+            yield
+        finally:
+            self._watchers -= 1
+            if self._watchers == 0:
+                self._hook.remove()
+                self._last.clear()
+
+    def check(self, tensors: Iterable[torch.Tensor], since: int, use: str) -> None:
+        """Raise an error, like PyTorch's own, if a step has written to any of `tensors` after `count` was `since`.
+
+        Parameters
+        ----------
+        use : str
+            What backward does with them.
+
+        Raises
+        ------
+        RuntimeError
+        """
+        if self.count == since:
+            return
+        for tensor in tensors:
+            if any(self._last.get(storage._cdata, 0) > since for storage in storages_of(tensor)):
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                    f"parameter of shape {list(tensor.shape)} was updated by an optimizer's step between forward and "
+                    f"backward, which {use}: the gradient would be another; step after the last backward"
+                )
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # PyTorch's own optimizers raise versions unless they are fused; of others it isn't known.
+        own = type(optimizer).__module__.startswith("torch.optim")
+        groups = [group for group in optimizer.param_groups if group.get("fused") or not own]
+        parameters = (p for group in groups for p in group["params"] if p.grad is not None)
+        written = [storage._cdata for p in parameters for storage in storages_of(p)]
+        if written:
+            self.count += 1
+            self._last.update(dict.fromkeys(written, self.count))
+
+
+STEPS = FusedSteps()
+"""Of this process."""

@@ -1,0 +1,145 @@
+"""Gradients that exist when a step starts: their bytes, stand-ins for measured steps, and a guard for planned ones.
+
+NOTE [Gradients from before]
+A step may start with gradients: `zero_grad(set_to_none=False)` keeps them, and the second micro-batch of an
+accumulating loop finds those of the first. They are on the device from the step's start then, where a step without them
+has room until its backward makes them. So whether they exist is part of what is planned (`TrainingStep.accumulates`),
+and a forward that finds more bytes of gradients than its plan reckoned with is an error, unless they fit below the
+budget all the same.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ckptplan.core.errors import InvalidInputError, PlanMismatchError
+from ckptplan.core.plan import Plan
+from ckptplan.core.units import format_bytes
+from ckptplan.runtime.swap.own import storages_of
+
+
+def accumulates(model: nn.Module, wanted: bool | None) -> bool:
+    """Whether steps of `model` start with gradients: as wanted, by default as they exist now.
+
+    Raises
+    ------
+    InvalidInputError
+    """
+    if wanted is not None and not isinstance(wanted, bool):
+        raise InvalidInputError(f"accumulate={wanted!r}; it is True, False or None")
+    if wanted is None:
+        return any(p.requires_grad and p.grad is not None for p in model.parameters())
+    return wanted
+
+
+def made_gradient_bytes(parameters: Iterable[torch.Tensor], round_to: int = 1) -> int:
+    """Bytes of one gradient for each parameter that requires one, each in a block of a multiple of `round_to`."""
+    sizes = (_dense_bytes(p) for p in parameters if p.requires_grad)
+    return sum(-(-nbytes // round_to) * round_to for nbytes in sizes)
+
+
+def _dense_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor of that size: for a wrapper such as DTensor, of what lies here."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.numel() * tensor.element_size()
+    names, _ = tensor.__tensor_flatten__()
+    inside = [getattr(tensor, name) for name in names]
+    return sum(_dense_bytes(t) for t in inside if isinstance(t, torch.Tensor))
+
+
+def existing_gradient_bytes(gradients: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages of gradients, sparse ones included."""
+    parts = (part for gradient in gradients for part in _parts(gradient))
+    return sum({s._cdata: s.nbytes() for part in parts for s in storages_of(part)}.values())
+
+
+def _parts(gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (gradient._indices(), gradient._values()) if gradient.layout is torch.sparse_coo else (gradient,)
+
+
+class StandIns:
+    """Gradients for steps that are only measured, so that the user's own stay as they are.
+
+    They hold the values of the model's own gradients, zeros where it has none.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._made = [
+            (p, p.grad, torch.zeros_like(p) if p.grad is None else p.grad.detach().clone())
+            for p in model.parameters()
+            if p.requires_grad
+        ]
+
+    def put(self) -> None:
+        """Give every parameter its stand-in, as it was made."""
+        for parameter, before, stand_in in self._made:
+            parameter.grad = stand_in
+            if before is None:
+                stand_in.zero_()
+            else:
+                stand_in.copy_(before)
+
+
+def rewinding(model: nn.Module, rewind: Callable[[], None], *, accumulates: bool) -> Callable[[], None]:
+    """`rewind`, after which every parameter has a gradient if steps start with them; call it before any rewinding."""
+    if not accumulates:
+        return rewind
+    with torch.no_grad():
+        stand_ins = StandIns(model)
+
+    def rewound() -> None:
+        rewind()
+        with torch.no_grad():
+            stand_ins.put()
+
+    return rewound
+
+
+class GradientGuard:
+    """Notices gradients that a plan didn't reckon with (NOTE [Gradients from before])."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self._tables = [module._parameters for module in model.modules() if module._parameters]
+        self._all: Sequence[torch.Tensor | None] = ()
+        self._leaves: list[torch.Tensor] = []
+        self._seen: list[int] = []
+        self._planned_bytes = made_gradient_bytes(model.parameters()) if plan.fingerprint.accumulates else 0
+        self._needs_bytes = max(plan.peak_bytes, plan.reserved_bytes or 0)
+        self._budget_bytes = plan.budget_bytes
+
+    def check(self) -> None:
+        """Raise if more bytes of gradients exist than the budget has room for.
+
+        Raises
+        ------
+        PlanMismatchError
+        """
+        now = [p for table in self._tables for p in table.values()]
+        if len(now) != len(self._all) or not all(map(operator.is_, now, self._all)):
+            self._all = now
+            self._leaves = [p for p in now if p is not None and p.is_leaf]
+        found = [gradient for p in self._leaves if (gradient := p.grad) is not None]
+        if not found:
+            return
+        seen = list(map(id, found))
+        if seen == self._seen:  # the same objects as before, which were in order
+            return
+        nbytes = existing_gradient_bytes(found)
+        more = nbytes - self._planned_bytes
+        if more > 0 and self._needs_bytes + more > self._budget_bytes:
+            raise PlanMismatchError(self._over(nbytes))
+        self._seen = seen
+
+    def _over(self, nbytes: int) -> str:
+        reckoned = f"{format_bytes(self._planned_bytes)} of them" if self._planned_bytes else "none"
+        remedy = "" if self._planned_bytes else ", or solve with accumulate=True for steps that start with gradients"
+        return (
+            f"gradients of {format_bytes(nbytes)} exist at the start of this forward; the plan reckoned with "
+            f"{reckoned} and needs {format_bytes(self._needs_bytes)} of its budget of "
+            f"{format_bytes(self._budget_bytes)} without more; call zero_grad(set_to_none=True) before the step{remedy}"
+        )

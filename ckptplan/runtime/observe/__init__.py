@@ -1,0 +1,1 @@
+"""What a running step takes: bytes, times, traces."""

@@ -1,0 +1,257 @@
+"""Where a step's time goes: one account open at any moment, switched where stages, recompute and waits begin and end.
+
+NOTE [Accounts]
+1. At every moment the time goes to one account: a stage's forward, recompute, backward or stall. `mark` closes one and
+   opens another. Between two stages' forwards it goes to the later one, and what runs outside of any stage in backward
+   to the stage whose backward began last (`core.measured.told_together`).
+2. A stall, and a recompute, lie inside what they interrupt, which goes on afterwards. A stall is the stage's whose
+   forward or backward was under way, also where a sweep runs another stage on its behalf.
+3. A step is the time from the beginning of a pass to the end of its backward. What didn't run in that order (a forward
+   without backward, two forwards before one backward) is no step.
+4. Marks cost some microseconds each: the first steps are measured and then one in `EVERY`, none inside of `off`, where
+   something else times the steps. They are summed in `steps` alone, not while anything trains. On the CPU a mark is a
+   time. On CUDA it is an event on the stream that computes, so nothing waits in a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from ckptplan.core.link import Tier
+from ckptplan.core.measured import Copied, StageTimes
+
+FORWARD, RECOMPUTE, BACKWARD, STALL = range(4)
+KINDS = 4
+"""An account is `stage * KINDS + kind`."""
+NONE = -KINDS
+"""No step is under way, or its backward has ended."""
+
+_KEPT = {"cpu": 16, "cuda": 8}
+"""So many steps are remembered."""
+_FIRST = 9
+EVERY = 8
+"""All of the first `_FIRST` passes are measured, then one in `EVERY` on average, at random: each of several passes that
+make one step has its turn."""
+_MOST_MARKS = 1 << 15  # a pass through which backward runs again and again must not grow without bound
+
+Way = Literal["out", "in"]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One copy between tiers.
+
+    Attributes
+    ----------
+    way : "out" or "in"
+    tier : "host" or "disk"
+        Where to, or where from.
+    nbytes : int
+    begin, end : float or torch.cuda.Event
+        In seconds of `time.perf_counter`, or as an event of the stream that copied.
+    """
+
+    way: Way
+    tier: Tier
+    nbytes: int
+    begin: Any
+    end: Any
+
+
+OnCopy = Callable[[Way, int, Any, Any], None]
+"""Told of a copy: way, bytes, begin and end as in `Copy`. From any thread; on CUDA when it is issued."""
+
+
+@dataclass
+class Step:
+    """The marks of one pass and its backward; a regular one has all of them, in order."""
+
+    regular: bool
+    marks: list[tuple[int, Any]] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    memory: list[int] | None = None
+    ended: bool = False
+
+    def copied(self, tier: Tier, way: Way, nbytes: int, begin: Any, end: Any) -> None:
+        """A copy has ended (`OnCopy`, with its tier in front)."""
+        if len(self.copies) < _MOST_MARKS:
+            self.copies.append(Copy(way, tier, nbytes, begin, end))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of one step: in all, by account, and its copies."""
+
+    step_s: float
+    accounts: dict[int, float]
+    host: Copied
+    disk: Copied
+
+
+class Meter:
+    """Keeps the accounts of one applied plan.
+
+    Parameters
+    ----------
+    device : torch.device or None
+        Whose compute is measured; None: nothing is.
+    clock : callable
+        Seconds, where marks are times.
+    """
+
+    def __init__(self, device: torch.device | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._device = device
+        self._cuda = device is not None and device.type == "cuda"
+        self._clock: Callable[[], Any] = self._event if self._cuda else clock
+        self._off = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all steps: another plan runs from here on."""
+        self._now = self._base = NONE
+        self._step: Step | None = None
+        self._passes = 0
+        self._left_out = False
+        self._every = False
+        self._random = random.Random(0)
+        self._next = _FIRST + EVERY
+        self._kept: deque[Step] = deque(maxlen=_KEPT["cuda" if self._cuda else "cpu"])
+
+    def begin(self) -> Callable[[Tier, Way, int, Any, Any], None] | None:
+        """A pass begins; returns what is to be told of copies, None where this step isn't measured."""
+        if self._device is None:
+            return None
+        former, self._step = self._step, None
+        if former is not None and former.ended:
+            self._keep(former)
+        unfinished = self._now != NONE
+        self._now = self._base = NONE
+        self._passes += 1
+        left_out = _FIRST < self._passes < self._next
+        if self._passes == self._next:
+            self._next += self._random.randint(EVERY // 2, EVERY + EVERY // 2)
+        if not self._every and (self._off or left_out or (self._cuda and torch.cuda.is_current_stream_capturing())):
+            self._now = FORWARD  # so that the next pass sees whether this one has ended
+            return None
+        self._step = Step(regular=not unfinished, memory=[] if self._cuda and self._every else None)
+        self.mark(FORWARD)
+        return self._step.copied
+
+    def mark(self, account: int) -> int:
+        """From here on the time goes to `account`; returns the one before."""
+        before, self._now = self._now, account
+        if account & 1 == 0:  # forward, backward, none
+            self._base = account
+        step = self._step
+        if step is None or (before == account and step.memory is None):
+            return before
+        if len(step.marks) == _MOST_MARKS:
+            step.regular = False
+            return before
+        step.marks.append((account, self._clock()))
+        if step.memory is not None:
+            step.memory.append(torch.cuda.memory_allocated(self._device))
+        return before
+
+    def stall(self) -> int:
+        """Compute begins to wait for a copy; give what this returns to `mark` when it has."""
+        return self.mark(self._base + STALL - self._base % KINDS) if self._base != NONE else NONE
+
+    def backward_ended(self) -> None:
+        """The backward that was under way has ended."""
+        self.mark(NONE)
+        if self._step is not None:
+            self._step.ended = True
+
+    def every_step(self, measured: bool) -> None:
+        """Whether steps are measured without leaving any out, with the device's allocated bytes at every mark."""
+        self._every = measured
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """No pass that begins inside is measured."""
+        former, self._off = self._off, True
+        try:
+            yield
+        finally:
+            self._off = former
+
+    @property
+    def passes(self) -> int:
+        """How many have begun."""
+        return self._passes
+
+    @property
+    def last(self) -> Step | None:
+        """The present step, if its backward has ended."""
+        return self._step if self._step is not None and self._step.ended else None
+
+    def steps(self) -> list[StepTimes]:
+        """What the last steps took, oldest first; the very first is left out. On CUDA this waits for the device."""
+        last = self.last if self._left_out else None
+        return [_summed(step) for step in (*self._kept, last) if step is not None and step.regular]
+
+    def _keep(self, step: Step) -> None:
+        if not step.regular:
+            return
+        if not self._left_out:
+            self._left_out = True  # caches, allocators and libraries warm up in it
+        else:
+            self._kept.append(step)
+
+    def _event(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+def seconds(begin: Any, end: Any) -> float:
+    """From one mark to another."""
+    if isinstance(begin, float):
+        return end - begin
+    end.synchronize()
+    begin.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def _summed(step: Step) -> StepTimes:
+    accounts: dict[int, float] = {}
+    last = max(i for i, (account, _) in enumerate(step.marks) if account == NONE)
+    for (account, begin), (_, end) in zip(step.marks[:last], step.marks[1 : last + 1], strict=True):
+        accounts[account] = accounts.get(account, 0.0) + seconds(begin, end)
+    outside = accounts.pop(NONE, 0.0)  # between two backwards through the same pass
+    step_s = seconds(step.marks[0][1], step.marks[last][1]) - outside
+    copies = list(step.copies)
+    return StepTimes(step_s, accounts, _copied(copies, "host"), _copied(copies, "disk"))
+
+
+def _copied(copies: list[Copy], tier: Tier) -> Copied:
+    sums = {"out": [0, 0.0], "in": [0, 0.0]}
+    for copy in copies:
+        if copy.tier == tier:
+            sums[copy.way][0] += copy.nbytes
+            sums[copy.way][1] += seconds(copy.begin, copy.end)
+    return Copied(int(sums["out"][0]), sums["out"][1], int(sums["in"][0]), sums["in"][1])
+
+
+def median_step(steps: Sequence[StepTimes], stages: int) -> tuple[StageTimes, ...]:
+    """Per stage, the medians of its accounts."""
+
+    def of(stage: int, kind: int) -> float:
+        return statistics.median(step.accounts.get(stage * KINDS + kind, 0.0) for step in steps)
+
+    return tuple(StageTimes(of(i, FORWARD), of(i, RECOMPUTE), of(i, BACKWARD), of(i, STALL)) for i in range(stages))
+
+
+def median_copied(copied: Sequence[Copied]) -> Copied:
+    """The copies of the step whose copies took the median time."""
+    return sorted(copied, key=lambda c: c.out_s + c.in_s)[len(copied) // 2]

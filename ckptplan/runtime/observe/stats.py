@@ -1,0 +1,323 @@
+"""What an applied plan has done, beside what was planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ckptplan.core.link import Tier
+from ckptplan.core.measured import Copied, DeviceBytes, StageTimes
+from ckptplan.core.plan import Plan
+from ckptplan.core.units import format_bytes, format_seconds
+from ckptplan.runtime.observe.measure import device_bytes
+from ckptplan.runtime.observe.meter import StepTimes, median_copied, median_step
+from ckptplan.runtime.swap.stores import Store
+
+
+@dataclass(frozen=True, slots=True)
+class StageStats:
+    """One stage's times in a step, as a running step can tell them (`core.measured.told_together`).
+
+    Attributes
+    ----------
+    name, option : str
+    runs, planned_runs : int
+        How often its forward ran in all, and is to run per step; 0 for glue.
+    measured : StageTimes or None
+        Medians of the steps since the plan was applied; None: no step was measured yet.
+    predicted : StageTimes or None
+        By the plan; None where the profile isn't known (pass `profile=` to `apply`).
+    """
+
+    name: str
+    option: str
+    runs: int
+    planned_runs: int
+    measured: StageTimes | None
+    predicted: StageTimes | None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Bytes of one tier's swap space.
+
+    Attributes
+    ----------
+    tier : "host" or "disk"
+    planned_bytes : int
+        What the plan moves there.
+    reserved_bytes, peak_bytes : int or None
+        Taken, and most in use at once; None where the store doesn't say.
+    """
+
+    tier: str
+    planned_bytes: int
+    reserved_bytes: int | None
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What an applied plan has done so far, beside what it planned for one step.
+
+    Attributes
+    ----------
+    forwards : int
+        Training forwards.
+    recomputed_stages, planned_recomputed_stages : int
+        Stages recomputed in all, and planned per step.
+    swapped_out_bytes, swapped_in_bytes, planned_swapped_bytes : int
+        Bytes copied out and in in all, and planned per step (either way).
+    runs, planned_runs : tuple of int
+        Per stage, how often its forward ran in all, first runs included, and is to run per step; glue counts 0.
+    host_wait_s : float
+        Time the calling thread waited for copies (on CUDA compute waits on the device, and this stays near 0).
+    other_paths : int
+        Runs of a stage that saved something else than was profiled. Smaller inputs may do so; on the inputs that the
+        plan was made for it is a fault of the profile: positions mean nothing then, and sizes decide what leaves.
+    checked_forwards, compared_tensors : int
+        Forwards that were checked with their backwards (`apply(..., check=)`), and tensors that were compared in them.
+    timed_steps : int
+        Steps that the times below are medians of: the last ones of the plan that is applied, its first left out.
+    step_s : float or None
+        From the beginning of forward to the end of backward, measured; None without a timed step.
+    planned_step_s : float
+    stages : tuple of StageStats
+        The plan's stages; empty where only counts were asked for.
+    host_copies, disk_copies : Copied
+        Of a timed step.
+    pools : tuple of PoolStats
+    peak_bytes, reserved_bytes : int or None
+        On CUDA, most bytes that this process had asked for, and most that its allocator reserved, since this plan was
+        applied, or since a later `torch.cuda.reset_peak_memory_stats`. None where that isn't known, as on the CPU:
+        `verify` and `handle.trace` measure it there.
+    planned_peak_bytes, planned_reserved_bytes : int or None
+    earlier : DeviceBytes or None
+        On CUDA, the peaks that PyTorch's counters had before, which applying a plan resets.
+    """
+
+    forwards: int
+    recomputed_stages: int
+    planned_recomputed_stages: int
+    swapped_out_bytes: int
+    swapped_in_bytes: int
+    planned_swapped_bytes: int
+    runs: tuple[int, ...]
+    planned_runs: tuple[int, ...]
+    host_wait_s: float
+    other_paths: int = 0
+    checked_forwards: int = 0
+    compared_tensors: int = 0
+    timed_steps: int = 0
+    step_s: float | None = None
+    planned_step_s: float = 0.0
+    stages: tuple[StageStats, ...] = ()
+    host_copies: Copied = dataclasses.field(default_factory=Copied)
+    disk_copies: Copied = dataclasses.field(default_factory=Copied)
+    pools: tuple[PoolStats, ...] = ()
+    peak_bytes: int | None = None
+    reserved_bytes: int | None = None
+    planned_peak_bytes: int = 0
+    planned_reserved_bytes: int | None = None
+    earlier: DeviceBytes | None = None
+
+    def since(self, earlier: Stats) -> Stats:
+        """What was counted after `earlier`; times and peaks are as they are now."""
+        counted = (
+            "forwards",
+            "recomputed_stages",
+            "swapped_out_bytes",
+            "swapped_in_bytes",
+            "host_wait_s",
+            "other_paths",
+            "checked_forwards",
+            "compared_tensors",
+        )
+        added = {name: getattr(self, name) - getattr(earlier, name) for name in counted}
+        same = len(self.runs) == len(earlier.runs)  # else a plan with other stages came in between, and counts anew
+        runs = tuple(a - b for a, b in zip(self.runs, earlier.runs, strict=True)) if same else self.runs
+        return dataclasses.replace(self, runs=runs, **added)
+
+    def measured_s(self, account: str) -> float | None:
+        """Sum over the stages of "forward", "recompute", "backward" or "stall"; None without a timed step."""
+        found = [getattr(s.measured, f"{account}_s") for s in self.stages if s.measured is not None]
+        return sum(found) if found else None
+
+    def predicted_s(self, account: str) -> float | None:
+        """The same by the plan; None where the profile isn't known."""
+        found = [getattr(s.predicted, f"{account}_s") for s in self.stages if s.predicted is not None]
+        return sum(found) if found else None
+
+    def __str__(self) -> str:
+        n = max(self.forwards, 1)
+        lines = [
+            f"{self.forwards} training forwards",
+            f"recomputed stages per forward: {self.recomputed_stages / n:g} (planned {self.planned_recomputed_stages})",
+            f"swapped out per forward: {format_bytes(self.swapped_out_bytes / n)} "
+            f"(planned {format_bytes(self.planned_swapped_bytes)}), in {format_bytes(self.swapped_in_bytes / n)}",
+            f"waited for copies per forward: {format_seconds(self.host_wait_s / n)}",
+        ]
+        if self.other_paths:
+            lines.append(f"runs of stages that saved something else than profiled: {self.other_paths}")
+        if self.checked_forwards:
+            lines.append(
+                f"checked forwards: {self.checked_forwards}; {self.compared_tensors} tensors were as in forward"
+            )
+        if not self.stages:
+            return "\n".join(lines)
+        for pool in self.pools:
+            lines.append(
+                f"{pool.tier} swap space: {_bytes(pool.peak_bytes)} used at most of {_bytes(pool.reserved_bytes)} "
+                f"(planned {format_bytes(pool.planned_bytes)})"
+            )
+        if self.peak_bytes is None:
+            lines.append(
+                f"peak: planned {format_bytes(self.planned_peak_bytes)}; a running step doesn't tell it here, "
+                "ckptplan.verify and handle.trace measure it"
+            )
+        else:
+            reserved = "" if self.planned_reserved_bytes is None else f" of {_bytes(self.planned_reserved_bytes)}"
+            lines.append(
+                f"peak: {format_bytes(self.peak_bytes)} (planned {format_bytes(self.planned_peak_bytes)}); reserved "
+                f"{_bytes(self.reserved_bytes)}{reserved}"
+            )
+        if self.step_s is None:
+            lines.append(
+                f"step: planned {format_seconds(self.planned_step_s)}; no step is timed yet (the first is left out)"
+            )
+            return "\n".join(lines)
+        error = f" ({self.step_s / self.planned_step_s - 1:+.1%})" if self.planned_step_s else ""
+        lines.append(
+            f"step: {format_seconds(self.step_s)}, planned {format_seconds(self.planned_step_s)}{error}; median of "
+            f"{self.timed_steps}"
+        )
+        for tier, copied in (("host", self.host_copies), ("disk", self.disk_copies)):
+            if copied.out_bytes or copied.in_bytes:
+                lines.append(
+                    f"to {tier}: {_rate(copied.out_bytes, copied.out_s)}, back {_rate(copied.in_bytes, copied.in_s)}"
+                )
+        accounts = ("forward", "recompute", "backward", "stall")
+        rows: list[tuple[str, ...]] = [("stage", "option", *accounts)]
+        for stage in self.stages:
+            rows.append((stage.name, stage.option, *(_beside(stage, account) for account in accounts)))
+        rows.append(("all", "", *(_pair(self.measured_s(a), self.predicted_s(a)) for a in accounts)))
+        widths = [max(len(row[c]) for row in rows) for c in range(6)]
+        table = [
+            "  ".join(
+                cell.ljust(width) if c < 2 else cell.rjust(width)
+                for c, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        beside = "" if self.predicted_s("forward") is None else " (planned)"
+        return "\n".join([*lines, "", f"per step, measured{beside}:", *table])
+
+
+def _bytes(nbytes: int | None) -> str:
+    return "unknown" if nbytes is None else format_bytes(nbytes)
+
+
+def _rate(nbytes: int, taken_s: float) -> str:
+    return f"{format_bytes(nbytes)}" + (f" at {format_bytes(nbytes / taken_s)}/s" if taken_s else "")
+
+
+def _beside(stage: StageStats, account: str) -> str:
+    measured = None if stage.measured is None else getattr(stage.measured, f"{account}_s")
+    return _pair(measured, None if stage.predicted is None else getattr(stage.predicted, f"{account}_s"))
+
+
+def _pair(measured: float | None, predicted: float | None) -> str:
+    if not measured and not predicted:
+        return "–"
+    text = "?" if measured is None else format_seconds(measured)
+    return text if predicted is None else f"{text} ({format_seconds(predicted)})"
+
+
+def stage_stats(
+    counted: Stats,
+    plan: Plan,
+    steps: Sequence[StepTimes],
+    predicted: tuple[StageTimes, ...] | None,
+    stores: Mapping[Tier, Store],
+) -> Stats:
+    """`counted` with the times of `steps` and the use of `stores`, beside `plan`."""
+    measured = median_step(steps, len(plan.stages)) if steps else None
+    planned = {"host": plan.host_bytes, "disk": plan.disk_bytes}
+    return dataclasses.replace(
+        counted,
+        timed_steps=len(steps),
+        step_s=statistics.median(step.step_s for step in steps) if steps else None,
+        planned_step_s=plan.expected_step_s,
+        stages=tuple(
+            StageStats(
+                name,
+                choice.option,
+                counted.runs[i],
+                counted.planned_runs[i],
+                None if measured is None else measured[i],
+                None if predicted is None else predicted[i],
+            )
+            for i, (name, choice) in enumerate(zip(plan.stages, plan.choices, strict=True))
+        ),
+        host_copies=median_copied([step.host for step in steps]) if steps else Copied(),
+        disk_copies=median_copied([step.disk for step in steps]) if steps else Copied(),
+        pools=tuple(
+            PoolStats(tier, planned[tier], getattr(store, "reserved_bytes", None), getattr(store, "peak_bytes", None))
+            for tier, store in stores.items()
+            if planned[tier]
+        ),
+    )
+
+
+class Peaks:
+    """The most bytes on the device since now, where that is counted.
+
+    PyTorch counts peaks once for the whole process, and a counter that stands higher than all that follows says nothing
+    of it. So on CUDA the counters are reset here, after unused blocks in the cache went back to the device, and their
+    former values are kept.
+
+    Parameters
+    ----------
+    former : Peaks, optional
+        Of the plan whose place another one takes.
+    """
+
+    def __init__(self, device: torch.device, former: Peaks | None = None) -> None:
+        self._device = device
+        self._traced: int | None = None
+        self._earlier: DeviceBytes | None = None
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            found = device_bytes(device, "peak")
+            before = found if former is None or former._earlier is None else former._earlier
+            self._earlier = DeviceBytes(
+                max(found.requested_bytes, before.requested_bytes),
+                max(found.allocated_bytes, before.allocated_bytes),
+                max(found.reserved_bytes, before.reserved_bytes),
+            )
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def traced(self, nbytes: int | None) -> None:
+        """A recorded step had this peak."""
+        self._traced = nbytes
+
+    @property
+    def bytes(self) -> int | None:
+        """Most bytes asked for; None: not known."""
+        return device_bytes(self._device, "peak").requested_bytes if self._device.type == "cuda" else self._traced
+
+    def told(self, stats: Stats, plan: Plan) -> Stats:
+        """`stats` with them."""
+        on_cuda = self._device.type == "cuda"
+        return dataclasses.replace(
+            stats,
+            peak_bytes=self.bytes,
+            reserved_bytes=device_bytes(self._device, "peak").reserved_bytes if on_cuda else None,
+            planned_peak_bytes=plan.peak_bytes,
+            planned_reserved_bytes=plan.reserved_bytes,
+            earlier=self._earlier,
+        )

@@ -1,0 +1,1 @@
+"""Recompute: calls that can be made again, segments, selected operations."""

@@ -1,0 +1,288 @@
+"""Selective recompute: some operations' outputs are saved in forward and returned, not made again, in the recompute.
+
+NOTE [Numbering]
+Inside one run of a stage's forward, every call that reaches a dispatch mode, which is every operation below autograd,
+gets the next number, from 0, but for those that come or don't by the state of something else: views and what fake
+tensors are asked about themselves (autograd calls `aten.detach` when it saves a result and no hook is in force,
+a frame does when its stage runs again, and after a write in place to a view autograd makes the view again on fake
+tensors alone), and casts of parameters, which autocast's cache may have from an earlier call. A recompute makes the
+same numbered calls in the same order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ckptplan.core.errors import PlanMismatchError
+from ckptplan.runtime.guard.check import Digest, StageCheck
+from ckptplan.runtime.swap.session import Held, has_position
+
+_CAST = torch.ops.aten._to_copy.default
+_ASKING = {torch.ops.prim.device.default, torch.ops.prim.layout.default, *FunctionalTensor.metadata_fns}
+
+
+class NumberedOps(TorchDispatchMode):
+    """Numbers the operations that run inside (NOTE [Numbering]); entered again, it counts from 0 again.
+
+    Parameters
+    ----------
+    run : callable
+        `run(number, func, args, kwargs)` gives the operation's result; operations it calls itself aren't numbered.
+    """
+
+    def __init__(self, run: Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._run = run
+        self.count = 0
+
+    def __enter__(self) -> NumberedOps:
+        self.count = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not is_numbered(func, args):
+            return func(*args, **(kwargs or {}))
+        number = self.count
+        self.count += 1
+        return self._run(number, func, args, kwargs or {})
+
+
+def is_numbered(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call gets a number (NOTE [Numbering])."""
+    return _counts(func) and not (func is _CAST and _casts_parameter(args))
+
+
+@functools.cache
+def _counts(func: Any) -> bool:
+    return func not in _ASKING and not getattr(func, "is_view", False)
+
+
+@functools.cache
+def is_random(func: Any) -> bool:
+    """Whether an operation moves a random generator's state."""
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+def can_be_saved(func: Any) -> bool:
+    """Whether an operation's output may be saved in place of a recompute: no view, and nothing written to."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or schema.is_mutable:
+        return False
+    return all(result.alias_info is None for result in schema.returns)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def _operands(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among arguments and in lists of them."""
+    found: list[torch.Tensor] = []
+    for x in values:
+        if isinstance(x, torch.Tensor):
+            found.append(x)
+        elif isinstance(x, (list, tuple)):
+            found += _operands(x)
+    return found
+
+
+def _operation(func: Any, operands: list[torch.Tensor]) -> Hashable:
+    """What tells operations apart: the function, and the shapes and dtypes of its operands."""
+    return func, tuple([(t.shape, t.dtype) for t in operands])
+
+
+def _casts_parameter(args: tuple[Any, ...]) -> bool:
+    """Whether this is a cast that autocast's cache may leave out the next time."""
+    return bool(args) and isinstance(args[0], torch.nn.Parameter) and args[0].requires_grad
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory without autograd's data, which the result of an operation gets only after the dispatch mode."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # share the version
+        return tensor.detach()
+
+
+@dataclass(slots=True)
+class _Saved:
+    """An operation's output."""
+
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+    digests: list[Digest | None]
+
+    def value(self) -> Any:
+        """The output; its tensors are new objects each time, as autograd wants of a result."""
+        leaves = [alias(x.tensor()) if isinstance(x, Held) else x for x in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+class Selection:
+    """The operations of one run of a stage whose outputs are saved in forward and returned in the recompute.
+
+    Parameters
+    ----------
+    ops : iterable of int
+        Their numbers.
+    pack : callable, optional
+        How a tensor is held; by default as it is, with a check that nothing writes to it.
+    name : str
+        The stage, for messages.
+    planned : sequence of int, optional
+        Bytes of the storages that were to be saved, in order, and of others behind them. With them, a first run that
+        can't save what was planned, or would save more, saves nothing: its recompute is then a whole one, which holds
+        least. Without them that is an error.
+    check : StageCheck, optional
+        Compares what was saved with what is returned.
+
+    Attributes
+    ----------
+    gave_up : bool
+        Whether that was so.
+    """
+
+    def __init__(
+        self,
+        ops: Iterable[int],
+        pack: Callable[[torch.Tensor], Held] | None = None,
+        name: str = "",
+        planned: Sequence[int] | None = None,
+        check: StageCheck | None = None,
+    ) -> None:
+        self._planned = planned
+        self._check_outputs = check
+        self.gave_up = False
+        self._ops = tuple(sorted(set(ops)))
+        self._last = self._ops[-1]
+        self._pack = pack
+        self._name = name
+        self._made: list[Hashable] = []  # operations up to the last saved
+        self._random: list[int] = []
+        self._saved: dict[int, _Saved] = {}
+        self._next = 0
+        self._forward_ran = False
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """`forward` so that its first run saves, and later ones return what was saved.
+
+        The modes lie around the stage's own code alone: what is done for its buffers before and after has no numbers.
+        """
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._forward_ran:
+                self._next = 0
+                with NumberedOps(self._recompute):
+                    return forward(*args, **kwargs)
+            with NumberedOps(self._forward) as mode:
+                result = forward(*args, **kwargs)
+            self._check(mode.count)
+            self._forward_ran = True
+            if self.gave_up or not self._within():
+                self.gave_up = True
+                self._saved.clear()
+            return result
+
+        return run
+
+    def _check(self, count: int) -> None:
+        """Raise `PlanMismatchError` if what was saved can't stand in for a recompute, or give up."""
+        if self._planned is not None:
+            kept = [n for n in self._random if n in self._saved]
+            self.gave_up |= len(self._saved) < len(self._ops) or kept != self._random[len(self._random) - len(kept) :]
+            return
+        missing = [n for n in self._ops if n not in self._saved]
+        if missing:
+            raise PlanMismatchError(
+                f"stage {self._name!r} ran {count} operations and the plan saves the output of number "
+                f"{missing[0]}: its forward took another path than the one profiled; solve again with such inputs"
+            )
+        kept = [n for n in self._random if n in self._saved]
+        if kept != self._random[len(self._random) - len(kept) :]:
+            replayed = next(n for n in self._random if n > kept[0] and n not in self._saved)
+            raise PlanMismatchError(
+                f"stage {self._name!r}: the plan saves the random operation number {kept[0]} and replays number "
+                f"{replayed}, which would draw other numbers; save all random operations from {kept[0]} on, or none"
+            )
+
+    def _within(self) -> bool:
+        """Whether what was saved is as it was made, and nowhere larger than planned."""
+        if self._planned is None:
+            return True
+        held = [x for saved in self._saved.values() for x in saved.leaves if isinstance(x, Held)]
+        sizes: dict[int, int] = {}
+        for packed in held:
+            try:
+                tensor = packed.tensor()
+            except RuntimeError:  # written to since: the number now stands for a buffer that is filled later
+                return False
+            if has_position(tensor):
+                storage = tensor.untyped_storage()
+                sizes.setdefault(storage._cdata, storage.nbytes())
+        return len(sizes) <= len(self._planned) and all(
+            size <= planned for size, planned in zip(sizes.values(), self._planned, strict=False)
+        )
+
+    def _forward(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_random(func):
+            self._random.append(number)
+        if number > self._last:
+            return func(*args, **kwargs)
+        operands = _operands((*args, *kwargs.values()))
+        self._made.append(_operation(func, operands))
+        if number not in self._ops:
+            return func(*args, **kwargs)
+        inputs = {t.untyped_storage()._cdata for t in operands}
+        result = func(*args, **kwargs)
+        made = _tensors(result)
+        if not can_be_saved(func) or not made or any(t.untyped_storage()._cdata in inputs for t in made):
+            if self._planned is not None:
+                return result
+            raise PlanMismatchError(
+                f"stage {self._name!r}: the plan saves the output of operation number {number}, {func}, which is a "
+                "view of its input, writes to it, or makes no tensor; name the operation that made the memory instead"
+            )
+        leaves, spec = pytree.tree_flatten(result)
+        digests = [] if self._check_outputs is None else [self._check_outputs.checks.take(t) for t in made]
+        self._saved[number] = _Saved(
+            [self._held(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec, digests
+        )
+        return result
+
+    def _held(self, tensor: torch.Tensor) -> Held:
+        detached = alias(tensor)
+        if self._pack is None:
+            return Held(detached)
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            return self._pack(detached)
+
+    def _recompute(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._next > self._last:
+            return func(*args, **kwargs)
+        found = _operation(func, _operands((*args, *kwargs.values())))
+        if found != self._made[self._next]:
+            raise PlanMismatchError(
+                f"stage {self._name!r}: operation number {self._next} was {_describe(self._made[self._next])} in "
+                f"forward and is {_describe(found)} in the recompute: what the plan saves belongs to another path; "
+                "the forward depends on something that changed in between"
+            )
+        at = self._next
+        self._next += 1
+        saved = self._saved.get(at)
+        if saved is None:
+            return func(*args, **kwargs)
+        value = saved.value()
+        if self._check_outputs is not None:
+            self._check_outputs.compare_outputs(at, saved.digests, _tensors(value))
+        return value
+
+
+def _describe(operation: Any) -> str:
+    func, operands = operation
+    return f"{func} of {', '.join(f'{dtype} {list(shape)}'.removeprefix('torch.') for shape, dtype in operands)}"

@@ -1,0 +1,649 @@
+"""Python state that code can reach and change: kept as it was, and put back into the very objects.
+
+NOTE [Cells]
+A *cell* is an object whose contents change while it stays the same object: a module with its attributes, a list, a
+dictionary, a set, a deque, the data attributes of a class, an array, an object with attributes of its own.
+
+1. A `Snapshot` has the contents of cells, by reference but for arrays. They are put back into the cells themselves, so
+   that all who share a cell (two modules with one list) go on sharing it. A container with tensors that have graphs is
+   held as a copy without them: the snapshot lives as long as a graph, and the original would lead to others.
+2. It finds cells from modules, at every call: through attributes and class attributes, through containers of any depth,
+   and through modules that lie in them. Of a module that contains the one it is found from, a parent, the attributes
+   alone are looked at.
+3. Other objects (a configuration, a trainer), and functions with the variables that they enclose, lead to any number of
+   others, so they are looked at in *searches* alone.
+   Those that a stage was seen to change are cells of that stage from then on (`Changing`). Of an object that a module
+   has as an attribute the attributes are always kept, by reference: the model may change one from layer to layer.
+4. Tensors aren't cells: what a write to one is, versions and copies tell (`_State` in recompute/call.py). A snapshot
+   names those that it met, and holds them without their graphs, which may hold the cells in turn.
+5. Generators have states of their own (generators.py); a snapshot names those that it met.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import inspect
+import itertools
+import operator
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ckptplan.runtime.recompute.put_back import Steps, put_back
+from ckptplan.runtime.state.generators import KINDS as GENERATORS
+
+SEARCH_LIMIT = 4096  # objects that one search looks at: a trainer leads to all of a training
+ARRAY_LIMIT = 1 << 20  # bytes of an array that is copied at every call
+
+_MODULES_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"forward", "_compiled_call_impl"}
+"""Attributes of every module, which have rules of their own or don't change from call to call."""
+
+_ATOMS = frozenset(
+    {
+        bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice,
+        torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format,
+        type, types.ModuleType, types.BuiltinFunctionType,
+    }
+)  # fmt: skip
+"""Types of most attributes, which don't change and lead nowhere."""
+
+_SEARCHED_NOT = ("torch", "builtins", "threading", "_thread", "weakref", "logging", "_io", "ckptplan", "enum", "re")
+"""Packages whose classes' objects are no state of a model's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How the contents of a kind of cell are read, written and looked through."""
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], None]
+    values: Callable[[Any], Iterable[Any]] = tuple
+
+
+_NO_DATA = (
+    types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, property, type,
+    types.MemberDescriptorType, types.GetSetDescriptorType, functools.cached_property,
+)  # fmt: skip
+
+
+def _data_of(kind: type) -> dict[str, Any]:
+    """Data attributes of a class."""
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if not (name.startswith("__") and name.endswith("__")) and not isinstance(value, _NO_DATA)
+    }
+
+
+def _write_items(cell: Any, contents: Any) -> None:
+    cell.clear()
+    cell.update(contents)
+
+
+def _write_names(table: dict[str, Any], names: Iterable[str], contents: Mapping[str, Any]) -> None:
+    """Write `contents` in place of `names`, one by one, since other threads may look at attributes."""
+    for name in set(names) - contents.keys():
+        del table[name]
+    for name, value in contents.items():
+        if table.get(name, contents) is not value:
+            table[name] = value
+
+
+def _write_deque(cell: Any, contents: Any) -> None:
+    cell.clear()
+    cell.extend(contents)
+
+
+def _write_class(cell: type, contents: Mapping[str, Any]) -> None:
+    for name in _data_of(cell).keys() - contents.keys():
+        delattr(cell, name)
+    for name, value in contents.items():
+        if vars(cell).get(name, cell) is not value:
+            setattr(cell, name, value)
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _slots_of(kind: type) -> tuple[str, ...]:
+    """Attributes for which a class has a place of their own."""
+    return tuple(
+        name
+        for c in kind.__mro__
+        for name, value in vars(c).items()
+        if isinstance(value, types.MemberDescriptorType)
+        and inspect.getattr_static(kind, name) is value
+        and not name.startswith("__")
+    )
+
+
+def _object_of(value: Any) -> dict[str, Any]:
+    """Attributes of an object."""
+    found = {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}  # type: ignore[arg-type]
+    return found | getattr(value, "__dict__", {})
+
+
+def _write_object(value: Any, contents: Mapping[str, Any]) -> None:
+    slots = _slots_of(type(value))  # type: ignore[arg-type]
+    for name in slots:
+        if name in contents:
+            if getattr(value, name, contents) is not contents[name]:  # some of C's are read-only
+                object.__setattr__(value, name, contents[name])
+        elif hasattr(value, name):
+            object.__delattr__(value, name)
+    table = getattr(value, "__dict__", {})
+    _write_names(table, table.keys(), {name: item for name, item in contents.items() if name not in slots})
+
+
+def _closure_of(function: types.FunctionType) -> dict[str, Any]:
+    """The variables of an outer function that a function uses."""
+    return dict(inspect.getclosurevars(function).nonlocals)
+
+
+def _write_closure(function: types.FunctionType, contents: Mapping[str, Any]) -> None:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if name in contents:
+            cell.cell_contents = contents[name]
+
+
+def _values_of(contents: Mapping[Any, Any]) -> Iterable[Any]:
+    return contents.values()
+
+
+_LIST = _Kind(list, lambda cell, contents: operator.setitem(cell, slice(None), contents))
+_DICTIONARY = _Kind(dict, _write_items, _values_of)
+_SET = _Kind(set, _write_items)
+_DEQUE = _Kind(list, _write_deque)
+_ARRAY = _Kind(np.copy, lambda cell, contents: operator.setitem(cell, Ellipsis, contents), lambda contents: ())
+_OBJECT = _Kind(_object_of, _write_object, _values_of)
+_CLASS = _Kind(_data_of, _write_class, _values_of)
+_CLOSURE = _Kind(_closure_of, _write_closure, _values_of)
+_TUPLE, _MODULE, _TENSOR, _GENERATOR, _OTHER = "tuple", "module", "tensor", "generator", "other"
+_ITERATOR = "iterator"
+_ITERATORS = tuple(map(type, (itertools.count(), iter([]), iter(()), iter(range(0)), iter(""))))
+"""Iterators whose copies go on from the same place. They can't be set back, so that copies take their places."""
+_REPLACED = (torch.Tensor, *_ITERATORS)
+
+_CONTAINERS = (
+    (list, _LIST), (dict, _DICTIONARY), ((set,), _SET), (collections.deque, _DEQUE), (np.ndarray, _ARRAY),
+    ((tuple, frozenset), _TUPLE), (nn.Module, _MODULE), (torch.Tensor, _TENSOR), (GENERATORS, _GENERATOR),
+    (_ITERATORS, _ITERATOR),
+)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _kind_of(kind: type) -> _Kind | str | None:
+    """How objects of a type are treated; None: they don't change and lead nowhere."""
+    if kind in _ATOMS or issubclass(kind, (type, BaseException)):
+        return None
+    return next((found for types_, found in _CONTAINERS if issubclass(kind, types_)), _OTHER)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _has_attributes(kind: type) -> bool:
+    """Whether objects of a type are plain ones with attributes of their own."""
+    if kind in _ATOMS or _kind_of(kind) is not _OTHER or issubclass(kind, (types.FunctionType, types.MethodType)):  # type: ignore[arg-type]
+        return False
+    if str(kind.__module__).partition(".")[0] in (*_SEARCHED_NOT, "functools", "types"):
+        return kind is types.SimpleNamespace
+    return bool(kind.__dictoffset__ or _slots_of(kind))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _classes_of(kind: type) -> tuple[type, ...]:
+    """The classes of a module's type that may have data of their own."""
+    return tuple(c for c in kind.__mro__ if c is not object and c.__module__.partition(".")[0] != "torch")
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _plain(names: tuple[str, ...]) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], tuple[Any, ...]]]:
+    """Of the names of a module's attributes those that not every module has, and what gets their values."""
+    plain = tuple(name for name in names if name not in _MODULES_OWN)
+    if len(plain) > 1:
+        return plain, operator.itemgetter(*plain)
+    return plain, lambda table: tuple(table[name] for name in plain)
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes but for those that every module has."""
+    names, values_in = _plain(tuple(module.__dict__))
+    return dict(zip(names, values_in(module.__dict__), strict=True))
+
+
+def alone(value: Any) -> Any:
+    """`value`, a tensor without its graph."""
+    graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
+    return value.detach().requires_grad_() if graph else value
+
+
+def below(module: nn.Module) -> list[nn.Module]:
+    """`module` and what lies below it, each once: `module.modules()` in a fraction of its time."""
+    found = [module]
+    known = {id(module)}
+    for m in found:
+        for child in m._modules.values():
+            if child is not None and id(child) not in known:
+                known.add(id(child))
+                found.append(child)
+    return found
+
+
+def _copied(iterator: Any) -> Any:
+    """An iterator that goes on from where `iterator` is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of itertools, gone in Python 3.14
+        return copy.copy(iterator)
+
+
+def _place(iterator: Any) -> Any:
+    """Where an iterator is, to be compared."""
+    return repr(iterator) if isinstance(iterator, itertools.count) else iterator.__reduce__()
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether contents are the same, by identity but for arrays."""
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if len(a) != len(b):
+        return False
+    if isinstance(a, dict):
+        return all(map(operator.is_, a.values(), b.values())) and list(a) == list(b)
+    if isinstance(a, set):
+        return bool(a == b)
+    return all(map(operator.is_, a, b))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether contents are the same, numbers and texts by their values."""
+
+    def one(x: Any, y: Any) -> bool:
+        if x is y or type(x) is not type(y):
+            return x is y
+        if type(x) is torch.Tensor and x.layout is y.layout is torch.strided:  # one may be held without its graph
+            same = x.untyped_storage()._cdata == y.untyped_storage()._cdata and x.shape == y.shape
+            return same and not x.is_inference() and not y.is_inference() and x._version == y._version
+        if type(x) in _ITERATORS:
+            return _place(x) == _place(y)
+        if isinstance(x, (list, tuple)):
+            return _equal(x, y)
+        return type(x) in _ATOMS and bool(x == y)
+
+    if isinstance(a, (np.ndarray, set)) or len(a) != len(b):
+        return _same(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(map(one, a.values(), b.values()))
+    return all(map(one, a, b))
+
+
+class Changing:
+    """What a search has seen a stage's forward change; kept as long as the stage's module lives."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._without_references: dict[int, type] = {}  # to which nothing can refer weakly
+        self.modules: set[int] = set()  # identities of those whose plain attributes it was seen to change
+        self.buffers: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+        self._parents: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+    def add(self, value: Any) -> None:
+        """The stage was seen to change an object."""
+        try:
+            self._objects[id(value)] = value
+        except TypeError:
+            self._without_references[id(value)] = type(value)
+
+    def has(self, value: Any) -> bool:
+        """Whether the stage was seen to change an object, or one that lay in its place and was like it."""
+        return self._objects.get(id(value)) is value or self._without_references.get(id(value)) is type(value)
+
+    def is_parent(self, module: nn.Module, stage: nn.Module) -> bool:
+        """Whether `stage` lies in `module`."""
+        found = self._parents.get(module)
+        if found is None:
+            found = self._parents[module] = any(m is stage for m in below(module))
+        return found
+
+    def searches(self, modules: Iterable[nn.Module]) -> bool:
+        """Whether this call is one of those that look everywhere: the first three real ones, and every hundredth."""
+        if self.calls >= 3 and (self.calls + 1) % 100:
+            self.calls += 1
+            return False
+        if any(isinstance(p, FakeTensor) for m in modules for p in m._parameters.values()):
+            return False
+        self.calls += 1
+        return True
+
+
+@dataclass(slots=True)
+class _Cell:
+    """One cell and its contents then."""
+
+    cell: Any
+    kind: _Kind
+    contents: Any
+    path: tuple[Any, ...]
+    """The searched objects that led there, and itself if it is one."""
+    is_replaced: bool = False  # whether it has values of `_REPLACED`
+
+
+_Attributes = tuple[
+    nn.Module, tuple[str, ...], tuple[str, ...], Callable[[dict[str, Any]], tuple[Any, ...]], Sequence[Any], bool
+]
+"""A module, the names of all its attributes, those of the plain ones, what gets their values, these values then, and
+whether any of `_REPLACED` are among them."""
+
+
+@dataclass
+class Snapshot:
+    """The contents of the cells that modules lead to, as they are now.
+
+    Parameters
+    ----------
+    modules : iterable of nn.Module
+        With all that lies below each of them, as `below` gives it.
+    others : iterable
+        Further objects to begin at, such as arguments.
+    changing : Changing, optional
+        Which other objects are cells.
+    searches : bool
+        Look through other objects too.
+    graphs : bool
+        Hold tensors with their graphs, and so the cells themselves: for a snapshot that ends before the graphs do.
+
+    Attributes
+    ----------
+    modules : list of nn.Module
+        The given ones, and those that they lead to.
+    tensors : list of (str, torch.Tensor)
+        Tensors that were met, with the name of the attribute that led there; `distant` are those that only a search
+        has met.
+    generators : list
+        Random generators that were met.
+    """
+
+    modules: list[nn.Module]
+    others: Iterable[Any] = ()
+    changing: Changing | None = None
+    searches: bool = False
+    graphs: bool = False
+    tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list, init=False)
+    distant: list[tuple[str, torch.Tensor]] = field(default_factory=list, init=False)
+    generators: list[Any] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self._cells: dict[int, _Cell] = {}
+        self._attributes: list[_Attributes] = []
+        self._known: set[int] | None = None
+        self._path: list[Any] = []
+        self._iterators: list[Any] = []
+        self._directs: set[int] = set()  # objects that modules have as attributes
+        self._looks = SEARCH_LIMIT if self.searches else 0
+        classes: dict[type, None] = {}
+        self.modules = list(self.modules)
+        for module in self.modules:  # grows on the way
+            self._look_at(module)
+            classes[type(module)] = None
+        for kind in classes:
+            for c in _classes_of(kind):
+                data = _data_of(c)
+                if data:
+                    self._add(c.__name__, c, _CLASS, data)
+        for other in self.others:
+            self._keep("argument", other, is_cell=True)
+
+    def _look_at(self, module: nn.Module) -> None:
+        # In every call of every stage, so this makes few calls itself.
+        table = module.__dict__
+        all_names = tuple(table)
+        names, values_in = _plain(all_names)
+        values: Sequence[Any] = values_in(table)
+        is_replaced = False
+        if not _ATOMS.issuperset(map(type, values)):
+            is_replaced = any(isinstance(value, _REPLACED) for value in values)
+            values = [self._keep_attribute(name, value) for name, value in zip(names, values, strict=True)]
+        self._attributes.append((module, all_names, names, values_in, values, is_replaced))
+
+    def _keep_attribute(self, name: str, value: Any) -> Any:
+        kind = type(value)
+        if kind in _ATOMS or (kind is tuple and _ATOMS.issuperset(map(type, value))):
+            return value
+        if _has_attributes(kind):  # type: ignore[arg-type]
+            self._directs.add(id(value))
+            if not self.searches and id(value) not in self._cells and not self._is_cell(value):
+                contents = _object_of(value)
+                if not self.graphs:
+                    contents = {key: alone(item) for key, item in contents.items()}
+                self._cells[id(value)] = _Cell(value, _OBJECT, contents, ())
+                return value
+        return self._keep(name, value)
+
+    def _keep(self, name: str, value: Any, *, is_cell: bool = False) -> Any:
+        """Look at a value; returns what is held of it: itself, but for tensors with graphs and what holds those."""
+        kind = _kind_of(type(value))  # type: ignore[arg-type]
+        if kind is None:
+            return value
+        if kind is _TENSOR:
+            value = value if self.graphs else alone(value)
+            (self.distant if self._path else self.tensors).append((name, value))
+        elif kind is _GENERATOR:
+            self.generators.append(value)
+        elif kind is _TUPLE:
+            if not _ATOMS.issuperset(map(type, value)):
+                return _replaced(value, functools.partial(self._keep, name))
+        elif kind is _ITERATOR:
+            value = _copied(value)
+            self._iterators.append(value)
+        elif kind is _MODULE:
+            self._found(value)
+        elif isinstance(kind, _Kind):
+            if id(value) in self._cells:
+                return self._cells[id(value)].cell
+            if kind is not _ARRAY or self._copies(value):
+                return self._add(name, value, kind)
+        elif isinstance(value, types.MethodType):
+            self._keep(name, value.__self__)
+        elif is_cell or self._is_cell(value):
+            return self._add_object(name, value)
+        elif self._is_searched(value):
+            self._path.append(value)
+            value = self._add_object(name, value)
+            self._path.pop()
+        return value
+
+    def _add_object(self, name: str, value: Any) -> Any:
+        return self._add(name, value, _CLOSURE if isinstance(value, types.FunctionType) else _OBJECT)
+
+    def _add(self, name: str, value: Any, kind: _Kind, contents: Any = None) -> Any:
+        contents = kind.read(value) if contents is None else contents
+        cell = self._cells[id(value)] = _Cell(value, kind, contents, tuple(self._path))
+        inside = kind.values(contents)
+        if not _ATOMS.issuperset(map(type, inside)):
+            cell.contents = _replaced(contents, functools.partial(self._keep, name))
+            cell.is_replaced = any(isinstance(x, _REPLACED) for x in inside)
+            if kind not in (_OBJECT, _CLASS, _CLOSURE) and not _same(cell.contents, contents):
+                cell.cell = copy.copy(value)  # which holds no graph, as the original would
+                kind.write(cell.cell, cell.contents)
+        return cell.cell
+
+    def _copies(self, array: np.ndarray[Any, Any]) -> bool:
+        return array.nbytes <= ARRAY_LIMIT and array.flags.writeable and not array.dtype.hasobject
+
+    def _is_cell(self, value: Any) -> bool:
+        """Whether an object was seen to change."""
+        return self.changing is not None and self.changing.has(value) and id(value) not in self._cells
+
+    def _is_searched(self, value: Any) -> bool:
+        """Whether an object is looked through in this search."""
+        if self._looks <= 0 or id(value) in self._cells:
+            return False
+        if not hasattr(value, "__dict__") and not _slots_of(type(value)):  # type: ignore[arg-type]
+            return False
+        owner = value.__module__ if isinstance(value, types.FunctionType) else type(value).__module__
+        if str(owner).partition(".")[0] in _SEARCHED_NOT:
+            return False
+        self._looks -= 1
+        return True
+
+    def _found(self, module: nn.Module) -> None:
+        """A module that lies in an attribute or a container."""
+        if self._known is None:
+            self._known = set(map(id, self.modules))
+        stage = self.modules[0] if self.modules else None
+        parent = stage is not None and self.changing is not None and self.changing.is_parent(module, stage)
+        for m in (module,) if parent else below(module):
+            if id(m) not in self._known:
+                self._known.add(id(m))
+                self.modules.append(m)
+
+    @property
+    def cells(self) -> set[int]:
+        """Identities of the containers and objects that were met."""
+        return set(self._cells)
+
+    def note_changes(self) -> None:
+        """Tell `changing` which searched objects are others than they were, and forget the rest of them.
+
+        What the stage's forward has left as it was may be changed by others until the stage runs again, and is theirs.
+        """
+        assert self.changing is not None
+        for module, all_names, _, values_in, values, _ in self._attributes:
+            if tuple(module.__dict__) != all_names or not all(map(operator.is_, values_in(module.__dict__), values)):
+                self.changing.modules.add(id(module))
+        for key, found in list(self._cells.items()):
+            if found.path and _equal(found.kind.read(found.cell), found.contents):
+                if key in self._directs:
+                    found.path = ()
+                else:
+                    del self._cells[key]
+                continue
+            for each in found.path:
+                self.changing.add(each)
+
+    def differences(self) -> list[str]:
+        """Names of the attributes and cells whose contents are others than they were."""
+        found = [
+            f"{type(module).__name__}.{name}"
+            for module, _, names, _, values, _ in self._attributes
+            for now, then in [(plain_attributes(module), dict(zip(names, values, strict=True)))]
+            if not _same(now, then)
+            for name in now.keys() | then.keys()
+            if not _equal([now.get(name, self)], [then.get(name, self)])
+        ]
+        return found + [
+            f"a {type(each.cell).__name__}"
+            for each in self._cells.values()
+            if not _equal(each.kind.read(each.cell), each.contents)
+        ]
+
+    def put(self, instead: Mapping[int, Any] = MappingProxyType({})) -> Callable[[], None]:
+        """Put the contents back into the cells; calling the result puts there what was there before.
+
+        Parameters
+        ----------
+        instead : mapping, optional
+            Identity of a tensor -> the one to put in its place. Iterators get others, at every call.
+        """
+        undo: Steps = []
+        # What they run next changes these, even where it is now what it was: someone may have reset it.
+        changed = () if self.changing is None else self.changing.modules
+        if self._iterators:
+            instead = {**instead, **{id(iterator): _copied(iterator) for iterator in self._iterators}}
+        try:
+            for module, all_names, names, values_in, values, is_replaced in self._attributes:
+                if instead and is_replaced:
+                    values = [instead.get(id(value), value) for value in values]
+                table = module.__dict__
+                same = tuple(table) == all_names and all(map(operator.is_, values_in(table), values))
+                if not same or id(module) in changed:
+                    undo.append(functools.partial(_put, module, plain_attributes(module)))
+                    _put(module, dict(zip(names, values, strict=True)))
+            for cell in self._cells.values():
+                contents = cell.contents
+                if instead and cell.is_replaced:
+                    contents = _replaced(contents, lambda value: instead.get(id(value), value))
+                before = cell.kind.read(cell.cell)
+                undo.append(functools.partial(_write_again, cell, before))
+                if not _same(before, contents):
+                    cell.kind.write(cell.cell, contents)
+        except BaseException:
+            put_back(undo)
+            raise
+        return functools.partial(put_back, undo)
+
+
+class Tables:
+    """Which buffers and submodules modules have now, and under which names; with `parameters`, those too."""
+
+    def __init__(self, modules: Iterable[nn.Module], *, parameters: bool = False) -> None:
+        self._found: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (table, table.copy() if table else _NOTHING)
+            for m in modules
+            for table in ((m._buffers, m._modules, m._parameters) if parameters else (m._buffers, m._modules))
+            if isinstance(table, dict)  # a scripted module's can't change
+        ]
+
+    @classmethod
+    def of(cls, tables: Iterable[Any]) -> Tables:
+        """The like for any dictionaries and sets."""
+        found = cls(())
+        found._found = [(table, table.copy()) for table in tables]
+        return found
+
+    def put(self, instead: Mapping[int, Any] = MappingProxyType({})) -> Callable[[], None]:
+        """As `Snapshot.put`."""
+        undo: Steps = []
+        for table, contents in self._found:
+            if not table and not contents:
+                continue
+            if instead:
+                contents = {name: instead.get(id(value), value) for name, value in contents.items()}
+            if not _same(table, contents):
+                undo.append(functools.partial(_write_items, table, table.copy()))
+                _write_items(table, contents)
+        return functools.partial(put_back, undo)
+
+
+_NOTHING: dict[str, Any] = {}
+
+
+def _replaced(contents: Any, by: Callable[[Any], Any]) -> Any:
+    """Contents, or a tuple, with each value replaced; the very same where none is another."""
+    if isinstance(contents, dict):
+        found: Any = {key: by(value) for key, value in contents.items()}
+    elif isinstance(contents, tuple) and hasattr(contents, "_make"):
+        found = contents._make(map(by, contents))
+    else:
+        found = type(contents)(map(by, contents))
+    return contents if isinstance(contents, tuple) and _same(found, contents) else found
+
+
+def _write_again(cell: _Cell, contents: Any) -> None:
+    """Write contents that a cell had, unless it has them."""
+    if not _same(cell.kind.read(cell.cell), contents):
+        cell.kind.write(cell.cell, contents)
+
+
+def _put(module: nn.Module, attributes: dict[str, Any]) -> None:
+    """Give a module these plain attributes in place of those that it has, past any code of its own."""
+    _write_names(module.__dict__, plain_attributes(module), attributes)
+
+
+_CHANGING: weakref.WeakKeyDictionary[nn.Module, Changing] = weakref.WeakKeyDictionary()
+
+
+def changing(stage: nn.Module) -> Changing:
+    """What is known of a stage's module."""
+    found = _CHANGING.get(stage)
+    if found is None:
+        found = _CHANGING[stage] = Changing()
+    return found

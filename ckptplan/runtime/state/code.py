@@ -1,0 +1,120 @@
+"""What a model's code reads that no module leads to: hooks, global containers, caches of functions."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from ckptplan.runtime.state.cells import SEARCH_LIMIT, Changing, Snapshot, below
+
+_NOT_READ = frozenset({"torch", "numpy", "ckptplan", *sys.stdlib_module_names})
+"""Packages whose code keeps nothing of a model's."""
+_LONGEST = 1 << 16  # entries of a global container that is copied: longer ones are data
+_CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict})
+"""Types that have their contents as one expects; others' are code of a library's own."""
+_CACHE: type = functools._lru_cache_wrapper
+_FOLLOWED = frozenset(
+    {
+        types.FunctionType, types.MethodType, staticmethod, classmethod, property,
+        functools.partial, functools.cached_property, _CACHE,
+    }
+)  # fmt: skip
+
+
+def hooks_of(model: nn.Module) -> list[Any]:
+    """The hooks on a model's modules and parameters."""
+    tables: list[Any] = [
+        table for m in below(model) for name, table in vars(m).items() if name.endswith("_hooks") and table
+    ]
+    for p in model.parameters():
+        tables += [table for table in (p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)) if table]
+    return [hook for table in tables if isinstance(table, dict) for hook in table.values()]
+
+
+class Read:
+    """Global containers that functions read, and caches of functions that they call, as they are now.
+
+    Parameters
+    ----------
+    functions : iterable
+        Anything that can be called; modules stand for their forwards.
+    graphs : bool
+        As for `Snapshot`.
+    """
+
+    def __init__(self, functions: Iterable[Any], *, graphs: bool = False) -> None:
+        self._caches: list[tuple[Any, int]] = []
+        containers: list[Any] = []
+        waiting = [found for value in functions for found in _begun(value)]
+        seen: set[tuple[int, type | None]] = set()
+        while waiting and len(seen) < SEARCH_LIMIT:
+            value, owner = waiting.pop()
+            kind = type(value)
+            if (kind not in _FOLLOWED and kind not in _CONTAINERS) or (id(value), owner) in seen:
+                continue
+            seen.add((id(value), owner))
+            if kind is _CACHE:
+                self._caches.append((value, value.cache_info().misses))
+            if kind not in _CONTAINERS:
+                waiting += _behind(value, owner)
+            elif len(value) <= _LONGEST:
+                containers.append(value)
+        self._containers = Snapshot([], containers, changing=Changing(), graphs=graphs)
+
+    def put(self) -> None:
+        """Put the containers' contents back, and empty the caches that have been filled."""
+        for cache, misses in self._caches:
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
+        self._containers.put()
+
+
+_Found = tuple[Any, type | None]
+"""A value, and the class of the module whose method led to it."""
+
+
+def _begun(value: Any) -> Iterator[_Found]:
+    if not isinstance(value, nn.Module):
+        yield value, None
+        return
+    yield getattr(type(value), "forward", None), type(value)
+    yield vars(value).get("forward"), type(value)
+
+
+def _behind(value: Any, owner: type | None) -> Iterator[_Found]:
+    """The values that a function refers to."""
+    if isinstance(value, types.FunctionType):
+        if str(value.__module__).partition(".")[0] not in _NOT_READ:
+            yield from _read_by(value, owner)
+        return
+    inside = next(getattr(value, name) for name in ("__func__", "__wrapped__", "func", "fget") if hasattr(value, name))
+    yield inside, owner
+
+
+def _read_by(function: types.FunctionType, owner: type | None) -> Iterator[_Found]:
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # it is empty
+            yield cell.cell_contents, owner
+    names = set(_names(function.__code__))
+    for kind in () if owner is None else owner.__mro__:
+        yield from ((vars(kind)[name], owner) for name in names & vars(kind).keys())
+    for name in names & function.__globals__.keys():
+        value = function.__globals__[name]
+        yield value, None
+        if type(value) is types.ModuleType and value.__name__.partition(".")[0] not in _NOT_READ:
+            yield from ((vars(value)[inner], None) for inner in names & vars(value).keys())
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The names that code uses, that of the functions inside of it included."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)

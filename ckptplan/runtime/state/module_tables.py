@@ -1,0 +1,165 @@
+"""What modules inside of a stage have besides their state: hooks, replaced forwards, parameters that are frozen."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as _of_all
+
+from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
+from ckptplan.runtime.guard.fused_steps import STEPS
+from ckptplan.runtime.recompute.put_back import Steps
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
+"""Tables of a module; the last three have no entries where the others have none."""
+_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
+    getattr(_of_all, f"_global{name}") for name in _HOOKS if hasattr(_of_all, f"_global{name}")
+)
+"""Tables of hooks on all modules."""
+_FORWARDS = ("forward", "_compiled_call_impl")
+"""What a call of a module runs, where the instance has its own."""
+
+_Own = tuple[nn.Module, tuple[Any, ...], tuple[dict[int, Any], ...]]
+"""A module with the `_FORWARDS` and copies of the `_HOOKS` of its own."""
+
+
+def _owns(modules: Iterable[nn.Module]) -> list[_Own]:
+    """The modules that have hooks or forwards of their own, which most haven't."""
+    found: list[_Own] = []
+    for module in modules:
+        table = module.__dict__
+        if (
+            table["_forward_hooks"]
+            or table["_forward_pre_hooks"]
+            or table["_backward_hooks"]
+            or table["_backward_pre_hooks"]
+            or "forward" in table
+            or "_compiled_call_impl" in table
+        ):
+            hooks = tuple([table[name].copy() for name in _HOOKS])
+            found.append((module, tuple([table.get(name) for name in _FORWARDS]), hooks))
+    return found
+
+
+def _put_owns(former: list[_Own], owns: list[_Own]) -> None:
+    """Give modules `owns` in place of `former`, which they have."""
+    none: tuple[tuple[Any, ...], tuple[dict[int, Any], ...]] = (None,) * len(_FORWARDS), ({},) * len(_HOOKS)
+    wanted = {id(module): (module, *none) for module, *_ in former} | {id(own[0]): own for own in owns}
+    for module, forwards, hooks in wanted.values():
+        for name, forward in zip(_FORWARDS, forwards, strict=True):
+            if forward is None:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = forward
+        for name, entries in zip(_HOOKS, hooks, strict=True):
+            _put(module.__dict__[name], entries)
+
+
+def _put(table: dict[int, Any], entries: dict[int, Any]) -> None:
+    if table != entries:
+        table.clear()
+        table.update(entries)
+
+
+def _of_all_modules() -> list[dict[int, Any]]:
+    """Copies of the tables of hooks on all modules; none where all are empty."""
+    return [table.copy() for table in _GLOBAL_HOOKS] if any(_GLOBAL_HOOKS) else []
+
+
+def _flags(tables: Iterable[dict[str, nn.Parameter | None]]) -> list[bool]:
+    return [p.requires_grad for table in tables for p in table.values() if p is not None]
+
+
+class ModuleTables:
+    """What modules have now.
+
+    Parameters
+    ----------
+    modules : sequence of nn.Module
+        The stage and all inside of it. Hooks and forward of the stage itself lie outside of what is run again.
+    arguments : iterable of torch.Tensor
+        Parameters among them count as the stage's.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], arguments: Iterable[torch.Tensor] = ()) -> None:
+        # Looked at in every call of every stage, so this makes few calls.
+        self._inside = modules[1:]
+        self._owns = _owns(self._inside)
+        self._of_all = _of_all_modules()
+        self._tables = [table for module in modules if (table := module._parameters)]
+        try:
+            self._forwards: list[tuple[Any, Any]] = [
+                (kind, kind.forward)  # type: ignore[attr-defined]
+                for kind in set(map(type, self._inside))
+            ]
+            self._parameters = [table.copy() for table in self._tables]
+        except AttributeError as error:
+            raise UnsupportedModelError(
+                "a stage that is to run again has a scripted module (torch.jit), whose state can't be put back for "
+                "that; script nothing in this stage, or keep or swap it"
+            ) from error
+        self._flags = _flags(self._parameters)
+        self._arguments = [(p, p.requires_grad) for p in arguments if type(p) is not torch.Tensor and p.is_leaf]
+        self._steps = STEPS.count
+
+    def put(self, undo: Steps) -> None:
+        """Give the modules these, until what they have now is put back.
+
+        Raises
+        ------
+        RuntimeError
+            If an optimizer has stepped in between with a kernel of which autograd knows nothing.
+        PlanMismatchError
+            If a class of modules has another forward now.
+        """
+        if STEPS.count != self._steps:
+            own = [p for parameters in self._parameters for p in parameters.values() if p is not None]
+            STEPS.check([*own, *(p for p, _ in self._arguments)], self._steps, "runs its stage again with it")
+        for kind, forward in self._forwards:
+            if kind.forward is not forward and kind.forward is kind.forward:  # some make theirs anew at every look
+                raise PlanMismatchError(
+                    f"{kind.__name__}.forward was replaced between forward and backward, which runs a stage with such "
+                    "a module again; let the replacement last until backward has ended, or keep the stage"
+                )
+        owns, of_all = _owns(self._inside), _of_all_modules()
+        undo.append(functools.partial(self._replace, owns, of_all))
+        if owns != self._owns or of_all != self._of_all:
+            self._replace(self._owns, self._of_all)
+        if self._arguments or self._flags != _flags(self._tables):
+            for p, flag in self._thawed():
+                undo.append(functools.partial(p.requires_grad_, not flag))
+                p.requires_grad_(flag)
+
+    def _replace(self, owns: list[_Own], of_all: list[dict[int, Any]]) -> None:
+        present = _owns(self._inside)
+        if present != owns:
+            _put_owns(present, owns)
+        if of_all != _of_all_modules():
+            for table, entries in zip(_GLOBAL_HOOKS, of_all or [{}] * len(_GLOBAL_HOOKS), strict=True):
+                _put(table, entries)
+
+    def _thawed(self) -> list[tuple[torch.Tensor, bool]]:
+        """Parameters of which it has changed whether they get gradients, with whether they did.
+
+        A sharded unit may have others in their places now.
+        """
+        flags = iter(self._flags)
+        known = [
+            (table.get(name), next(flags))
+            for table, parameters in zip(self._tables, self._parameters, strict=True)
+            for name, p in parameters.items()
+            if p is not None
+        ]
+        return [(p, flag) for p, flag in (*known, *self._arguments) if p is not None and p.requires_grad != flag]

@@ -1,0 +1,201 @@
+"""Put a model, and every random generator, back as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ckptplan.runtime.state.cells import Changing, Snapshot, Tables, below
+from ckptplan.runtime.state.code import Read, hooks_of
+from ckptplan.runtime.state.generators import Generators
+from ckptplan.runtime.state.process import Hooks, Leaves, Switches
+
+
+def random_state(generators: Collection[Any] = ()) -> Callable[[], None]:
+    """Remember the state of random generators; calling the result restores it.
+
+    Torch's (CPU and CUDA), Python's and numpy's, and the given ones.
+    """
+    torch_state = torch.get_rng_state()
+    cuda_state = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    others = Generators(generators)
+
+    def restore() -> None:
+        torch.set_rng_state(torch_state)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state_all(cuda_state)
+        others.put()
+
+    return restore
+
+
+def tensor_state(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
+    """Remember values (on the host); calling the result restores them."""
+    saved = [
+        (tensor, tensor.detach().to("cpu", copy=True))
+        for tensor in {id(t): t for t in tensors}.values()
+        if not tensor.is_meta and not isinstance(tensor, FakeTensor)
+    ]
+
+    def restore() -> None:
+        with torch.no_grad():
+            for tensor, value in saved:
+                if not _equal(tensor.cpu(), value):
+                    tensor.copy_(value)
+
+    return restore
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.layout is not torch.strided:
+        a, b = a.to_dense(), b.to_dense()
+    return a.shape == b.shape and torch.equal(a, b)
+
+
+@contextlib.contextmanager
+def kept(
+    model: nn.Module, others: Iterable[Any] = (), *, graphs: bool = False
+) -> Iterator[tuple[Snapshot, Callable[[], None]]]:
+    """Inside, forward may change all but values: attributes, containers and names, hooks, flags, modes, globals.
+
+    It is as before afterwards. `graphs` as for `Snapshot`.
+
+    Yields
+    ------
+    Snapshot
+        What was there.
+    callable
+        Puts names, modules' hooks, flags and modes back already. Forwards stay, since a plan may have been applied
+        inside.
+    """
+    others = [*others, *hooks_of(model)]
+    found = Snapshot(below(model), others, changing=Changing(), searches=True, graphs=graphs)
+    read = Read([*found.modules, *others], graphs=graphs)
+    tables = Tables(found.modules, parameters=True)
+    switches, leaves, hooks = Switches(), Leaves(found.modules), Hooks(found.modules)
+    back = found.put()
+
+    def put() -> None:
+        switches.put()
+        tables.put()
+        leaves.put()
+        read.put()
+        hooks.put_own()
+
+    with contextlib.ExitStack() as stack:
+        for undo in (back, found.put, hooks.put, put):  # the last one first, and each whatever becomes of the others
+            stack.callback(undo)
+        yield found, put
+
+
+@contextlib.contextmanager
+def beside(model: nn.Module, others: Iterable[Any] = (), *, graphs: bool = False) -> Iterator[Snapshot]:
+    """`kept`, and random generators are where they were afterwards: for a run of forward beside the step's own."""
+    with kept(model, others, graphs=graphs) as (found, _):
+        generators = random_state(found.generators)
+        try:
+            yield found
+        finally:
+            generators()
+
+
+class _Stepped:
+    """Optimizers that step, as hooks on gradients may have them do, with their state and parameters as before."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[torch.optim.Optimizer, list[tuple[Any, Any]], Callable[[], None]]] = {}
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """Afterwards they are as before their first step inside."""
+        hook = register_optimizer_step_pre_hook(self._note)
+        try:
+            yield
+        finally:
+            hook.remove()
+            self.put()
+
+    def put(self) -> None:
+        """Put them back already."""
+        for _, tables, values in self._found.values():
+            for table, contents in tables:
+                table.clear()
+                table.update(contents)
+            values()
+
+    def _note(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if id(optimizer) not in self._found:
+            tables: list[Any] = [optimizer.state, *optimizer.state.values(), *optimizer.param_groups]
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            held = [v for table in tables for v in table.values() if isinstance(v, torch.Tensor)]
+            copies = [(table, dict(table)) for table in tables]
+            self._found[id(optimizer)] = optimizer, copies, tensor_state([*parameters, *held])
+
+
+_ONE_AT_A_TIME = threading.RLock()
+"""Hooks on all modules, kernels, PyTorch's profiler and the random generators are the process's, not a thread's."""
+
+
+@contextlib.contextmanager
+def restored(model: nn.Module, others: Iterable[Any] = ()) -> Iterator[Callable[[], None]]:
+    """Give all back as it was, whatever happens inside: what `kept` does, gradients, buffers, random states.
+
+    Optimizers that step inside are as before, too. Parameters that forward writes to aren't (`ParameterState`).
+    Inside, autograd is on, and no other thread is: a second one waits until the first has left.
+
+    Yields
+    ------
+    callable
+        Rewinds buffers, attributes, flags, modes and random states to the start and drops gradients, so that every run
+        starts alike.
+    """
+    with _ONE_AT_A_TIME, warnings.catch_warnings(), _collecting(), torch.inference_mode(False), torch.enable_grad():
+        yield from _restored(model, others)
+
+
+def _restored(model: nn.Module, others: Iterable[Any]) -> Iterator[Callable[[], None]]:
+    stepped = _Stepped()
+    with kept(model, others) as (found, put), stepped.undone():
+        gradients = [(p, p.grad) for m in found.modules for p in m._parameters.values() if p is not None and p.is_leaf]
+        buffers = [buffer for m in found.modules for buffer in m._buffers.values() if buffer is not None]
+        values = tensor_state(
+            [*buffers, *(t for _, t in (*found.tensors, *found.distant) if not isinstance(t, nn.Parameter))]
+        )
+        generators = random_state(found.generators)
+
+        def rewind() -> None:
+            for p, _ in gradients:
+                p.grad = None
+            put()
+            stepped.put()
+            values()
+            generators()
+            found.put()
+
+        def restore_gradients() -> None:
+            for p, gradient in gradients:
+                p.grad = gradient
+
+        with contextlib.ExitStack() as stack:
+            for undo in (restore_gradients, generators, values, put):  # the last one first
+                stack.callback(undo)
+            yield rewind
+
+
+@contextlib.contextmanager
+def _collecting() -> Iterator[None]:
+    """Cyclic garbage is collected afterwards if it is now."""
+    enabled = gc.isenabled()
+    try:
+        yield
+    finally:
+        (gc.enable if enabled else gc.disable)()

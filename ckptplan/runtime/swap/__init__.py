@@ -1,0 +1,1 @@
+"""Saved tensors that leave the device between their forward and their backward."""

@@ -1,0 +1,113 @@
+"""Where swapped bytes go: a file through worker threads, pinned memory on side streams, and which of them a plan needs.
+
+On the CPU the host tier is the file. On CUDA the host tier is pinned memory, and the disk tier is the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.link import STAGING_BYTES, Tier
+from ckptplan.core.plan import Plan
+from ckptplan.runtime.swap.stores.areas import keep_pinned_memory
+from ckptplan.runtime.swap.stores.base import NULL_STORES, Extent, Extents, NullStore, Store, Ticket
+from ckptplan.runtime.swap.stores.checks import ChecksumStore, SynchronousStore
+from ckptplan.runtime.swap.stores.disk import DISK_BLOCK_BYTES, DiskStore
+from ckptplan.runtime.swap.stores.pinned import PinnedStore
+
+__all__ = [
+    "DISK_BLOCK_BYTES",
+    "NULL_STORES",
+    "ChecksumStore",
+    "DiskStore",
+    "Extent",
+    "Extents",
+    "NullStore",
+    "PinnedStore",
+    "Store",
+    "SynchronousStore",
+    "Ticket",
+    "close_all",
+    "handing_over",
+    "keep_pinned_memory",
+    "make_store",
+    "make_stores",
+]
+
+
+def make_store(
+    device: torch.device,
+    *,
+    capacity_bytes: int,
+    directory: str | Path | None,
+    limit_bytes: int | None,
+    tier: Tier = "host",
+) -> Store:
+    """The store of `tier` for tensors on `device`: pinned memory for CUDA's host tier, else a file."""
+    if device.type == "cuda" and tier == "host":
+        return PinnedStore(device, capacity_bytes=capacity_bytes, limit_bytes=limit_bytes)
+    return DiskStore(directory, capacity_bytes=capacity_bytes, limit_bytes=limit_bytes, device=device)
+
+
+def make_stores(
+    device: torch.device,
+    plan: Plan,
+    *,
+    directory: str | Path | None,
+    host_limit_bytes: int | None,
+    disk_limit_bytes: int | None,
+    checksums: bool,
+    synchronous: bool,
+) -> dict[Tier, Store]:
+    """A store for every tier that `plan` moves something to, with room for all that one step moves there.
+
+    Raises
+    ------
+    InvalidInputError
+        If a tier can't be had, or not of that size. None is left open then.
+    """
+    stores: dict[Tier, Store] = {}
+    tiers = dict.fromkeys(choice.tier for choice in plan.choices if choice.moves)
+    if "disk" in tiers and host_limit_bytes is not None:
+        host_limit_bytes = max(host_limit_bytes - STAGING_BYTES, 0)  # its staging is pinned memory as well
+    try:
+        for tier in tiers:
+            capacity, limit = plan.host_bytes, host_limit_bytes
+            if tier == "disk":
+                if device.type == "cpu":
+                    raise InvalidInputError(
+                        "the plan moves storages to the disk tier, and on the CPU there is none behind the host tier, "
+                        "which is the swap file itself; solve again on this device"
+                    )
+                capacity, limit = plan.disk_bytes, disk_limit_bytes
+            elif device.type == "cpu":
+                blocks = sum(len(choice.moves) for choice in plan.choices)
+                capacity, limit = plan.host_bytes + blocks * DISK_BLOCK_BYTES, disk_limit_bytes
+            store = make_store(device, capacity_bytes=capacity, directory=directory, limit_bytes=limit, tier=tier)
+            if synchronous:
+                store = SynchronousStore(store, device)
+            stores[tier] = ChecksumStore(store) if checksums else store
+    except BaseException:
+        close_all(stores)
+        raise
+    return stores
+
+
+@contextlib.contextmanager
+def handing_over(stores: Mapping[Tier, Store]) -> Iterator[None]:
+    """Inside, stores that are made use the host memory of `stores`, which go on with it until they are closed."""
+    with keep_pinned_memory():
+        for store in stores.values():
+            store.lend()
+        yield
+
+
+def close_all(stores: Mapping[Tier, Store]) -> None:
+    """Close every one of `stores`."""
+    for store in stores.values():
+        store.close()

@@ -1,0 +1,334 @@
+"""What the swap state machine needs of a tier, and what its stores have in common.
+
+A store moves groups of blocks and says when a whole group is done; it knows nothing of stages. The order of calls per
+ticket is `start_out`, `finish_out`, `start_in`, `finish_in`, then `free`; the last three may be left out or, for
+`start_in` and `finish_in`, come again. Only the calling thread allocates or frees device memory.
+"""
+
+from __future__ import annotations
+
+import abc
+import collections
+import os
+import threading
+import weakref
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ckptplan.core.errors import SwapError
+from ckptplan.core.link import Tier
+from ckptplan.core.ranges import Ranges
+from ckptplan.runtime.observe.meter import OnCopy
+
+
+class Space:
+    """What a store keeps open for its blocks (memory, a file, threads): ended when nobody holds it."""
+
+    __slots__ = ("__weakref__", "areas")
+
+    def __init__(self) -> None:
+        self.areas: list[Any] = []  # of host memory
+
+
+class Ticket:
+    """A group of blocks on its way to, in, or back from a tier; its piece is taken as long as this holds it.
+
+    Attributes
+    ----------
+    sizes, offsets : sequence of int
+        Of each block, in bytes; offsets within the piece.
+    out_done, in_done
+        The end of the copy out, and of the last copy in.
+    """
+
+    def __init__(self, sizes: Sequence[int], offsets: Sequence[int], extent: Extent, space: Space) -> None:
+        self.sizes = sizes
+        self.offsets = offsets
+        self.nbytes = sum(sizes)
+        self.offset = extent.offset
+        self.extent: Extent | None = extent
+        self.space: Space | None = space
+        self.out_done: Any = None
+        self.in_done: Any = None
+
+    def let_go(self) -> None:
+        """Leave the piece to others, once no copy holds it either."""
+        self.extent = self.space = None
+
+
+class Store(Protocol):
+    """What the swap state machine needs of a tier; `on_copy`, if set, is told of copies issued from then on."""
+
+    on_copy: OnCopy | None
+
+    @property
+    def name(self) -> str:
+        """Where the bytes are, for messages."""
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the tier holds for swapped bytes now, used or not."""
+
+    @property
+    def used_bytes(self) -> int:
+        """What of it is in use now."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most of it that was in use at once."""
+
+    def start_out(self, *sources: torch.Tensor, place: Hashable = None) -> Ticket:
+        """Begin to copy contiguous tensors out; the caller keeps them until `finish_out`.
+
+        Parameters
+        ----------
+        place : hashable, optional
+            Groups of the same place and sizes lie where the first did, unless that is still taken.
+        """
+
+    def finish_out(self, ticket: Ticket) -> None:
+        """Make compute wait until the whole group is out."""
+
+    def start_in(self, ticket: Ticket, *targets: torch.Tensor, parts: Sequence[int] | None = None) -> Any:
+        """Begin to copy blocks back into `targets`, after the copy out is done.
+
+        Parameters
+        ----------
+        parts : sequence of int, optional
+            Which blocks of the group; by default all, in order.
+
+        Returns
+        -------
+        What `finish_in` takes to wait for these.
+        """
+
+    def finish_in(self, ticket: Ticket, done: Any = None) -> None:
+        """Make compute wait until the blocks that `start_in` returned `done` for are back; by default the last."""
+
+    def free(self, ticket: Ticket) -> None:
+        """Give the host bytes back once no copy touches them."""
+
+    def lend(self) -> None:
+        """Let stores that are made inside of `handing_over` use this one's host memory too."""
+
+    def close(self) -> None:
+        """End threads, give memory and files back: now, or when the last block that is still in use is freed."""
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as one dimension of bytes."""
+    return (tensor if tensor.dim() == 1 else tensor.view(-1)).view(torch.uint8)
+
+
+class NullStore:
+    """Moves nothing: for replays that only count bytes."""
+
+    name = "nowhere"
+    on_copy: OnCopy | None = None
+    reserved_bytes = used_bytes = peak_bytes = 0
+
+    def start_out(self, *sources: torch.Tensor, place: Hashable = None) -> Ticket:
+        return Ticket([source.nbytes for source in sources], [0] * len(sources), Extent(0, 0), Space())
+
+    def finish_out(self, ticket: Ticket) -> None: ...
+
+    def start_in(self, ticket: Ticket, *targets: torch.Tensor, parts: Sequence[int] | None = None) -> Any: ...
+
+    def finish_in(self, ticket: Ticket, done: Any = None) -> None: ...
+
+    def free(self, ticket: Ticket) -> None: ...
+
+    def lend(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+NULL_STORES: Mapping[Tier, Store] = {"host": NullStore(), "disk": NullStore()}
+
+
+class Extent:
+    """A piece of a linear area, taken as long as this object lives."""
+
+    __slots__ = ("__weakref__", "offset", "size")
+
+    def __init__(self, offset: int, size: int) -> None:
+        self.offset = offset
+        self.size = size
+
+
+_ENDLESS = 1 << 62
+"""The end of an area without one."""
+
+
+class Extents:
+    """The pieces of one linear area: where a piece of that place and size was before, else first fit. Thread-safe.
+
+    A piece is free again when nothing holds its `Extent`: there is no call to give it back that an interrupt or an
+    error could skip, or that the garbage collector could make in the middle of `take`. The weak references in `_taken`
+    are what is so; gaps and sums follow from them, one change at a time, and are made anew where an exception has cut
+    a change short.
+
+    Parameters
+    ----------
+    align : int
+        Sizes are multiples of it.
+    capacity : int, optional
+        Where the area ends.
+    """
+
+    def __init__(self, align: int, capacity: int | None = None) -> None:
+        self._align = align
+        self._end = _ENDLESS if capacity is None else capacity
+        self._taken: dict[int, tuple[int, int, weakref.ref[Extent]]] = {}  # by its reference's identity: offset, size
+        self._dead: collections.deque[weakref.ref[Extent]] = collections.deque()
+        self._gaps = Ranges()
+        self._used = 0
+        self._places: dict[Hashable, tuple[int, int]] = {}  # offset, size
+        self._learns = True  # whether new places are remembered, since the area was empty
+        self._unsure = True
+        self._lock = threading.RLock()  # its thread gets it again, should an interrupt have kept it from releasing
+
+    def size(self, nbytes: int) -> int:
+        """`nbytes` as they are taken."""
+        return -(-nbytes // self._align) * self._align
+
+    def layout(self, sizes: Sequence[int]) -> tuple[list[int], int]:
+        """Offsets of blocks one behind the other, and where the last ends."""
+        offsets, end = [], 0
+        for nbytes in sizes:
+            offsets.append(end)
+            end += self.size(nbytes)
+        return offsets, end
+
+    def _alive(self) -> list[tuple[int, int, weakref.ref[Extent]]]:
+        alive = [piece for piece in list(self._taken.values()) if piece[2]() is not None]
+        return sorted(alive, key=lambda piece: piece[:2])
+
+    @property
+    def used(self) -> int:
+        """Bytes taken now."""
+        with self._lock:
+            self._settle()
+            return self._used
+
+    def take(self, nbytes: int, place: Hashable = None) -> Extent | None:
+        """A piece of `nbytes`; None if there is none before the end.
+
+        Parameters
+        ----------
+        place : hashable, optional
+            Remembered with the size, for `again`. Another size than remembered, or a new place in an area that was
+            filled before, is the beginning of other shapes: all that is remembered goes, and pieces are taken first
+            fit until the area is empty, since places of two layouts would lie across each other.
+        """
+        size = self.size(nbytes)
+        with self._lock:
+            self._settle()
+            extent = self.again(nbytes, place)
+            if extent is not None:
+                return extent
+            start = self._first_fit(size)
+            if start is None:
+                return None
+            if place is not None:
+                known = self._places.get(place)
+                if known is None and self._learns:
+                    self._places[place] = start, size
+                elif known is None or known[1] != size:
+                    self._places.clear()
+                    self._learns = False
+            return self._cut(start, size)
+
+    def again(self, nbytes: int, place: Hashable) -> Extent | None:
+        """The piece where `place` had one of that size before; None where it had none, or it is taken."""
+        size = self.size(nbytes)
+        with self._lock:
+            self._settle()
+            if not self._used:
+                self._learns = not self._places
+            start, known = self._places.get(place, (0, -1))
+            return self._cut(start, size) if known == size else None
+
+    def _first_fit(self, size: int) -> int | None:
+        for begin, end in self._gaps.pairs:
+            if end - begin >= size:
+                return begin
+        return None
+
+    def _cut(self, start: int, size: int) -> Extent | None:
+        """Take that piece; None where it isn't free."""
+        self._unsure = True
+        extent = None
+        if self._gaps.remove(start, start + size):
+            extent = Extent(start, size)
+            reference = weakref.ref(extent, self._dead.append)
+            self._taken[id(reference)] = start, size, reference
+            self._used += size
+        self._unsure = False
+        return extent
+
+    def _settle(self) -> None:
+        """Make gaps of pieces that nothing holds any more."""
+        if self._unsure:
+            self._start_anew()
+        while self._dead:
+            self._unsure = True
+            piece = self._taken.pop(id(self._dead.popleft()), None)
+            if piece is not None:
+                self._gaps.add(piece[0], piece[0] + piece[1])
+                self._used -= piece[1]
+            self._unsure = False
+
+    def _start_anew(self) -> None:
+        alive = self._alive()
+        self._taken = {id(piece[2]): piece for piece in alive}
+        edges = [0, *(edge for begin, size, _ in alive for edge in (begin, begin + size)), self._end]
+        self._gaps = Ranges(zip(edges[::2], edges[1::2], strict=True))
+        self._used = sum(size for _, size, _ in alive)
+        self._unsure = False
+
+
+class OfOneProcess(abc.ABC):
+    """A store that works in the process that made it, and whose space goes when it is closed and no ticket holds it."""
+
+    on_copy: OnCopy | None = None
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._space: Space | None = Space()
+        self._peak = 0
+
+    @property
+    @abc.abstractmethod
+    def used_bytes(self) -> int: ...
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak
+
+    def _issued(self, ticket: Ticket) -> Ticket:
+        self._peak = max(self._peak, self.used_bytes)
+        return ticket
+
+    @property
+    def _foreign(self) -> bool:
+        """Whether this is a copy in a forked process, whose bytes, threads and streams are the other's."""
+        return os.getpid() != self._pid
+
+    def _require_owner(self) -> None:
+        if self._foreign:
+            raise SwapError(
+                f"the swap space belongs to process {self._pid}, and this is process {os.getpid()}, forked from it: "
+                "call remove() on the handle before the fork, or apply the plan in the new process"
+            )
+
+    def _open(self) -> Space:
+        self._require_owner()
+        if self._space is None:
+            raise SwapError("the swap space is closed: remove() was called on its handle; apply the plan again")
+        return self._space
+
+    def close(self) -> None:
+        self._space = None

@@ -1,0 +1,152 @@
+"""Stores around a store, for finding faults: one that compares checksums, one without any overlap."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from ckptplan.core.errors import SwapError
+from ckptplan.core.units import format_bytes
+from ckptplan.runtime.observe.meter import OnCopy
+from ckptplan.runtime.swap.stores.base import Store, Ticket, bytes_of
+
+_Returns = tuple[Any, dict[int, torch.Tensor]]
+"""Copies back that weren't compared yet: what to wait for, and the targets by part."""
+_PIECE_BYTES = 16 << 20
+"""What is brought to the host at once for its checksum."""
+
+
+class Around:
+    """Does what `inner` does."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+
+    @property
+    def on_copy(self) -> OnCopy | None:
+        """As of the store inside."""
+        return self.inner.on_copy
+
+    @on_copy.setter
+    def on_copy(self, tell: OnCopy | None) -> None:
+        self.inner.on_copy = tell
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.inner.reserved_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self.inner.used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.inner.peak_bytes
+
+    def start_out(self, *sources: torch.Tensor, place: Hashable = None) -> Ticket:
+        return self.inner.start_out(*sources, place=place)
+
+    def finish_out(self, ticket: Ticket) -> None:
+        self.inner.finish_out(ticket)
+
+    def start_in(self, ticket: Ticket, *targets: torch.Tensor, parts: Sequence[int] | None = None) -> Any:
+        return self.inner.start_in(ticket, *targets, parts=parts)
+
+    def finish_in(self, ticket: Ticket, done: Any = None) -> None:
+        self.inner.finish_in(ticket, done)
+
+    def free(self, ticket: Ticket) -> None:
+        self.inner.free(ticket)
+
+    def lend(self) -> None:
+        self.inner.lend()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class SynchronousStore(Around):
+    """Waits for every copy where it is issued, on the host."""
+
+    def __init__(self, inner: Store, device: torch.device) -> None:
+        super().__init__(inner)
+        self._device = device
+
+    def start_out(self, *sources: torch.Tensor, place: Hashable = None) -> Ticket:
+        ticket = self.inner.start_out(*sources, place=place)
+        try:
+            self.inner.finish_out(ticket)
+            self._synchronize()
+        except BaseException:
+            self.inner.free(ticket)
+            raise
+        return ticket
+
+    def start_in(self, ticket: Ticket, *targets: torch.Tensor, parts: Sequence[int] | None = None) -> Any:
+        done = self.inner.start_in(ticket, *targets, parts=parts)
+        self.inner.finish_in(ticket, done)
+        self._synchronize()
+        return done
+
+    def _synchronize(self) -> None:
+        torch.get_device_module(self._device).synchronize(self._device)
+
+
+class ChecksumStore(Around):
+    """Compares what comes back with what left, on the device's own bytes: damage anywhere on the way shows.
+
+    The checksum is CRC-32 (zlib): it finds every burst of up to 32 wrong bits, and one of 2**32 other damages passes.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self._left: weakref.WeakKeyDictionary[Ticket, list[int]] = weakref.WeakKeyDictionary()
+        self._targets: weakref.WeakKeyDictionary[Ticket, list[_Returns]] = weakref.WeakKeyDictionary()
+
+    def start_out(self, *sources: torch.Tensor, place: Hashable = None) -> Ticket:
+        checksums = [_checksum(source) for source in sources]
+        ticket = self.inner.start_out(*sources, place=place)
+        self._left[ticket] = checksums
+        return ticket
+
+    def start_in(self, ticket: Ticket, *targets: torch.Tensor, parts: Sequence[int] | None = None) -> Any:
+        done = self.inner.start_in(ticket, *targets, parts=parts)
+        numbers = range(len(targets)) if parts is None else parts
+        self._targets.setdefault(ticket, []).append((done, dict(zip(numbers, targets, strict=True))))
+        return done
+
+    def finish_in(self, ticket: Ticket, done: Any = None) -> None:
+        self.inner.finish_in(ticket, done)
+        waiting = self._targets.get(ticket, [])
+        done = waiting[-1][0] if done is None and waiting else done
+        for issued, targets in waiting:
+            # Damaged targets are kept, so that another wait for them fails in the same way.
+            for part, target in targets.items() if issued is done else ():
+                if (found := _checksum(target)) != self._left[ticket][part]:
+                    raise SwapError(
+                        f"{format_bytes(ticket.sizes[part])} at byte {ticket.offset + ticket.offsets[part]} of "
+                        f"{self.name} came back damaged: checksum {found:08x} instead of "
+                        f"{self._left[ticket][part]:08x}; discard this step's gradients, and look at the disk and the "
+                        "memory of this machine"
+                    )
+        self._targets[ticket] = [returns for returns in waiting if returns[0] is not done]
+
+    def free(self, ticket: Ticket) -> None:
+        self._targets.pop(ticket, None)
+        self.inner.free(ticket)
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """CRC-32 of a tensor's bytes, after all that was computed on the current stream so far."""
+    data, found = bytes_of(tensor), 0
+    for at in range(0, data.numel(), _PIECE_BYTES):
+        found = zlib.crc32(memoryview(data[at : at + _PIECE_BYTES].cpu().numpy()), found)  # type: ignore[arg-type]
+    return found

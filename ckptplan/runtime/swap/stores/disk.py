@@ -1,0 +1,351 @@
+"""A tier in a file, read and written by worker threads; for other devices than the CPU, through a little staging."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptplan.core.errors import InvalidInputError, SwapError
+from ckptplan.core.link import STAGING_BYTES
+from ckptplan.core.units import format_bytes
+from ckptplan.runtime.observe.meter import OnCopy, Way
+from ckptplan.runtime.swap.stores.areas import CUDA_ALIGN, HostArea
+from ckptplan.runtime.swap.stores.base import Extent, Extents, OfOneProcess, Space, Ticket, bytes_of
+from ckptplan.runtime.swap.stores.workers import Done, Worker
+
+DISK_BLOCK_BYTES = 4096
+CHUNK_BYTES = STAGING_BYTES // 4
+"""What one copy between a device and its staging moves: some ms, against some µs to issue it."""
+_NO_RESERVATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+"""What file systems that can't reserve answer."""
+
+
+Part = tuple[torch.Tensor, int]
+"""Bytes, and their offset in the file."""
+
+
+class Staging:
+    """Two chunks of host memory and a stream, for one direction; a worker thread's own.
+
+    While the device copies one chunk, the thread reads or writes the other.
+    """
+
+    def __init__(self, device: torch.device, area: torch.Tensor) -> None:
+        self._streams = torch.get_device_module(device)
+        self._stream = self._streams.Stream(device)
+        self._chunks = area.chunk(2)
+        self._chunk = self._chunks[0].numel()
+
+    def _mark(self) -> Any:
+        event = self._streams.Event()
+        event.record(self._stream)
+        return event
+
+    def out(self, ready: Any, parts: Iterable[Part], write: Callable[[memoryview, int], None]) -> None:
+        """Write `parts`, which are there once `ready` has happened, a chunk at a time."""
+        waiting: tuple[memoryview, int] | None = None
+        with self._streams.stream(self._stream):
+            self._stream.wait_event(ready)
+            try:
+                for number, (begin, end, pieces) in enumerate(_chunks(parts, self._chunk)):
+                    chunk = self._chunks[number % 2][: end - begin]
+                    for piece, at in pieces:
+                        chunk[at - begin : at - begin + piece.numel()].copy_(piece, non_blocking=True)
+                    copied = self._mark()
+                    if waiting is not None:
+                        write(*waiting)
+                    copied.synchronize()
+                    waiting = memoryview(chunk.numpy()), begin  # type: ignore[arg-type]
+                if waiting is not None:
+                    write(*waiting)
+            finally:
+                # Also where a write failed: once this returns, others may write to the sources and to the chunks.
+                self._mark().synchronize()
+
+    def back(self, ready: Any, parts: Iterable[Part], read: Callable[[memoryview, int], None]) -> None:
+        """Read into `parts`, which may be written to once `ready` has happened, a chunk at a time."""
+        used: list[Any] = [None, None]
+        with self._streams.stream(self._stream):
+            self._stream.wait_event(ready)
+            try:
+                for number, (begin, end, pieces) in enumerate(_chunks(parts, self._chunk)):
+                    chunk = self._chunks[number % 2][: end - begin]
+                    if used[number % 2] is not None:
+                        used[number % 2].synchronize()
+                    read(memoryview(chunk.numpy()), begin)  # type: ignore[arg-type]
+                    for piece, at in pieces:
+                        piece.copy_(chunk[at - begin : at - begin + piece.numel()], non_blocking=True)
+                    used[number % 2] = self._mark()
+            finally:
+                self._mark().synchronize()
+
+
+def _chunks(parts: Iterable[Part], most_bytes: int) -> Iterator[tuple[int, int, list[Part]]]:
+    """Cut `parts`, in the order of their offsets, so that each cut is one stretch of the file and fits a chunk.
+
+    Yields
+    ------
+    tuple
+        Where in the file it begins and ends, and its pieces. Rounding may lie between two of them, nothing else.
+    """
+    begin = end = 0
+    pieces: list[Part] = []
+    for data, offset in parts:
+        done = 0
+        while done < data.numel():
+            at = offset + done
+            if pieces and (at - end >= DISK_BLOCK_BYTES or at - begin >= most_bytes):
+                yield begin, end, pieces
+                pieces = []
+            if not pieces:
+                begin = at
+            piece = data[done : done + begin + most_bytes - at]
+            pieces.append((piece, at))
+            done += piece.numel()
+            end = offset + done
+    if pieces:
+        yield begin, end, pieces
+
+
+class DiskStore(OfOneProcess):
+    """Swaps tensors to one unnamed file: nothing is left behind, whatever happens to the process.
+
+    CPU tensors are written and read where they lie. Those of other devices pass through staging: on a stream of the
+    worker's own, which waits for what the computing stream was given before the copy was asked for. Whoever finishes a
+    copy waits on the host.
+
+    Parameters
+    ----------
+    directory : str or Path, optional
+        Where the file lives; the system's temporary directory by default.
+    capacity_bytes : int
+        Reserved on disk at once, so that a full disk is an error before the first step.
+    limit_bytes : int, optional
+        The file grows no larger.
+    device : torch.device
+        Where the tensors are.
+    chunk_bytes : int, optional
+        Staging chunks of this size, on the CPU too; by default none on the CPU, else `CHUNK_BYTES`.
+
+    Raises
+    ------
+    InvalidInputError
+        If the directory can't be written or has no room, or `capacity_bytes` is beyond the limit.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path | None = None,
+        *,
+        capacity_bytes: int = 0,
+        limit_bytes: int | None = None,
+        device: torch.device | None = None,
+        chunk_bytes: int | None = None,
+    ) -> None:
+        self._device = device or torch.device("cpu")
+        super().__init__()
+        # On CUDA sizes are multiples of that already, so a plan's bytes are exactly what is taken.
+        self._extents = Extents(DISK_BLOCK_BYTES if self._device.type == "cpu" else CUDA_ALIGN)
+        where = Path(directory) if directory is not None else Path(tempfile.gettempdir())
+        try:
+            self._file = tempfile.TemporaryFile(dir=where, buffering=0)  # noqa: SIM115 - closed by close()
+        except OSError as error:
+            raise InvalidInputError(
+                f"swap directory {where} can't be written: {error}; pass swap_dir= a directory that can"
+            ) from error
+        self._where = where
+        self._limit = limit_bytes
+        self._reserved = 0
+        self._stages: tuple[Staging, Staging] | None = None
+        try:
+            self._reserve(capacity_bytes)
+            if chunk_bytes is not None or self._device.type != "cpu":
+                area = HostArea(4 * (chunk_bytes or CHUNK_BYTES), self._device)
+                self._open().areas.append(area)
+                out, back = area.memory.chunk(2)
+                self._stages = Staging(self._device, out), Staging(self._device, back)
+        except SwapError as error:
+            self._file.close()
+            raise InvalidInputError(str(error)) from error
+        self._out = Worker("ckptplan-swap-out")
+        self._in = Worker("ckptplan-swap-in")
+        self._close = weakref.finalize(self._space, _close_disk, self._pid, self._out, self._in, self._file)
+
+    @property
+    def name(self) -> str:
+        return f"the swap file in {self._where}"
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self._reserved
+
+    @property
+    def used_bytes(self) -> int:
+        return self._extents.used
+
+    def _reserve(self, nbytes: int) -> None:
+        if nbytes <= self._reserved:
+            return
+        if self._limit is not None and nbytes > self._limit:
+            raise SwapError(
+                f"the swap file in {self._where} needs {format_bytes(nbytes)}, the limit is "
+                f"{format_bytes(self._limit)}; raise disk_gb=, or solve for less"
+            )
+        try:
+            _allocate(self._file.fileno(), self._reserved, nbytes)
+        except OSError as error:
+            with contextlib.suppress(OSError):  # what could be had of it would be missing elsewhere
+                os.ftruncate(self._file.fileno(), self._reserved)
+            raise SwapError(
+                f"swap directory {self._where} has no room for {format_bytes(nbytes)}: {error}; "
+                "free some, pass another swap_dir=, or solve with less to swap to (host_gb=, disk_gb=)"
+            ) from error
+        self._reserved = nbytes
+
+    def _ready(self) -> Any:
+        """What the computing stream has been given so far."""
+        streams = torch.get_device_module(self._device)
+        event = streams.Event()
+        event.record(streams.current_stream(self._device))
+        return event
+
+    def start_out(self, *sources: torch.Tensor, place: Hashable = None) -> Ticket:
+        space = self._open()
+        sizes = [source.nbytes for source in sources]
+        offsets, nbytes = self._extents.layout(sizes)
+        extent = self._extents.take(nbytes, place)
+        assert extent is not None, "a file has no end"
+        self._reserve(extent.offset + extent.size)
+        ticket = Ticket(sizes, offsets, extent, space)
+        ticket.out_done = self._submit("out", ticket, sources, range(len(sizes)))
+        return self._issued(ticket)
+
+    def _submit(self, way: Way, ticket: Ticket, tensors: Sequence[torch.Tensor], parts: Sequence[int]) -> Done:
+        """Have the worker of that direction copy blocks of a group, in the order in which they lie, as one job."""
+        fd = self._file.fileno()
+        blocks = [
+            (bytes_of(tensor), ticket.offset + ticket.offsets[part])
+            for part, tensor in sorted(zip(parts, tensors, strict=True), key=lambda block: block[0])
+        ]
+        work: Callable[[], None]
+        if self._stages is None:
+            views = [(memoryview(data.numpy()), at) for data, at in blocks]  # type: ignore[arg-type]
+            work = functools.partial(_each, _write if way == "out" else _read, fd, views)
+        elif way == "out":
+            work = functools.partial(_staged_out, self._stages[0], self._ready(), blocks, fd)
+        else:
+            work = functools.partial(_staged_in, self._stages[1], self._ready(), blocks, fd)
+        nbytes = sum(self._extents.size(data.numel()) for data, _ in blocks)
+        worker, after = (self._out, None) if way == "out" else (self._in, ticket.out_done)
+        return worker.submit(_timed, self.on_copy, way, nbytes, (ticket.extent, ticket.space), work, after)
+
+    def finish_out(self, ticket: Ticket) -> None:
+        self._require_owner()
+        ticket.out_done.wait(f"writing {format_bytes(ticket.nbytes)} to {self._where}")
+
+    def start_in(self, ticket: Ticket, *targets: torch.Tensor, parts: Sequence[int] | None = None) -> Any:
+        self._require_owner()
+        ticket.in_done = self._submit("in", ticket, targets, range(len(targets)) if parts is None else parts)
+        return ticket.in_done
+
+    def finish_in(self, ticket: Ticket, done: Any = None) -> None:
+        self._require_owner()
+        # A worker gets here when it happens to collect garbage; its own queue must not wait for itself.
+        if threading.current_thread() not in (self._out.thread, self._in.thread):
+            done = ticket.in_done if done is None else done
+            done.wait(f"reading {format_bytes(ticket.nbytes)} from {self._where}")
+
+    def free(self, ticket: Ticket) -> None:
+        # A worker gets here when it happens to collect garbage; copies under way hold what they need.
+        if not self._foreign and threading.current_thread() not in (self._out.thread, self._in.thread):
+            for done in (ticket.in_done, ticket.out_done):
+                if done is not None:
+                    done.settle()
+        ticket.let_go()
+
+    def lend(self) -> None:
+        """Nothing: a staging area is too small to wait for."""
+
+
+def _close_disk(pid: int, out: Worker, back: Worker, file: Any) -> None:
+    if os.getpid() != pid:
+        return  # a forked copy: threads and file are the other process's
+    out.stop()
+    back.stop()
+    with contextlib.suppress(OSError):
+        file.close()
+
+
+def _allocate(fd: int, held: int, nbytes: int) -> None:
+    """Let a file of `held` bytes have room for `nbytes`; where room can't be reserved, see that there is some now."""
+    try:
+        os.posix_fallocate(fd, held, nbytes - held)
+    except OSError as error:
+        if error.errno not in _NO_RESERVATION:
+            raise
+        disk = os.fstatvfs(fd)
+        if disk.f_bavail * disk.f_frsize < nbytes - held:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+        os.ftruncate(fd, nbytes)
+
+
+def _timed(
+    tell: OnCopy | None,
+    way: Way,
+    nbytes: int,
+    held: tuple[Extent | None, Space | None],
+    work: Callable[[], None],
+    after: Done | None,
+) -> None:
+    """Do `work` and tell how long it took; as long as the job is queued or done, it holds its piece and the open file.
+
+    Where the last ticket ends in a worker's thread, the file would be closed under copies that are queued.
+    """
+    if after is not None:
+        after.wait("the copy out")  # its own; before the clock starts, since waiting isn't copying
+    begin = time.perf_counter()
+    work()
+    if tell is not None:
+        tell(way, nbytes, begin, time.perf_counter())
+
+
+def _each(copy: Callable[[int, memoryview, int], None], fd: int, blocks: Sequence[tuple[memoryview, int]]) -> None:
+    for view, at in blocks:
+        copy(fd, view, at)
+
+
+def _staged_out(staging: Staging, ready: Any, blocks: Sequence[Part], fd: int) -> None:
+    staging.out(ready, blocks, lambda view, at: _write(fd, view, at))
+
+
+def _staged_in(staging: Staging, ready: Any, blocks: Sequence[Part], fd: int) -> None:
+    staging.back(ready, blocks, lambda view, at: _read(fd, view, at))
+
+
+def _write(fd: int, view: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(view):
+        count = os.pwrite(fd, view[done:], offset + done)
+        if count == 0:
+            raise OSError(errno.ENOSPC, f"the file takes no more after {done} of {len(view)} bytes")
+        done += count
+
+
+def _read(fd: int, view: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(view):
+        count = os.preadv(fd, [view[done:]], offset + done)
+        if count == 0:
+            raise OSError(f"the swap file ends {len(view) - done} bytes early")
+        done += count

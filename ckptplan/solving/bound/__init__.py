@@ -1,0 +1,1 @@
+"""Lower bounds: the relaxation, its linear program and its prices."""

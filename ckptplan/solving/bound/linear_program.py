@@ -1,0 +1,276 @@
+"""The linear program over options and segments, links as fluids.
+
+| symbol | meaning                                                                                              |
+|--------|------------------------------------------------------------------------------------------------------|
+| x[i,o] | share of option o of stage i                                                                         |
+| y[c]   | share of segment c                                                                                   |
+| H[k]   | bytes that the stages before k hold until their backward, moved ones included                        |
+| P[k]   | bytes that the stages before k have put in a link's queue; one for each lane, forward and backward     |
+| A[k]   | part of P[k] that the link has carried off when step k starts                                        |
+| s[k]   | time compute waits for the link after step k                                                         |
+| t[k]   | compute time of step k, recompute and sweeps included                                                |
+
+A transfer frees its bytes when it is done; a fluid link frees them as they flow, never later. So any schedule of
+whole transfers gives a solution with the same stalls. Backward is the same lane in reversed time (see cost.py).
+Per lane with rate v, and per step k, with the multiplier of each row:
+
+    p: A[k+1] - A[k] <= v (t[k] + s[k])      q: A[k+1] - P[k] <= v s[k]      r: A[k] <= P[k], equal at the turn
+    memory: base[k] + H[k] + what the step's own option or segment adds - A[k] <= budget
+
+What a segment moves joins the forward queue behind its first stage, no later than in truth, and the backward queue at
+its last stage, when it is needed back. A storage that several stages share may only move with the last of them and if
+all move it; of the others the two nearest are asked. Everything left out makes the optimum lower.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckptplan.core.segment import Segment
+from ckptplan.solving.bound.relaxation import Chain, Floats
+
+TOLERANCE = 1e-7
+"""Of the linear programs; bounds are computed from multipliers that are exactly feasible, and don't depend on it."""
+
+
+@dataclass(slots=True)
+class Column:
+    """A segment as a column of the master program; `tree` is its inner structure."""
+
+    tree: Segment
+    kept: Floats
+    forward: Floats
+    backward: Floats
+    seconds: Floats
+    moves: float
+    returns: list[tuple[int, float]]  # stage that holds a dropped storage again, bytes
+
+
+@dataclass(slots=True)
+class Duals:
+    """Multipliers of the rows of `Master`, all of them 0 or more; see the module's docstring."""
+
+    objective: float
+    excess: float
+    forward: Floats  # memory, forward step k
+    backward: Floats
+    drain: tuple[Floats, Floats]  # p
+    queue: tuple[Floats, Floats]  # q
+    host: float
+    ask: dict[tuple[int, int, int], float]
+    stage: Floats
+    values: list[Floats]
+    shares: Floats
+    flow: tuple[float, float]  # seconds that a link would save by being twice as fast, to first order
+
+
+class Master:
+    """The linear program over options and the segments found so far, links as fluids."""
+
+    def __init__(self, chain: Chain) -> None:
+        from ortools.linear_solver import pywraplp
+
+        self.chain = c = chain
+        self.lp: Any = pywraplp.Solver.CreateSolver("GLOP")
+        self.big = big = self.lp.infinity()
+        self.x: list[list[Any]] = []
+        self.y: list[tuple[Column, Any]] = []
+        n = c.n
+        lp = self.lp
+        self.excess = lp.NumVar(0, big, "z")
+        self.objective = lp.Objective()
+        self.objective.SetMinimization()
+        self.objective.SetCoefficient(self.excess, 1e3)
+        self.cover = [lp.Constraint(1, 1) for _ in range(n)]
+        self.carry = [lp.Constraint(0, big) for _ in range(n)]
+        held = [lp.NumVar(0, big, "") for _ in range(n + 1)]
+        held[0].SetUb(0)
+        self.forward = [lp.Constraint(-big, c.budget - c.base_forward[k]) for k in range(n)]
+        self.backward = [lp.Constraint(-big, c.budget - c.base_backward[k]) for k in range(n)]
+        for k in range(n):
+            self.carry[k].SetCoefficient(held[k + 1], 1)
+            self.carry[k].SetCoefficient(held[k], -1)
+            for row in (self.forward[k], self.backward[k]):
+                row.SetCoefficient(held[k], 1)
+                row.SetCoefficient(self.excess, -1)
+            m = c.menus[k]
+            self.x.append([])
+            for o in range(len(m.codes)):
+                var = lp.NumVar(0, big, "")
+                self.x[k].append(var)
+                self.cover[k].SetCoefficient(var, 1)
+                self._set(self.carry[k], var, -m.kept[o])
+                self._set(self.forward[k], var, m.forward[o])
+                self._set(self.backward[k], var, m.backward[o])
+                self.objective.SetCoefficient(var, float(m.seconds[o]))
+        self.lanes: list[dict[str, Any]] = []
+        self.ask: dict[tuple[int, int, int], Any] = {}
+        self.host: Any = None
+        if c.most_put[-1] > 0:
+            self._add_links()
+
+    @staticmethod
+    def _set(row: Any, var: Any, value: float) -> None:
+        if value:
+            row.SetCoefficient(var, float(value))
+
+    def _add_links(self) -> None:
+        c, lp, big, n = self.chain, self.lp, self.big, self.chain.n
+        self.host = lp.Constraint(-big, big if c.host is None else c.host)
+        times = (c.forward_s, c.backward_s)
+        for rate, seconds, memory in zip((c.out, c.back), times, (self.forward, self.backward), strict=True):
+            away = [lp.NumVar(0, big, "") for _ in range(n + 1)]
+            away[0].SetUb(0)
+            put = [lp.NumVar(0, big, "") for _ in range(n + 1)]
+            put[0].SetUb(0)
+            lane: dict[str, Any] = {"drain": [], "queue": [], "put": [], "sum": [], "away": away, "joined": put}
+            for k in range(n):
+                stall = lp.NumVar(0, big, "")  # in bytes that the link carries meanwhile
+                self.objective.SetCoefficient(stall, 1 / rate)
+                drain = lp.Constraint(-big, float(seconds[k]) * rate)
+                drain.SetCoefficient(away[k + 1], 1)
+                drain.SetCoefficient(away[k], -1)
+                drain.SetCoefficient(stall, -1)
+                queue = lp.Constraint(-big, 0)
+                queue.SetCoefficient(away[k + 1], 1)
+                queue.SetCoefficient(put[k], -1)
+                queue.SetCoefficient(stall, -1)
+                # At the turn all is away: with the row below an equation.
+                below = lp.Constraint(0 if k == n - 1 else -big, 0)
+                below.SetCoefficient(away[k + 1], 1)
+                below.SetCoefficient(put[k + 1], -1)
+                total = lp.Constraint(0, 0)
+                total.SetCoefficient(put[k + 1], 1)
+                total.SetCoefficient(put[k], -1)
+                memory[k].SetCoefficient(away[k], -1)
+                for name, row in (("drain", drain), ("queue", queue), ("put", below), ("sum", total)):
+                    lane[name].append(row)
+            self.lanes.append(lane)
+        for k in range(n):
+            m = c.menus[k]
+            for o, var in enumerate(self.x[k]):
+                self._set(self.lanes[1]["drain"][k], var, -float(m.seconds[o]) * c.back)
+            if m.free.any():
+                moved, limit = self._moved(k, k)
+                for o, var in enumerate(self.x[k]):
+                    self._set(limit, var, -m.free[o])
+            for s in sorted({s for items in m.shared for s in items}):
+                moved, limit = self._moved(k, k)
+                for o, var in enumerate(self.x[k]):
+                    if s in m.shared[o]:
+                        limit.SetCoefficient(var, -float(c.size[s]))
+                for j in c.movable[k][s]:
+                    fixing = [v for o, v in enumerate(self.x[j]) if s in c.menus[j].fixes[o]]
+                    if fixing:
+                        row = lp.Constraint(-big, float(c.size[s]))
+                        row.SetCoefficient(moved, 1)
+                        for v in fixing:
+                            row.SetCoefficient(v, float(c.size[s]))
+                        self.ask[k, s, j] = row
+
+    def _moved(self, out_at: int, back_at: int) -> tuple[Any, Any]:
+        """A variable for bytes that join both queues, and the row that limits it."""
+        moved = self.lp.NumVar(0, self.big, "")
+        self.lanes[0]["sum"][out_at].SetCoefficient(moved, -1)
+        self.lanes[1]["sum"][back_at].SetCoefficient(moved, -1)
+        self.host.SetCoefficient(moved, 1)
+        limit = self.lp.Constraint(-self.big, 0)
+        limit.SetCoefficient(moved, 1)
+        return moved, limit
+
+    def add(self, column: Column) -> None:
+        """Add a segment."""
+        a, b = column.tree.first, column.tree.last
+        var = self.lp.NumVar(0, self.big, "")
+        self.y.append((column, var))
+        self.objective.SetCoefficient(var, float(column.seconds.sum()))
+        for k in range(a, b + 1):
+            self.cover[k].SetCoefficient(var, 1)
+            self._set(self.carry[k], var, -column.kept[k - a])
+            self._set(self.forward[k], var, column.forward[k - a])
+            self._set(self.backward[k], var, column.backward[k - a])
+            if self.lanes:
+                self._set(self.lanes[1]["drain"][k], var, -column.seconds[k - a] * self.chain.back)
+        for again, nbytes in column.returns:
+            # There in forward all the while, in backward from that stage on.
+            self.carry[b].SetCoefficient(var, self.carry[b].GetCoefficient(var) - nbytes)
+            for k in range(b + 1, again):
+                self.backward[k].SetCoefficient(var, self.backward[k].GetCoefficient(var) - nbytes)
+        if self.lanes and column.moves:
+            _, limit = self._moved(a, b)
+            limit.SetCoefficient(var, -float(column.moves))
+
+    def with_segments(self, trees: Sequence[Segment], share: float, seconds: float) -> tuple[int, ...] | None:
+        """Options that suit these segments (columns by now) and this share of the budget; None where there is none."""
+        c = self.chain
+        for column, var in self.y:
+            var.SetBounds(*((1, 1) if column.tree in trees else (0, 0)))
+        for k in range(c.n):
+            self.forward[k].SetUb(c.budget * share - c.base_forward[k])
+            self.backward[k].SetUb(c.budget * share - c.base_backward[k])
+        solved = self._solved(seconds) and self.excess.solution_value() < TOLERANCE
+        codes = (
+            [
+                m.codes[max(range(len(row)), key=lambda o: row[o].solution_value())]
+                for m, row in zip(c.menus, self.x, strict=True)
+            ]
+            if solved
+            else None
+        )
+        for _, var in self.y:
+            var.SetBounds(0, self.big)
+        for k in range(c.n):
+            self.forward[k].SetUb(c.budget - c.base_forward[k])
+            self.backward[k].SetUb(c.budget - c.base_backward[k])
+        return None if codes is None else tuple(codes)
+
+    def _solved(self, seconds: float) -> bool:
+        """Solve within `seconds`."""
+        until = time.monotonic() + seconds
+        # Without preprocessing the chain's sparse rows are solved about five times as fast; numbers rarely need it.
+        for preprocess in ("false", "true"):
+            self.lp.SetTimeLimit(max(1, int(1000 * (until - time.monotonic()))))
+            self.lp.SetSolverSpecificParametersAsString(f"use_preprocessing: {preprocess}")
+            if self.lp.Solve() == self.lp.OPTIMAL:
+                return True
+        return False
+
+    def _flow(self, at: int) -> float:
+        """Minus the derivative of the optimum by the logarithm of a link's rate."""
+        lane = self.lanes[at]
+        away = [var.solution_value() for var in lane["away"]]
+        put = [var.solution_value() for var in lane["joined"]]
+        total = 0.0
+        for k, (drain, queue) in enumerate(zip(lane["drain"], lane["queue"], strict=True)):
+            total -= drain.dual_value() * (away[k + 1] - away[k]) + queue.dual_value() * (away[k + 1] - put[k])
+        return max(0.0, total)
+
+    def solve(self, seconds: float) -> Duals | None:
+        """Solve; None where the time ran out."""
+        if not self._solved(seconds):
+            return None
+        c, empty = self.chain, np.zeros(self.chain.n)
+
+        def less(rows: list[Any]) -> Floats:
+            return np.array([max(0.0, -row.dual_value()) for row in rows])
+
+        lanes = self.lanes
+        return Duals(
+            objective=self.objective.Value(),
+            excess=self.excess.solution_value(),
+            forward=less(self.forward),
+            backward=less(self.backward),
+            drain=(less(lanes[0]["drain"]) * c.out, less(lanes[1]["drain"]) * c.back) if lanes else (empty, empty),
+            queue=(less(lanes[0]["queue"]) * c.out, less(lanes[1]["queue"]) * c.back) if lanes else (empty, empty),
+            host=max(0.0, -self.host.dual_value()) if self.host is not None else 0.0,
+            ask={key: max(0.0, -row.dual_value()) for key, row in self.ask.items()},
+            stage=np.array([row.dual_value() for row in self.cover]),
+            values=[np.array([var.solution_value() for var in row]) for row in self.x],
+            shares=np.array([var.solution_value() for _, var in self.y]),
+            flow=(self._flow(0), self._flow(1)) if lanes else (0.0, 0.0),
+        )

@@ -1,0 +1,316 @@
+"""Lower bounds on the makespan over the whole plan space: options, nested segments, swapping on links with backlog.
+
+The space: a sequence of single stages, each with an option of its menu, and segments with any inner trees; a stage
+moves all it may or nothing; links are first in, first out; compute runs in program order (NOTE [Residency] in
+core/rules.py).
+
+1. `linear_program.py` relaxes choices to shares and whole transfers to flows. Segments enter as columns: at the
+   multipliers of each program, `trees.py` finds the cheapest tree of *every* segment, so that a path over the stage
+   boundaries 0..L with single stages and segments as edges gives the Lagrangian bound over the whole space, whatever
+   columns there are. Columns that are missing are added until the bound meets the program.
+2. `held_dp.py` bounds again at the best multipliers, with bytes in place of their prices: a program over (boundary,
+   bytes held) that doesn't let a plan be half a segment, nor exceed the budget in one step for a discount in another.
+
+Every value that is computed on the way is a bound by itself; the best one counts. None depends on the solver's
+tolerance: multipliers are made exactly feasible first (`Costs.of`), and what remains, rounding in sums of some
+thousand numbers, is less than the 1e-9 that is taken off at the end. Latency is counted as a lower rate, that of the
+largest transfer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckptplan.core.profile import Profile
+from ckptplan.core.segment import Segment
+from ckptplan.solving.bound.held_dp import HeldDP
+from ckptplan.solving.bound.linear_program import TOLERANCE, Duals, Master
+from ckptplan.solving.bound.relaxation import Chain, Intervals
+from ckptplan.solving.bound.trees import Costs, LinearTrees, column_of
+
+SOFTER = (0.7, 0.5, 0.35, 0.2)
+"""Parts of the first prices of bytes to try where those themselves prove nothing."""
+CONVERGED = 1e-4
+"""Part of the baseline by which the best bound may be below the linear program when no more segments are sought."""
+
+OnCandidate = Callable[[tuple[int, ...], tuple[Segment, ...]], None]
+"""Called with option codes and segments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What the multipliers of the bound say, for people; seconds and bytes.
+
+    Attributes
+    ----------
+    forward_s_per_byte, backward_s_per_byte : tuple of float
+        What a byte less would save, by the step in which it is held; 0 where the budget doesn't bind.
+    budget_s_per_byte : float
+        Seconds that a byte more of budget saves, to first order: the sum of the above.
+    out_s, in_s : float
+        Seconds saved per relative gain of a link's rate, to first order; by its rate: seconds per byte per second.
+    host_s_per_byte : float
+        Seconds that a byte more on the host tier saves.
+    drain : tuple of two tuples of float
+        Per lane and step, what a second of the link is worth in seconds of the step.
+    options_s : tuple of tuple of float
+        Per stage and allowed option (in the order of the menu given), what it costs: its time and moves, and its bytes
+        at their prices. The cheapest is what the bound counts with; the others say what they would cost more.
+    """
+
+    forward_s_per_byte: tuple[float, ...]
+    backward_s_per_byte: tuple[float, ...]
+    budget_s_per_byte: float
+    out_s: float
+    in_s: float
+    host_s_per_byte: float
+    drain: tuple[tuple[float, ...], tuple[float, ...]]
+    options_s: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A proven lower bound.
+
+    Attributes
+    ----------
+    bound_s : float
+        No plan of the space is faster; infinite where there is no plan.
+    prices : Prices or None
+        None where no linear program was solved in time.
+    rounds : int
+        Linear programs solved.
+    complete : bool
+        Whether the linear relaxation over all segments was solved to its end.
+    """
+
+    bound_s: float
+    prices: Prices | None
+    rounds: int
+    complete: bool
+
+
+def lower_bound(
+    profile: Profile,
+    menu: Sequence[Sequence[int]],
+    budget_bytes: int,
+    *,
+    host_bytes: int | None = None,
+    segments: bool = True,
+    deadline: float,
+    upper_s: float = math.inf,
+    on_candidate: OnCandidate | None = None,
+    seed: int = 0,
+) -> Bound:
+    """Prove that no plan is faster than the result.
+
+    Parameters
+    ----------
+    profile : Profile
+    menu : sequence of sequence of int
+        Per stage, the options allowed, as indices into `stage.options`.
+    budget_bytes : int
+    host_bytes : int, optional
+        Most bytes moved in all.
+    segments : bool
+        Whether plans may have segments.
+    deadline : float
+        Of `time.monotonic()`.
+    upper_s : float
+        Makespan of a plan that is known: nothing above it needs proof, which saves time.
+    on_candidate : callable, optional
+        Gets option codes and segments of plans that may be good; they may not fit.
+    seed : int
+        Has no effect: nothing here is random.
+
+    Returns
+    -------
+    Bound
+    """
+    del seed
+    return _Bounder(profile, menu, budget_bytes, host_bytes, segments, deadline, upper_s, on_candidate).run()
+
+
+@dataclass(slots=True)
+class _Bounder:
+    """One run of `lower_bound`; times are in units of the baseline."""
+
+    profile: Profile
+    menu: Sequence[Sequence[int]]
+    budget_bytes: int
+    host_bytes: int | None
+    segments: bool
+    deadline: float
+    upper_s: float
+    on_candidate: OnCandidate | None
+    chain: Chain = field(init=False)
+    master: Master = field(init=False)
+    intervals: Intervals = field(init=False)
+    suited: set[tuple[Segment, ...]] = field(default_factory=set)
+    best: float = 1.0
+    rounds: int = 0
+    complete: bool = False
+    duals: Duals | None = None
+    trees: LinearTrees | None = None
+    offered: set[tuple[tuple[int, ...], tuple[Segment, ...]]] = field(default_factory=set)
+
+    def run(self) -> Bound:
+        """Columns until no segment is missing, then the held-bytes program at the best multipliers."""
+        if self.profile.update_peak_bytes > self.budget_bytes:
+            return Bound(math.inf, None, 0, True)
+        self.chain = Chain(self.profile, self.menu, self.budget_bytes, self.host_bytes, segments=self.segments)
+        self.generate()
+        if self.trees is not None:
+            if not self.complete:
+                self.offer(*self.trees.best_path())
+            self.sharpen()
+        return Bound(self.seconds(self.best), self.prices(), self.rounds, self.complete)
+
+    def seconds(self, value: float) -> float:
+        """Seconds, less what sums of floats may be off by."""
+        return float(max(self.profile.baseline_step_s, value * self.chain.second * (1 - 1e-9)))
+
+    def offer(self, codes: Sequence[int], segments: Sequence[Segment]) -> None:
+        """Hand out a candidate once; stages in segments get the option that segments ask for."""
+        if self.on_candidate is None:
+            return
+        fixed = list(codes)
+        for segment in segments:
+            for i in range(segment.first, segment.last + 1):
+                fixed[i] = self.chain.inside(i)
+        key = (tuple(fixed), tuple(segments))
+        if key not in self.offered:
+            self.offered.add(key)
+            self.on_candidate(*key)
+
+    def generate(self) -> None:
+        """Solve, price every segment, add those that are missing, and again.
+
+        Early multipliers are wild and ask for long segments, which make the program dense; so short ones come first.
+        """
+        chain = self.chain
+        self.master = master = Master(chain)
+        self.intervals = intervals = Intervals(chain)
+        longest = 8 + math.isqrt(chain.n)
+        seen: set[Segment] = set()
+        while (left := self.deadline - time.monotonic()) > 0:
+            duals = master.solve(left)
+            if duals is None:
+                return
+            self.rounds += 1
+            trees = LinearTrees(intervals, Costs.of(chain, duals))
+            ahead, _ = trees.path()
+            value = 1.0 + trees.constant + float(ahead[-1])
+            if value > self.best or self.trees is None:
+                self.best, self.duals, self.trees = max(value, self.best), duals, trees
+            if self.best <= 1.0:
+                self.soften(duals)
+            new: list[Segment] = []
+            while not new and 1.0 + duals.objective - self.best > CONVERGED:
+                found = [trees.structure(a, b) for a, b in trees.missing(duals.stage, longest)]
+                new = [tree for tree in found if tree not in seen]
+                if longest >= intervals.longest:
+                    break
+                longest *= 1 if new else 2
+            if not new:
+                self.complete = True
+                self.round_off(duals, master)
+                return
+            seen.update(new)
+            for tree in new:
+                master.add(column_of(chain, intervals, tree))
+
+    def soften(self, duals: Duals) -> None:
+        """A first bound: without segments to choose from, bytes look dearer than they are, so try them cheaper."""
+        for scale in SOFTER:
+            if time.monotonic() > self.deadline:
+                return
+            softer = replace(duals, forward=duals.forward * scale, backward=duals.backward * scale)
+            trees = LinearTrees(self.intervals, Costs.of(self.chain, softer))
+            value = 1.0 + trees.constant + float(trees.path()[0][-1])
+            if value > self.best:
+                self.best, self.duals, self.trees = value, softer, trees
+            elif self.best > 1.0:
+                return
+
+    def round_off(self, duals: Duals, master: Master) -> None:
+        """Candidates: the largest share of each stage, and the cheapest paths with bytes ever dearer."""
+        if self.on_candidate is None:
+            return
+        assert self.trees is not None
+        taken = [column.tree for (column, _), share in zip(master.y, duals.shares, strict=True) if share > 0.5]
+        codes = [m.codes[int(values.argmax())] for m, values in zip(self.chain.menus, duals.values, strict=True)]
+        self.offer(codes, sorted(taken, key=lambda tree: tree.first))
+        for scale in (1.0, 1.1, 1.25, 1.5, 2.0):
+            if time.monotonic() > self.deadline:
+                return
+            trees = LinearTrees(self.intervals, Costs.of(self.chain, duals, scale=scale))
+            path_codes, segments = trees.best_path()
+            self.offer(path_codes, segments)
+            self.suit(segments)
+
+    def suit(self, segments: Sequence[Segment]) -> None:
+        """Candidates with these segments: the linear program chooses the other stages' options."""
+        if self.on_candidate is None or tuple(segments) in self.suited:
+            return
+        self.suited.add(tuple(segments))
+        for tree in segments:
+            if all(column.tree != tree for column, _ in self.master.y):
+                self.master.add(column_of(self.chain, self.intervals, tree))
+        for share in (1.0, 0.98, 0.95, 0.9):
+            left = self.deadline - time.monotonic()
+            if left <= 0:
+                return
+            codes = self.master.with_segments(segments, share, left)
+            if codes is None:
+                return
+            self.offer(codes, segments)
+
+    def sharpen(self) -> None:
+        """The held-bytes programs at the best multipliers.
+
+        What they need not look above is raised until it isn't reached any more.
+        """
+        assert self.trees is not None
+        assert self.duals is not None
+        n = self.chain.n
+        slots, longest = (4000, 200) if n <= 60 else (2000, 100) if n <= 150 else (1000, 48) if n <= 400 else (800, 24)
+        upper = self.upper_s / self.chain.second
+        kinds: list[Costs | None] = [None]
+        if self.chain.most_put[-1] > 0:
+            kinds.insert(0, Costs.of(self.chain, self.duals, apart=True))
+        factors = (math.inf,) if self.duals.excess > TOLERANCE else (1.002, 1.005, 1.02, 1.1, 1.5, math.inf)
+        for apart in kinds:
+            for limit in [factor * self.best for factor in factors]:
+                program = HeldDP(self.trees, apart, min(limit, upper), slots=slots, longest=longest)
+                if time.monotonic() + program.estimate_s() > self.deadline:
+                    break
+                value = program.run()
+                self.best = max(self.best, value)
+                plan = program.plan()
+                if plan is not None:
+                    self.offer(*plan)
+                    self.suit(plan[1])
+                if value < limit or value >= upper:
+                    break
+
+    def prices(self) -> Prices | None:
+        """The multipliers in seconds and bytes."""
+        if self.duals is None or self.trees is None:
+            return None
+        costs, second = self.trees.costs, self.chain.second
+        per_byte = second / self.chain.unit
+        forward, backward = costs.linear_forward * per_byte, costs.linear_backward * per_byte
+        return Prices(
+            forward_s_per_byte=tuple(forward.tolist()),
+            backward_s_per_byte=tuple(backward.tolist()),
+            budget_s_per_byte=float(forward.sum() + backward.sum()),
+            out_s=self.duals.flow[0] * second,
+            in_s=self.duals.flow[1] * second,
+            host_s_per_byte=costs.host * per_byte,
+            drain=(tuple(self.duals.drain[0].tolist()), tuple(self.duals.drain[1].tolist())),
+            options_s=tuple(tuple((cost * second).tolist()) for cost in self.trees.options),
+        )

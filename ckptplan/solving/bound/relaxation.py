@@ -1,0 +1,323 @@
+"""Profile and menu as the numbers that the bounds are made of.
+
+Who holds what. Bytes held are an OR over holders; here they are a sum that is never more. Each storage is *counted*
+by one stage, the first that holds it under all of its options, and from that stage on; where there is none, by the
+first that may hold it. In the backward step of another stage that holds it before that one, it is there besides. In
+sweeps the same sums count copies: a storage's copy and its original are two in truth and one here.
+
+A segment doesn't hold what its stages make for each other. If a stage behind it is sure to hold such a storage, it is
+there in forward all the while (the program passes it on) and in backward from that stage on: it *returns*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptplan.core import rules
+from ckptplan.core.option import Option
+from ckptplan.core.profile import Profile
+
+Floats = NDArray[np.float64]
+
+
+class _Menu:
+    """One stage's options as arrays; bytes in units of the budget, times in units of the baseline."""
+
+    def __init__(self, codes: Sequence[int], k: int) -> None:
+        self.codes = tuple(codes)
+        self.forward = np.zeros(k)
+        self.backward = np.zeros(k)
+        self.kept = np.zeros(k)
+        self.still = np.zeros(k)
+        self.seconds = np.zeros(k)
+        self.free = np.zeros(k)
+        self.sure = np.zeros(k)
+        self.unsure: list[list[int]] = [[] for _ in range(k)]
+        self.shared: list[list[int]] = [[] for _ in range(k)]
+        self.fixes: list[list[int]] = [[] for _ in range(k)]
+
+
+class Chain:
+    """Profile and menu as the numbers that the bounds are made of.
+
+    Attributes
+    ----------
+    counted : list of int
+        Per storage, the stage by which it is counted once it is held: the first that holds it under all its options,
+        else the first that may hold it.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        menu: Sequence[Sequence[int]],
+        budget_bytes: int,
+        host_bytes: int | None,
+        *,
+        segments: bool,
+    ) -> None:
+        self.profile = profile
+        self.n = n = len(profile.stages)
+        self.unit = float(max(1, budget_bytes))
+        self.second = max(profile.baseline_step_s, 1e-12)
+        self.budget = budget_bytes / self.unit
+        self.host = None if host_bytes is None else host_bytes / self.unit
+        self.size = np.array([s.nbytes for s in profile.storages], float) / self.unit
+        self.menu = menu
+        self.again: list[Option | None] = [
+            stage.recompute
+            if segments
+            and not stage.is_glue
+            and any(stage.options[c].name in ("recompute", "recompute+swap") for c in menu[i])
+            else None
+            for i, stage in enumerate(profile.stages)
+        ]
+        self.glue = np.array([stage.is_glue for stage in profile.stages])
+        self.forward_s = np.array([s.forward_s for s in profile.stages]) / self.second
+        self.backward_s = np.array([s.backward_s for s in profile.stages]) / self.second
+        self._count_holders()
+        self._constants()
+        self._movers()
+        # Moved by a stage other than the one that counts them: programs that track what doesn't move leave them out.
+        in_segments = [
+            {s for c in menu[i] if (o := stage.options[c]).name in ("recompute", "recompute+swap") for s in o.moved}
+            if self.again[i] is not None
+            else set()
+            for i, stage in enumerate(profile.stages)
+        ]
+        # A segment may drop such a storage although a stage behind the segment is sure to hold it again.
+        self.returns: dict[int, list[int]] = {}
+        for s, storage in enumerate(profile.storages):
+            j = self.counted[s]
+            if j < 0 or not rules.counts(storage) or self.again[j] is None or s not in profile.stages[j].linked:
+                continue
+            later = [i for i in self.certain[s] if j < i < rules.program_steps(storage, n).stop]
+            if later:
+                self.returns[s] = later
+        self.elusive = {
+            s
+            for i in range(n)
+            for s in {*self.movable[i], *(in_segments[i] & self.movable_any[i])}
+            if self.counted[s] != i
+            and not (
+                self.counted[s] in self.certain[s]
+                and i in self.certain[s]
+                and (s not in profile.stages[self.counted[s]].linked or i in self.returns.get(s, ()))
+            )
+        }
+        self.menus = [self._menu(i) for i in range(n)]
+        self._segment_numbers()
+        link = profile.link
+        moving = [
+            {*single, *(s for s, _, _ in many)} for single, many in zip(self.movable, self.segment_moves, strict=True)
+        ]
+        largest = max((sum(profile.storages[s].nbytes for s in items) for items in moving), default=0)
+        # A transfer of b bytes takes latency + b / rate; no stage's transfer is faster per byte than the largest one's.
+        self.out = self._rate(largest, link.out_s(largest) if largest else 1.0)
+        self.back = self._rate(largest, link.in_s(largest) if largest else 1.0)
+        most = [float(sum(self.size[s] for s in items)) for items in moving]
+        self.most_put = np.concatenate([[0.0], np.cumsum(most)])
+        if self.host is not None:
+            self.most_put = np.minimum(self.most_put, self.host)
+
+    def inside(self, i: int) -> int:
+        """The option that stage i has in a segment; the one that moves where there is one."""
+        options = self.profile.stages[i].options
+        names = ("keep",) if self.glue[i] else ("recompute+swap", "recompute")
+        return next(c for name in names for c in (*self.menu[i], 0) if options[c].name == name)
+
+    def _rate(self, nbytes: int, seconds: float) -> float:
+        """Bytes per second, in the units of this class."""
+        if nbytes == 0:
+            return 1.0
+        return nbytes / self.unit / (seconds / self.second) * (1 + 1e-12)
+
+    def _held_sets(self, i: int) -> list[set[int]]:
+        stage = self.profile.stages[i]
+        sets = [set(stage.options[c].held) for c in self.menu[i]]
+        again = self.again[i]
+        return [*sets, set(again.held)] if again is not None else sets
+
+    def _count_holders(self) -> None:
+        n_storages = len(self.profile.storages)
+        first: list[int] = [-1] * n_storages
+        self.certain: list[list[int]] = [[] for _ in range(n_storages)]
+        self.holders: list[list[int]] = [[] for _ in range(n_storages)]
+        for i in range(self.n):
+            sets = self._held_sets(i)
+            for s in set().union(*sets):
+                self.holders[s].append(i)
+                if first[s] < 0:
+                    first[s] = i
+                if all(s in held for held in sets):
+                    self.certain[s].append(i)
+        self.counted = [c[0] if c else f for c, f in zip(self.certain, first, strict=True)]
+
+    def _own(self, i: int, held: Sequence[int] | set[int]) -> tuple[float, float]:
+        """Bytes of `held` counted from stage i on, and those that are there in its own backward besides."""
+        storages = self.profile.storages
+        kept = sum(self.size[s] for s in held if self.counted[s] == i and not storages[s].to_end)
+        extra = sum(self.size[s] for s in held if self.counted[s] > i and not storages[s].to_end)
+        return float(kept), float(extra)
+
+    def _constants(self) -> None:
+        n = self.n
+        forward, backward = np.zeros(n + 1), 0.0
+        for s, storage in enumerate(self.profile.storages):
+            program = rules.program_steps(storage, n)
+            if storage.to_end:
+                forward[min(program.start, n)] += self.size[s]
+                backward += self.size[s]
+                continue
+            # As far as no stage's account has it.
+            stop = program.stop if self.counted[s] < 0 else min(program.stop, self.counted[s] + 1)
+            if program.start < stop:
+                forward[program.start] += self.size[s]
+                forward[stop] -= self.size[s]
+        self.base_forward = np.array(self.profile.base_forward_bytes) / self.unit + np.cumsum(forward)[:n]
+        self.base_backward = np.array(self.profile.base_backward_bytes) / self.unit + backward
+
+    def _movers(self) -> None:
+        """Which storages each stage may move, and which earlier stages could forbid it."""
+        profile, n = self.profile, self.n
+        self.movable: list[dict[int, tuple[int, ...]]] = [{} for _ in range(n)]  # storage -> earlier stages to ask
+        self.movable_any: list[set[int]] = [set() for _ in range(n)]
+        for i, stage in enumerate(profile.stages[: n - 1]):
+            moved = {s for c in self.menu[i] for s in stage.options[c].moved}
+            for s in sorted(moved):
+                storage = profile.storages[s]
+                if i not in rules.movers(storage, n):
+                    continue
+                later = [j for j in self.certain[s] if j > i]
+                if any(s not in profile.stages[j].linked or self.again[j] is None for j in later):
+                    continue
+                earlier = [j for j in self.holders[s] if j < i]
+                if any(
+                    all(s in stage_j.options[c].held and s not in stage_j.options[c].moved for c in self.menu[j])
+                    and (self.again[j] is None)
+                    for j in earlier
+                    for stage_j in (profile.stages[j],)
+                ):
+                    continue
+                self.movable_any[i].add(s)
+                if not later:
+                    self.movable[i][s] = tuple(earlier[-2:])
+
+    def _menu(self, i: int) -> _Menu:
+        stage = self.profile.stages[i]
+        out = _Menu(self.menu[i], len(self.menu[i]))
+        for at, code in enumerate(self.menu[i]):
+            option = stage.options[code]
+            kept, extra = self._own(i, option.held)
+            out.kept[at] = kept
+            out.still[at] = self._own(i, set(option.held) - self.elusive)[0]
+            out.forward[at] = option.forward_bytes / self.unit
+            out.backward[at] = option.backward_bytes / self.unit + kept + extra
+            out.seconds[at] = option.recompute_s / self.second
+            for s in option.moved:
+                if s in self.movable[i]:
+                    if self.movable[i][s]:
+                        out.shared[at].append(s)
+                    else:
+                        out.free[at] += self.size[s]
+                    if self.holders[s] == [i]:
+                        out.sure[at] += self.size[s]
+                    else:
+                        out.unsure[at].append(s)
+            out.fixes[at] = [s for s in option.held if s not in option.moved]
+        return out
+
+    def _segment_numbers(self) -> None:
+        """What stages cost inside segments; see `Trees`."""
+        n, stages = self.n, self.profile.stages
+        self.full = np.zeros(n)  # counted at the stage when it is the segment's last
+        self.full_still = np.zeros(n)
+        self.last_own = np.zeros(n)
+        self.keep_kept = np.zeros(n)
+        self.keep_own = np.zeros(n)
+        self.segment_forward = np.zeros(n)
+        self.run_s = np.zeros(n)
+        self.again_s = np.full(n, np.inf)
+        self.drops: list[list[tuple[int, int, float]]] = [[] for _ in range(n)]
+        self.segment_moves: list[list[tuple[int, int, float]]] = [[] for _ in range(n)]
+        for i, stage in enumerate(stages):
+            again = self.again[i]
+            keep_kept, _ = self._own(
+                i, set(stage.keep.held) | (set(again.held) - set(stage.linked) if again is not None else set())
+            )
+            self.keep_kept[i] = keep_kept
+            self.keep_own[i] = stage.keep.backward_bytes / self.unit + self._own(i, stage.keep.held)[1]
+            if again is None:
+                self.full[i] = self._own(i, stage.keep.held)[0]
+                self.full_still[i] = self._own(i, set(stage.keep.held) - self.elusive)[0]
+                self.segment_forward[i] = stage.keep.forward_bytes / self.unit
+                continue
+            self.full[i], extra = self._own(i, again.held)
+            self.full_still[i] = self._own(i, set(again.held) - self.elusive)[0]
+            self.last_own[i] = again.backward_bytes / self.unit + extra
+            ways = [stage.options[c] for c in self.menu[i] if stage.options[c].name in ("recompute", "recompute+swap")]
+            self.segment_forward[i] = min(o.forward_bytes for o in ways) / self.unit
+            self.run_s[i] = stage.forward_s / self.second
+            self.again_s[i] = again.recompute_s / self.second
+            for s in stage.linked:
+                if self.counted[s] == i and not self.profile.storages[s].to_end:
+                    self.drops[i].append((s, rules.latest_first(self.profile.storages[s]), float(self.size[s])))
+            for s in {s for o in ways for s in o.moved} & self.movable_any[i]:
+                made = rules.latest_first(self.profile.storages[s]) if s in stage.linked else n
+                self.segment_moves[i].append((s, made, float(self.size[s])))
+
+
+class Intervals:
+    """Numbers of every run of stages that no multiplier enters; row i: i + 1 stages, column s: first stage s."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = c = chain
+        n = c.n
+        start = np.arange(n)
+        can = np.array([again is not None for again in c.again])
+        blocked = np.concatenate([[0], np.cumsum(~(can | c.glue))])
+        self.longest = 0  # stages in the longest possible segment
+        at = 0
+        for i in range(n):
+            at = i + 1 if not (can[i] or c.glue[i]) else at
+            self.longest = max(self.longest, i + 1 - at)
+        self.longest = self.longest if can.any() else 0
+        w = self.longest
+        held, still, moves, gone = (np.zeros((w, n)) for _ in range(4))
+        self.possible = np.zeros((w, n), bool)
+        for i in range(w):
+            held[i, : n - i] = c.full[i:]
+            still[i, : n - i] = c.full_still[i:]
+            last = start[: n - i] + i
+            self.possible[i, : n - i] = (blocked[last + 1] == blocked[start[: n - i]]) & can[last] & can[start[: n - i]]
+        for j in range(n):
+            low = max(0, j - w + 1)
+            for s, made, nbytes in c.drops[j]:
+                first = np.arange(low, made + 1)
+                held[j - first, first] -= nbytes
+                if s not in c.elusive:
+                    still[j - first, first] -= nbytes
+            for s, made, nbytes in c.segment_moves[j]:
+                first = np.arange(low if made == n else max(low, made + 1), j + 1)
+                moves[j - first, first] += nbytes
+                if s not in c.elusive:
+                    gone[j - first, first] += nbytes
+        self.held_at = np.maximum(held, 0.0)
+        self.held = np.cumsum(self.held_at, axis=0)
+        self.moves = np.cumsum(moves, axis=0)
+        # Without what is elusive: held, and moved.
+        self.still = np.cumsum(np.maximum(still, 0.0), axis=0)
+        self.gone = np.cumsum(gone, axis=0)
+        self.run = np.concatenate([[0.0], np.cumsum(c.run_s)])
+
+    def returns(self, a: int, b: int) -> list[tuple[int, int]]:
+        """Storages that the segment a..b drops and the stage behind it that is sure to hold each again."""
+        c = self.chain
+        return [
+            (s, next(i for i in later if i > b))
+            for s, later in c.returns.items()
+            if a <= rules.latest_first(c.profile.storages[s]) and c.counted[s] <= b < later[-1]
+        ]

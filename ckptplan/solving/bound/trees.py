@@ -1,0 +1,314 @@
+"""Multipliers, and the cheapest tree of every segment at them.
+
+With a price lb[k] per byte in backward step k (lf[k] in forward) and tau[k] per second of its compute (less than 1
+where the link uses that second), the best tree of the segment a..b is found over intervals:
+
+    R(a, b) = tau[b] (recompute of b + forward of a..b-1) + G(a, b)
+    G(b, b) = lb[b] * (what b holds and adds when it is recomputed)
+    G(s, b) = min( keep s:        (what keep holds) * lb[s..b] + lb[s] * (what its backward adds) + G(s+1, b),
+                   segment s..e:  R(s, e) + (what it holds) * lb[e+1..b] + G(e+1, b)  for s <= e < b )
+
+where lb[s..b] is the sum of the prices. In the sweep, what stage s holds is what rule 2 gives it for the segment that
+starts there, originals and copies together, so G doesn't depend on a. The memory of a sweep's own runs (rule 7) is
+left out. O(stages * longest**2) in numpy.
+
+A segment at the top level costs R, and its forward: the transients of its recompute options and what they hold from
+each stage's run to the end of the step. The bound is the cheapest path over the boundaries, plus what no choice
+changes. It holds for any multipliers for which the flows of the links have no negative reduced cost; `Costs.of` sees
+to that: p + q <= 1, and A[k] costs (p[k-1] + q[k-1] - p[k]) / v + r[k], which must be at least the price of a byte in
+step k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptplan.core import rules
+from ckptplan.core.segment import Segment
+from ckptplan.solving.bound.linear_program import TOLERANCE, Column, Duals
+from ckptplan.solving.bound.relaxation import Chain, Floats, Intervals
+
+
+@dataclass(slots=True)
+class Costs:
+    """Feasible multipliers and what follows from them; times in units of the baseline, bytes in units of the budget.
+
+    Attributes
+    ----------
+    linear_forward, linear_backward : array (stages,)
+        Price of a byte in each step, in the linear bound.
+    away_forward, away_backward : array (stages,)
+        What a byte over the budget costs in each step; infinite where nothing can move.
+    tau : array (stages,)
+        What a second of compute in a backward step costs; below 1 where the link uses it.
+    options : list of array
+        Per stage and option, what does not depend on memory: recompute and moves.
+    move_out, move_back : array (stages,)
+        Per byte that joins the queues after a stage.
+    constant : float
+        What any plan pays, memory left out.
+    """
+
+    linear_forward: Floats
+    linear_backward: Floats
+    away_forward: Floats
+    away_backward: Floats
+    tau: Floats
+    options: list[Floats]
+    move_out: Floats
+    move_back: Floats
+    asked: dict[tuple[int, int], float]
+    host: float
+    constant: float
+
+    @classmethod
+    def of(cls, chain: Chain, duals: Duals, *, scale: float = 1.0, apart: bool = False) -> Costs:
+        """Make multipliers of the solver's, which are right up to its tolerance alone.
+
+        `apart`: leave out the rows "no more is away than was put" (r), for a program that heeds them itself.
+        """
+        c, n = chain, chain.n
+        constant = 0.0
+        away, moves, taus, linear = [], [], [], []
+        lanes = ((c.out, c.forward_s, duals.forward), (c.back, c.backward_s, duals.backward))
+        for lane, (rate, seconds, memory) in enumerate(lanes):
+            p, q = duals.drain[lane], duals.queue[lane]
+            over = np.maximum(1.0, p + q)
+            p, q = p / over, q / over
+            before = np.concatenate([[0.0], (p + q) / rate])
+            price = before[:n] - p / rate
+            price[0] = np.inf
+            wanted = memory * scale
+            if apart:
+                wanted = np.minimum(wanted, np.where(np.isfinite(price), np.maximum(price, 0.0), 0.0))
+            # Where the link alone doesn't pay for what must be away, what was put does.
+            r = np.maximum(0.0, wanted - price)
+            away.append(np.maximum(price, wanted))
+            linear.append(wanted)
+            # P[k] for k < n costs -(q / rate + r); at the turn everything is away.
+            late = np.concatenate([(q / rate + r), [0.0]])
+            tail = np.cumsum(late[::-1])[::-1]
+            moves.append(before[n] - tail[1:])
+            constant -= float(p @ seconds)
+            taus.append(1.0 - p)
+        if c.most_put[-1] <= 0:
+            away = [np.full(n, np.inf), np.full(n, np.inf)]
+            linear = [duals.forward * scale, duals.backward * scale]
+            taus = [np.ones(n), np.ones(n)]
+            moves = [np.zeros(n), np.zeros(n)]
+            constant = 0.0
+        host = duals.host if c.host is not None else 0.0
+        constant -= host * (c.host or 0.0)
+        fixed: list[dict[int, float]] = [{} for _ in range(n)]
+        asked: dict[tuple[int, int], float] = {}
+        for (k, s, j), w in duals.ask.items():
+            if w > 0:
+                fixed[j][s] = fixed[j].get(s, 0.0) + w * c.size[s]
+                asked[k, s] = asked.get((k, s), 0.0) + w
+                constant -= w * c.size[s]
+        options = []
+        for i, m in enumerate(c.menus):
+            cost = m.seconds * taus[1][i]
+            if fixed[i]:
+                cost = cost + np.array([sum(fixed[i].get(s, 0.0) for s in items) for items in m.fixes])
+            options.append(cost)
+        return cls(
+            linear_forward=linear[0],
+            linear_backward=linear[1],
+            away_forward=away[0],
+            away_backward=away[1],
+            tau=taus[1],
+            options=options,
+            move_out=moves[0],
+            move_back=moves[1],
+            asked=asked,
+            host=host,
+            constant=constant,
+        )
+
+    def move(self, i: int, s: int | None = None) -> float:
+        """Price of a byte that stage i moves, of storage s where others have a say."""
+        price = float(self.move_out[i] + self.move_back[i]) + self.host
+        return price if s is None else price + self.asked.get((i, s), 0.0)
+
+    def moving(self, chain: Chain, i: int) -> Floats:
+        """Per option of stage i, the least that its moves can cost: any part of them moves."""
+        m = chain.menus[i]
+        cost = m.free * min(0.0, self.move(i))
+        for o, shared in enumerate(m.shared):
+            cost[o] += sum(chain.size[s] * min(0.0, self.move(i, s)) for s in shared)
+        return cost
+
+
+class LinearTrees:
+    """The cheapest tree of every segment at linear prices; see the module's docstring for the recursion."""
+
+    def __init__(self, intervals: Intervals, costs: Costs) -> None:
+        self.intervals, self.costs, self.chain = intervals, costs, intervals.chain
+        c, n, w = self.chain, self.chain.n, intervals.longest
+        lf, lb = costs.linear_forward, costs.linear_backward
+        self.back = np.concatenate([[0.0], np.cumsum(lb)])
+        self.fore = np.concatenate([[0.0], np.cumsum(lf)])
+        again_s = np.where(np.isfinite(c.again_s), c.again_s, 0.0)
+        self.sweep = np.zeros((w, n))  # G, column: last stage
+        self.tree = np.full((w, n), np.inf)  # R, column: first stage
+        self.less = np.full((w, n), np.inf)  # R less what is held until later
+        for i in range(w):
+            if i == 0:
+                self.sweep[0] = lb * (c.full + c.last_own)
+            else:
+                s, b = slice(0, n - i), slice(i, n)
+                best = (
+                    c.keep_kept[s] * (self.back[i + 1 :] - self.back[s]) + lb[s] * c.keep_own[s] + self.sweep[i - 1, b]
+                )
+                inner = self.less[:i, s] + intervals.held[:i, s] * self.back[i + 1 :] + self.sweep[:i][::-1, b]
+                self.sweep[i, b] = np.minimum(best, inner.min(axis=0))
+            last = np.arange(i, n)
+            value = (
+                costs.tau[last] * (again_s[last] + intervals.run[last] - intervals.run[last - i]) + self.sweep[i, last]
+            )
+            self.tree[i, : n - i] = np.where(intervals.possible[i, : n - i], value, np.inf)
+            self.less[i, : n - i] = self.tree[i, : n - i] - intervals.held[i, : n - i] * self.back[last + 1]
+        self._segments()
+
+    def _segments(self) -> None:
+        """What a segment costs at the top level: its tree, its forward, what it holds for later steps, its moves."""
+        c, n, costs, iv = self.chain, self.chain.n, self.costs, self.intervals
+        w = iv.longest
+        own = costs.linear_forward * c.segment_forward
+        self.forward = np.zeros((w, n))
+        self.move = np.zeros((w, n))
+        self.segment = np.full((w, n), np.inf)
+        total = self.fore[n] + self.back[n]
+        running = np.zeros(n)
+        for i in range(w):
+            k = n - i
+            running[:k] += own[i:] + iv.held_at[i, :k] * (self.fore[n] - self.fore[i + 1 :])
+            self.forward[i, :k] = running[:k]
+            price = np.minimum(0.0, costs.move_out[:k] + costs.move_back[i:] + costs.host)
+            self.move[i, :k] = iv.moves[i, :k] * price
+            after = iv.held[i, :k] * (self.back[n] - self.back[i + 1 :])
+            self.segment[i, :k] = self.tree[i, :k] + running[:k] + after + self.move[i, :k]
+        self.segment[:1] = np.inf
+        for s, later in c.returns.items():
+            first = np.arange(rules.latest_first(c.profile.storages[s]) + 1)
+            for b in range(c.counted[s], later[-1]):
+                a = first[max(0, b - w + 1) :]
+                again = next(i for i in later if i > b)
+                price = self.fore[n] - self.fore[b + 1] + self.back[n] - self.back[again]
+                self.segment[b - a, a] += c.size[s] * price
+        assert total >= 0
+        tail = self.fore[n] - self.fore[1:] + self.back[n] - self.back[1:]
+        lf, lb = costs.linear_forward, costs.linear_backward
+        self.options = [
+            costs.options[i] + costs.moving(c, i) + lf[i] * m.forward + lb[i] * m.backward + m.kept * tail[i]
+            for i, m in enumerate(c.menus)
+        ]
+        self.single = np.array([cost.min() for cost in self.options])
+        self.constant = costs.constant - float(lf @ (c.budget - c.base_forward) + lb @ (c.budget - c.base_backward))
+
+    def path(self) -> tuple[Floats, Floats]:
+        """Cheapest ways to each boundary from the first and to the last, constants left out."""
+        n, w = self.chain.n, self.intervals.longest
+        ahead, behind = np.zeros(n + 1), np.zeros(n + 1)
+        for b in range(n):
+            best = ahead[b] + self.single[b]
+            if w:
+                i = np.arange(min(w, b + 1))
+                best = min(best, float((ahead[b - i] + self.segment[i, b - i]).min()))
+            ahead[b + 1] = best
+        for a in reversed(range(n)):
+            best = behind[a + 1] + self.single[a]
+            if w:
+                i = np.arange(min(w, n - a))
+                best = min(best, float((behind[a + 1 + i] + self.segment[i, a]).min()))
+            behind[a] = best
+        return ahead, behind
+
+    def best_path(self) -> tuple[tuple[int, ...], tuple[Segment, ...]]:
+        """Option codes and segments of the cheapest path."""
+        ahead, _ = self.path()
+        n, w = self.chain.n, self.intervals.longest
+        codes = [m.codes[int(cost.argmin())] for m, cost in zip(self.chain.menus, self.options, strict=True)]
+        segments = []
+        b = n
+        while b > 0:
+            i = np.arange(min(w, b))
+            through = ahead[b - 1 - i] + self.segment[i, b - 1 - i]
+            if w and through.min() < ahead[b - 1] + self.single[b - 1]:
+                length = int(through.argmin())
+                segments.append(self.structure(b - 1 - length, b - 1))
+                b -= length
+            b -= 1
+        return tuple(codes), tuple(reversed(segments))
+
+    def missing(self, stage_prices: Floats, longest: int) -> list[tuple[int, int]]:
+        """Segments cheaper than the stages they replace: the best from each first and to each last stage."""
+        n, w = self.chain.n, min(longest, self.intervals.longest)
+        if not w:
+            return []
+        total = np.concatenate([[0.0], np.cumsum(stage_prices)])
+        reduced = np.full((w, n), np.inf)
+        for i in range(w):
+            reduced[i, : n - i] = self.segment[i, : n - i] - (total[i + 1 :] - total[: n - i])
+        found = []
+        for a, i in enumerate(reduced.argmin(axis=0).tolist()):
+            if reduced[i, a] < -TOLERANCE:
+                found.append((a, a + i))
+        for b in range(n):
+            lengths = np.arange(min(w, b + 1))
+            values = reduced[lengths, b - lengths]
+            at = int(values.argmin())
+            if values[at] < -TOLERANCE:
+                found.append((b - at, b))
+        return sorted(set(found))
+
+    def structure(self, first: int, last: int) -> Segment:
+        """The cheapest tree of the segment `first..last`."""
+        inner, s = [], first
+        while s < last:
+            i = last - s
+            best = (
+                self.chain.keep_kept[s] * (self.back[last + 1] - self.back[s])
+                + self.costs.linear_backward[s] * self.chain.keep_own[s]
+                + self.sweep[i - 1, last]
+            )
+            options = self.less[:i, s] + self.intervals.held[:i, s] * self.back[last + 1] + self.sweep[:i, last][::-1]
+            e = int(options.argmin())
+            if options[e] < best:
+                inner.append(self.structure(s, s + e))
+                s += e
+            s += 1
+        return Segment(first, last, tuple(inner))
+
+
+def column_of(chain: Chain, intervals: Intervals, tree: Segment) -> Column:
+    """The coefficients of a segment in the master program."""
+    c, a, b = chain, tree.first, tree.last
+    size = b - a + 1
+    kept = np.array([intervals.held_at[j - a, a] for j in range(a, b + 1)])
+    rows, seconds = np.zeros(size), np.zeros(size)
+
+    def sweep(segment: Segment) -> None:
+        s, last = segment.first, segment.last
+        seconds[last - a] += c.again_s[last] + intervals.run[last] - intervals.run[s]
+        rows[last - a] += c.full[last] + c.last_own[last]
+        inner = {item.first: item for item in segment.inner}
+        while s < last:
+            if s in inner:
+                e = inner[s].last
+                sweep(inner[s])
+                rows[e + 1 - a : last + 1 - a] += intervals.held[e - s, s]
+                s = e + 1
+            else:
+                rows[s - a : last + 1 - a] += c.keep_kept[s]
+                rows[s - a] += c.keep_own[s]
+                s += 1
+
+    sweep(tree)
+    before = np.concatenate([[0.0], np.cumsum(kept)[:-1]])
+    moves = float(intervals.moves[b - a, a])
+    returns = [(again, float(c.size[s])) for s, again in intervals.returns(a, b)]
+    return Column(tree, kept, c.segment_forward[a : b + 1], rows - before, seconds, moves, returns)

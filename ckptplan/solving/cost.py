@@ -1,0 +1,713 @@
+"""What plans cost: bytes, lazy schedule and makespan, for many decision vectors at once.
+
+Both halves of a step are the same *lane*: steps 0..n-1 run in order; what stage `i` moves joins a first-in-first-out
+queue when step `needed[i]` ends; a step may only start once enough of the queue has gone for its bytes to fit; at the
+end everything that moves has gone. Forward is this lane with `needed[i] = i`. Backward is it in reversed time: a return
+that is issued at the start of backward step `prefetch` is, read backwards, a copy that must be done before step
+`prefetch + 1` starts; there `needed[i]` is the last stage of the segment around `i`, since its sweep reads what its
+stages hold. A makespan is a longest path, and reversing every arrow leaves it as it is, so
+
+    makespan = lane(forward times, link out) + lane(recompute, sweep and backward times, link in).
+
+Copies leave oldest first, hence the stages whose bytes never need to be away form a suffix `i >= cutoff`, where
+`cutoff` is the larger of the two lanes' queue fronts at the turn. These stages move nothing at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptplan.core import rules
+from ckptplan.core.option import Action, Option
+from ckptplan.core.plan import Decision
+from ckptplan.core.profile import Profile
+from ckptplan.core.schedule import Overflow, last_resident, residency, schedule
+from ckptplan.core.segment import Segment
+from ckptplan.core.stage import Phase
+
+Codes = NDArray[np.int8]
+"""Decision vectors: one row each, one column per stage, values are positions in the stage's menu."""
+Menu = Sequence[Sequence[int]]
+"""Per stage, the codes it may take."""
+Segments = tuple[Segment, ...]
+
+KEEP = 0
+_CELLS_PER_CHUNK = 1 << 18
+_CACHED_FORESTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """How one stage may hold one storage: the codes under which it holds it, and those that forbid moving it."""
+
+    stage: int
+    holding: frozenset[int]
+    fixing: frozenset[int]
+
+    def holds(self, code: int) -> bool:
+        """Whether the stage holds the storage under the option `code`."""
+        return code in self.holding
+
+    def fixes(self, code: int) -> bool:
+        """Whether it holds it in a way that forbids moving it."""
+        return code in self.fixing
+
+
+def holders_of(profile: Profile) -> tuple[tuple[Holder, ...], ...]:
+    """Per storage, the stages that hold it under some option, in order; stages by themselves, in no segment."""
+    found: list[list[Holder]] = [[] for _ in profile.storages]
+    for i, stage in enumerate(profile.stages):
+        holding: dict[int, set[int]] = {}
+        fixing: dict[int, set[int]] = {}
+        for code, option in enumerate(stage.options):
+            moved = set(option.moved)
+            for s in option.held:
+                holding.setdefault(s, set()).add(code)
+                if s not in moved or not rules.can_move(profile.storages[s]):
+                    fixing.setdefault(s, set()).add(code)
+        for s in sorted(holding):
+            found[s].append(Holder(i, frozenset(holding[s]), frozenset(fixing.get(s, ()))))
+    return tuple(tuple(holders) for holders in found)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes of decision vectors before any transfer is scheduled; shapes (vectors, stages).
+
+    `forward` and `backward` are the bytes of each step if everything that moves were away wherever it can be; `moved`
+    is what each stage moves.
+    """
+
+    forward: NDArray[np.int64]
+    backward: NDArray[np.int64]
+    moved: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One plan with its lazy schedule and what it costs."""
+
+    codes: tuple[int, ...]
+    choices: tuple[Decision, ...]
+    step_s: float
+    peak_bytes: int
+    host_bytes: int
+    segments: Segments = ()
+    disk_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """Plans as their two lanes; shapes (vectors, stages), of `joined` (stages + 1,).
+
+    `front[:, k]` is the first stage whose bytes may still be there in step `k`; `moved` are the bytes that move in the
+    end, and `joined[k]` says how many stages' copies have joined the backward lane when step `k` starts.
+    """
+
+    front_forward: NDArray[np.int64]
+    front_backward: NDArray[np.int64]
+    moved: NDArray[np.int64]
+    joined: NDArray[np.int64]
+    forward_s: NDArray[np.float64]
+    backward_s: NDArray[np.float64]
+
+    def take(self, rows: NDArray[np.int64]) -> Queued:
+        """These rows, as often as they are named."""
+        return replace(
+            self,
+            front_forward=self.front_forward[rows],
+            front_backward=self.front_backward[rows],
+            moved=self.moved[rows],
+            forward_s=self.forward_s[rows],
+            backward_s=self.backward_s[rows],
+        )
+
+    def seconds(self, out_s: NDArray[np.float64], in_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Makespans, for these times of each stage's copies."""
+        in_order = np.arange(self.moved.shape[1] + 1)
+        return _lane(self.front_forward, out_s, in_order, self.forward_s) + _lane(
+            self.front_backward, in_s, self.joined, self.backward_s
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """Storages with the same number of possible holders, two or more; shapes (storages, holders[, codes])."""
+
+    nbytes: NDArray[np.int64]
+    program_stop: NDArray[np.int64]
+    first_mover: NDArray[np.int64]
+    movers_stop: NDArray[np.int64]
+    stages: NDArray[np.int64]
+    holds: NDArray[np.bool_]
+    fixes: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """What stages cost by code, given the segments around them; shapes (stages, codes) or (stages + 1,)."""
+
+    constant_forward: NDArray[np.int64]
+    constant_backward: NDArray[np.int64]
+    private_held: NDArray[np.int64]
+    private_moved: NDArray[np.int64]
+    gone_next: NDArray[np.int64]
+    gone_later: tuple[tuple[int, int, NDArray[np.int64]], ...]
+    shared: tuple[_Shared, ...]
+    own_forward: NDArray[np.int64]
+    own_backward: NDArray[np.int64]
+    in_sweep: tuple[tuple[int, int], ...]
+    backward_s: NDArray[np.float64]
+    joined: NDArray[np.int64]
+    back_stop: NDArray[np.int64]
+    back_in_order: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Lazy:
+    """Lazy schedules; `front[:, k]` is the first stage whose bytes may still be there in step `k`."""
+
+    needs: Needs
+    put: NDArray[np.int64]
+    front_forward: NDArray[np.int64]
+    front_backward: NDArray[np.int64]
+    cutoff: NDArray[np.int64]
+    fits: NDArray[np.bool_]
+    host: NDArray[np.int64]
+
+
+class Evaluator:
+    """Bytes and time of plans of one profile.
+
+    Parameters
+    ----------
+    profile : Profile
+    host_bytes : int, optional
+        Limit on what is moved in all.
+
+    Attributes
+    ----------
+    exact : bool
+        Whether all answers so far were the best there are for the plans asked about; here they always are.
+    """
+
+    def __init__(self, profile: Profile, host_bytes: int | None = None) -> None:
+        self.profile = profile
+        self.host_bytes = host_bytes
+        self.exact = True
+        self.holders = holders_of(profile)
+        self._glue = [stage.is_glue for stage in profile.stages]
+        self._points = rules.enforceable_points(self._glue)
+        self._forward_s = np.array([stage.forward_s for stage in profile.stages])
+        self._width = max(len(stage.options) for stage in profile.stages)
+        # The same seconds added in another order, or by Python 3.12's more exact `sum`, may come out a rounding beside
+        # the baseline.
+        self._baseline_at_most_s = profile.baseline_step_s * (1 + 1e-12)
+        n = len(profile.stages)
+        self._moved_stop = np.array([rules.forward_stop(n, n, True, i) for i in range(n)])
+        self._held_stop = rules.forward_stop(n, n, True, None)
+        self._forests: dict[Segments, _Tables] = {}
+        self.private: list[list[int]] = [[] for _ in profile.stages]
+        """Per stage, the storages that it alone may hold."""
+        groups: dict[int, list[int]] = {}
+        for s, (storage, holders) in enumerate(zip(profile.storages, self.holders, strict=True)):
+            if rules.counts(storage) and len(holders) == 1:
+                self.private[holders[0].stage].append(s)
+            elif rules.counts(storage) and holders:
+                groups.setdefault(len(holders), []).append(s)
+        self.shared = list(groups.values())
+        """Those that several may hold, by how many may."""
+        self._plain: _Tables | None = None
+        self._plain = self._tables(())
+
+    def options(self, codes: Sequence[int]) -> list[Option]:
+        """The options that `codes` stand for."""
+        return [stage.options[code] for stage, code in zip(self.profile.stages, codes, strict=True)]
+
+    def _tables(self, segments: Segments) -> _Tables:
+        found = self._forests.get(segments)
+        if found is None:
+            if len(self._forests) >= _CACHED_FORESTS:
+                self._forests.pop(next(iter(self._forests)))
+            plain = self._plain
+            found = plain if plain is not None and not segments else _TablesOf(self, segments).build(plain)
+            self._forests[segments] = found
+        return found
+
+    def needs(self, codes: Codes, segments: Segments = ()) -> Needs:
+        """Bytes per step (NOTE [Residency]) of each row of `codes`, all with the same segments."""
+        t = self._tables(segments)
+        rows, n = codes.shape
+        every = np.arange(n)
+        forward = np.tile(t.constant_forward, (rows, 1))
+        backward = np.tile(t.constant_backward, (rows, 1))
+        forward[:, 1:] -= t.gone_next[every, codes]
+        for position, i, nbytes in t.gone_later:
+            forward[:, position] -= nbytes[codes[:, i]]
+        backward[:, :n] += t.private_held[every, codes]
+        moved = t.private_moved[every, codes]
+        if t.back_in_order:
+            backward[:, 1:] -= moved
+        else:
+            np.subtract.at(backward.reshape(-1), (np.arange(rows) * (n + 1))[:, None] + t.back_stop, moved)
+        at = (np.arange(rows) * (n + 1))[:, None]
+        for group in t.shared:
+            storages = np.arange(len(group.nbytes))
+            first = np.full((rows, len(storages)), n)
+            last = np.full((rows, len(storages)), -1)
+            fixed = np.zeros((rows, len(storages)), bool)
+            for h in range(group.stages.shape[1]):
+                stages = group.stages[:, h]
+                chosen = codes[:, stages]
+                holds = group.holds[storages, h, chosen]
+                fixed |= group.fixes[storages, h, chosen]
+                np.minimum(first, np.where(holds, stages, n), out=first)
+                np.copyto(last, np.broadcast_to(stages, last.shape), where=holds)
+            moves = ~fixed & (last >= group.first_mover) & (last < group.movers_stop)
+            nbytes = np.broadcast_to(group.nbytes, first.shape)
+            end = np.where(moves, self._moved_stop[last], np.where(first < n, self._held_stop, group.program_stop))
+            np.subtract.at(forward.reshape(-1), (at + end).ravel(), nbytes.ravel())
+            np.add.at(backward.reshape(-1), (at + first).ravel(), nbytes.ravel())
+            row, which = np.nonzero(moves)
+            mover = last[row, which]
+            np.subtract.at(backward, (row, t.back_stop[mover]), nbytes[row, which])
+            np.add.at(moved, (row, mover), nbytes[row, which])
+        starts = np.cumsum(backward, axis=1)[:, :n]
+        backward = starts + t.own_backward[every, codes]
+        for k, extra in t.in_sweep:
+            np.maximum(backward[:, k], starts[:, k] + extra, out=backward[:, k])
+        return Needs(np.cumsum(forward, axis=1)[:, :n] + t.own_forward[every, codes], backward, moved)
+
+    def makespans(self, codes: Codes, budget_bytes: int, segments: Segments = ()) -> NDArray[np.float64]:
+        """Makespan of each row's lazy schedule, infinite where the row doesn't fit."""
+        step = max(1, _CELLS_PER_CHUNK // codes.shape[1])
+        parts = [self._makespans(codes[a : a + step], budget_bytes, segments) for a in range(0, len(codes), step)]
+        return np.concatenate(parts) if parts else np.zeros(0)
+
+    def compute_s(self, codes: Codes, segments: Segments = ()) -> NDArray[np.float64]:
+        """Compute time of each row: no transfer can make it less."""
+        seconds = self._tables(segments).backward_s[np.arange(codes.shape[1]), codes].sum(axis=1)
+        return np.asarray(seconds + self._forward_s.sum())
+
+    def _makespans(self, codes: Codes, budget_bytes: int, segments: Segments) -> NDArray[np.float64]:
+        out = np.full(len(codes), np.inf)
+        lazy = self._lazy(codes, budget_bytes, segments)
+        kept = np.flatnonzero(lazy.fits)
+        if len(kept) == 0:
+            return out
+        out[kept] = self.queued_s(self._queued(lazy, codes, kept, segments))
+        out[out <= self._baseline_at_most_s] = self.profile.baseline_step_s
+        return out
+
+    def _queued(self, lazy: _Lazy, codes: Codes, kept: NDArray[np.int64], segments: Segments) -> Queued:
+        t, n = self._tables(segments), codes.shape[1]
+        return Queued(
+            lazy.front_forward[kept],
+            lazy.front_backward[kept],
+            np.where(np.arange(n) < lazy.cutoff[kept, None], lazy.needs.moved[kept], 0),
+            t.joined,
+            np.broadcast_to(self._forward_s, (len(kept), n)),
+            t.backward_s[np.arange(n), codes[kept]],
+        )
+
+    def queued_s(self, queued: Queued) -> NDArray[np.float64]:
+        """Makespans of plans that fit the device."""
+        link = self.profile.link
+        return queued.seconds(
+            copies_s(queued.moved, link.latency_s, link.out_bytes_per_s),
+            copies_s(queued.moved, link.latency_s, link.in_bytes_per_s),
+        )
+
+    def _lazy(self, codes: Codes, budget_bytes: int, segments: Segments) -> _Lazy:
+        needs = self.needs(codes, segments)
+        joined = self._tables(segments).joined
+        n = codes.shape[1]
+        put = np.zeros((len(codes), n + 1), np.int64)
+        np.cumsum(needs.moved, axis=1, out=put[:, 1:])
+        front_forward = _fronts(needs.forward, put, np.arange(n + 1), budget_bytes)
+        front_backward = _fronts(needs.backward, put, joined, budget_bytes)
+        cutoff = np.maximum(front_forward[:, -1], front_backward[:, -1])
+        self._enforce(front_forward, front_backward, joined, cutoff)
+        host = put[np.arange(len(codes)), cutoff]
+        fits = (needs.forward.max(axis=1) <= budget_bytes) & (needs.backward.max(axis=1) <= budget_bytes)
+        fits &= self.profile.update_peak_bytes <= budget_bytes
+        if self.host_bytes is not None:
+            fits &= host <= self.host_bytes
+        return _Lazy(needs, put, front_forward, front_backward, cutoff, fits, host)
+
+    def _enforce(
+        self,
+        front_forward: NDArray[np.int64],
+        front_backward: NDArray[np.int64],
+        joined: NDArray[np.int64],
+        cutoff: NDArray[np.int64],
+    ) -> None:
+        """Points inside glue move to where the runtime can meet them (NOTE [Residency], rule 4)."""
+        glue = self._glue
+        if all(glue) or not any(glue):
+            return
+        last = max(k for k, inside in enumerate(glue) if not inside)
+        for k in range(last + 1, len(glue)):
+            front_forward[:, k] = np.minimum(cutoff, k)
+            front_backward[:, k] = np.minimum(cutoff, joined[k])
+        for k in range(last, -1, -1):
+            if glue[k]:
+                front_backward[:, k] = np.minimum(front_backward[:, k + 1], joined[k])
+
+    def smallest_peaks(self, codes: Codes, segments: Segments = ()) -> NDArray[np.int64]:
+        """The smallest budget each row fits in.
+
+        Everything that moves is away, up to the last stage that the host limit lets move.
+        """
+        step = max(1, _CELLS_PER_CHUNK // codes.shape[1])
+        parts = [self._smallest_peaks(codes[a : a + step], segments) for a in range(0, len(codes), step)]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    def _smallest_peaks(self, codes: Codes, segments: Segments) -> NDArray[np.int64]:
+        forward, backward = self.tightest(codes, segments)
+        peaks = np.full(len(codes), self.profile.update_peak_bytes, np.int64)
+        np.maximum(peaks, forward.max(axis=1), out=peaks)
+        np.maximum(peaks, backward.max(axis=1), out=peaks)
+        return peaks
+
+    def tightest(self, codes: Codes, segments: Segments = ()) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Bytes per forward and backward step in the schedule of the smallest peak."""
+        needs = self.needs(codes, segments)
+        if self.host_bytes is None:
+            return needs.forward, needs.backward
+        stays = np.where(self.too_much(needs.moved), needs.moved, 0)
+        before = np.zeros((len(codes), codes.shape[1] + 1), np.int64)
+        np.cumsum(stays, axis=1, out=before[:, 1:])
+        n = codes.shape[1]
+        return needs.forward + before[:, :n], needs.backward + before[:, self._tables(segments).joined[:n]]
+
+    def too_much(self, moved: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Per plan and stage, whether there is no room any more for what it moves behind what those before it moved."""
+        assert self.host_bytes is not None
+        return np.cumsum(moved, axis=1) > self.host_bytes
+
+    def step_s(self, codes: Sequence[int], budget_bytes: int, segments: Segments = ()) -> float:
+        """Makespan of one plan, infinite where it doesn't fit: `makespans` without the cost of its tables."""
+        if self.profile.update_peak_bytes > budget_bytes:
+            return math.inf
+        r = residency(self.profile, self.options(codes), segments)
+        if max(r.forward_bytes) > budget_bytes or max(r.backward_bytes) > budget_bytes:
+            return math.inf
+        n = len(codes)
+        release = last_resident(r.forward_bytes, r.moved_bytes, range(n), budget_bytes)
+        prefetch = last_resident(r.backward_bytes, r.moved_bytes, r.needed, budget_bytes)
+        movers = [i for i in range(n) if r.moved_bytes[i] and (release[i] < n - 1 or prefetch[i] < n - 1)]
+        if self.host_bytes is not None and sum(r.moved_bytes[i] for i in movers) > self.host_bytes:
+            return math.inf
+        if not movers:
+            return self._rounded(sum(s.forward_s for s in self.profile.stages) + sum(r.backward_s))
+        link = self.profile.link
+        forward_s = [stage.forward_s for stage in self.profile.stages]
+        out = _one_lane(
+            [(i, self._points[0][release[i]], link.out_s(r.moved_bytes[i])) for i in movers], forward_s
+        ) + _one_lane(
+            [(r.needed[i], self._points[1][prefetch[i]], link.in_s(r.moved_bytes[i])) for i in movers], r.backward_s
+        )
+        return self._rounded(out)
+
+    def _rounded(self, seconds: float) -> float:
+        return self.profile.baseline_step_s if seconds <= self._baseline_at_most_s else seconds
+
+    def peak(self, codes: Sequence[int], segments: Segments = ()) -> int:
+        """The smallest budget one plan fits in: `smallest_peaks` without the cost of its tables."""
+        if self.host_bytes is None:
+            r = residency(self.profile, self.options(codes), segments)
+            return max(*r.forward_bytes, *r.backward_bytes, self.profile.update_peak_bytes)
+        return int(self.smallest_peaks(np.array([codes], np.int8), segments)[0])
+
+    def schedule(self, codes: Sequence[int], budget_bytes: int, segments: Segments = ()) -> Schedule | None:
+        """The lazy schedule of one plan, None where it doesn't fit."""
+        names = [[option.name for option in stage.options] for stage in self.profile.stages]
+        chosen: list[int] = []
+        choices: tuple[Decision, ...] = ()
+        while chosen != list(codes):
+            # What moves nothing may become its twin that keeps, which can spare bytes and with them other moves.
+            chosen = list(codes)
+            found = schedule(self.profile, self.options(chosen), budget_bytes, segments)
+            if isinstance(found, Overflow):
+                return None
+            choices = found
+            codes = [have.index(choice.option) for have, choice in zip(names, choices, strict=True)]
+        row = np.array([codes], np.int8)
+        lazy = self._lazy(row, budget_bytes, segments)
+        if not lazy.fits[0]:
+            return None
+        n = row.shape[1]
+        peak = self.profile.update_peak_bytes
+        joined = self._tables(segments).joined[:n]
+        for need, front, before in (
+            (lazy.needs.forward, lazy.front_forward, np.arange(n)),
+            (lazy.needs.backward, lazy.front_backward, joined),
+        ):
+            staying = lazy.put[0, before] - lazy.put[0, front[0]]
+            peak = max(peak, int((need[0] + staying).max()))
+        step_s = float(self._makespans(row, budget_bytes, segments)[0])
+        return Schedule(tuple(codes), choices, step_s, peak, int(lazy.host[0]), segments)
+
+    def binding(self, codes: Sequence[int], segments: Segments = ()) -> tuple[str, Phase]:
+        """Stage and phase of the peak in the tightest schedule of one plan."""
+        forward, backward = self.tightest(np.array([codes], np.int8), segments)
+        peak = max(int(forward.max()), int(backward.max()))
+        if self.profile.update_peak_bytes > peak:
+            return self.profile.stages[0].name, "update"
+        if int(forward.max()) == peak:
+            return self.profile.stages[int(forward[0].argmax())].name, "forward"
+        # Backward runs from the last stage to the first: the first moment of the peak is at the highest stage.
+        return self.profile.stages[int(np.flatnonzero(backward[0] == peak)[-1])].name, "backward"
+
+
+class _TablesOf:
+    """Builds the tables of one set of segments."""
+
+    def __init__(self, evaluator: Evaluator, segments: Segments) -> None:
+        self.evaluator = evaluator
+        self.profile = evaluator.profile
+        self.holders = evaluator.holders
+        self.segments = segments
+        n, width = len(self.profile.stages), evaluator._width
+        self.n, self.width = n, width
+        self.outer = rules.around(segments, n)
+        self.needed = np.array([i if s is None else s.last for i, s in enumerate(self.outer)])
+        # Per stage in a segment and code, what it holds there.
+        self.held = {
+            i: [frozenset(rules.held(self.profile, i, option, segment)) for option in self.profile.stages[i].options]
+            for i, segment in enumerate(self.outer)
+            if segment is not None
+        }
+
+    def holds(self, s: int, holder: Holder) -> NDArray[np.bool_]:
+        """Per code, whether the stage holds storage `s`."""
+        inside = self.held.get(holder.stage)
+        out = np.zeros(self.width, bool)
+        for code in holder.holding:
+            out[code] = inside is None or s in inside[code]
+        return out
+
+    def build(self, plain: _Tables | None) -> _Tables:
+        """The tables, from those without segments where they are given."""
+        n, stages = self.n, self.profile.stages
+        self.gone_later: dict[tuple[int, int], NDArray[np.int64]] = {}
+        if plain is not None:
+            return self.changed(plain)
+        self.forward = np.zeros(n + 1, np.int64)
+        self.backward = np.zeros(n + 1, np.int64)
+        self.private_held, self.private_moved, self.gone_next = np.zeros((3, n, self.width), np.int64)
+        for s, (storage, holders) in enumerate(zip(self.profile.storages, self.holders, strict=True)):
+            program = rules.program_steps(storage, n)
+            if storage.nbytes == 0 or program.start > n:
+                continue
+            self.forward[program.start] += storage.nbytes
+            if storage.to_end:
+                self.backward[0] += storage.nbytes
+            elif len(holders) == 1:
+                self.add_private(s, holders[0])
+            elif not holders:
+                self.forward[rules.forward_stop(program.stop, n, False, None)] -= storage.nbytes
+        own_forward, own_backward = np.zeros((2, n, self.width), np.int64)
+        backward_s = np.zeros((n, self.width))
+        for i, stage in enumerate(stages):
+            for code, option in enumerate(stage.options):
+                own_forward[i, code] = self.profile.base_forward_bytes[i] + option.forward_bytes
+                own_backward[i, code] = self.profile.base_backward_bytes[i] + option.backward_bytes
+                backward_s[i, code] = stage.backward_s + option.recompute_s
+        return self.tables(
+            tuple(self.shared(group) for group in self.evaluator.shared), own_forward, own_backward, backward_s
+        )
+
+    def changed(self, plain: _Tables) -> _Tables:
+        """The tables without segments with what stages in segments do otherwise."""
+        self.forward, self.backward = plain.constant_forward, plain.constant_backward.copy()
+        self.private_held, self.private_moved = plain.private_held.copy(), plain.private_moved.copy()
+        self.gone_next = plain.gone_next.copy()
+        self.gone_later = {(at, i): nbytes for at, i, nbytes in plain.gone_later if i not in self.held}
+        for i in self.held:
+            self.private_held[i] = self.private_moved[i] = self.gone_next[i] = 0
+            for s in self.evaluator.private[i]:
+                self.add_private(s, self.holders[s][0])
+        groups = []
+        for group, indices in zip(plain.shared, self.evaluator.shared, strict=True):
+            rows, columns = np.nonzero(np.isin(group.stages, list(self.held)))
+            holds = group.holds.copy()
+            for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
+                s = indices[row]
+                holds[row, column] = self.holds(s, self.holders[s][column])
+            groups.append(replace(group, holds=holds, fixes=group.fixes & holds))
+        return self.tables(tuple(groups), plain.own_forward, plain.own_backward.copy(), plain.backward_s.copy())
+
+    def tables(
+        self,
+        shared: tuple[_Shared, ...],
+        own_forward: NDArray[np.int64],
+        own_backward: NDArray[np.int64],
+        backward_s: NDArray[np.float64],
+    ) -> _Tables:
+        """All there is, once the sweeps are run."""
+        in_sweep: list[tuple[int, int]] = []
+        back_stop = np.array([rules.backward_stop(self.n, int(needed)) for needed in self.needed])
+        for segment in self.segments:
+            self.add_sweep(segment, own_backward, backward_s, in_sweep)
+        return _Tables(
+            self.forward,
+            self.backward,
+            self.private_held,
+            self.private_moved,
+            self.gone_next,
+            tuple((position, i, nbytes) for (position, i), nbytes in self.gone_later.items()),
+            shared,
+            own_forward,
+            own_backward,
+            tuple(in_sweep),
+            backward_s,
+            np.searchsorted(self.needed, np.arange(self.n + 1)),
+            back_stop,
+            bool((back_stop == np.arange(self.n) + 1).all()),
+        )
+
+    def add_private(self, s: int, holder: Holder) -> None:
+        """A storage that one stage alone may hold."""
+        storage, i = self.profile.storages[s], holder.stage
+        holds = self.holds(s, holder)
+        moves = holds.copy()
+        moves[list(holder.fixing)] = False
+        moves &= i in rules.movers(storage, self.n)
+        gone = rules.program_steps(storage, self.n).stop
+        if gone == i + 1:
+            self.gone_next[i] += np.where(moves | ~holds, storage.nbytes, 0)
+        else:
+            self.gone_next[i] += np.where(moves, storage.nbytes, 0)
+            at = self.gone_later.setdefault((gone, i), np.zeros(self.width, np.int64))
+            at += np.where(holds, 0, storage.nbytes)
+        self.private_held[i] += np.where(holds, storage.nbytes, 0)
+        self.private_moved[i] += np.where(moves, storage.nbytes, 0)
+
+    def shared(self, group: Sequence[int]) -> _Shared:
+        """Storages with equally many possible holders."""
+        storages = [self.profile.storages[s] for s in group]
+        holds = np.array([[self.holds(s, holder) for holder in self.holders[s]] for s in group])
+        fixes = np.zeros_like(holds)
+        for row, s in enumerate(group):
+            for column, holder in enumerate(self.holders[s]):
+                fixes[row, column, list(holder.fixing)] = True
+        return _Shared(
+            np.array([storage.nbytes for storage in storages]),
+            np.array([rules.program_steps(storage, self.n).stop for storage in storages]),
+            np.array([rules.movers(storage, self.n).start for storage in storages]),
+            np.array([rules.movers(storage, self.n).stop for storage in storages]),
+            np.array([[holder.stage for holder in self.holders[s]] for s in group]),
+            holds,
+            fixes & holds,
+        )
+
+    def add_sweep(
+        self,
+        segment: Segment,
+        own_backward: NDArray[np.int64],
+        backward_s: NDArray[np.float64],
+        in_sweep: list[tuple[int, int]],
+    ) -> None:
+        """The sweep of `segment` and those inside it (rules 6 and 7)."""
+        stages = self.profile.stages
+        sweep = rules.sweep_of(self.profile, segment)
+        last = segment.last
+        for k, option in sweep.last_run:
+            own_backward[k, :] = self.profile.base_backward_bytes[k] + option.backward_bytes
+            backward_s[k, :] = stages[k].backward_s + option.recompute_s
+        own = np.zeros(self.n, np.int64)
+        for k, nbytes in sweep.held_from:
+            own[k : last + 1] += nbytes
+        if sweep.runs:
+            # The bytes resident at `last` will have this sweep's copies in them; while it runs they come one by one.
+            in_sweep.append((last, self.profile.base_backward_bytes[last] + sweep.most_bytes - int(own[last])))
+        self.backward[: self.n] += np.diff(own, prepend=0)
+        self.backward[self.n] -= own[-1]
+        for inner in segment.inner:
+            self.add_sweep(inner, own_backward, backward_s, in_sweep)
+        backward_s[last, :] += sweep.seconds
+
+
+def _fronts(
+    needs: NDArray[np.int64], put: NDArray[np.int64], joined: NDArray[np.int64], budget_bytes: int
+) -> NDArray[np.int64]:
+    """Per step, the shortest prefix of the queue that must have left for the step to fit."""
+    rows, n = needs.shape
+    index = np.arange(rows)
+    front = np.zeros((rows, n), np.int64)
+    now = np.zeros(rows, np.int64)
+    for k in range(n):
+        least = needs[:, k] + put[:, joined[k]] - budget_bytes
+        while True:
+            over = (put[index, now] < least) & (now < joined[k])
+            if not over.any():
+                break
+            now += over
+        front[:, k] = now
+    return front
+
+
+def _lane(
+    front: NDArray[np.int64],
+    copy_s: NDArray[np.float64],
+    joined: NDArray[np.int64],
+    compute_s: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """Duration of a lane, the wait for everything that moves included; shapes (vectors, stages).
+
+    `copy_s` is 0 for what doesn't move.
+    """
+    rows, n = copy_s.shape
+    index = np.arange(rows)
+    done = np.zeros((rows, n + 1))
+    now = np.zeros(rows)
+    for k in range(n):
+        now = np.maximum(now, done[index, front[:, k]]) + compute_s[:, k]
+        for i in range(joined[k], joined[k + 1]):
+            done[:, i + 1] = np.where(copy_s[:, i] > 0, np.maximum(now, done[:, i]) + copy_s[:, i], done[:, i])
+    return np.maximum(now, done[:, n])
+
+
+def copies_s(moved: NDArray[np.int64], latency_s: float, bytes_per_s: float) -> NDArray[np.float64]:
+    """How long each copy takes; 0 where nothing moves."""
+    return np.where(moved > 0, latency_s + moved / bytes_per_s, 0.0)
+
+
+def _one_lane(copies: Sequence[tuple[int, int, float]], compute_s: Sequence[float]) -> float:
+    """Duration of a lane for one plan.
+
+    Parameters
+    ----------
+    copies : sequence of (int, int, float)
+        In the queue's order: the step at whose end it joins, the step by whose end it must be done, its seconds.
+    """
+    now, joining, leaving = 0.0, 0, 0
+    done: list[float] = []
+    for k, seconds in enumerate(compute_s):
+        while leaving < joining and copies[leaving][1] < k:
+            now = max(now, done[leaving])
+            leaving += 1
+        now += seconds
+        while joining < len(copies) and copies[joining][0] <= k:
+            done.append(max(now, done[-1] if done else 0.0) + copies[joining][2])
+            joining += 1
+    return max(now, done[-1]) if done else now
+
+
+def menus(profile: Profile, actions: Sequence[Action], *, host_bytes: int | None = None) -> tuple[tuple[int, ...], ...]:
+    """Per stage, the codes of the options that use `actions` alone, and the host tier only where it has room."""
+    return tuple(
+        tuple(
+            code
+            for code, option in enumerate(stage.options)
+            if option.allowed(actions) and not (option.moves and host_bytes == 0)
+        )
+        for stage in profile.stages
+    )

@@ -1,0 +1,220 @@
+"""Every plan, evaluated: exact for any menu and any segments, and short enough to be read as its own proof.
+
+Plans are looked at forest by forest (a forest: the segments of one plan), in the order of the time that the forest
+costs at least. A forest, or a decision vector in it, whose compute time alone is no shorter than the best step found
+can't win: transfers only add to it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptplan.core import rules
+from ckptplan.core.profile import Profile
+from ckptplan.core.segment import Segment
+from ckptplan.solving.cost import Codes, Evaluator, Menu, Segments
+
+CHUNK = 1 << 14
+# Sums of the same seconds in another order are the same time.
+SAME = 1e-12
+
+
+class PlanSpace:
+    """Which decision vectors and segments there are.
+
+    Parameters
+    ----------
+    menu : sequence of sequence of int
+        Codes per stage.
+    segments : bool
+        Whether stages may be recomputed together.
+    """
+
+    def __init__(self, profile: Profile, menu: Menu, *, segments: bool = True) -> None:
+        self.profile = profile
+        self.menu = menu
+        self.segments = segments
+        n = len(menu)
+        self.inside: list[tuple[int, ...]] = [inside_codes(profile, menu, i) for i in range(n)]
+        """Per stage, the codes it may have in a segment; none where it can't be in one."""
+        self._inside_from: dict[tuple[int, int], tuple[int, ...]] = {}
+        # Per stage, the first one from there on that can't be in a segment with it.
+        self._until = [n] * (n + 1)
+        for i in reversed(range(n)):
+            self._until[i] = self._until[i + 1] if self.inside[i] else i
+        self._begins = [
+            segments and bool(self.inside[i]) and not stage.is_glue for i, stage in enumerate(profile.stages)
+        ]
+
+    def begins(self, i: int) -> bool:
+        """Whether a segment, or an inner one, may begin or end with stage `i`."""
+        return self._begins[i]
+
+    def ends(self, first: int, least: int, limit: int) -> list[int]:
+        """Where a segment from `first` on may end, within `[least, limit)`."""
+        if not self._begins[first]:
+            return []
+        return [last for last in range(max(first, least), min(limit, self._until[first])) if self._begins[last]]
+
+    def count(self, most: int, most_forests: int) -> int:
+        """How many plans there are, or some number above `most` where there are more, or more ways to choose segments.
+
+        Parameters
+        ----------
+        most_forests : int
+            Each way to choose segments costs about a millisecond, however few plans it has.
+        """
+        n = len(self.menu)
+        single = math.prod(len(codes) for codes in self.menu)
+        if single > most:
+            return single
+
+        @cache
+        def sweeps(first: int, limit: int) -> int:
+            """Ways to fill `[first, limit)` of a sweep."""
+            if first == limit:
+                return 1
+            return sweeps(first + 1, limit) + sum(
+                sweeps(first, last) * sweeps(last + 1, limit) for last in self.ends(first, first, limit)
+            )
+
+        plans, forests = [1] * (n + 1), [1] * (n + 1)
+        for first in reversed(range(n)):
+            plans[first] = len(self.menu[first]) * plans[first + 1]
+            forests[first] = forests[first + 1]
+            for last in self.ends(first, first + 1, n):
+                codes = math.prod(len(self.inside_from(i, first)) for i in range(first, last + 1))
+                plans[first] += codes * sweeps(first, last) * plans[last + 1]
+                forests[first] += sweeps(first, last) * forests[last + 1]
+            if plans[first] > most or forests[first] > most_forests:
+                return max(plans[first], most + 1)
+        return plans[0]
+
+    def forests(self) -> list[Segments]:
+        """Every way to choose segments, the ones that cost least time first."""
+
+        @cache
+        def fill(first: int, limit: int, shortest: int) -> tuple[Segments, ...]:
+            if first >= limit:
+                return ((),)
+            found = list(fill(first + 1, limit, shortest))
+            for last in self.ends(first, first + shortest, limit):
+                for inner in fill(first, last, 0):
+                    segment = Segment(first, last, inner)
+                    found.extend((segment, *rest) for rest in fill(last + 1, limit, shortest))
+            return tuple(found)
+
+        return sorted(fill(0, len(self.menu), 1), key=self.least_extra_s)
+
+    def least_extra_s(self, forest: Segments) -> float:
+        """What the sweeps of `forest` and the recomputing of the stages they end with cost."""
+        stages = self.profile.stages
+        total = 0.0
+        for segment in forest:
+            total += sum(stages[k].forward_s for k in range(segment.first, segment.last) if not stages[k].is_glue)
+            again = stages[segment.last].recompute
+            assert again is not None
+            total += again.recompute_s + self.least_extra_s(segment.inner)
+        return total
+
+    def menu_in(self, forest: Segments) -> list[Sequence[int]]:
+        """Codes per stage beside and in the segments of `forest`."""
+        menu = list(self.menu)
+        for segment in forest:
+            for i in range(segment.first, segment.last + 1):
+                menu[i] = self.inside_from(i, segment.first)
+        return menu
+
+    def inside_from(self, i: int, first: int) -> tuple[int, ...]:
+        """The codes of stage `i` in a segment that begins with stage `first`, but for those that move nothing there."""
+        found = self._inside_from.get((i, first))
+        if found is None:
+            stage, storages = self.profile.stages[i], self.profile.storages
+            again = stage.recompute
+            made = {s for s in stage.linked if first <= rules.latest_first(storages[s])}
+            found = self._inside_from[i, first] = tuple(
+                code
+                for code in self.inside[i]
+                if again is None
+                or not (option := stage.options[code]).moves
+                or not made.issuperset(option.moved)
+                or option.forward_bytes < again.forward_bytes
+            )
+        return found
+
+
+def inside_codes(profile: Profile, menu: Menu, i: int) -> tuple[int, ...]:
+    """The codes of `menu` that stage `i` may have in a segment; none where it can't be in one."""
+    stage = profile.stages[i]
+    if stage.is_glue:
+        return (0,)
+    found = tuple(c for c in menu[i] if stage.options[c].name in ("recompute", "recompute+swap"))
+    return found if any(stage.options[c].name == "recompute" for c in found) else ()
+
+
+def vectors(menu: Menu) -> Iterator[Codes]:
+    """All decision vectors in chunks, the last stage changing fastest."""
+    total = math.prod(len(codes) for codes in menu)
+    for start in range(0, total, CHUNK):
+        index = np.arange(start, min(start + CHUNK, total), dtype=np.int64)
+        block = np.empty((len(index), len(menu)), np.int8)
+        for i in reversed(range(len(menu))):
+            index, digit = np.divmod(index, len(menu[i]))
+            block[:, i] = np.array(menu[i], np.int8)[digit]
+        yield block
+
+
+def fastest(
+    evaluator: Evaluator,
+    space: PlanSpace,
+    budget_bytes: int,
+    deadline: float,
+    *,
+    below_s: float = math.inf,
+    on_found: Callable[[tuple[int, ...], Segments], None],
+) -> bool:
+    """Hand every plan that fits and is faster than `below_s` and all before to `on_found`.
+
+    Returns
+    -------
+    bool
+        Whether all plans were seen before `deadline` (by `time.monotonic`): the last one found is the fastest.
+    """
+    best_s = below_s
+    baseline_s = space.profile.baseline_step_s
+    for forest in space.forests():
+        if baseline_s + space.least_extra_s(forest) >= best_s * (1 - SAME):
+            break
+        for block in vectors(space.menu_in(forest)):
+            if time.monotonic() > deadline:
+                return False
+            block = block[evaluator.compute_s(block, forest) < best_s * (1 - SAME)]
+            if len(block) == 0:
+                continue
+            cost = evaluator.makespans(block, budget_bytes, forest)
+            row = int(cost.argmin())
+            if cost[row] < best_s * (1 - SAME):
+                best_s = float(cost[row])
+                on_found(tuple(block[row].tolist()), forest)
+    return True
+
+
+def smallest(evaluator: Evaluator, space: PlanSpace, deadline: float) -> tuple[NDArray[np.int8], Segments, int, bool]:
+    """The plan with the smallest peak, that peak in bytes, and whether all plans were seen before `deadline`."""
+    best, best_bytes = np.zeros(len(space.menu), np.int8), 1 << 62
+    best_forest: Segments = ()
+    for forest in space.forests():
+        if best_bytes < 1 << 62 and time.monotonic() > deadline:
+            return best, best_forest, best_bytes, False
+        for block in vectors(space.menu_in(forest)):
+            peaks = evaluator.smallest_peaks(block, forest)
+            row = int(peaks.argmin())
+            if peaks[row] < best_bytes:
+                best, best_forest, best_bytes = block[row].copy(), forest, int(peaks[row])
+    return best, best_forest, best_bytes, True

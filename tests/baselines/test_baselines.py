@@ -1,0 +1,552 @@
+"""Baselines against answers worked out by hand, brute force, and the referee."""
+
+from __future__ import annotations
+
+import random
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+from random_chains import random_chain, random_options, random_segments, textbook_chain
+
+from ckptplan.baselines import BASELINES, _fractions, _rotor_dp, auto_perf_maxing, capuchin, superneurons, uniform
+from ckptplan.baselines._build import Choice, build, joined, named, smallest_peak, times
+from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError
+from ckptplan.core.plan import Plan
+from ckptplan.core.profile import Profile
+from ckptplan.core.schedule import residency
+from ckptplan.core.segment import Segment
+from ckptplan.referee import simulate, validate
+from ckptplan.report.plots import plot_step_time
+from ckptplan.report.tables import Row, comparison_table, planners_table
+
+pytestmark = pytest.mark.planning
+
+
+def chain(
+    n: int = 3, link: float = 10.0, forward_s: tuple[float, ...] = (), backward_s: tuple[float, ...] = ()
+) -> Profile:
+    """Return a chain whose stages save 30 bytes, 10 of them the output, and take 1 s forward and 2 s backward."""
+    return Profile.from_chain(
+        forward_s or (1.0,) * n,
+        backward_s or (2.0,) * n,
+        (10,) * n,
+        (30,) * n,
+        input_bytes=10,
+        out_bytes_per_s=link,
+        in_bytes_per_s=link,
+    )
+
+
+def without(profile: Profile, *names: str) -> Profile:
+    """`profile` with the options `names` gone from every menu."""
+    stages = tuple(
+        replace(
+            stage,
+            options=tuple(option for option in stage.options if option.name not in names),
+            linked=() if "recompute" in names else stage.linked,
+        )
+        for stage in profile.stages
+    )
+    return replace(profile, stages=stages)
+
+
+def peak_of(profile: Profile, choice: Choice) -> int:
+    return smallest_peak(profile, choice).bytes
+
+
+def keep_all_peak(profile: Profile) -> int:
+    return peak_of(profile, named(profile, ["keep"] * len(profile.stages)))
+
+
+def names_of(plan: Plan) -> list[str]:
+    return [choice.option for choice in plan.choices]
+
+
+def test_keep_all_peaks_at_the_start_of_backward() -> None:
+    # Last backward: input 10, gradient of the output 10, three saved sets of 30, gradient of its input 10.
+    plan = BASELINES["keep_all"](chain(), 120)
+    assert (plan.peak_bytes, plan.step_s, plan.status, plan.gap) == (120, 9.0, "optimal", 0.0)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        BASELINES["keep_all"](chain(), 119)
+    assert (caught.value.min_peak_bytes, caught.value.stage, caught.value.phase) == (120, "s2", "backward")
+    assert caught.value.budget_bytes == 119
+
+
+def test_recompute_all_adds_one_forward() -> None:
+    # Last backward: input 10, gradient 10, the outputs of s0 and s1, its own saved set of 30 and a gradient of 10.
+    plan = BASELINES["recompute_all"](chain(), 80)
+    assert (plan.peak_bytes, plan.step_s, plan.status) == (80, 12.0, "feasible")
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        BASELINES["recompute_all"](chain(), 79)
+    assert caught.value.min_peak_bytes == 80
+
+
+def test_swap_all_waits_for_both_queues() -> None:
+    # s0 moves 20 bytes (s1 holds its output), s1 30; s2's backward follows at once, so it moves nothing. At 70 bytes
+    # both must be out before s2 runs: 1 -> 3 -> 6. Then forward 7, backward 9; 30 bytes back 12, backward 14; 20 bytes
+    # back 16, backward 18.
+    plan = BASELINES["swap_all"](chain(), 70)
+    assert (plan.peak_bytes, plan.step_s, plan.host_bytes) == (70, 18.0, 50)
+    assert [(c.release, c.prefetch) for c in plan.choices[:2]] == [(1, 0), (1, 1)]
+    with pytest.raises(InfeasibleBudgetError):
+        BASELINES["swap_all"](chain(), 69)
+    assert BASELINES["swap_all"](chain(), 120).step_s == 9.0
+
+
+@pytest.mark.parametrize(
+    ("n", "segments"),
+    [(1, []), (2, []), (3, []), (4, [(0, 1)]), (9, [(0, 2), (3, 5)]), (10, [(0, 1), (2, 4)])],
+)
+def test_chen_sqrt_keeps_the_last_of_sqrt_segments(n: int, segments: list[tuple[int, int]]) -> None:
+    # 2 and 3 stages: two segments, the first of one stage, which is that stage's option. 10 stages: four segments,
+    # cut at 2, 5 and 7.
+    plan = BASELINES["chen_sqrt"](chain(n), 10**6)
+    if n == 10:
+        segments = [*segments, (5, 6)]
+    assert [(s.first, s.last) for s in plan.segments] == segments
+    recomputed = segments[-1][1] + 1 if segments else min(n - 1, 1)
+    assert names_of(plan) == ["recompute"] * recomputed + ["keep"] * (n - recomputed)
+    assert plan.step_s == 3.0 * n + recomputed
+
+
+def test_chen_sqrt_holds_the_inputs_of_segments_alone() -> None:
+    # Four stages: 0..1 together, 2 and 3 kept. Backward of s3: input 10, gradient 10, the output of s1, which s2 holds
+    # (10), two saved sets of 30, a gradient of 10: 100. Backward of s1: input, gradient, both saved sets of the sweep
+    # and a gradient: 90.
+    plan = BASELINES["chen_sqrt"](chain(4), 100)
+    assert (plan.peak_bytes, plan.step_s) == (100, 14.0)
+    with pytest.raises(InfeasibleBudgetError):
+        BASELINES["chen_sqrt"](chain(4), 99)
+
+
+def test_chen_sqrt_counts_only_stages_that_can_be_recomputed() -> None:
+    profile = chain(5)
+    bare = without(profile, "recompute", "recompute+swap").stages
+    plan = BASELINES["chen_sqrt"](replace(profile, stages=(bare[0], *profile.stages[1:])), 10**6)
+    assert names_of(plan) == ["keep", "recompute", "recompute", "keep", "keep"]
+    assert plan.segments == (Segment(1, 2),)
+    middle = replace(profile, stages=(*profile.stages[:1], bare[1], *profile.stages[2:]))
+    plan = BASELINES["chen_sqrt"](middle, 10**6)  # the first segment, s0 and s2, is split by s1
+    assert names_of(plan) == ["recompute", "keep", "recompute", "keep", "keep"]
+    assert plan.segments == ()
+
+
+def test_pooch_keeps_everything_where_it_fits() -> None:
+    assert names_of(BASELINES["pooch"](chain(), 120)) == ["keep"] * 3
+
+
+def test_pooch_swaps_what_hides() -> None:
+    # 20 bytes of s0 take 2 s: out during s1's forward (4 s), back during s1's backward (4 s).
+    profile = chain(forward_s=(5.0, 4.0, 4.0), backward_s=(5.0, 4.0, 4.0))
+    plan = BASELINES["pooch"](profile, 100)
+    assert names_of(plan) == ["swap", "keep", "keep"]
+    assert (plan.step_s, plan.status) == (26.0, "optimal")
+
+
+def test_pooch_recomputes_where_the_link_is_slow() -> None:
+    # At 100 bytes s0's 20 must go: 2 * 20 / 0.01 s by the link, 1 s by recompute.
+    plan = BASELINES["pooch"](chain(link=0.01), 100)
+    assert names_of(plan) == ["recompute", "keep", "keep"]
+    assert (plan.step_s, plan.peak_bytes) == (10.0, 100)
+
+
+def test_pooch_chains_recompute_where_neighbours_need_it() -> None:
+    # Without swap only recompute gets from 120 to 80 bytes. s0 and s1 together hold nothing until s2's backward:
+    # input 10, gradient 10, the output of s1 (10), 30 saved, gradient 10 is 70. The sweep then has input 10, gradient
+    # 10, 60 saved, and for s1 a gradient of 10: 90. One by one it is 80, so that is what fits.
+    plan = BASELINES["pooch"](without(chain(), "swap", "recompute+swap"), 80)
+    assert names_of(plan)[:2] == ["recompute", "recompute"]
+    assert plan.segments == ()
+    assert plan.peak_bytes <= 80
+
+
+def test_chen_greedy_scans_the_limit() -> None:
+    # Each stage saves 30. Limit 30: three stages, each by itself, hold their inputs: 90 bytes, 3 s more. 60: 0..1
+    # together, 100 bytes, 2 s more (see chen_sqrt). 90: 0..2 together sweep up to 120 bytes.
+    assert BASELINES["chen_greedy"](chain(4), 150).step_s == 12.0
+    plan = BASELINES["chen_greedy"](chain(4), 100)
+    assert (plan.segments, plan.step_s) == ((Segment(0, 1),), 14.0)
+    plan = BASELINES["chen_greedy"](chain(4), 99)
+    assert (names_of(plan), plan.segments) == (["recompute"] * 3 + ["keep"], ())
+    assert (plan.peak_bytes, plan.step_s) == (90, 15.0)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        BASELINES["chen_greedy"](chain(4), 89)
+    assert caught.value.min_peak_bytes == 90
+
+
+def test_uniform_spreads_evenly_and_takes_the_best() -> None:
+    halves = {"keep": 10, "swap": 0, "recompute": 10}
+    assert uniform.spread(chain(4), halves) == ("keep", "recompute", "keep", "recompute")
+    thirds = {"keep": 5, "swap": 5, "recompute": 10}
+    assert uniform.spread(chain(4), thirds) == ("recompute", "keep", "swap", "recompute")
+    # At 100 bytes s0's 20 must go: half swapped, half kept hides it (see meng_swap).
+    plan = BASELINES["uniform"](chain(), 100)
+    assert (names_of(plan), plan.step_s) == (["swap", "keep", "keep"], 9.0)
+
+
+def test_meng_swaps_leading_stages() -> None:
+    # s0 alone moves 20: out from 1 to 3, before s2's backward begins at 3; back from 5 to 7, while s1 runs backward.
+    plan = BASELINES["meng_swap"](chain(), 100)
+    assert (names_of(plan), plan.step_s, plan.host_bytes) == (["swap", "keep", "keep"], 9.0, 20)
+    # Any less needs s1 as well.
+    assert names_of(BASELINES["meng_swap"](chain(), 99)) == ["swap", "swap", "keep"]
+
+
+def test_lms_evicts_the_smallest_block_that_is_enough() -> None:
+    profile = Profile.from_chain([1.0] * 3, [2.0] * 3, [10] * 3, [50, 30, 30], input_bytes=10, out_bytes_per_s=10.0)
+    # Everything kept takes 140, at s2's backward. 20 are missing: s0 would move 40, s1 30.
+    assert names_of(BASELINES["lms"](profile, 120)) == ["keep", "swap", "keep"]
+    # 35 are missing: only s0 is enough.
+    assert names_of(BASELINES["lms"](profile, 105))[0] == "swap"
+    # 60 are missing: neither is, so the oldest goes first, and then s1.
+    assert names_of(BASELINES["lms"](profile, 80)) == ["swap", "swap", "keep"]
+
+
+def test_vdnn_conv_swaps_costly_stages_and_dyn_the_best_policy() -> None:
+    # Per byte saved s1 takes 3/30 and s2 2/30, at least the median; s0 1/30. s1 moves its 20; s0 keeps its output.
+    profile = chain(forward_s=(1.0, 3.0, 2.0), backward_s=(2.0, 2.0, 2.0))
+    # Out from 4 to 6; back only from s1's own backward on, 8 to 10, as s2's needs every byte.
+    plan = BASELINES["vdnn_conv"](profile, 100)
+    assert (names_of(plan), plan.step_s, plan.peak_bytes) == (["keep", "swap", "keep"], 14.0, 100)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        BASELINES["vdnn_conv"](profile, 99)
+    assert caught.value.min_peak_bytes == 100
+    # "none" needs 120. At 100 "all" needs to move s0's 20 alone, and hides it.
+    assert BASELINES["vdnn_dyn"](profile, 120).host_bytes == 0
+    plan = BASELINES["vdnn_dyn"](profile, 100)
+    assert (names_of(plan), plan.step_s) == (["swap", "keep", "keep"], 12.0)
+
+
+def test_superneurons_recomputes_cheap_stages() -> None:
+    # Over 0.01 bytes a second nothing pays. s1 is cheap: its recompute frees 20 and takes 1 s.
+    profile = chain(link=0.01, forward_s=(3.0, 1.0, 3.0), backward_s=(2.0, 2.0, 2.0))
+    plan = BASELINES["superneurons"](profile, 100)
+    assert (names_of(plan), plan.step_s) == (["keep", "recompute", "keep"], 14.0)
+
+
+def test_superneurons_nests_where_a_segment_outgrows_the_largest_layer() -> None:
+    dear = [True, False, False, True]
+    # s1 and s2 hold 40 each with their inputs, and a gradient of 10: 90. The largest stage has 40 + 10.
+    assert superneurons.cheap_segments(chain(4), dear) == (Segment(1, 2, (Segment(1, 1),)),)
+    # With 90 saved by s0 the largest has 100.
+    large = Profile.from_chain([1.0] * 4, [2.0] * 4, [10] * 4, [90, 30, 30, 30], input_bytes=10)
+    assert superneurons.cheap_segments(large, dear) == (Segment(1, 2),)
+
+
+def test_capuchin_swaps_by_free_time_then_recomputes() -> None:
+    # s0: away at 1, back at 7, 2 s each way. s1: away at 2, back at 5, 3 s each way. s2 moves nothing.
+    assert capuchin.free_times(chain(), (20, 30, 0)) == [2.0, -3.0, 0.0]
+    plan = BASELINES["capuchin"](chain(), 100)
+    assert (names_of(plan), plan.step_s) == (["swap", "keep", "keep"], 9.0)
+    # 10 more are missing: s1 swaps 30 bytes for 3 s, or recomputes 30 for 1 s.
+    plan = BASELINES["capuchin"](chain(), 90)
+    assert (names_of(plan), plan.step_s) == (["swap", "recompute", "keep"], 10.0)
+
+
+def test_dtr_evicts_the_stalest() -> None:
+    # At 3 s bytes are missing. h of s0 is 1 / (30 * 2), of s1 1 / (30 * 1).
+    plan = BASELINES["dtr"](chain(), 100)
+    assert (names_of(plan), plan.step_s) == (["recompute", "keep", "keep"], 10.0)
+    # Where s0 takes 8 s and s1 0.5, h is 8 / (30 * 1.5) and 0.5 / (30 * 1).
+    plan = BASELINES["dtr"](chain(forward_s=(8.0, 0.5, 1.0), backward_s=(2.0, 2.0, 2.0)), 100)
+    assert (names_of(plan), plan.step_s) == (["keep", "recompute", "keep"], 16.0)
+
+
+def test_dtr_evicts_again_while_it_rematerialises() -> None:
+    # One by one 80 bytes are needed; the sweep of 0..1 takes 90, but 70 when it drops s0 again (see rotor).
+    plan = BASELINES["dtr"](chain(), 70)
+    assert plan.segments == (Segment(0, 1, (Segment(0, 0),)),)
+    assert plan.step_s == 12.0
+
+
+def test_nested_constraints_are_bought_cheapest_first() -> None:
+    # 5 of the first stage, the only one before position 1. 12 in all before position 2: 7 of the cheaper second. Then 8
+    # of the third.
+    offers = [_fractions.Offer(0, 10, 1.0), _fractions.Offer(1, 10, 0.5), _fractions.Offer(2, 10, 0.1)]
+    assert _fractions.cheapest(offers, [0, 5, 12, 20]) == [5, 7, 8]
+
+
+def test_nested_constraints_agree_with_a_linear_program() -> None:
+    pywraplp = pytest.importorskip("ortools.linear_solver.pywraplp")
+    rng = random.Random(4)
+    for _ in range(60):
+        n = rng.randint(1, 8)
+        offers = [_fractions.Offer(i, rng.randint(1, 30), rng.randint(0, 20) / 7) for i in range(n) for _ in range(2)]
+        most = [sum(o.nbytes for o in offers if o.stage < k) for k in range(n)]
+        needs = [rng.uniform(-10, 0.9) * m for m in most]
+        solver = pywraplp.Solver.CreateSolver("GLOP")
+        bought = [solver.NumVar(0, offer.nbytes, "") for offer in offers]
+        for k, need in enumerate(needs):
+            solver.Add(sum((v for v, o in zip(bought, offers, strict=True) if o.stage < k), 0 * bought[0]) >= need)
+        solver.Minimize(sum(v * o.s_per_byte for v, o in zip(bought, offers, strict=True)))
+        assert solver.Solve() == pywraplp.Solver.OPTIMAL
+        found = _fractions.cheapest(offers, needs)
+        cost = sum(part * o.s_per_byte for part, o in zip(found, offers, strict=True))
+        # 1e-6: the simplex method's own tolerance.
+        assert cost == pytest.approx(solver.Objective().Value(), rel=1e-6, abs=1e-6)
+
+
+def test_sac_ilp_rounds_fractions_to_the_nearest_option() -> None:
+    # 20 of 30 bytes are missing before s2: two thirds of s0, nearer to recompute than to keep.
+    plan = BASELINES["sac_ilp"](chain(), 100)
+    assert (names_of(plan), plan.step_s) == (["recompute", "keep", "keep"], 10.0)
+    # With an option that discards just the inner 20 bytes in half the time, that is the nearest.
+    profile = chain()
+    first = profile.stages[0]
+    partly = replace(first.option("recompute"), name="selective-1", saved=(1,), recompute_s=0.5, ops=(1,))
+    menu = replace(profile, stages=(replace(first, options=(*first.options, partly)), *profile.stages[1:]))
+    plan = BASELINES["sac_ilp"](menu, 100)
+    assert (names_of(plan), plan.step_s) == (["selective-1", "keep", "keep"], 9.5)
+
+
+def test_auto_perf_maxing_swaps_what_its_windows_hide() -> None:
+    # At 30 bytes a second s0's 20 leave within s1's forward and come back within its backward: two thirds swapped.
+    fast = chain(link=30.0)
+    assert auto_perf_maxing.window_bytes(fast, 0) == 30.0
+    plan = BASELINES["auto_perf_maxing"](fast, 100)
+    assert (names_of(plan), plan.step_s) == (["swap", "keep", "keep"], 9.0)
+    # At 0.01 nothing fits a window.
+    plan = BASELINES["auto_perf_maxing"](chain(link=0.01), 100)
+    assert (names_of(plan), plan.step_s) == (["recompute", "keep", "keep"], 10.0)
+
+
+def test_rotor_nests_where_nothing_else_fits() -> None:
+    # 80 bytes: s0 and s1 by themselves. 70: both together, so s2's backward has input 10, gradient 10, the output of
+    # s1, 30 saved and a gradient; the sweep drops s0 again, or it would take 90: input, gradient, the output of s0, 30
+    # saved, a gradient. s0 runs three times, s1 twice.
+    plan = BASELINES["rotor"](chain(), 80)
+    assert (names_of(plan), plan.segments, plan.step_s) == (["recompute", "recompute", "keep"], (), 11.0)
+    plan = BASELINES["rotor"](chain(), 70)
+    assert plan.segments == (Segment(0, 1, (Segment(0, 0),)),)
+    assert (plan.step_s, plan.peak_bytes) == (12.0, 70)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        BASELINES["rotor"](chain(), 69)
+    assert caught.value.min_peak_bytes == 70
+
+
+def forests(first: int, last: int) -> list[tuple[Segment, ...]]:
+    """All disjoint segments within first..last, with all their inner segments."""
+    if first > last:
+        return [()]
+    found = forests(first + 1, last)
+    for end in range(first, last + 1):
+        for inner in forests(first, end - 1):
+            found = [*found, *((Segment(first, end, inner), *rest) for rest in forests(end + 1, last))]
+    return found
+
+
+def test_rotor_equals_brute_force() -> None:
+    rng = random.Random(5)
+    fitting = 0
+    for _ in range(40):
+        n = rng.randint(1, 5)
+        profile = textbook_chain(rng, n)
+        known = []
+        for segments in forests(0, n - 1):
+            choice = named(profile, ["keep"] * n, segments)
+            seconds = sum(residency(profile, choice.options, choice.segments).backward_s)
+            known.append((peak_of(profile, choice), seconds + sum(stage.forward_s for stage in profile.stages)))
+        least = min(nbytes for nbytes, _ in known)
+        for budget in (least - 1, least, rng.randint(least, max(least, keep_all_peak(profile)))):
+            fits = [seconds for nbytes, seconds in known if nbytes <= budget]
+            if not fits:
+                with pytest.raises(InfeasibleBudgetError) as caught:
+                    BASELINES["rotor"](profile, budget)
+                assert caught.value.min_peak_bytes == least
+                continue
+            fitting += 1
+            # 1e-9: the same seconds are added in another order.
+            assert BASELINES["rotor"](profile, budget).step_s == pytest.approx(min(fits), rel=1e-9)
+    assert fitting >= 60
+
+
+def test_rotor_in_coarse_units_still_fits_the_budget() -> None:
+    # Sizes without a common divisor, over 4000 units apart: rounded up, so the plan fits, and is as good or worse.
+    profile = Profile.from_chain(
+        [1.0] * 12, [2.0] * 12, [10_007] * 12, [30_011] * 12, input_bytes=10_009, forward_temp_bytes=[13] * 12
+    )
+    budget = 200_000
+    table = _rotor_dp.Table(profile, budget)
+    assert not table.exact
+    assert table.units <= _rotor_dp.MAX_UNITS
+    plan = BASELINES["rotor"](profile, budget)
+    assert validate(profile, plan, budget) == ()
+    assert plan.segments
+
+
+def test_rotor_nests_deeply_without_recursion() -> None:
+    # The least memory for 60 equal stages nests a segment in nearly every other.
+    profile = chain(60)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        BASELINES["rotor"](profile, 0)
+    plan = BASELINES["rotor"](profile, caught.value.min_peak_bytes)
+    assert caught.value.min_peak_bytes == 70  # as for three stages: it never grows with the chain
+    assert validate(profile, plan, 70) == ()
+    assert plan.segments[0].depth(0) > 20
+
+
+def test_pofo_swaps_and_is_never_slower_than_rotor() -> None:
+    plan = BASELINES["pofo"](chain(), 100)
+    assert (names_of(plan), plan.step_s) == (["swap", "keep", "keep"], 9.0)
+    rng = random.Random(6)
+    faster = 0
+    for seed in range(12):
+        profile = textbook_chain(random.Random(seed), 12)
+        with pytest.raises(InfeasibleBudgetError) as caught:
+            BASELINES["rotor"](profile, 0)
+        budget = rng.randint(caught.value.min_peak_bytes, keep_all_peak(profile))
+        alone, both = (BASELINES[name](profile, budget).step_s for name in ("rotor", "pofo"))
+        # 1e-9: the same seconds are added in another order.
+        assert both <= alone * (1 + 1e-9)
+        faster += both < alone * (1 - 1e-3)
+    assert faster >= 3
+
+
+def test_every_baseline_says_what_it_is_from() -> None:
+    for name, planner in BASELINES.items():
+        doc = sys.modules[planner.__module__].__doc__ or ""
+        assert doc.strip(), name
+        if name not in ("keep_all", "recompute_all", "swap_all", "uniform"):
+            assert "Reference\n---------" in doc, name
+
+
+def some_budgets(rng: random.Random, profile: Profile) -> list[int]:
+    most = keep_all_peak(profile)
+    return [rng.randint(most // 2, most), rng.randint(most // 2, most), most]
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_every_plan_passes_the_referee(name: str) -> None:
+    rng = random.Random(0)
+    found = 0
+    too_small: list[tuple[int, int]] = []
+    for seed in range(30):  # with three budgets each, for each of the planners
+        profile = random_chain(seed, rng.randint(1, 10))
+        for budget in some_budgets(rng, profile):
+            try:
+                plan = BASELINES[name](profile, budget)
+            except InfeasibleBudgetError as error:
+                too_small.append((error.min_peak_bytes, budget))
+                continue
+            found += 1
+            assert validate(profile, plan, budget) == ()
+            assert plan.planner == name
+            assert plan.budget_bytes == budget
+    assert all(smallest > budget for smallest, budget in too_small)
+    assert found >= 30
+
+
+@pytest.mark.parametrize("name", ["recompute_all", "swap_all", "chen_sqrt"])
+def test_smallest_peak_named_is_feasible_and_one_byte_less_is_not(name: str) -> None:
+    rng = random.Random(1)
+    for seed in range(30):
+        profile = random_chain(seed, rng.randint(1, 10))
+        with pytest.raises(InfeasibleBudgetError) as caught:
+            BASELINES[name](profile, 0)
+        smallest = caught.value.min_peak_bytes
+        # Less where a swap that needs not move becomes a keep, which needs fewer bytes of its own.
+        found = BASELINES[name](profile, smallest).peak_bytes
+        assert found <= smallest if name == "swap_all" else found == smallest
+        with pytest.raises(InfeasibleBudgetError):
+            BASELINES[name](profile, smallest - 1)
+
+
+def test_times_and_peak_equal_the_referee_and_waits_add_up() -> None:
+    rng = random.Random(2)
+    for seed in range(150):
+        profile = random_chain(seed, rng.randint(1, 12))
+        segments = random_segments(rng, profile)
+        choice = Choice(random_options(rng, profile, segments), segments)
+        plan = build(profile, choice, peak_of(profile, choice) + rng.randint(0, 60), "test")
+        timeline = simulate(profile, plan)
+        settled = [stage.option(name) for stage, name in zip(profile.stages, names_of(plan), strict=True)]
+        found = times(profile, plan.choices, residency(profile, settled, segments))
+        # 1e-9: the same seconds are added in another order.
+        assert found.makespan_s == pytest.approx(timeline.makespan_s, rel=1e-9)
+        assert sum(found.out_wait_s) + sum(found.in_wait_s) == pytest.approx(timeline.stall_s, rel=1e-9, abs=1e-9)
+        assert plan.peak_bytes == timeline.peak_bytes
+        assert plan.host_bytes == timeline.host_bytes
+
+
+def test_pooch_lies_between_brute_force_and_swap_all() -> None:
+    rng = random.Random(3)
+    equal = compared = 0
+    for seed in range(50):  # each with up to 4**5 plans, tried one by one
+        profile = random_chain(seed, rng.randint(1, 5))
+        n = len(profile.stages)
+        everything = keep_all_peak(profile)
+        budget = rng.randint(everything // 2, everything)
+        menu = ("keep", "swap", "recompute", "recompute+swap")
+        steps = []
+        for names in product(*([name for name in menu if stage.find(name)] for stage in profile.stages)):
+            single = named(profile, names)
+            for segments in ((), joined(profile, single.options)):
+                with suppress(InfeasibleBudgetError):
+                    steps.append(build(profile, Choice(single.options, segments), budget, "brute").step_s)
+        try:
+            pooch = BASELINES["pooch"](profile, budget).step_s
+        except InfeasibleBudgetError:
+            continue
+        compared += 1
+        # 1e-9: the same seconds are added in another order.
+        assert pooch >= min(steps) * (1 - 1e-9)
+        equal += pooch <= min(steps) * (1 + 1e-9)
+        with suppress(InfeasibleBudgetError):
+            swapped = build(profile, named(profile, ["swap"] * n), budget, "swap").step_s
+            assert pooch <= swapped * (1 + 1e-9)
+    assert compared >= 20
+    assert equal >= compared // 2
+
+
+def rows() -> list[Row]:
+    steps = {"keep_all": (None, 1.0), "pooch": (1.25, 1.0)}
+    return [
+        Row(name, budget << 20, 1.0, step)
+        for name, found in steps.items()
+        for budget, step in zip((1, 2), found, strict=True)
+    ]
+
+
+def test_comparison_table_has_a_line_per_planner_and_a_dash_where_nothing_fits() -> None:
+    table = comparison_table(rows())
+    cells = [list(column.cells) for column in table.columns]
+    assert cells == [["keep_all", "pooch"], ["–", "[bold]25.0%[/bold]"], ["[bold]0.0%[/bold]", "[bold]0.0%[/bold]"]]
+    assert [str(column.header) for column in table.columns] == ["planner", "1.00 MiB", "2.00 MiB"]
+
+
+def test_planners_table_has_all_figures_and_what_is_lacking() -> None:
+    found = Row("rotor", 3 << 20, 1.0, 1.5, peak_bytes=2 << 20, host_bytes=0, bound_s=1.25, planning_s=0.002)
+    faster = replace(found, planner="ckptplan", step_s=1.25)
+    lacking = Row("keep_all", 3 << 20, 1.0, None, needs_bytes=5 << 20, planning_s=1e-5)
+    table = planners_table([faster, found, lacking])
+    cells = [list(column.cells) for column in table.columns]
+    assert cells[0] == ["[italic]within 3.00 MiB[/italic]", "ckptplan", "rotor", "keep_all"]
+    best, other, none = ([column[i] for column in cells[1:]] for i in (1, 2, 3))
+    assert best == [f"[bold]{x}[/bold]" for x in ("1.25 s", "25.0%", "2.00 MiB", "0 B", "0.00%", "2.0 ms")]
+    assert other == ["1.50 s", "50.0%", "2.00 MiB", "0 B", "20.00%", "2.0 ms"]
+    assert none == ["–", "–", "needs 5.00 MiB", "–", "–", "10 µs"]
+
+
+def test_plot_of_many_planners_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    many = [replace(row, planner=f"{row.planner}{k}") for k in range(8) for row in rows()]
+    plot_step_time(many, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.png"
+    plot_step_time(rows(), path, title="two planners")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(CkptPlanError, match=r"pip install 'ckptplan\[report\]'"):
+        plot_step_time(rows(), tmp_path / "plot.png")

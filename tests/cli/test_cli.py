@@ -1,0 +1,382 @@
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from command_line import Run, assert_clean_error
+
+from ckptplan.baselines import rotor
+from ckptplan.core.estimate import CATEGORIES, Estimate, Phase, Tensors
+from ckptplan.core.estimate import SCHEMA as ESTIMATE_SCHEMA
+from ckptplan.core.plan import KEEP, Plan
+from ckptplan.core.profile import Profile
+from ckptplan.core.units import GIB, format_bytes
+from ckptplan.referee import simulate, validate
+
+pytestmark = pytest.mark.planning
+
+FORMATS = Path(__file__).parents[2] / "docs" / "formats.md"
+
+
+@pytest.fixture
+def chain() -> Profile:
+    n = 6
+    mib = 1 << 20
+    return Profile.from_chain([0.01] * n, [0.02] * n, [4 * mib] * n, [40 * mib] * n, input_bytes=mib)
+
+
+@pytest.fixture
+def profile_file(chain: Profile, tmp_path: Path) -> Path:
+    path = tmp_path / "profile.json"
+    chain.save(path)
+    return path
+
+
+def keep_all_bytes(profile: Profile) -> int:
+    return simulate(profile, (KEEP,) * len(profile.stages)).peak_bytes
+
+
+def keep_all_gb(profile: Profile) -> float:
+    return keep_all_bytes(profile) / GIB
+
+
+def plain(text: str) -> str:
+    """`text` without the terminal's escape sequences and with its wrapping undone."""
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).replace("│", " ").split())
+
+
+def test_help_names_every_command_and_version_prints(run: Run) -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    for command in (
+        "demo",
+        "solve",
+        "frontier",
+        "explain",
+        "show",
+        "simulate",
+        "compare",
+        "calibrate",
+        "estimate",
+        "fit",
+        "snapshot",
+    ):
+        assert command in result.stdout
+    version = run("--version")
+    assert version.exit_code == 0
+    assert re.fullmatch(r"ckptplan \d+\S*\n", version.stdout)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["demo", "solve", "frontier", "explain", "show", "simulate", "compare", "calibrate", "estimate", "fit", "snapshot"],
+)
+def test_each_command_has_an_example(run: Run, command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert f"Example: ckptplan {command}" in plain(result.stdout)
+
+
+def test_solve_writes_a_plan_that_fits_and_simulate_accepts_it(
+    run: Run, chain: Profile, profile_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "plan.json"
+    budget_gb = 0.6 * keep_all_gb(chain)
+    result = run("solve", profile_file, "--budget-gb", budget_gb, "-o", out)
+    assert result.exit_code == 0, result.output
+    plan = Plan.load(out)
+    assert plan.budget_bytes == int(budget_gb * GIB)
+    assert validate(chain, plan, plan.budget_bytes) == ()
+    assert str(plan) in result.stdout
+    replay = run("simulate", profile_file, out)
+    assert replay.exit_code == 0, replay.output
+    assert "no violations" in replay.stdout
+
+
+def test_solve_takes_only_the_actions_given(run: Run, chain: Profile, profile_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    budget_gb = 0.6 * keep_all_gb(chain)
+    result = run("solve", profile_file, "--budget-gb", budget_gb, "--actions", "keep,recompute", "-o", out)
+    assert result.exit_code == 0, result.output
+    assert {choice.action for choice in Plan.load(out).choices} == {"keep", "recompute"}
+
+
+def test_solve_keeps_the_host_limit(run: Run, chain: Profile, profile_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    limit_gb = 0.05
+    arguments = ("--budget-gb", 0.6 * keep_all_gb(chain), "--host-gb", limit_gb, "-o", out)
+    result = run("solve", profile_file, *arguments)
+    assert result.exit_code == 0, result.output
+    assert Plan.load(out).host_bytes <= limit_gb * GIB
+
+
+def test_a_budget_that_is_too_small_names_the_smallest_that_works(run: Run, profile_file: Path) -> None:
+    result = run("solve", profile_file, "--budget-gb", 0.001)
+    assert_clean_error(result, "smallest feasible peak")
+
+
+@pytest.mark.parametrize("budget", ["12GB", "nan", "inf", "-1", "0", ""])
+def test_a_budget_that_is_no_size_is_refused_with_its_unit(run: Run, profile_file: Path, budget: str) -> None:
+    result = run("solve", profile_file, f"--budget-gb={budget}")
+    assert_clean_error(result, "--budget-gb", "2**30 bytes")
+
+
+def test_unknown_actions_are_named(run: Run, profile_file: Path) -> None:
+    result = run("solve", profile_file, "--budget-gb", 1, "--actions", "keep,drop")
+    assert_clean_error(result, "keep,drop", "keep, swap, recompute")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("show",), ("solve", "--budget-gb", "1"), ("compare", "--budget-gb", "1")], ids=lambda a: a[0]
+)
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "No such file"),
+        ("not json", "can't be read as JSON"),
+        ("[]", "schema None"),
+        ('{"schema": "ckptplan.profile/99"}', "'ckptplan.profile/99'"),
+        ('{"schema": "ckptplan.profile/1"}', "'ckptplan.profile/1'"),
+        ('{"schema": "ckptplan.profile/3"}', "docs/formats.md"),
+        ("\xff", "can't be read as JSON"),
+    ],
+)
+def test_files_that_are_none_of_ours_are_refused(
+    run: Run, tmp_path: Path, arguments: tuple[str, ...], content: str | None, text: str
+) -> None:
+    path = tmp_path / "profile.json"
+    if content is not None:
+        path.write_text(content, encoding="latin-1")
+    command, *options = arguments
+    assert_clean_error(run(command, path, *options), str(path), text)
+
+
+def test_a_directory_is_no_output_file(run: Run, chain: Profile, profile_file: Path, tmp_path: Path) -> None:
+    result = run("solve", profile_file, "--budget-gb", 2 * keep_all_gb(chain), "-o", tmp_path)
+    assert result.exit_code == 2
+    assert "can't be written" in result.stderr
+
+
+def test_show_prints_stages_and_totals_of_a_profile(run: Run, chain: Profile, profile_file: Path) -> None:
+    result = run("show", profile_file)
+    assert result.exit_code == 0, result.output
+    for stage in chain.stages:
+        assert f" {stage.name} " in result.stdout
+    for text in ("keep-all peak", "smallest feasible peak", "keep-all step", "180.0 ms"):
+        assert text in result.stdout
+
+
+def test_show_prints_stage_names_as_they_are(run: Run, tmp_path: Path) -> None:
+    """Brackets in a name are no markup."""
+    path = tmp_path / "profile.json"
+    documented = json.loads(_example("profile"))
+    documented["stages"][0]["name"] = "[red]h[/red][0]"
+    path.write_text(json.dumps(documented))
+    assert "[red]h[/red][0]" in run("show", path).stdout
+
+
+def test_simulate_names_what_a_plan_breaks(run: Run, profile_file: Path, chain: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    assert run("solve", profile_file, "--budget-gb", 0.6 * keep_all_gb(chain), "-o", path).exit_code == 0
+    tight = run("simulate", profile_file, path, "--budget-gb", 0.01)
+    assert tight.exit_code == 1
+    assert "violation (budget)" in tight.stdout
+    data = json.loads(path.read_text())
+    data["choices"][0] = {"action": "swap", "moves": [99], "release": 0, "prefetch": 0}
+    path.write_text(json.dumps(data))
+    broken = run("simulate", profile_file, path)
+    assert broken.exit_code == 1
+    assert "violation (moves) s0:" in broken.stdout
+    assert "99" in broken.stdout
+
+
+def test_simulate_refuses_the_plan_of_another_profile(run: Run, profile_file: Path, tmp_path: Path) -> None:
+    plan_file = tmp_path / "plan.json"
+    plan_file.write_text(_example("plan"))
+    assert_clean_error(run("simulate", profile_file, plan_file), "'encoder'", "'s0'")
+
+
+def test_compare_lists_every_planner(run: Run, chain: Profile, profile_file: Path) -> None:
+    from ckptplan.baselines import BASELINES
+
+    result = run("compare", profile_file, "--budget-gb", 0.6 * keep_all_gb(chain), "--time-limit", 2)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    for name in ("ckptplan", *BASELINES):
+        assert any(name in line.split() for line in lines), name
+    kept = next(line for line in lines if "keep_all" in line)
+    assert f"needs {format_bytes(keep_all_gb(chain) * GIB)}" in kept
+    assert max(map(len, lines)) <= 100
+
+
+def test_compare_writes_what_it_prints(run: Run, chain: Profile, profile_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    planners = ("rotor", "ckptplan", "keep_all")
+    arguments = ("--budgets", "50,100", "--planners", ",".join(planners), "--time-limit", 2)
+    result = run("compare", profile_file, *arguments, "--json", out, "--csv")
+    assert result.exit_code == 0, result.output
+    data = json.loads(out.read_text())
+    assert data["stages"] == len(chain.stages)
+    rows = data["rows"]
+    assert [row["planner"] for row in rows] == ["ckptplan", "keep_all", "rotor"] * 2
+    half, full = rows[0]["budget_bytes"], rows[3]["budget_bytes"]
+    assert half < full == round(keep_all_gb(chain) * GIB)
+    # 1e-9: the same seconds are added in another order.
+    assert all(abs(row["overhead"]) < 1e-9 and abs(row["gap"]) < 1e-9 for row in rows[3:])
+    kept, row = rows[1], rows[2]
+    assert (kept["step_s"], kept["gap"], kept["needs_bytes"]) == (None, None, full)
+    plan = rotor.plan(chain, half)
+    assert (row["step_s"], row["peak_bytes"], row["needs_bytes"]) == (plan.step_s, plan.peak_bytes, None)
+    assert row["bound_s"] == rows[0]["bound_s"] <= rows[0]["step_s"]
+    assert row["gap"] == pytest.approx(plan.step_s / row["bound_s"] - 1)
+    read = list(csv.DictReader(io.StringIO(result.stdout)))
+    assert [row["planner"] for row in read] == [row["planner"] for row in rows]
+    assert [row["step_s"] for row in read] == ["" if row["step_s"] is None else str(row["step_s"]) for row in rows]
+    for field in {*data, *rows[0]}:
+        assert f"`{field}`" in FORMATS.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "--budget-gb"),
+        (("--budget-gb", "1", "--budgets", "50"), "either"),
+        (("--budgets", "50,x"), "'50,x'"),
+        (("--budgets", "101"), "0 to 100"),
+        (("--budget-gb", "1", "--planners", "rotor,best"), "'rotor,best'"),
+    ],
+)
+def test_compare_refuses_what_it_cannot_do(run: Run, profile_file: Path, arguments: tuple[str, ...], text: str) -> None:
+    assert_clean_error(run("compare", profile_file, *arguments), text)
+
+
+def test_solve_without_segments_plans_none(run: Run, tmp_path: Path) -> None:
+    # Only segments get three stages under 80 bytes (tests/baselines/test_baselines.py, rotor).
+    three = Profile.from_chain([1.0] * 3, [2.0] * 3, [10] * 3, [30] * 3, input_bytes=10, out_bytes_per_s=0.01)
+    path, out = tmp_path / "three.json", tmp_path / "plan.json"
+    three.save(path)
+    slow = ("--actions", "keep,recompute", "-o", out)
+    assert run("solve", path, "--budget-gb", 70.5 / GIB, *slow).exit_code == 0
+    assert Plan.load(out).segments
+    assert "together" in run("show", out).stdout
+    assert_clean_error(run("solve", path, "--budget-gb", 70.5 / GIB, "--no-segments", *slow), "80 B")
+
+
+def test_solve_within_a_slowdown_needs_less_memory(
+    run: Run, chain: Profile, profile_file: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    result = run("solve", profile_file, "--max-overhead", 0.2, "--time-limit", 2, "-o", path)
+    assert result.exit_code == 0, result.output
+    assert "no plan this fast can do with less than" in result.stdout
+    plan = Plan.load(path)
+    assert plan.overhead <= 0.2
+    assert plan.peak_bytes < keep_all_bytes(chain)
+    assert plan.peak_bound_bytes is not None
+
+
+@pytest.mark.parametrize("arguments", [(), ("--budget-gb", "1", "--max-overhead", "0.1")])
+def test_solve_wants_a_budget_or_a_slowdown(run: Run, profile_file: Path, arguments: tuple[str, ...]) -> None:
+    assert_clean_error(run("solve", profile_file, *arguments), "--budget-gb", "--max-overhead")
+
+
+def test_frontier_prints_saves_and_draws_its_plans(
+    run: Run, chain: Profile, profile_file: Path, tmp_path: Path
+) -> None:
+    folder, picture = tmp_path / "plans", tmp_path / "frontier.png"
+    result = run("frontier", profile_file, "--points", 4, "--time-limit", 4, "-o", folder, "--plot", picture)
+    assert result.exit_code == 0, result.output
+    plans = sorted((Plan.load(path) for path in folder.iterdir()), key=lambda plan: plan.budget_bytes)
+    assert 2 <= len(plans) <= 4
+    assert all(validate(chain, plan, plan.budget_bytes) == () for plan in plans)
+    for plan in plans:
+        assert format_bytes(plan.peak_bytes) in result.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_explain_says_what_binds_and_the_next_choices(
+    run: Run, chain: Profile, profile_file: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    assert run("solve", profile_file, "--budget-gb", 0.5 * keep_all_gb(chain), "-o", path).exit_code == 0
+    result = run("explain", profile_file, path)
+    assert result.exit_code == 0, result.output
+    for text in (
+        "recompute",
+        "memory    binds in",
+        "one more GiB saves",
+        "with more memory",
+        *(s.name for s in chain.stages[:1]),
+    ):
+        assert text in result.stdout
+
+
+def test_explain_refuses_the_plan_of_another_profile(run: Run, profile_file: Path, tmp_path: Path) -> None:
+    other = Profile.from_chain([1.0] * 3, [1.0] * 3, [8] * 3, [8] * 3, input_bytes=8)
+    other.save(tmp_path / "other.json")
+    run("solve", tmp_path / "other.json", "--budget-gb", 1, "-o", tmp_path / "plan.json")
+    assert_clean_error(run("explain", profile_file, tmp_path / "plan.json"), "stage 3 of the plan")
+
+
+def test_show_lists_options(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "profile.json").write_text(_example("profile"))
+    result = run("show", tmp_path / "profile.json")
+    assert result.exit_code == 0, result.output
+    assert "k s r +1" in result.stdout
+    assert "selective-1" not in result.stdout
+    listed = run("show", tmp_path / "profile.json", "--options").stdout
+    for name in ("keep", "swap", "recompute", "selective-1"):
+        assert any(name in line.split() for line in listed.splitlines()), name
+
+
+def _example(name: str) -> str:
+    found = re.search(rf"<!-- example: {name} -->\n```json\n(.*?)```", FORMATS.read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_the_documented_examples_load_and_agree(run: Run, tmp_path: Path) -> None:
+    for name in ("profile", "plan"):
+        (tmp_path / f"{name}.json").write_text(_example(name))
+    profile, plan = Profile.load(tmp_path / "profile.json"), Plan.load(tmp_path / "plan.json")
+    assert validate(profile, plan, plan.budget_bytes) == ()
+    # What the text next to the example says.
+    assert simulate(profile, (KEEP, KEEP)).peak_bytes == 790
+    (tmp_path / "together.json").write_text(_example("segment plan"))
+    together = Plan.load(tmp_path / "together.json")
+    assert validate(profile, together, together.budget_bytes) == ()
+    assert run("show", tmp_path / "profile.json").exit_code == 0
+    assert run("solve", tmp_path / "profile.json", "--budget-gb", "6e-7").exit_code == 0
+    assert run("simulate", tmp_path / "profile.json", tmp_path / "plan.json").exit_code == 0
+
+
+def _keys(value: object) -> set[str]:
+    """Every key of the objects in a JSON value, at any depth."""
+    if isinstance(value, dict):
+        return {*value, *(key for item in value.values() for key in _keys(item))}
+    return {key for item in value for key in _keys(item)} if isinstance(value, list) else set()
+
+
+def test_the_documented_fields_are_those_written(chain: Profile, tmp_path: Path) -> None:
+    text = FORMATS.read_text(encoding="utf-8")
+    chain.save(tmp_path / "profile.json")
+    plan = rotor.plan(chain, keep_all_bytes(chain) // 2)
+    assert plan.segments
+    plan.save(tmp_path / "plan.json")
+    written = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in ("profile", "plan")}
+    for field in _keys(list(written.values())):
+        assert f"`{field}`" in text, field
+    # And the examples have nothing that isn't written.
+    for name, example in (("profile", "profile"), ("plan", "plan"), ("plan", "segment plan")):
+        assert _keys(json.loads(_example(example))) <= _keys(written[name])
+    for kind in (Estimate, Phase, Tensors):
+        for field in dataclasses.fields(kind):
+            assert f"`{field.name}`" in text, field.name
+    assert all(category in " ".join(text.split()) for category in CATEGORIES)
+    for schema in (written["profile"]["schema"], written["plan"]["schema"], ESTIMATE_SCHEMA):
+        assert f'`"{schema}"`' in text

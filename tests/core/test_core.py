@@ -1,0 +1,488 @@
+"""Profiles and plans: what can't be is refused with a reason, and what is written is read back the same."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_chains import random_chain, random_options, random_segments
+
+from ckptplan.core.errors import CkptPlanError, InvalidInputError
+from ckptplan.core.link import Link
+from ckptplan.core.option import Option
+from ckptplan.core.plan import KEEP, Decision, Plan
+from ckptplan.core.profile import Fingerprint, Profile
+from ckptplan.core.schedule import Overflow, residency, schedule
+from ckptplan.core.segment import Segment
+from ckptplan.core.stage import InputTensor, Stage
+from ckptplan.core.storage import Storage
+from ckptplan.core.units import budget_to_bytes
+from ckptplan.referee import simulate, validate
+
+pytestmark = pytest.mark.planning
+
+NOT_BYTES = (-1, 1.5, float("nan"), float("inf"), True, "12", None, [12], 1 << 60, 10**5000)
+NOT_SECONDS = (-0.5, float("nan"), float("inf"), -float("inf"), True, "1", None, [1.0], 1e10, 10**400)
+NOT_INDICES = ([0], "0", 0, None, (0.0,), (True,), ("0",), (-1,), (0, 0), ((0,),), (1 << 70,))
+
+KEEPING = Option("keep", (0,), (), 10, 5)
+AGAIN = Option("recompute", (), (), 4, 9, recompute_s=1.0, recomputes=True)
+
+
+def chain() -> Profile:
+    """Four stages; each saves its input and 10 bytes of its own; the second is glue."""
+    storages = [Storage(f"x{i}", 4, i - 1, i) for i in range(4)] + [Storage(f"inner{i}", 10, i, i) for i in range(4)]
+    stages = []
+    for i, name in enumerate(("a", "(b)", "c", "d")):
+        keep = Option("keep", (i, 4 + i), (), 14, 5)
+        again = Option("recompute", (i,), (), 4, 15, recompute_s=1.0, recomputes=True)
+        menu = (keep,)
+        if name[0] != "(":
+            menu += (
+                replace(keep, name="swap", moves=(0, 1)),
+                again,
+                replace(again, name="recompute+swap", moves=(0,)),
+                replace(again, name="selective-1", saved=(i, 4 + i), ops=(3,), recompute_s=0.5),
+            )
+        inputs = (
+            None
+            if name[0] == "("
+            else (InputTensor("[0][0]", "float32", (1,)), InputTensor("[1]['scale']", "int64", ()))
+        )
+        stages.append(Stage(name, name, menu, 1.0, 2.0, linked=(3,) if i == 3 else (), inputs=inputs))
+    return Profile(tuple(stages), tuple(storages), (100,) * 4, (100,) * 4, 90, Link(8.0, 4.0), disk=Link(2.0, 1.0))
+
+
+def plan_of(profile: Profile, choices: tuple[Decision, ...], segments: tuple[Segment, ...] = ()) -> Plan:
+    timeline = simulate(profile, choices, segments)
+    return Plan(
+        tuple(stage.name for stage in profile.stages), choices, "feasible", timeline.peak_bytes, timeline.peak_bytes,
+        timeline.host_bytes, timeline.makespan_s, profile.baseline_step_s, 0.0, "one by hand", "hand",
+        profile.fingerprint, tuple(stage.inputs for stage in profile.stages), segments,
+    )  # fmt: skip
+
+
+def a_plan() -> Plan:
+    again = Decision("recompute")
+    moving = Decision("recompute", (0,), 0, 3, "recompute+swap")
+    return plan_of(chain(), (moving, KEEP, again, again), (Segment(0, 3, (Segment(2, 2),)),))
+
+
+@pytest.mark.parametrize("value", NOT_BYTES, ids=lambda v: repr(v)[:12] if not isinstance(v, int) else f"{v:#x}"[:12])
+def test_no_bytes(value: Any) -> None:
+    makers: list[Callable[[], object]] = [
+        lambda: Storage("s", value, 0, 0),
+        lambda: replace(KEEPING, forward_bytes=value),
+        lambda: replace(KEEPING, backward_bytes=value),
+        lambda: replace(a_plan(), disk_bytes=value),
+        lambda: replace(chain(), update_peak_bytes=value),
+        lambda: replace(chain(), resident_bytes=value),
+        lambda: replace(chain(), base_forward_bytes=(1, 1, 1, value)),
+        lambda: replace(chain(), base_backward_bytes=(value, 1, 1, 1)),
+        lambda: replace(a_plan(), budget_bytes=value),
+        lambda: replace(a_plan(), peak_bytes=value),
+        lambda: replace(a_plan(), host_bytes=value),
+        lambda: Profile.from_chain([1.0], [1.0], [value], [20], input_bytes=0),
+        lambda: Profile.from_chain([1.0], [1.0], [0], [value], input_bytes=0),
+        lambda: Profile.from_chain([1.0], [1.0], [1], [1], input_bytes=value),
+        lambda: Profile.from_chain([1.0], [1.0], [1], [1], input_bytes=0, forward_temp_bytes=[value]),
+        lambda: Profile.from_chain([1.0], [1.0], [1], [1], input_bytes=0, backward_temp_bytes=[value]),
+    ]
+    for make in makers:
+        with pytest.raises(InvalidInputError, match=r"bytes|tuple of int"):
+            make()
+
+
+@pytest.mark.parametrize("value", NOT_SECONDS, ids=lambda v: repr(v)[:12])
+def test_no_seconds(value: Any) -> None:
+    makers: list[Callable[[], object]] = [
+        lambda: replace(AGAIN, recompute_s=value),
+        lambda: replace(chain().stages[0], forward_s=value),
+        lambda: replace(chain().stages[0], backward_s=value),
+        lambda: Link(1, 1, value),
+        lambda: replace(a_plan(), step_s=value),
+        lambda: replace(a_plan(), baseline_step_s=value),
+        lambda: replace(a_plan(), lower_bound_s=value),
+        lambda: Profile.from_chain([value], [1.0], [1], [1], input_bytes=0),
+        lambda: Profile.from_chain([1.0], [value], [1], [1], input_bytes=0),
+    ]
+    for make in makers:
+        with pytest.raises(InvalidInputError, match="finite number of seconds"):
+            make()
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), True, "1e9", None, 1e-300, 1e300, 10**400])
+def test_no_bandwidth(value: Any) -> None:
+    for link in (lambda: Link(value, 1), lambda: Link(1, value)):
+        with pytest.raises(InvalidInputError, match="bytes per second"):
+            link()
+
+
+@pytest.mark.parametrize("value", NOT_INDICES, ids=repr)
+def test_no_indices(value: Any) -> None:
+    makers: list[Callable[[], object]] = [
+        lambda: replace(KEEPING, saved=value),
+        lambda: Option("keep", (), value, 1, 1),
+        lambda: replace(KEEPING, moves=value),
+        lambda: replace(AGAIN, ops=value),
+        lambda: replace(chain().stages[3], linked=value),
+        lambda: Decision("swap", value, 1, 1),
+        lambda: Decision("recompute", ops=value),
+    ]
+    for make in makers:
+        with pytest.raises(InvalidInputError):
+            make()
+
+
+CONTRADICTIONS: dict[str, tuple[str, Callable[[], object]]] = {
+    "made later than held last": ("program_until", lambda: Storage("s", 1, 3, 2)),
+    "made before the step's beginning": ("born", lambda: Storage("s", 1, -2, 2)),
+    "made at half past": ("born", lambda: Storage("s", 1, 0.5, 2)),  # type: ignore[arg-type]
+    "held for a year": ("program_until", lambda: Storage("s", 1, 0, "2")),  # type: ignore[arg-type]
+    "a truth that is none": ("to_end", lambda: Storage("s", 1, 0, 2, to_end="no")),  # type: ignore[arg-type]
+    "stays, perhaps": ("stays", lambda: Storage("s", 1, 0, 2, stays=1)),  # type: ignore[arg-type]
+    "name": ("name", lambda: Storage(["s"], 1, 0, 2)),  # type: ignore[arg-type]
+    "saved and pinned": ("saved and pinned", lambda: Option("keep", (1, 2), (2,), 1, 1)),
+    "moves what it doesn't save": ("positions", lambda: Option("swap", (7,), (), 1, 1, moves=(1,))),
+    "time without recompute": ("doesn't recompute", lambda: replace(AGAIN, recomputes=False)),
+    "operations without recompute": ("doesn't recompute", lambda: replace(KEEPING, ops=(1,))),
+    "recomputes, perhaps": ("recomputes", lambda: replace(AGAIN, recomputes=1)),  # type: ignore[arg-type]
+    "no options": ("'keep' first", lambda: Stage("s", "s", (), 1, 1)),
+    "keep isn't first": ("'keep' first", lambda: Stage("s", "s", (AGAIN, KEEPING), 1, 1)),
+    "two of one name": ("no name twice", lambda: Stage("s", "s", (KEEPING, AGAIN, AGAIN), 1, 1)),
+    "keep moves": ("neither recomputes nor moves", lambda: Stage("s", "s", (replace(KEEPING, moves=(0,)),), 1, 1)),
+    "keep recomputes": ("neither recomputes nor", lambda: Stage("s", "s", (replace(AGAIN, name="keep"),), 1, 1)),
+    "recompute keeps": (
+        "'recompute' recomputes",
+        lambda: Stage("s", "s", (KEEPING, replace(KEEPING, name="recompute")), 1, 1),
+    ),
+    "recompute saves operations": (
+        "'recompute' recomputes",
+        lambda: Stage("s", "s", (KEEPING, replace(AGAIN, ops=(1,))), 1, 1),
+    ),
+    "recompute+swap holds other things": (
+        r"'recompute\+swap' holds all",
+        lambda: Stage(
+            "s",
+            "s",
+            (KEEPING, replace(AGAIN, saved=(0,)), replace(AGAIN, name="recompute+swap", saved=(1,), moves=(0,))),
+            1,
+            1,
+        ),
+    ),
+    "recompute+swap without recompute": (
+        r"'recompute\+swap' holds all",
+        lambda: Stage("s", "s", (KEEPING, replace(AGAIN, name="recompute+swap", saved=(1,), moves=(0,))), 1, 1),
+    ),
+    "glue that swaps": (
+        "are kept",
+        lambda: Stage("(s)", "s", (KEEPING, replace(KEEPING, name="swap", moves=(0,))), 1, 1),
+    ),
+    "glue that recomputes": ("are kept", lambda: Stage("(s)", "s", (KEEPING, AGAIN), 1, 1)),
+    "linked to what isn't held": ("linked", lambda: Stage("s", "s", (KEEPING, AGAIN), 1, 1, linked=(0,))),
+    "linked and can't recompute": ("linked", lambda: Stage("s", "s", (KEEPING,), 1, 1, linked=(0,))),
+    "an option that is none": ("Option", lambda: Stage("s", "s", ("keep",), 1, 1)),  # type: ignore[arg-type]
+    "options in a list": ("Option", lambda: Stage("s", "s", [KEEPING], 1, 1)),  # type: ignore[arg-type]
+    "segment from below": ("first <= last", lambda: Segment(-1, 2)),
+    "segment backwards": ("first <= last", lambda: Segment(3, 2)),
+    "segment of halves": ("first <= last", lambda: Segment(0.5, 2)),  # type: ignore[arg-type]
+    "segment of truth": ("first <= last", lambda: Segment(False, True)),
+    "inner segment past the end": ("out of order", lambda: Segment(0, 3, (Segment(1, 4),))),
+    "inner segment with the last stage": ("out of order", lambda: Segment(0, 3, (Segment(1, 3),))),
+    "inner segment before the first": ("out of order", lambda: Segment(1, 3, (Segment(0, 2),))),
+    "inner segments overlap": ("out of order", lambda: Segment(0, 9, (Segment(1, 4), Segment(4, 5)))),
+    "inner segments out of order": ("out of order", lambda: Segment(0, 9, (Segment(5, 6), Segment(1, 2)))),
+    "an inner segment that is none": ("Segment", lambda: Segment(0, 9, ((1, 2),))),  # type: ignore[arg-type]
+    "unknown action": ("unknown action", lambda: Decision("offload")),  # type: ignore[arg-type]
+    "an action that is no word": ("unknown action", lambda: Decision(["keep"])),  # type: ignore[arg-type]
+    "kept and moved": ("can't move", lambda: Decision("keep", (0,), 1, 1)),
+    "swapped, and operations chosen": ("no operations to choose", lambda: Decision("swap", ops=(1,))),
+    "moved without points": ("both points", lambda: Decision("swap", (0,))),
+    "moved without prefetch": ("both points", lambda: Decision("swap", (0,), 1)),
+    "points without moves": ("both points", lambda: Decision("swap", (), 1, 1)),
+    "a point below": ("stage indices", lambda: Decision("swap", (0,), -1, 1)),
+    "half a point": ("stage indices", lambda: Decision("swap", (0,), 0.5, 1)),  # type: ignore[arg-type]
+    "an option that is no word": ("option", lambda: Decision("keep", option=1)),  # type: ignore[arg-type]
+    "fingerprint": ("training", lambda: Fingerprint("", "", "yes", "", "", "")),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_contradictions(case: str) -> None:
+    message, make = CONTRADICTIONS[case]
+    with pytest.raises(InvalidInputError, match=message):
+        make()
+
+
+def with_stage(i: int, **changes: Any) -> Profile:
+    profile = chain()
+    return replace(
+        profile, stages=(*profile.stages[:i], replace(profile.stages[i], **changes), *profile.stages[i + 1 :])
+    )
+
+
+def linked_to(i: int, s: int) -> Profile:
+    """Stage `i` takes storage `s`, as an unmodified output of an earlier stage, or so it says."""
+    menu = (chain().stages[i].keep, replace(AGAIN, saved=(s,)))
+    return with_stage(i, options=menu, linked=(s,))
+
+
+IMPOSSIBLE: dict[str, tuple[str, Callable[[], object]]] = {
+    "no stages": ("at least one", lambda: replace(chain(), stages=(), base_forward_bytes=(), base_backward_bytes=())),
+    "no chain": ("one entry per stage", lambda: Profile.from_chain([], [], [], [], input_bytes=0)),
+    "lists of two lengths": (
+        "one entry per stage",
+        lambda: Profile.from_chain([1, 1], [1, 1], [1], [1], input_bytes=0),
+    ),
+    "saves less than its output": ("below its output", lambda: Profile.from_chain([1], [1], [2], [1], input_bytes=0)),
+    "stages in a list": ("Stage", lambda: replace(chain(), stages=list(chain().stages))),
+    "a stage that is none": ("Stage", lambda: replace(chain(), stages=(*chain().stages[:3], "d"))),
+    "a storage that is none": ("Storage", lambda: replace(chain(), storages=(*chain().storages, 12))),
+    "no link": ("Link", lambda: replace(chain(), link=None)),
+    "too few base bytes": ("4 stages", lambda: replace(chain(), base_forward_bytes=(1, 1, 1))),
+    "two of one name": ("'a' is used twice", lambda: with_stage(3, name="a")),
+    "no such storage": ("there are 8", lambda: with_stage(0, options=(Option("keep", (8,), (), 1, 1),))),
+    "pins no such storage": ("there are 8", lambda: with_stage(0, options=(Option("keep", (), (8,), 1, 1),))),
+    "held before it is made": (
+        "made only in step 3",
+        lambda: with_stage(0, options=(Option("keep", (7,), (), 1, 1),)),
+    ),
+    "made after the last stage": (
+        "the last one is 3",
+        lambda: replace(chain(), storages=(*chain().storages, Storage("late", 1, 4, 4))),
+    ),
+    "takes its own product": ("own product", lambda: linked_to(2, 6)),
+    "linked to a later stage's": ("made only in step 3", lambda: linked_to(2, 7)),
+    "linked to glue's": ("no earlier module stage makes", lambda: linked_to(2, 2)),
+    "linked to the step's input": ("no earlier module stage makes", lambda: linked_to(2, 0)),
+    "absurd in all": (
+        "in all",
+        lambda: replace(chain(), storages=(*chain().storages, *[Storage("s", (1 << 60) - 1, 0, 0)] * 2)),
+    ),
+    "notes": ("notes", lambda: replace(chain(), notes="abc")),
+    "a plan of nothing": ("2 decisions", lambda: replace(a_plan(), choices=(KEEP, KEEP), segments=())),
+    "a plan with a stage twice": ("used twice", lambda: replace(a_plan(), stages=("a", "(b)", "c", "a"))),
+    "a plan with a decision that is none": ("Decision", lambda: replace(a_plan(), choices=("keep",) * 4)),
+    "a plan with a segment that is none": ("Segment", lambda: replace(a_plan(), segments=((0, 3),))),
+    "status": ("unknown status", lambda: replace(a_plan(), status="proven")),
+    "a point past the end": (
+        "no stage has index 4",
+        lambda: replace(a_plan(), segments=(), choices=(Decision("swap", (0,), 1, 4), KEEP, KEEP, KEEP)),
+    ),
+    "segment past the end": ("past the end", lambda: replace(a_plan(), segments=(Segment(2, 4),))),
+    "segment of one": ("of one stage", lambda: replace(a_plan(), segments=(Segment(2, 2),))),
+    "segments overlap": ("out of order", lambda: replace(a_plan(), segments=(Segment(0, 2), Segment(2, 3)))),
+    "segments out of order": ("out of order", lambda: replace(a_plan(), segments=(Segment(2, 3), Segment(0, 1)))),
+    "segment of a kept stage": (
+        "'d' is to keep, not to recompute",
+        lambda: replace(a_plan(), choices=(*a_plan().choices[:3], KEEP)),
+    ),
+    "segment with recomputed glue": (
+        r"'\(b\)' is to recompute, not to keep",
+        lambda: replace(a_plan(), choices=(a_plan().choices[0], Decision("recompute"), *a_plan().choices[2:])),
+    ),
+    "segment with operations chosen": (
+        "saves operations' outputs",
+        lambda: replace(
+            a_plan(), choices=(*a_plan().choices[:3], Decision("recompute", option="selective-1", ops=(3,)))
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_impossible_profiles_and_plans(case: str) -> None:
+    message, make = IMPOSSIBLE[case]
+    with pytest.raises(InvalidInputError, match=message):
+        make()
+
+
+def test_a_segment_of_what_can_t_be_recomputed_has_no_schedule() -> None:
+    profile = with_stage(2, options=chain().stages[2].options[:1], linked=())
+    options = [stage.recompute or stage.keep for stage in profile.stages]
+    with pytest.raises(InvalidInputError, match="stage 'c' has no option 'recompute'"):
+        schedule(profile, options, 10_000, (Segment(0, 3),))
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), True, "12", None, 1e300, 10**400])
+def test_no_budget(value: Any) -> None:
+    with pytest.raises(InvalidInputError, match="budget_gb="):
+        budget_to_bytes(value)
+
+
+def test_budgets_round_down() -> None:
+    assert budget_to_bytes(1) == 1 << 30
+    assert budget_to_bytes(1.9 / (1 << 30)) == 1
+
+
+names = st.text(min_size=1, max_size=8)
+
+
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10_000), n=st.integers(1, 9), name=names, note=st.text(), share=st.floats(0, 1))
+def test_what_is_written_is_read_back(tmp_path: Path, seed: int, n: int, name: str, note: str, share: float) -> None:
+    rng = random.Random(seed)
+    fingerprint = Fingerprint(name, note, rng.random() < 0.5, "(1, 2)", "cpu", "2.9")
+    profile = replace(random_chain(seed, n), notes=(note, name), fingerprint=fingerprint)
+    segments = random_segments(rng, profile, share=share)
+    options = random_options(rng, profile, segments)
+    r = residency(profile, options, segments)
+    least = max(*r.forward_bytes, *r.backward_bytes, profile.update_peak_bytes)
+    choices = schedule(profile, options, least, segments)
+    assert not isinstance(choices, Overflow)
+    plan = replace(plan_of(profile, choices, segments), planner=name, space=note)
+    profile.save(tmp_path / "profile.json")
+    plan.save(tmp_path / "plan.json")
+    profile_again, plan_again = Profile.load(tmp_path / "profile.json"), Plan.load(tmp_path / "plan.json")
+    assert profile_again == profile
+    assert plan_again == plan
+    assert hash(plan_again) == hash(plan)
+    assert validate(profile_again, plan_again, plan.peak_bytes) == ()
+    assert str(plan_again) == str(plan)
+    assert plan.planner in str(plan)
+
+
+def paths_in(data: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """Every place in a JSON value."""
+    found = [path] if path else []
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        found += paths_in(value, (*path, key))
+    return found
+
+
+def changed(data: Any, path: tuple[str | int, ...], change: Callable[[Any, str | int], None]) -> Any:
+    copy = json.loads(json.dumps(data))
+    at = copy
+    for key in path[:-1]:
+        at = at[key]
+    change(at, path[-1])
+    return copy
+
+
+LOADERS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
+    "profile": (lambda path: chain().save(path), Profile.load),
+    "plan": (lambda path: a_plan().save(path), Plan.load),
+}
+
+
+@pytest.mark.parametrize("what", LOADERS)
+def test_values_of_another_type_are_refused(what: str, tmp_path: Path) -> None:
+    save, load = LOADERS[what]
+    save(tmp_path / "good.json")
+    good = json.loads((tmp_path / "good.json").read_text())
+    bad = tmp_path / "bad.json"
+    of_same_type: dict[type, tuple[Any, ...]] = {
+        int: ([], {}, "x", [1], True, -7, 0.5, float("nan"), 1 << 70),
+        float: ([], {}, "x", [1.0], True, -7, float("nan"), float("inf")),
+        str: ([], {}, 3, ["x"], True, None),
+        bool: ([], {}, 3, ["x"], 0, None, "true"),
+        list: ({}, "x", 3, True, None, {"0": 1}),
+        dict: ([], "x", 3, True, None),
+        type(None): ([], {}, "x", True, 0.5),
+    }
+    tried = 0
+    for path in paths_in(good):
+        value = good
+        for key in path:
+            value = value[key]
+        nullable = path[-1] in ("disk", "outside") or (len(path) > 1 and "inputs" in (path[-1], path[-2]))
+        for other in of_same_type[type(value)]:
+            if nullable and other in (None, []):
+                continue
+            bad.write_text(json.dumps(changed(good, path, lambda at, key, other=other: at.__setitem__(key, other))))
+            with pytest.raises(InvalidInputError):
+                print(path, other, load(bad))
+            tried += 1
+    assert tried > 300
+
+
+@pytest.mark.parametrize("what", LOADERS)
+def test_unknown_and_missing_fields_are_named(what: str, tmp_path: Path) -> None:
+    save, load = LOADERS[what]
+    save(tmp_path / "good.json")
+    good = json.loads((tmp_path / "good.json").read_text())
+    bad = tmp_path / "bad.json"
+    optional = {
+        "fingerprint", "notes", "resident_bytes", "to_end", "stays", "recompute_s", "recomputes", "moves", "ops",
+        "linked", "inputs", "latency_s", "release", "prefetch", "option", "segments", "peak_bound_bytes",
+        "reserved_bytes", "disk", "disk_bytes", "tier", "saved_bytes", "launch_s", "forward_launch_s",
+        "backward_launch_s", "baseline_launch_s", "copy_s", "allocated_bytes", "accumulates", "forward_peak_bytes",
+        "between_bytes", "outside", "dropped_bytes",
+    }  # fmt: skip
+    seen = 0
+    for path in paths_in(good):
+        if not isinstance(path[-1], str):
+            continue
+        bad.write_text(json.dumps(changed(good, path, lambda at, key: at.__setitem__("colour", "blue"))))
+        with pytest.raises(InvalidInputError, match="colour"):
+            load(bad)
+        if path[-1] not in optional:
+            bad.write_text(json.dumps(changed(good, path, lambda at, key: at.pop(key))))
+            with pytest.raises(InvalidInputError, match=str(path[-1])):
+                load(bad)
+            seen += 1
+    assert seen > 20
+
+
+@pytest.mark.parametrize("what", LOADERS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "3",
+        "null",
+        "{",
+        '{"schema": 2}',
+        '{"schema": ["ckptplan.plan/2"]}',
+        "[" * 100_000,
+        "\x00",
+        '{"a": NaN',
+    ],
+)
+def test_files_that_are_neither(what: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(InvalidInputError, match=r"bad\.json"):
+        LOADERS[what][1](path)
+
+
+@pytest.mark.parametrize("what", LOADERS)
+@pytest.mark.parametrize("version", ["1", "2", "4", "two", ""])
+def test_other_schema_versions_are_named(what: str, version: str, tmp_path: Path) -> None:
+    save, load = LOADERS[what]
+    path = tmp_path / "file.json"
+    save(path)
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "schema": f"ckptplan.{what}/{version}"}))
+    with pytest.raises(InvalidInputError, match=f"{what}/{version}.*reads 'ckptplan.{what}/3'"):
+        load(path)
+
+
+def test_a_profile_is_no_plan(tmp_path: Path) -> None:
+    chain().save(tmp_path / "profile.json")
+    with pytest.raises(InvalidInputError, match=r"has schema 'ckptplan\.profile/3'"):
+        Plan.load(tmp_path / "profile.json")
+    with pytest.raises(InvalidInputError, match="can't be read"):
+        Plan.load(tmp_path / "nowhere.json")
+    (tmp_path / "latin.json").write_bytes(b'{"schema": "\xe9"}')
+    with pytest.raises(CkptPlanError, match="can't be read"):
+        Profile.load(tmp_path / "latin.json")
+
+
+def test_segments_nested_too_deep_are_refused(tmp_path: Path) -> None:
+    a_plan().save(tmp_path / "plan.json")
+    data = json.loads((tmp_path / "plan.json").read_text())
+    deep = '{"first": 0, "last": 3, "inner": [' * 5000 + "]}" * 5000
+    data["segments"] = "HERE"
+    (tmp_path / "plan.json").write_text(json.dumps(data).replace('"HERE"', f"[{deep}]"))
+    with pytest.raises(InvalidInputError):
+        Plan.load(tmp_path / "plan.json")

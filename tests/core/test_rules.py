@@ -1,0 +1,215 @@
+"""The rules of residency: the worked example, and that every planner takes them from `core/rules.py`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from random_chains import random_chain, random_options, random_segments
+
+from ckptplan.baselines import BASELINES
+from ckptplan.core import rules
+from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
+from ckptplan.core.link import Link
+from ckptplan.core.option import Option
+from ckptplan.core.plan import Decision
+from ckptplan.core.profile import Profile
+from ckptplan.core.schedule import residency
+from ckptplan.core.segment import Segment
+from ckptplan.core.stage import Stage
+from ckptplan.core.storage import Storage
+from ckptplan.referee import simulate
+from ckptplan.solving.bound.relaxation import Chain
+from ckptplan.solving.cost import Evaluator, menus
+from ckptplan.solving.enumerate import PlanSpace
+from ckptplan.solving.label_dp import LabelDp
+from ckptplan.solving.peak import smallest_peak
+from ckptplan.solving.planner import solve_profile
+
+pytestmark = pytest.mark.planning
+
+
+def example() -> Profile:
+    """The worked example of NOTE [Residency]."""
+    x, a, y = range(3)
+    storages = (Storage("x", 10, -1, 0), Storage("a", 40, 0, 0), Storage("y", 20, 0, 1), Storage("z", 5, 1, 1, True))
+    stages = (
+        Stage(
+            "first",
+            "first",
+            (
+                Option("keep", (x, a, y), (), 60, 0),
+                Option("swap", (x, a, y), (), 60, 0, moves=(0, 1, 2)),
+                Option("recompute", (x,), (), 60, 60, 1.0, recomputes=True),
+            ),
+            1.0,
+            2.0,
+        ),
+        Stage(
+            "second",
+            "second",
+            (Option("keep", (y,), (), 5, 0), Option("recompute", (y,), (), 5, 5, 1.0, recomputes=True)),
+            1.0,
+            2.0,
+            linked=(y,),
+        ),
+    )
+    return Profile(
+        stages=stages,
+        storages=storages,
+        base_forward_bytes=(0, 0),
+        base_backward_bytes=(0, 0),
+        update_peak_bytes=0,
+        link=Link(1e3, 1e3),
+    )
+
+
+def test_the_worked_example() -> None:
+    profile = example()
+    first, second = profile.stages
+    kept = residency(profile, (first.keep, second.keep))
+    assert kept.backward_bytes == (75, 75)
+    assert kept.forward_bytes == (10 + 60, 10 + 40 + 20 + 5)
+    moving = residency(profile, (first.option("swap"), second.keep))
+    assert moving.moves == ((0, 1), ())
+    segment = (Segment(0, 1),)
+    again = (first.option("recompute"), second.option("recompute"))
+    starts = {(step.phase, step.sweep, step.stage): step.start_bytes for step in _steps(profile, again, segment)}
+    assert starts["backward", True, "first"] == 15
+    assert starts["backward", False, "second"] == 75
+    assert max(residency(profile, again, segment).backward_bytes) == max(
+        step.peak_bytes for step in _steps(profile, again, segment) if step.phase == "backward"
+    )
+
+
+def _steps(profile: Profile, options: tuple[Option, ...], segments: tuple[Segment, ...]) -> tuple:  # type: ignore[type-arg]
+    return simulate(profile, [Decision(o.action, option=o.name) for o in options], segments).steps
+
+
+# ---------------------------------------------------------------- one place
+
+CHAINS = range(60)
+
+
+def moves_while_the_program_holds_it(patch: pytest.MonkeyPatch) -> None:
+    """Rule 4 without its condition on the program's variables."""
+
+    def movers(storage: Storage, n: int) -> range:
+        return range(max(storage.born, 0), n - 1) if rules.can_move(storage) else range(0)
+
+    patch.setattr(rules, "movers", movers)
+
+
+def the_program_lets_go_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Rule 1 without the program's variables."""
+
+    def program_steps(storage: Storage, n: int) -> range:
+        return range(storage.born + 1, n if storage.to_end else storage.born + 1)
+
+    patch.setattr(rules, "program_steps", program_steps)
+
+
+def segments_hold_nothing_linked(patch: pytest.MonkeyPatch) -> None:
+    """Rule 2 for storages from before the segment, too."""
+    patch.setattr(rules, "latest_first", lambda storage: 1 << 30)
+
+
+CHANGES = [moves_while_the_program_holds_it, the_program_lets_go_at_once, segments_hold_nothing_linked]
+
+
+def _middle(profile: Profile) -> int:
+    low = smallest_peak(profile, time_limit_s=5).peak_bytes
+    r = residency(profile, [stage.keep for stage in profile.stages])
+    return (low + max(*r.forward_bytes, *r.backward_bytes, profile.update_peak_bytes)) // 2
+
+
+def by_labels(profile: Profile, budget_bytes: int) -> list[tuple[int, int]]:
+    """Peak by the evaluator and by the referee of the label program's plans."""
+    space = PlanSpace(profile, menus(profile, ("keep", "swap", "recompute")), segments=True)
+    evaluator = Evaluator(profile)
+    found = []
+    for plan in LabelDp(space, budget_bytes).run(300, float("inf"), count=4):
+        made = evaluator.schedule(plan.codes, budget_bytes, plan.segments)
+        if made is not None:
+            found.append((made.peak_bytes, _refereed(profile, made.choices, plan.segments)))
+    return found
+
+
+def by_the_planner(profile: Profile, budget_bytes: int) -> list[tuple[int, int]]:
+    """The like of the planner's."""
+    plan = solve_profile(profile, budget_bytes, time_limit_s=5)
+    return [(plan.peak_bytes, _refereed(profile, plan.choices, plan.segments))]
+
+
+def by_the_baselines(profile: Profile, budget_bytes: int) -> list[tuple[int, int]]:
+    """The like of all published planners' but those that check the rules."""
+    found = []
+    for name, planner in BASELINES.items():
+        if name not in ("rotor", "pofo", "pooch", "sac_ilp"):
+            try:
+                plan = planner(profile, budget_bytes)
+            except InfeasibleBudgetError:
+                continue
+            found.append((plan.peak_bytes, _refereed(profile, plan.choices, plan.segments)))
+    return found
+
+
+def _refereed(profile: Profile, choices, segments) -> int:  # type: ignore[no-untyped-def]
+    """The referee's peak; -1 where it refuses the decisions."""
+    try:
+        return simulate(profile, choices, segments).peak_bytes
+    except InvalidInputError:
+        return -1
+
+
+PLANNERS = [by_labels, by_the_planner, by_the_baselines]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_rule_that_changes_is_followed_by_all_planners_and_the_referee_objects(
+    planner: Callable[[Profile, int], list[tuple[int, int]]],
+    change: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chains = [random_chain(seed, 5) for seed in CHAINS]
+    budgets = [_middle(profile) for profile in chains]
+    for profile, budget in zip(chains[:12], budgets, strict=False):
+        assert all(ours == referee for ours, referee in planner(profile, budget))
+    change(monkeypatch)
+    for profile, budget in zip(chains, budgets, strict=True):
+        if any(ours != referee for ours, referee in planner(profile, budget)):
+            return
+    pytest.fail("no plan differs from the referee's reading")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_rules_in_numpy_are_those_in_python(
+    change: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change(monkeypatch)
+    rng = random.Random(0)
+    for seed in CHAINS:
+        profile = random_chain(seed, 7)
+        segments = random_segments(rng, profile)
+        options = random_options(rng, profile, segments)
+        codes = [stage.options.index(option) for stage, option in zip(profile.stages, options, strict=True)]
+        r = residency(profile, options, segments)
+        needs = Evaluator(profile).needs(np.array([codes], np.int8), segments)
+        assert needs.forward[0].tolist() == list(r.forward_bytes)
+        assert needs.backward[0].tolist() == list(r.backward_bytes)
+        assert needs.moved[0].tolist() == list(r.moved_bytes)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_bounds_follow_the_rules(change: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    def numbers(profile: Profile) -> list[object]:
+        chain = Chain(profile, menus(profile, ("keep", "swap", "recompute")), 100, None, segments=True)
+        return [chain.base_forward.tolist(), chain.movable, chain.drops, chain.segment_moves]
+
+    chains = [random_chain(seed, 6) for seed in CHAINS]
+    before = [numbers(profile) for profile in chains]
+    change(monkeypatch)
+    assert [numbers(profile) for profile in chains] != before

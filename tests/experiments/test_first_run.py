@@ -1,0 +1,251 @@
+"""The commands of the first run on a GPU, in the smallest size on the CPU, and the rivals that they measure."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import DEVICE, FakeCuda
+from torch import nn
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from experiments.gpu import __main__ as command  # noqa: E402
+from experiments.gpu import measure, show, work  # noqa: E402
+from experiments.gpu.results import OutOfTime, Results, Skipped  # noqa: E402
+from experiments.rivals import Offloader, View, rivals  # noqa: E402
+
+
+def call(out: Path, *words: str) -> int:
+    return command.main([*words, "--out", str(out), "--device", "cpu", "--small", "--cases", "toy", "--one-process"])
+
+
+@contextlib.contextmanager
+def without_ortools(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as without:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "ortools"]:
+            without.delitem(sys.modules, name)
+        without.setitem(sys.modules, "ortools", None)
+        yield
+
+
+def test_the_commands_exchange_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with without_ortools(monkeypatch):
+        assert call(tmp_path, "profile") == 0
+        assert call(tmp_path, "measure", "--rivals") == 0
+    assert call(tmp_path, "solve", "--time-limit", "0.3") == 0
+    with without_ortools(monkeypatch):
+        assert call(tmp_path, "measure", "--plans") == 0
+    results = Results(tmp_path)
+    assert list(show.complaints(results, ["toy"])) == []
+    rival = results.ok("measure/toy/rival.hf")
+    group = results.ok("measure/toy/plans.hf")
+    assert rival is not None
+    assert group is not None
+    assert set(group["contenders"]) == {"keep", "hf", "ckptplan.hf", "ckptplan.hf-tighter"}
+    assert group["contenders"]["ckptplan.hf"]["target_bytes"] == rival["contenders"]["hf"]["peaks"]["judged_bytes"]
+    for name in ("ckptplan.hf", "ckptplan.hf-tighter"):
+        found = group["contenders"][name]
+        assert found["peaks"]["judged_bytes"] <= found["target_bytes"]
+        assert len(found["times"]["step_s"]) == 3
+        assert found["stats"]["recomputed_stages"] + found["stats"]["swapped_out_bytes"] > 0
+    bits = results.ok("measure/toy/bitwise")
+    assert bits is not None
+    assert bits["plain_again"]["equal"]
+    assert all(found[step]["equal"] for found in bits["plans"].values() for step in ("first", "second"))
+
+    # What is there isn't measured again; what is asked for again is.
+    before = {path: path.read_text() for path in tmp_path.rglob("*.json")}
+    assert call(tmp_path, "measure", "--plans") == 0
+    assert {path: path.read_text() for path in tmp_path.rglob("*.json")} == before
+    assert call(tmp_path, "table", "--json", str(tmp_path / "copy.json")) == 0
+    assert json.loads((tmp_path / "copy.json").read_text())["cases"]["toy"]["measure"]["plans.hf"]["status"] == "ok"
+    assert "ckptplan.hf-tighter" in (tmp_path / "table.txt").read_text()
+
+
+def test_the_probe_says_what_it_can_here(tmp_path: Path) -> None:
+    from experiments.gpu.probe import Probe
+
+    probe = Probe(torch.device("cpu"), small=True)
+    results = Results(tmp_path)
+    for name in ("versions", "gradient_sums", "launch", "links", "batch_norm"):
+        results.run(name, getattr(probe, name))
+    assert results.ok("versions") is not None
+    assert results.read("links") is not None
+    assert results.read("links")["status"] == "skipped"  # type: ignore[index]
+    sums = results.ok("gradient_sums")
+    assert sums is not None
+    assert any(operation.startswith("aten.add") for operation, _ in sums["operations"])
+
+
+def test_a_failure_is_a_result_and_nothing_is_begun_after_the_deadline(tmp_path: Path) -> None:
+    def fails() -> dict[str, Any]:
+        raise ValueError("on purpose")
+
+    def left_out() -> dict[str, Any]:
+        raise Skipped("not here")
+
+    results = Results(tmp_path)
+    assert results.run("a", fails) is None
+    assert results.run("b", left_out) is None
+    assert results.run("c", lambda: {"value": 1}) is not None
+    found = dict(results.under(""))
+    assert [data["status"] for data in found.values()] == ["failed", "skipped", "ok"]
+    assert "on purpose" in found["a"]["error"]
+    assert results.run("a", lambda: {}) is None
+    assert Results(tmp_path, again=True).run("a", lambda: {}) is not None
+    with pytest.raises(OutOfTime):
+        Results(tmp_path, deadline=0).run("d", lambda: {})
+    results.write("e", {"status": "running"})
+    results.close_running("the process ended with exit code -11")
+    assert results.read("e") == {"status": "failed", "error": "the process ended with exit code -11"}
+    results.write("e", {"status": "running"})
+    results.close_running(None)
+    assert results.read("e") is None
+
+
+def test_a_process_that_dies_leaves_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "PRELOADED", ())  # this case needs none of them
+    options = work.Options(tmp_path, "cpu", True, deadline=time.time() + 600, cases=("toy",))
+    assert work.over_cases("dying_case", options)
+    results = Results(tmp_path)
+    assert results.read("first")["status"] == "ok"  # type: ignore[index]
+    assert "exit code -9" in results.read("second")["error"]  # type: ignore[index]
+    assert results.read("third")["status"] == "ok"  # type: ignore[index]
+
+
+def test_overlap_is_that_of_copies_with_kernels() -> None:
+    def event(category: str, name: str, begin: float, end: float) -> dict[str, Any]:
+        return {"ph": "X", "cat": category, "name": name, "ts": begin * 1e6, "dur": (end - begin) * 1e6}
+
+    found = measure.lanes(
+        [
+            event("kernel", "gemm", 0, 4),
+            event("kernel", "gemm", 3, 5),
+            event("kernel", "gemm", 8, 9),
+            event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 4, 9),
+            event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 6, 7),
+            event("cpu_op", "aten::mm", 0, 9),
+        ]
+    )
+    assert found == pytest.approx(
+        {
+            "kernels_s": 6,
+            "copies_out_s": 5,
+            "copies_out_beside_kernels_s": 2,
+            "copies_in_s": 1,
+            "copies_in_beside_kernels_s": 0,
+        }
+    )
+
+
+# --- rivals ---
+
+
+class Tied(nn.Module):
+    """Views of one storage, an input saved twice, dropout, a parameter that saves itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            a, b = layer(x).chunk(2, -1)
+            y = torch.cat([torch.sin(a) * b, torch.cos(b.t()).t()], -1)
+            x = x + nn.functional.dropout(y, 0.1) * y
+        return x.square().mean()
+
+
+def gradients(model: nn.Module, forward: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    forward().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("name", ["keep", "offload"])
+def test_a_rival_leaves_the_plain_gradients(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Tied(), torch.randn(32, 64)
+    wanted = gradients(model, lambda: model(x))
+    enter = rivals()[name].enter
+    with enter(model, lambda: model(x), **({"least_bytes": 1024} if name == "offload" else {})) as forward:
+        for _ in range(3):
+            assert all(map(torch.equal, gradients(model, forward), wanted))
+
+
+def test_the_offloader_takes_what_is_worth_it_once_and_tells_of_changes_in_place() -> None:
+    model = nn.Linear(64, 64)
+    offloader = Offloader(model, torch.device("cpu"), least_bytes=1024)
+    whole = torch.randn(64, 64)
+    with offloader.hooks():
+        views = [offloader.pack(part) for part in whole.chunk(2, -1)]
+        assert [isinstance(v, View) for v in views] == [True, True]
+        assert views[0].saved is views[1].saved  # type: ignore[union-attr]
+        for stays in (model.weight.detach(), whole[0], whole.expand(64, 64)[:1, :1]):
+            assert not isinstance(offloader.pack(stays), View)
+    assert torch.equal(offloader.unpack(views[1]), whole.chunk(2, -1)[1])
+    whole.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        offloader.unpack(views[0])
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_the_offloader_on_a_device_that_runs_late(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps of saving, overwriting what was freed, and reading in reverse order; graphs are dropped at times."""
+    gpu = FakeCuda(seed)
+    monkeypatch.setattr(Offloader, "take", _unpinned(Offloader.take))
+    looks: list[Callable[[], bool]] = []
+    with gpu.installed():
+        offloader = Offloader(nn.Linear(1, 1), DEVICE, least_bytes=1)
+        for _ in range(3):
+            offloader.begin()
+            held: list[Any] = []
+            for value in range(1, 16):
+                tensor = gpu.empty(gpu.rng.choice((512, 3000)), torch.uint8)
+                gpu.fill(tensor, value)
+                held.append((offloader.pack(tensor), value))
+                del tensor
+                junk = gpu.empty(gpu.rng.choice((512, 3000)), torch.uint8)
+                gpu.fill(junk, 99)
+                del junk
+            if gpu.rng.random() < 0.3:
+                del held[gpu.rng.randrange(15) :]
+            while held:
+                view, value = held.pop()
+                again = offloader.unpack(view)
+                looks.append(gpu.look(again, value))
+                del again, view
+                if gpu.rng.random() < 0.05:
+                    held.clear()  # copies in are under way
+                junk = gpu.empty(gpu.rng.choice((512, 3000)), torch.uint8)
+                gpu.fill(junk, 98)
+                del junk
+        offloader.settle()
+    gc.collect()
+    assert looks
+    assert all(look() for look in looks)
+    assert gpu.in_use == 0, "device memory is left"
+
+
+def _unpinned(take: Any) -> Any:
+    """Host memory is pinned on a real device alone."""
+
+    def taken(self: Offloader, nbytes: int) -> Any:
+        self.asynchronous, before = False, self.asynchronous
+        try:
+            return take(self, nbytes)
+        finally:
+            self.asynchronous = before
+
+    return taken

@@ -1,0 +1,727 @@
+"""estimate() against the CPU allocator's own events, and against what can be counted by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from small_models import Transformer, build, plan_of
+from torch import nn
+
+import ckptplan
+from ckptplan import DDP, InvalidInputError, estimate
+from ckptplan.core.estimate import CATEGORIES
+from ckptplan.memory import folding
+from ckptplan.memory.estimate import TrainingBytes
+from ckptplan.profiling.target import find_target
+from ckptplan.runtime.observe.phases import measure_phases
+from ckptplan.runtime.step import make_step
+from ckptplan.solving import smallest_peak
+
+TRAINING = ["loaded", "forward", "backward", "optimizer", "forward 2", "backward 2", "optimizer 2"]
+NUMBERS = 8 * 64
+"""Python numbers become tensors of 8 bytes that no replay sees; so much for a small model's."""
+
+MODELS = [
+    "conv_norm", "tied", "unet", "nested", "shared", "recurrent", "views", "low_rank", "custom_function",
+    "complex_valued",
+]  # fmt: skip
+"""One for each way of saving tensors; `tied` is a Transformer, and the optimizers' tests are of an MLP."""
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "momentum by lists": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "momentum fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+    "amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "adamw by lists": lambda p: torch.optim.AdamW(p, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "adafactor": torch.optim.Adafactor,
+    "nadam by lists": lambda p: torch.optim.NAdam(p, foreach=True),
+}
+"""One for each implementation of an update; AdamW by a loop is in the test of the models, and Adam is AMSGrad's."""
+
+
+def transformer(depth: int, *, tied: bool = False) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return Transformer(depth, tied=tied).train(), torch.randint(0, 50, (4, 32))
+
+
+@functools.cache
+def of_the_mlp(optimizer: str, device: str | None = None) -> ckptplan.Estimate:
+    """What several tests compare with."""
+    return estimate(*build("mlp"), optimizer=optimizer, device=device)
+
+
+def assert_measured(found: ckptplan.Estimate, model: nn.Module, inputs: Any, optimizer: Any, **how: Any) -> None:
+    """The phases of `found` are those of two real steps."""
+    amp = how.pop("amp", None)
+    step = make_step(model, inputs)
+    if amp is not None:
+        step = dataclasses.replace(step, autocast=("cpu", amp))
+    measured = measure_phases(step, optimizer, **how)
+    assert measured.unexplained_bytes == 0
+    for real in measured.phases:
+        predicted = found.phase(real.name)
+        for what in ("start_bytes", "end_bytes", "peak_bytes"):
+            error = getattr(predicted, what) - getattr(real, what)
+            assert abs(error) <= NUMBERS, (real.name, what, error)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_phase_is_what_the_allocator_counts(name: str) -> None:
+    model, inputs = build(name)
+    found = estimate(model, inputs, optimizer=lambda p: torch.optim.AdamW(p, foreach=False))
+    assert_measured(found, model, inputs, torch.optim.AdamW(model.parameters(), foreach=False))
+
+
+@pytest.mark.parametrize("how", OPTIMIZERS)
+def test_every_optimizer_s_state_and_temporaries(how: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)), torch.randn(32, 64)
+    found = estimate(model, inputs, optimizer=OPTIMIZERS[how])
+    assert_measured(found, model, inputs, OPTIMIZERS[how](model.parameters()))
+
+
+PLANNED: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "conv_norm": lambda: build("conv_norm"),
+    "transformer": lambda: transformer(2),
+    "unet": lambda: build("unet"),
+}
+
+
+@functools.cache
+def profiled(name: str) -> ckptplan.Profile:
+    return ckptplan.profile(*PLANNED[name](), menus=False)
+
+
+@pytest.mark.parametrize("action", ["swap", "recompute"])
+@pytest.mark.parametrize("name", PLANNED)
+def test_plans(name: str, action: Any) -> None:
+    model, inputs = PLANNED[name]()
+    measured = profiled(name)
+    plan = plan_of(measured, [action] * len(measured.stages))
+    found = estimate(model, inputs, plan=plan, optimizer="momentum")
+    with ckptplan.apply(model, plan):
+        assert_measured(found, model, inputs, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+def test_gradients_that_stay() -> None:
+    model, inputs = transformer(1, tied=True)
+    found = estimate(model, inputs, optimizer="momentum", set_to_none=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    assert_measured(found, model, inputs, optimizer, set_to_none=False)
+
+
+def test_autocast_and_its_cache_of_cast_weights() -> None:
+    model, inputs = transformer(2, tied=True)
+    found = estimate(model, inputs, optimizer="sgd", amp="bfloat16")
+    assert_measured(found, model, inputs, torch.optim.SGD(model.parameters(), lr=0.1), amp=torch.bfloat16)
+
+
+def test_accumulation_adds_to_gradients_that_are_there() -> None:
+    model, inputs = transformer(1)
+    once = estimate(model, inputs, optimizer="adamw")
+    twice = estimate(model, inputs, optimizer="adamw", accumulation_steps=2)
+    weights = once.phase("loaded").end_bytes
+    assert twice.phase("forward, accumulating").start_bytes == once.phase("backward").end_bytes
+    # One parameter's new gradient at a time is there beside the old one.
+    assert once.peak_bytes < twice.peak_bytes <= once.peak_bytes + weights
+    assert twice.phase("backward, accumulating").end_bytes == once.phase("backward").end_bytes
+
+
+def test_an_optimizer_with_state_has_it_from_the_start() -> None:
+    model, inputs = build("mlp")
+    optimizer = torch.optim.Adam(model.parameters())
+    fresh = estimate(model, inputs, optimizer=optimizer)
+    make_step(model, inputs).forward()[1].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    resumed = estimate(model, inputs, optimizer=optimizer)
+    assert resumed.phase("loaded").end_bytes == fresh.phase("forward 2").start_bytes - inputs_bytes(inputs)
+    assert resumed.peak_bytes == fresh.peak_bytes
+    assert resumed.phase("forward").peak_bytes == fresh.phase("forward 2").peak_bytes
+
+
+def inputs_bytes(inputs: Any) -> int:
+    return sum(t.untyped_storage().nbytes() for t in torch.utils._pytree.tree_leaves(inputs))
+
+
+def test_categories_add_up_in_every_phase() -> None:
+    model, inputs = build("unet")
+    for device in (None, "a100-40gb"):
+        found = estimate(model, inputs, optimizer="adamw", device=device)
+        for phase in found.phases:
+            assert set(phase.categories) <= set(CATEGORIES)
+            assert sum(phase.categories.values()) == phase.peak_bytes
+        assert sum(found.categories.values()) == found.total_bytes
+        rounding = found.categories.get("rounding", 0)
+        at_peak = next(p for p in found.phases if p.name == found.peak_phase)
+        assert sum(t.nbytes for t in found.alive) == found.peak_bytes - at_peak.categories.get("rounding", 0)
+        assert (rounding > 0) == (device is not None)
+        assert [p.name for p in found.phases] == [*TRAINING, "inference"]
+
+
+def test_what_is_alive_says_where_it_is_from() -> None:
+    model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64))
+    found = estimate(model, torch.randn(4096, 64), optimizer="sgd")
+    largest = found.alive[0]
+    assert largest.nbytes == 4096 * 512 * 4
+    assert largest.category == "saved activations"
+    assert largest.shape == (4096, 512)
+    assert largest.dtype == "float32"
+    assert largest.module in ("0", "1")
+    assert any(t.name == "0.weight" and t.category == "weights" for t in found.alive)
+
+
+def test_the_line_of_the_model_s_code() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).exp().sin().sum()
+
+    found = estimate(Model(), torch.randn(1000, 8))
+    line = Model.forward.__code__.co_firstlineno + 1
+    assert any(t.op == "aten.exp" and t.line.endswith(f"test_estimate.py:{line}") for t in found.alive)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_ddp_buckets(view: bool) -> None:
+    model, inputs = build("mlp")
+    plain = of_the_mlp("sgd")
+    found = estimate(model, inputs, optimizer="sgd", ddp=DDP(gradient_as_bucket_view=view))
+    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert found.phase("loaded").end_bytes == plain.phase("loaded").end_bytes + gradients
+    after = plain.phase("backward").end_bytes + (0 if view else gradients)
+    assert found.phase("backward").end_bytes == after
+
+
+def test_ddp_fills_its_buckets_in_reverse() -> None:
+    sizes = [torch.empty(n, dtype=torch.float32) for n in (1000, 200_000, 300_000, 100)]
+    for p in sizes:
+        p.requires_grad_()
+    # From the last: 100 and 300,000 numbers reach the first bucket's 2**20 bytes; the rest fits the next.
+    assert DDP().buckets(sizes) == [4 * 300_100, 4 * 201_000]
+
+
+def test_a_checkpoint_loaded_onto_the_device_counts_twice() -> None:
+    model, inputs = build("conv_norm")
+    plain = estimate(model, inputs)
+    found = estimate(model, inputs, checkpoint_on_device=True)
+    held = plain.phase("loaded").end_bytes
+    assert all(a.peak_bytes == b.peak_bytes + held for a, b in zip(found.phases[:-1], plain.phases[:-1], strict=True))
+
+
+def test_a_device_that_is_not_here_and_a_model_without_memory() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True) for _ in range(2)))
+    x = torch.empty(8, 128, 256, device="meta")
+    found = estimate(model, x, optimizer="adamw", device="h100")
+    parameters = sum(p.numel() for p in model.parameters())
+    assert found.categories["optimizer state"] == 8 * parameters  # the counts of steps stay on the host
+    assert found.reserved_bytes >= found.peak_bytes
+    assert found.context_bytes > 0
+    assert found.fits
+    # cuBLAS has one workspace in the forward's thread and one in the backward's, of 32 MiB on this device.
+    workspaces = [t for t in found.alive if t.name == "cuBLAS workspace"]
+    assert sum(t.nbytes for t in workspaces) == 2 * (32 << 20)
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_library_workspaces_are_those_of_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a B200 8.125 MiB and a MiB for cuBLASLt with 2.11, 32 MiB for both with 2.13; one for each of two threads."""
+    held = {}
+    for version in ("2.11.0", "2.13.0"):
+        monkeypatch.setattr(torch, "__version__", version)
+        found = estimate(nn.Linear(8, 8), torch.empty(4, 8), device="b200")
+        held[version] = sorted((t.name, t.count, t.nbytes) for t in found.alive if "workspace" in t.name)
+    assert held == {
+        "2.11.0": [("cuBLAS workspace", 2, 2 * 8_519_680), ("cuBLASLt workspace", 2, 2 << 20)],
+        "2.13.0": [("cuBLAS workspace", 2, 64 << 20)],
+    }
+
+
+def test_cuda_chooses_other_operations() -> None:
+    class Attention(nn.Module):
+        def __init__(self, dropout: float) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(64, 192)
+            self.dropout = nn.Dropout(dropout)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            return self.dropout(nn.functional.scaled_dot_product_attention(q, k, v).float())
+
+    x = torch.empty(2, 128, 64)
+    saved = {
+        (device, p): sum(estimate(Attention(p), x, device=device).saved_bytes.values())
+        for device in (None, "t4")
+        for p in (0.0, 0.5)
+    }
+    n = 2 * 128 * 64
+    assert saved["t4", 0.5] - saved["t4", 0.0] == n  # a mask of one byte an element
+    assert saved[None, 0.5] - saved[None, 0.0] == 4 * n
+
+
+class Residual(nn.Module):
+    def __init__(self, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.norm, self.linear, self.drop = nn.LayerNorm(32, eps), nn.Linear(32, 32), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(torch.tanh(self.linear(self.norm(x))))
+
+
+def test_repeated_layers_are_written_out_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def layers(n: int) -> nn.Module:
+        torch.manual_seed(0)
+        made = [Residual(1e-5 if k % 2 else 1e-6) for k in range(n)]  # two kinds in turn
+        return nn.Sequential(nn.Linear(16, 32), *made, nn.Linear(32, 8))
+
+    model, x = layers(12), torch.randn(4, 10, 16)
+    assert folding.find_runs(model) == [folding.Run("", 1, 12, 2)]
+    folded = estimate(model, x, optimizer="adamw")
+    monkeypatch.setattr(folding, "find_runs", lambda model: [])
+    full = estimate(model, x, optimizer="adamw")
+    assert folded.phases == full.phases
+    assert folded.saved_bytes == full.saved_bytes
+    plain = [sorted(repr(dataclasses.replace(t, line="")) for t in found.alive) for found in (folded, full)]
+    assert plain[0] == plain[1]
+
+
+def test_the_number_of_operations_recorded_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptplan.memory.recorder import Recorder
+
+    count = 0
+    original = Recorder.__torch_dispatch__
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Recorder, "__torch_dispatch__", counting)
+    counts = []
+    for depth in (6, 12):
+        count = 0
+        model = nn.Sequential(*(Residual() for _ in range(depth)))
+        estimate(model, torch.randn(2, 8, 32))
+        counts.append(count)
+    assert counts[0] == counts[1]
+
+
+def test_layers_that_differ_are_not_folded() -> None:
+    class Growing(nn.Module):
+        """Keeps every layer's output alive, and reads the list that grows with the layers."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen = [x]
+            for layer in self.layers:
+                seen.append(layer(torch.cat(seen).mean(0, keepdim=True) + x).tanh())
+            return torch.stack(seen).sum()
+
+    model, x = Growing(), torch.randn(50, 16)
+    assert folding.find_runs(model)
+    found = estimate(model, x, optimizer="sgd")
+    assert_measured(found, model, x, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+DEPTH = 7
+"""Folding runs four layers of these, so that a forward has three more to treat otherwise."""
+
+
+class Layers(nn.Module):
+    """Equal layers, and a forward that may treat them as it likes."""
+
+    def __init__(self, forward: Callable[[Any, torch.Tensor], Any], depth: int = DEPTH) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(depth))
+        self.run = forward
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.run(self, x)
+
+
+def every_fifth(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for i, layer in enumerate(model.layers):
+        x = layer(x).sin() if i % 5 == 4 else layer(x)
+    return x
+
+
+def by_the_number_of_layers(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = layer(x).sin() if len(model.layers) > 4 else layer(x)
+    return x
+
+
+def room_for_every_layer(model: Any, x: torch.Tensor) -> torch.Tensor:
+    room = x.new_zeros(len(model.layers), 1000)
+    for layer in model.layers:
+        x = layer(x)
+    return room.sum() + x.sum()
+
+
+def one_is_held(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for i, layer in enumerate(model.layers):
+        x = layer(x)
+        if i == 4:
+            held = x.detach() * 2
+    return x + held
+
+
+def some_are_left_out(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for i, layer in enumerate(model.layers):
+        x = x if i in (4, 5) else layer(x)
+    return x
+
+
+def later_ones_share(model: Any, x: torch.Tensor) -> torch.Tensor:
+    shared = x
+    for i, layer in enumerate(model.layers):
+        shared = x if i < 5 else shared
+        x = layer(x) + shared
+    return x
+
+
+def by_number(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for i in range(DEPTH):
+        x = model.layers[i](x)
+    return x
+
+
+def grows_in_the_middle(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers[:5]:
+        x = layer(x)
+    x = torch.cat([x, x])
+    for layer in model.layers[5:]:
+        x = layer(x)
+    return x
+
+
+def counts_calls(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.calls = 0
+    for layer in model.layers:
+        x = layer(x)
+        model.calls += 1
+        x = x.sin() if model.calls > 5 else x
+    return x
+
+
+FORWARDS = [
+    every_fifth, by_the_number_of_layers, room_for_every_layer, one_is_held, some_are_left_out, later_ones_share,
+    by_number, grows_in_the_middle, counts_calls,
+]  # fmt: skip
+
+
+def assert_as_without_folding(model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert folding.find_runs(model)
+    folded = estimate(model, x, optimizer="sgd")
+    monkeypatch.setattr(folding, "find_runs", lambda model: [])
+    full = estimate(model, x, optimizer="sgd")
+    assert folded.phases == full.phases
+    assert folded.saved_bytes == full.saved_bytes
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_a_forward_may_treat_a_layer_specially(
+    forward: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_as_without_folding(Layers(forward), torch.randn(50, 16), monkeypatch)
+
+
+def test_layers_that_a_plain_list_holds_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def through_the_list(model: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in model.same:
+            x = layer(x)
+        return x
+
+    model = Layers(through_the_list)
+    model.same = list(model.layers)
+    assert_as_without_folding(model, torch.randn(50, 16), monkeypatch)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_weights_shared_between_far_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
+    model[7].weight = model[2].weight
+    assert_as_without_folding(model, torch.randn(50, 16), monkeypatch)
+
+
+def test_layers_that_know_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(nn.Module):
+        def __init__(self, layer_idx: int) -> None:
+            super().__init__()
+            self.layer_idx = layer_idx
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.linear(x)
+            return x.sin() if self.layer_idx >= 5 else x
+
+    assert_as_without_folding(nn.Sequential(*map(Late, range(DEPTH))), torch.randn(50, 16), monkeypatch)
+
+
+def test_a_random_path_is_taken_as_the_generator_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def some_layers(model: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in model.layers:
+            x = layer(x).sin() if torch.rand(()).item() < 0.5 else layer(x)
+        return x
+
+    assert_as_without_folding(Layers(some_layers), torch.randn(50, 16), monkeypatch)
+
+
+class Scaled(torch.autograd.Function):
+    """Keeps a tensor of its own, which its backward adds to a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.own = x.sin()
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w = ctx.saved_tensors
+        return grad @ w.t() + ctx.own, x.t() @ grad
+
+
+def test_an_addition_in_a_backward_of_python_is_no_sum_of_the_engine() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(64, 64)
+            self.weight = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Scaled.apply(self.first(x), self.weight)
+
+    model, x = Model(), torch.randn(200, 64)
+    found = estimate(model, x, optimizer="sgd")
+    assert_measured(found, model, x, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_parameters_without_a_gradient_get_no_state() -> None:
+    def detached(model: Any, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(model.layers):
+            x = layer(x).detach() if i == 1 else layer(x)
+        return x
+
+    model, x = Layers(detached, depth=4), torch.randn(50, 16)
+    model.unused = nn.Linear(64, 64)
+    found = estimate(model, x, optimizer="momentum")
+    assert_measured(found, model, x, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_autograd_may_be_off_outside(without: Any) -> None:
+    model, x = build("mlp")
+    expected = of_the_mlp("adamw")
+    with without():
+        assert estimate(model, x, optimizer="adamw").phases == expected.phases
+
+
+def test_two_threads_at_once() -> None:
+    expected = {device: of_the_mlp("adamw", device).phases for device in (None, "t4")}
+    found = {}
+
+    def work(device: Any) -> None:
+        found[device] = estimate(*build("mlp"), optimizer="adamw", device=device).phases
+
+    threads = [threading.Thread(target=work, args=(device,)) for device in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == expected
+
+
+def test_parameters_that_the_model_does_not_list_keep_their_gradients() -> None:
+    def through_hidden(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return model.hidden[0](model.layers[0](x))
+
+    model = Layers(through_hidden, depth=1)
+    hidden = nn.Linear(16, 16)
+    model.hidden = [hidden]
+    hidden.bias.grad = before = torch.ones(16)
+    estimate(model, torch.randn(50, 16))
+    ckptplan.profile(model, torch.randn(50, 16))
+    assert hidden.weight.grad is None
+    assert hidden.bias.grad is before
+
+
+def test_a_model_that_checkpoints_by_itself_can_be_estimated() -> None:
+    def checkpointing(model: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in model.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
+        return x
+
+    model, x = Layers(checkpointing, depth=4), torch.randn(50, 16)
+    found = estimate(model, x, optimizer="sgd")
+    assert_measured(found, model, x, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(100, 16, sparse=True), nn.Linear(16, 16))
+    with pytest.raises(ckptplan.UnsupportedModelError, match="sparse=False"):
+        estimate(model, torch.randint(100, (4, 8)))
+
+
+def test_nothing_is_changed() -> None:
+    model, inputs = build("conv_norm")
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    layers = dict(model.named_modules())
+    random = torch.get_rng_state()
+    estimate(model, inputs, optimizer="adamw", device="v100-16gb")
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert dict(model.named_modules()) == layers
+    assert all(p.grad is None for p in model.parameters())
+    drop = torch.nn.functional.dropout(torch.ones(100), 0.5)  # the CPU's own kernels are back
+    assert set(drop.unique().tolist()) == {0.0, 2.0}
+
+
+def on_meta() -> tuple[nn.Module, torch.Tensor]:
+    """Most of its bytes are activations, beside which the workspaces of a device count for little."""
+    with torch.device("meta"):
+        blocks = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(3)]
+        return nn.Sequential(*blocks), torch.empty(8192, 256)
+
+
+def test_the_reserved_peak_is_what_solve_compares_with_the_budget() -> None:
+    model, x = on_meta()
+    kept = estimate(model, x, device="rtx4090")
+    plan = ckptplan.solve(model, 0.8 * kept.reserved_bytes / 2**30, inputs=x, device="rtx4090", time_limit_s=1)
+    assert plan.reserved_bytes is not None
+    assert plan.peak_bytes <= plan.reserved_bytes <= 0.8 * kept.reserved_bytes
+    found = estimate(model, x, device="rtx4090", plan=plan)
+    target = find_target(model, "rtx4090")
+    assert (
+        found.reserved_bytes == plan.reserved_bytes == TrainingBytes(model, target).reserved(make_step(model, x), plan)
+    )
+    assert "reserved" in str(plan)
+
+
+def test_budgets_of_a_device_that_is_not_here_are_in_reserved_bytes() -> None:
+    model, x = on_meta()
+    how: dict[str, Any] = {"inputs": x, "optimizer": "adamw", "device": "h100", "time_limit_s": 1, "menus": False}
+    # Both workspaces of cuBLAS, 32 MiB each on this device, are part of what is reserved and not of the chain.
+    kept = estimate(model, x, optimizer="adamw", device="h100").reserved_bytes
+    plan = ckptplan.solve(model, 0.92 * kept / 2**30, **how)
+    assert plan.reserved_bytes is not None
+    assert plan.reserved_bytes <= 0.92 * kept
+    with pytest.raises(ckptplan.InfeasibleBudgetError) as caught:
+        ckptplan.solve(model, 0.1 * kept / 2**30, **how)
+    assert caught.value.min_peak_bytes > caught.value.budget_bytes
+    works = ckptplan.solve(model, caught.value.min_peak_bytes / 2**30, **how)
+    assert works.reserved_bytes is not None
+    assert works.reserved_bytes <= caught.value.min_peak_bytes
+    plans = ckptplan.frontier(model, points=4, **{**how, "time_limit_s": 2})
+    assert len(plans) > 1
+    assert all(p.reserved_bytes is not None and p.reserved_bytes <= p.budget_bytes for p in plans)
+    assert all(a.step_s > b.step_s for a, b in itertools.pairwise(plans))
+
+
+def test_a_plan_for_another_device_is_checked_on_arrival(tmp_path: Any) -> None:
+    model, inputs = transformer(2)
+    here = ckptplan.Device(
+        "other", "another computer", 1 << 34, 0, 1e10, {"float32": 1e11}, out_bytes_per_s=1e9, in_bytes_per_s=1e9
+    )
+    here.save(tmp_path / "other.json")
+    measured = ckptplan.profile(model, inputs, device=tmp_path / "other.json", menus=False)
+    assert any("another computer" in note for note in measured.notes)
+    smallest = smallest_peak(measured, actions=("keep", "swap", "recompute"), time_limit_s=1)
+    how: dict[str, Any] = {"inputs": inputs, "menus": False, "time_limit_s": 1}
+    plan = ckptplan.solve(model, 1.1 * smallest.peak_bytes / 2**30, device=here, **how)
+    with pytest.raises(InvalidInputError, match="pass inputs="):
+        ckptplan.apply(model, plan)
+    with ckptplan.apply(model, plan, inputs=inputs) as handle:
+        make_step(model, inputs).forward()[1].backward()
+        assert handle.plan.fingerprint.device == "cpu"
+        assert handle.stats().runs == handle.stats().planned_runs
+        assert "recompute" in {choice.action for choice in plan.choices}  # so that the runs tell plans apart
+    doubled = torch.utils._pytree.tree_map(lambda t: torch.cat([t, t]), inputs)
+    with pytest.raises(ckptplan.PlanMismatchError):
+        ckptplan.apply(model, plan, inputs=doubled)
+    tight = dataclasses.replace(plan, budget_bytes=plan.peak_bytes // 2)
+    with pytest.raises(ckptplan.PlanMismatchError, match="solve again here"):
+        ckptplan.apply(model, tight, inputs=inputs)
+    elsewhere = ckptplan.solve(model, device="a100-40gb", **how)
+    with pytest.raises(ckptplan.PlanMismatchError, match="other operations run"):
+        ckptplan.apply(model, elsewhere, inputs=inputs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"device": "a100-41gb"}, "a100-40gb"),
+        ({"device": "no-such.json"}, "no-such.json"),
+        ({"device": "cuda"}, "model is on"),
+        ({"amp": "float8"}, "float16"),
+        ({"amp": torch.float64}, "float16"),
+        ({"optimizer": "adamx"}, "adamw"),
+        ({"optimizer": 3}, "int"),
+        ({"optimizer": nn.Linear}, "nn.Linear|Linear"),
+        ({"accumulation_steps": 0}, "accumulation_steps=0"),
+        ({"allocator": "expandable_segments:True"}, "CPU"),
+        ({"allocator": "expandable_segment:True", "device": "t4"}, "expandable_segment"),
+        ({"ddp": True, "device": "t4", "allocator": "max_split_size_mb:1"}, "max_split"),
+    ],
+)
+def test_bad_input(arguments: dict[str, Any], says: str) -> None:
+    model, inputs = build("mlp")
+    with pytest.raises(InvalidInputError, match=says):
+        estimate(model, inputs, **arguments)
+
+
+def test_a_model_on_meta_needs_a_device() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    with pytest.raises(InvalidInputError, match="meta"):
+        estimate(model, torch.zeros(2, 4))
+
+
+def test_json_and_table(tmp_path: Any) -> None:
+    model, inputs = build("mlp")
+    found = estimate(model, inputs, optimizer="adamw", device="t4", allocator="expandable_segments:True")
+    found.save(tmp_path / "estimate.json")
+    text = (tmp_path / "estimate.json").read_text()
+    assert f'"peak_bytes": {found.peak_bytes}' in text
+    shown = str(found)
+    assert "Tesla T4" in shown
+    for name in TRAINING:
+        assert name in shown
+    with pytest.raises(KeyError, match="no phase 'backwards'"):
+        found.phase("backwards")
+
+
+def test_nothing_is_left_behind() -> None:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    def left() -> int:
+        gc.collect()
+        return sum(type(o) is FakeTensor for o in gc.get_objects())
+
+    model, inputs = transformer(1)
+    estimate(model, inputs, optimizer="sgd")
+    before = left()
+    for _ in range(2):
+        estimate(model, inputs, optimizer="adamw")
+        ckptplan.profile(model, inputs)
+    assert left() <= before

@@ -1,0 +1,33 @@
+"""Jobs: plans tightened until what their replay needs fits."""
+
+from __future__ import annotations
+
+import pytest
+from random_chains import homogeneous_chain
+
+import ckptplan
+from ckptplan.core.measured import DeviceBytes
+from ckptplan.planning import job as jobs
+
+pytestmark = pytest.mark.planning
+
+
+def test_no_plan_is_returned_whose_replay_exceeds_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = homogeneous_chain(3, link_ratio=1.0)
+    plan = ckptplan.solve(chain, 1.0)
+    budget = plan.budget_bytes
+    monkeypatch.setattr(jobs, "solve_profile", lambda *args, **kwargs: plan)  # as if it fitted any limit
+    replayed: list[ckptplan.Plan] = []
+
+    def needs(plan: ckptplan.Plan) -> DeviceBytes:
+        replayed.append(plan)
+        return DeviceBytes(plan.peak_bytes, plan.peak_bytes, budget + (len(replayed) < enough))
+
+    job = jobs.Job(chain, needs, False, ("keep",), False, None, 1.0, 0, None, lambda text: None)
+    enough = 7
+    assert job.solved(budget) == job.sound(plan)
+    assert len(replayed) == enough
+    replayed.clear()
+    enough = 8
+    with pytest.raises(ckptplan.CkptPlanError, match="please report"):
+        job.solved(budget)

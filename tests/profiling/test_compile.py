@@ -1,0 +1,392 @@
+"""Plans on models whose stages are compiled, and refusals where the compiler would lead past a plan."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+import pytest
+import torch
+from small_models import scheduled
+from torch import nn
+from torch._dynamo import convert_frame
+from torch._dynamo.utils import counters
+
+from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
+from ckptplan.core.plan import Plan
+from ckptplan.core.profile import Profile
+from ckptplan.core.segment import Segment
+from ckptplan.memory.estimate import TrainingBytes, estimate
+from ckptplan.profiling.profiler import profile, traced_bytes
+from ckptplan.profiling.target import find_target
+from ckptplan.runtime.handle import apply
+from ckptplan.runtime.step import make_step
+from ckptplan.runtime.verify import verify
+
+# What the compiler itself warns about is not ours; profiling with memory events warns on blocks from before.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
+FORMS = ("compile()", "torch.compile")
+ACTIONS = ("keep", "swap", "recompute", "recompute+swap")
+
+
+class Block(nn.Module):
+    def __init__(self, *, breaks: bool = False) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+        self.drop = nn.Dropout(0.1)
+        self.breaks = breaks
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(self.norm(x))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        with torch.no_grad():
+            self.seen.add_(1)
+        return x + self.drop(self.down(nn.functional.gelu(y)))
+
+
+class Model(nn.Module):
+    def __init__(self, *, breaks: bool = False) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, 64)
+        self.layers = nn.ModuleList(Block(breaks=breaks) for _ in range(4))
+        self.head = nn.Linear(64, 100)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def build(form: str = "", *, breaks: bool = False, backend: str = "aot_eager") -> tuple[Model, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Model(breaks=breaks).train()
+    for i, layer in enumerate(model.layers):
+        if form == "compile()":
+            layer.compile(backend=backend)
+        elif form == "torch.compile":
+            model.layers[i] = torch.compile(layer, backend=backend)
+    return model, torch.randn(512, 16)
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def planned(request: pytest.FixtureRequest) -> Iterator[tuple[Model, torch.Tensor, Profile]]:
+    torch._dynamo.reset()
+    model, x = build(request.param)
+    yield model, x, profile(model, x)
+    torch._dynamo.reset()
+
+
+def traced(model: nn.Module, x: torch.Tensor) -> Profile:
+    """Its bytes; for what time doesn't enter."""
+    return traced_bytes(make_step(model, x), None, find_target(model))
+
+
+def plan_of(measured: Profile, *names: str, segments: tuple[Segment, ...] = ()) -> Plan:
+    """The named options in turn over the stages."""
+    options = [s.find(names[i % len(names)]) or s.keep for i, s in enumerate(measured.stages)]
+    return scheduled(measured, options, segments)
+
+
+def segment_of(measured: Profile) -> tuple[Segment, ...]:
+    names = [s.name for s in measured.stages]
+    return (Segment(names.index("layers.0"), names.index("layers.2")),)
+
+
+def check(model: nn.Module, plan: Plan, x: Any, slack: float = 0.02) -> None:
+    v = verify(model, plan, x, repeats=1)
+    assert v.gradients_equal, v.differing
+    assert v.stats.runs == v.stats.planned_runs
+    assert v.stats.swapped_out_bytes == v.stats.swapped_in_bytes == plan.host_bytes
+    assert v.measured_peak_bytes <= plan.peak_bytes <= (1 + slack) * v.measured_peak_bytes
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_every_action_on_compiled_stages(planned: tuple[Model, torch.Tensor, Profile], action: str) -> None:
+    model, x, measured = planned
+    before = dict(counters["stats"])
+    check(model, plan_of(measured, action), x)
+    assert dict(counters["stats"]) == before, "compiled anew"
+
+
+def test_mixed_actions_and_segments_over_compiled_stages(planned: tuple[Model, torch.Tensor, Profile]) -> None:
+    model, x, measured = planned
+    check(model, plan_of(measured, "recompute+swap", "keep", "swap", "recompute"), x)
+    check(model, plan_of(measured, "recompute", segments=segment_of(measured)), x)
+
+
+def test_the_peaks_are_not_all_the_same(planned: tuple[Model, torch.Tensor, Profile]) -> None:
+    """Else a plan that did nothing would pass."""
+    _, _, measured = planned
+    kept, swapped, again = (plan_of(measured, a) for a in ("keep", "swap", "recompute"))
+    assert kept.host_bytes == 0 < 3_000_000 < swapped.host_bytes
+    assert max(swapped.peak_bytes, again.peak_bytes) < 0.6 * kept.peak_bytes
+
+
+def test_nothing_inside_compiled_code_is_offered(planned: tuple[Model, torch.Tensor, Profile]) -> None:
+    _, _, measured = planned
+    assert {o.name for s in measured.stages if "layers" in s.name for o in s.options} == set(ACTIONS)
+
+
+def test_steps_under_autocast_do_not_compile_anew() -> None:
+    torch._dynamo.reset()
+    model, x = build("compile()")
+    measured = profile(model, x, amp="bfloat16")
+    plan = plan_of(measured, "recompute+swap", "swap", "recompute")
+
+    def gradients() -> list[torch.Tensor]:
+        out = []
+        torch.manual_seed(1)
+        for _ in range(3):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x).float().mean()
+            loss.backward()
+            out += [p.grad.clone() for p in model.parameters()]
+        return out
+
+    want = gradients()
+    with apply(model, plan) as handle, torch.compiler.set_stance("fail_on_recompile"):
+        got = gradients()
+        assert handle.stats().swapped_out_bytes == 3 * plan.host_bytes > 0
+    assert all(map(torch.equal, want, got))
+
+
+def test_stages_whose_graph_breaks() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    model, x = build("compile()", breaks=True)
+    measured = traced(model, x)
+    assert counters["graph_break"]
+    for action in ACTIONS:
+        check(model, plan_of(measured, action), x, slack=0.05)  # saved tensors come back one graph at a time
+
+
+def test_the_compiler_leaves_hooks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's own call isn't compiled, and what it calls would be: first of all our hooks."""
+    torch._dynamo.reset()
+    counters.clear()
+    layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)]
+    model, x = nn.Sequential(*layers).train(), torch.randn(512, 64)
+    for layer in layers:
+        layer.compile(backend="aot_eager")
+    compiled: list[str] = []
+    original = convert_frame._compile
+
+    def noting(code: CodeType, *args: Any, **kwargs: Any) -> Any:
+        compiled.append(code.co_filename)
+        return original(code, *args, **kwargs)
+
+    monkeypatch.setattr(convert_frame, "_compile", noting)
+    check(model, plan_of(traced(model, x), "swap", "recompute+swap"), x)
+    assert not compiled
+    assert not counters["frames"]
+
+
+class _Wide(nn.Module):
+    """Needs far more while it runs than it leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = x.repeat(1, 32).exp().amax()
+        return self.linear(x) / scale
+
+
+def test_what_compiled_code_needs_while_it_runs_counts() -> None:
+    torch._dynamo.reset()
+    model, x = nn.Sequential(*(_Wide() for _ in range(3))).train(), torch.randn(512, 64)
+    for layer in model:
+        layer.compile(backend="aot_eager")
+    plan = plan_of(traced(model, x), "keep")
+    assert plan.peak_bytes > 32 * x.nbytes
+    check(model, plan, x)
+
+
+def test_disabled_stages() -> None:
+    torch._dynamo.reset()
+    model, x = build("compile()")
+    model.layers[1] = torch.compiler.disable(model.layers[1])
+    check(model, plan_of(traced(model, x), "swap", "recompute"), x, slack=0.05)
+
+
+def test_compiled_modules_inside_of_stages() -> None:
+    torch._dynamo.reset()
+    model, x = build()
+    for layer in model.layers:
+        layer.down.compile(backend="aot_eager")
+    measured = traced(model, x)
+    for action in ACTIONS:
+        check(model, plan_of(measured, action), x)
+
+
+def test_inductor() -> None:
+    torch._dynamo.reset()
+    model, x = build("compile()", backend="inductor")
+    measured = traced(model, x)
+    for action in ("swap", "recompute"):
+        check(model, plan_of(measured, action), x)
+    torch._dynamo.reset()
+
+
+# --- what a model is afterwards ---
+
+
+def test_everything_is_as_before(planned: tuple[Model, torch.Tensor, Profile]) -> None:
+    model, x, measured = planned
+    before = [dict(m.__dict__) for m in model.modules()]
+    keys = list(model.state_dict())
+    plan = plan_of(measured, "recompute", "swap")
+    handle = apply(model, plan)
+    assert list(model.state_dict()) == keys
+    twin = copy.deepcopy(model)
+    assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
+    assert twin(x).shape == (512, 100)
+    assert handle.stats().forwards == 0, "the copy follows the plan"
+    with handle.paused():
+        model(x)
+        assert handle.stats().forwards == 0
+    model(x).mean().backward()
+    assert handle.stats().forwards == 1
+    handle.remove()
+    assert [m.__dict__.keys() for m in model.modules()] == [d.keys() for d in before]
+    for m, d in zip(model.modules(), before, strict=True):
+        for key in ("forward", "_compiled_call_impl"):
+            assert m.__dict__.get(key) is d.get(key)
+    model(x).mean().backward()
+    assert handle.stats().forwards == 1
+    model.zero_grad()
+
+
+def test_pickles_of_a_planned_model_are_plain() -> None:
+    torch._dynamo.reset()
+    model, x = build("compile()")
+    plan = plan_of(traced(model, x), "recompute")
+    with apply(model, plan):
+        twin = pickle.loads(pickle.dumps(model))
+    assert not any("_compiled_call_impl" in m.__dict__ for m in twin.modules())
+    assert twin(x).shape == (512, 100)
+
+
+# --- refusals ---
+
+
+@pytest.fixture(scope="module")
+def eager() -> tuple[Model, torch.Tensor, Plan]:
+    torch._dynamo.reset()
+    model, x = build()
+    return model, x, plan_of(traced(model, x), "recompute")
+
+
+def test_a_model_compiled_as_a_whole_is_refused(eager: tuple[Model, torch.Tensor, Plan]) -> None:
+    _, x, plan = eager
+    model, _ = build()
+    for whole in (torch.compile(model, backend="aot_eager"), model):
+        if whole is model:
+            model.compile(backend="aot_eager")
+        for refused in (lambda m=whole: profile(m, x), lambda m=whole: apply(m, plan)):
+            with pytest.raises((UnsupportedModelError, PlanMismatchError), match=r"layer.compile\(\)|solve again"):
+                refused()
+    with pytest.raises(UnsupportedModelError, match=r"compiled as a whole.*layer.compile\(\)"):
+        profile(model, x)
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "compile()", "step", "layer.compile()", "layer", "fullgraph"])
+def test_compiling_after_apply_is_an_error_and_never_a_plan_that_does_nothing(
+    eager: tuple[Model, torch.Tensor, Plan], how: str
+) -> None:
+    _, x, plan = eager
+    model, _ = build()
+    torch._dynamo.reset()
+    with apply(model, plan):
+        call: Any = model
+        if how == "torch.compile":
+            call = torch.compile(model, backend="aot_eager")
+        elif how == "fullgraph":
+            call = torch.compile(model, backend="aot_eager", fullgraph=True)
+        elif how == "compile()":
+            model.compile(backend="aot_eager")
+        elif how == "step":
+            call = torch.compile(lambda given: model(given).mean().backward(), backend="aot_eager")
+        elif how == "layer.compile()":
+            model.layers[1].compile(backend="aot_eager")
+        else:
+            model.layers[1] = torch.compile(model.layers[1], backend="aot_eager")
+        with pytest.raises(UnsupportedModelError, match=r"compiled as one.*layer.compile\(\)"):
+            call(x)
+
+
+@pytest.mark.parametrize("planned", ["compile()"], indirect=True)
+def test_compiling_a_compiled_stage_again_after_apply(planned: tuple[Model, torch.Tensor, Profile]) -> None:
+    model, x, measured = planned
+    compiled = model.layers[2]._compiled_call_impl
+    with apply(model, plan_of(measured, "recompute")):
+        model.layers[2].compile(backend="aot_eager")
+        with pytest.raises(UnsupportedModelError, match="compiled anew"):
+            model(x)
+    model.layers[2]._compiled_call_impl = compiled
+
+
+def test_a_region_over_several_stages_is_refused(eager: tuple[Model, torch.Tensor, Plan]) -> None:
+    """A plan for stages that lie inside of what is compiled now belongs to another model."""
+    _, _, plan = eager
+    model, _ = build()
+    model.layers[0].compile(backend="aot_eager")
+    with pytest.raises(PlanMismatchError, match=r"with layers.0 compiled.*solve again"):
+        apply(model, plan)
+
+
+def test_estimates_and_absent_devices_want_the_uncompiled_model() -> None:
+    model, x = build("compile()")
+    with pytest.raises(UnsupportedModelError, match=r"'layers.0' is compiled.*uncompiled"):
+        estimate(model, x)
+    with pytest.raises(UnsupportedModelError, match=r"'layers.0' is compiled.*uncompiled"):
+        profile(model, x, device="a100-40gb")
+
+
+class _Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x.mul_(2)))
+
+
+def test_a_compiled_stage_that_writes_to_its_inputs_is_refused() -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(16, 64), _Writes(), nn.Linear(64, 8)).train()
+    model[1].compile(backend="aot_eager")
+    with pytest.raises(UnsupportedModelError, match="'1' writes to its inputs"):
+        profile(model, torch.randn(32, 16))
+
+
+def test_a_plan_with_compiled_stages_can_be_replayed_with_every_allocation(
+    planned: tuple[Model, torch.Tensor, Profile],
+) -> None:
+    """What `solve` does on CUDA; the blocks add up to the profile's peak here."""
+    model, x, measured = planned
+    plan = plan_of(measured, "recompute", "swap")
+    found = TrainingBytes(model, find_target(model)).reserved(make_step(model, x), plan)
+    assert abs(found / plan.peak_bytes - 1) < 0.15  # with the update, without temporaries of eager operations
+
+
+@pytest.mark.gpu
+def test_compiled_stages_on_cuda() -> None:
+    torch._dynamo.reset()
+    model, x = build("compile()", backend="inductor")
+    model, x = model.cuda(), x.cuda().repeat(64, 1)
+    measured = profile(model, x)
+    for action in ACTIONS:
+        v = verify(model, plan_of(measured, action), x, repeats=1)
+        assert v.gradients_equal, v.differing
+        assert v.measured_peak_bytes <= v.predicted_peak_bytes

@@ -1,0 +1,221 @@
+"""Results in storages larger than they need, and tensors that no operation makes, are counted as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from made_plans import plan_of, scheduled
+from odd.layers import Folded
+from odd.memory import tensor_in_an_argument_object
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import ckptplan
+from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.core.segment import Segment
+from ckptplan.profiling.bytes import storages
+from ckptplan.profiling.bytes.storages import enlarged, ruled_bytes
+from ckptplan.profiling.profiler import profile
+
+ATEN = torch.ops.aten
+
+
+def folds() -> tuple[nn.Module, torch.Tensor, None]:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Folded() for _ in range(3))), torch.randn(4, 4, 12, 12), None
+
+
+def _loss(function: Callable[..., torch.Tensor]) -> Any:
+    def build() -> tuple[nn.Module, torch.Tensor, Any]:
+        torch.manual_seed(0)
+        layers = (nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()) for _ in range(3))
+        return nn.Sequential(*layers), torch.randn(256, 64), lambda output: function(output, torch.zeros_like(output))
+
+    return build
+
+
+def bags() -> tuple[nn.Module, Any, None]:
+    """No rule knows `EmbeddingBag`'s."""
+
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag = nn.EmbeddingBag(100, 32)
+            self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)))
+
+        def forward(self, index: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+            return self.layers(self.bag(index, offsets))
+
+    torch.manual_seed(0)
+    return Bags(), (torch.randint(0, 100, (4000,)), torch.arange(0, 4000, 4)), None
+
+
+LARGER = {
+    "fold": folds,
+    "mse": _loss(F.mse_loss),
+    "smooth l1": _loss(F.smooth_l1_loss),
+    "soft margin": _loss(F.soft_margin_loss),
+    "cross entropy": _loss(F.binary_cross_entropy),
+    "bags": bags,
+}
+
+
+@pytest.fixture
+def no_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storages, "_RULES", {})
+
+
+@pytest.mark.parametrize("name", LARGER)
+def test_peaks_are_predicted_by_rule(name: str) -> None:
+    _check(name)
+
+
+@pytest.mark.parametrize("name", LARGER)
+@pytest.mark.usefixtures("no_rules")
+def test_peaks_are_predicted_by_what_operations_made_alone(name: str) -> None:
+    _check(name)
+
+
+def _check(name: str) -> None:
+    model, x, loss_fn = LARGER[name]()
+    measured = profile(model, x, loss_fn=loss_fn, menus=False)
+    for action in ("keep", "swap", "recompute"):
+        plan = plan_of(measured, [action] * len(measured.stages))
+        found = ckptplan.verify(model, plan, x, loss_fn, repeats=1)
+        assert found.gradients_equal
+        assert found.other_paths == 0
+        assert found.measured_peak_bytes <= plan.peak_bytes
+        # Random states of recomputed stages weigh much in models as small as these.
+        assert plan.peak_bytes - found.measured_peak_bytes <= 16 << 10
+    assert ckptplan.estimate(model, x, loss_fn=loss_fn).peak_bytes >= found.plain_peak_bytes  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("func", "args"),
+    [
+        (ATEN.col2im.default, (torch.rand(2, 36, 144), [12, 12], [3, 3], [1, 1], [1, 1], [1, 1])),
+        (ATEN.col2im.default, (torch.rand(36, 144), [12, 12], [3, 3], [1, 1], [1, 1], [1, 1])),
+        (ATEN.col2im.default, (torch.rand(2, 8, 9), [8, 8], [2, 2], [1, 1], [0, 0], [3, 3])),
+        *(
+            (func, (torch.rand(8, 16), other, *more, reduction))
+            for func, *more in (
+                (ATEN.mse_loss.default,),
+                (ATEN.smooth_l1_loss.default,),
+                (ATEN.soft_margin_loss.default,),
+                (ATEN.binary_cross_entropy.default, None),
+            )
+            for reduction in (0, 1, 2)
+            for other in (torch.rand(8, 16),)
+        ),
+        (ATEN.mse_loss.default, (torch.rand(8, 16), torch.rand(16))),
+    ],
+    ids=lambda x: str(x) if not isinstance(x, tuple) else f"{[list(y.shape) if hasattr(y, 'shape') else y for y in x]}",
+)
+def test_rules_give_the_real_sizes(func: Any, args: tuple[Any, ...]) -> None:
+    real = func(*args)
+    (nbytes,) = ruled_bytes(func, args, {}, real)
+    assert max(nbytes, real.numel() * 4) == real.untyped_storage().nbytes()
+
+
+def test_a_device_that_is_not_here_has_them_by_rule() -> None:
+    model, x, _ = folds()
+    chain = profile(model, x, device="a100-40gb", menus=False)
+    assert max(s.nbytes for s in chain.storages) >= 4 * 4 * 9 * 144 * 4
+
+
+def test_only_new_storages_that_match_are_enlarged() -> None:
+    x = torch.zeros(4)
+    made = torch.ones(2, 2)
+    assert enlarged((x,), made, (16, 16)) is made
+    assert enlarged((x,), x.view(2, 2), (64,)).untyped_storage().nbytes() == 16
+    assert enlarged((x,), made, (8,)) is made
+    larger = enlarged((x,), (made, x), (64,))[0]
+    assert (larger.shape, larger.stride(), larger.untyped_storage().nbytes()) == (made.shape, made.stride(), 64)
+
+
+# ---------------------------------------------------------------- checkpoints inside
+
+
+class Checkpointed(nn.Module):
+    """A layer that checkpoints by itself, one level or two."""
+
+    def __init__(self, levels: int, *, reentrant: bool = False) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(64, 256), nn.Linear(256, 64), nn.Dropout(0.2)
+        self.norm = nn.BatchNorm1d(256)
+        self.levels, self.reentrant = levels, reentrant
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(self.norm(self.up(x)))
+
+    def _block(self, x: torch.Tensor) -> torch.Tensor:
+        inner = checkpoint(self._inner, x, use_reentrant=self.reentrant) if self.levels == 2 else self._inner(x)
+        return self.drop(torch.tanh(self.down(inner)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(self._block, x, use_reentrant=self.reentrant)
+        return x + torch.sin(y)
+
+
+@pytest.mark.parametrize("how", ["keep", "swap", "recompute", "recompute+swap", "segment", "nested"])
+@pytest.mark.parametrize("levels", [1, 2])
+def test_checkpoints_inside_stages(levels: int, how: Any) -> None:
+    """Values, and peaks with the random states that each checkpoint keeps."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), *(Checkpointed(levels) for _ in range(3))), torch.randn(128, 64)
+    measured = profile(model, x, menus=False)
+    real = [i for i, stage in enumerate(measured.stages) if not stage.is_glue]
+    if how in ("segment", "nested"):
+        inner = (Segment(real[1], real[2]),) if how == "nested" else ()
+        options = [stage.recompute or stage.keep for stage in measured.stages]
+        plan = scheduled(measured, options, (Segment(real[0], real[-1], inner),))
+    else:
+        plan = plan_of(measured, [how] * len(measured.stages))
+    found = ckptplan.verify(model, plan, x, repeats=1)
+    assert found.gradients_equal, found.differing
+    assert found.measured_peak_bytes <= plan.peak_bytes
+    # Stages that run again have states of their own beside those of their checkpoints, not all at the peak.
+    assert plan.peak_bytes - found.measured_peak_bytes <= 16 << 10
+
+
+def test_random_states_are_left_to_be_taken_as_before() -> None:
+    before = torch.get_rng_state
+    test_checkpoints_inside_stages(1, "keep")
+    assert torch.get_rng_state is before
+
+
+def test_reentrant_checkpoints_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), *(Checkpointed(1, reentrant=True) for _ in range(3)))
+    with pytest.raises(UnsupportedModelError, match="pass use_reentrant=False, or leave the checkpoint out"):
+        profile(model, torch.randn(128, 64))
+
+
+def test_a_tensor_in_an_argument_object_is_held_for_another_run() -> None:
+    """The runtime holds the object, which no tree of arguments looks into."""
+    odd = tensor_in_an_argument_object()
+    found = profile(odd.model, odd.inputs, menus=False)
+    for stage in found.stages:
+        if not stage.is_glue:
+            again = stage.find("recompute")
+            assert again is not None
+            assert odd.inputs.nbytes in [found.storages[s].nbytes for s in again.pinned]
+
+
+def test_states_of_a_stages_own_generators_are_held_for_another_run() -> None:
+    class Drawing(nn.Module):
+        def __init__(self, generator: torch.Generator | None) -> None:
+            super().__init__()
+            self.linear, self.generator = nn.Linear(64, 64), generator
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sin(self.linear(x) * torch.rand(64, generator=self.generator))
+
+    model = nn.Sequential(*(Drawing(made) for made in (torch.Generator(), None, torch.Generator())))
+    found = profile(model, torch.randn(128, 64), menus=False)
+    state = torch.get_rng_state().nbytes
+    held = [sum(found.storages[s].nbytes for s in stage.recompute.pinned) for stage in found.stages if stage.recompute]
+    assert held == [2 * state, state, 2 * state]

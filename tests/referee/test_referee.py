@@ -1,0 +1,649 @@
+"""The referee, by hand-checked cases, by broken plans, and against core's own reading of the rules."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from brute_force import combinations, decision, fastest, fastest_of_all_points, smallest_peak
+from random_chains import homogeneous_chain, random_chain, random_options, random_segments, textbook_chain
+
+from ckptplan.core.errors import InvalidInputError, PlanMismatchError
+from ckptplan.core.link import Link
+from ckptplan.core.option import Option
+from ckptplan.core.plan import KEEP, Decision, Plan
+from ckptplan.core.profile import Profile
+from ckptplan.core.schedule import Overflow, Residency, residency, schedule
+from ckptplan.core.segment import Segment
+from ckptplan.core.stage import Stage
+from ckptplan.core.storage import Storage
+from ckptplan.referee import Timeline, simulate, validate
+
+pytestmark = pytest.mark.planning
+
+RECOMPUTE = Decision("recompute")
+
+
+def four_stages(out: float = 10, back: float = 10, latency_s: float = 0.0) -> Profile:
+    """Stage i saves 10 bytes of its own; forward 1 s, backward 2 s; base 100, forward adds 12, backward 5 bytes."""
+    stages = []
+    for i in range(4):
+        keep = Option("keep", (i,), (), 12, 5)
+        again = Option("recompute", (), (), 3, 14, recompute_s=1, recomputes=True)
+        stages.append(Stage(f"s{i}", "s", (keep, replace(keep, name="swap", moves=(0,)), again), 1, 2))
+    storages = tuple(Storage(f"s{i}.inner", 10, i, i) for i in range(4))
+    return Profile(tuple(stages), storages, (100,) * 4, (100, 103, 106, 109), 90, Link(out, back, latency_s))
+
+
+def saving_also(stage: Stage, s: int) -> Stage:
+    """`stage` with storage `s` saved, and moved where it swaps, by keep and swap."""
+    keep = replace(stage.keep, saved=(*stage.keep.saved, s))
+    swap = replace(keep, name="swap", moves=tuple(range(len(keep.saved))))
+    return replace(stage, options=(keep, swap, *stage.options[2:]))
+
+
+def starts(timeline: Timeline) -> list[int]:
+    return [step.start_bytes for step in timeline.steps]
+
+
+def peaks(timeline: Timeline) -> list[int]:
+    return [step.peak_bytes for step in timeline.steps]
+
+
+def test_keep_all() -> None:
+    timeline = simulate(four_stages(), (KEEP,) * 4)
+    # Forward k starts with 100 + 10 k; backward k has the k + 1 saved sets up to its own.
+    assert starts(timeline) == [100, 110, 120, 130, 149, 136, 123, 110, 90]
+    assert peaks(timeline) == [112, 122, 132, 142, 154, 141, 128, 115, 90]
+    assert (timeline.peak_bytes, timeline.peak_stage, timeline.peak_phase) == (154, "s3", "backward")
+    assert (timeline.makespan_s, timeline.stall_s, timeline.host_bytes) == (12, 0, 0)
+    assert timeline.runs == (1, 1, 1, 1)
+
+
+def test_recompute_all() -> None:
+    timeline = simulate(four_stages(), (RECOMPUTE,) * 4)
+    assert peaks(timeline) == [103, 103, 103, 103, 123, 120, 117, 114, 90]
+    assert timeline.makespan_s == 16
+    assert [e.what for e in timeline.events if e.lane == "compute"] == ["forward"] * 4 + ["recompute", "backward"] * 4
+    assert timeline.runs == (2, 2, 2, 2)
+
+
+def test_swap_hides_behind_compute() -> None:
+    # 10 bytes at 10 bytes/s: out during forward 1; issued at the start of backward 1 (8 s), back at 9 s.
+    timeline = simulate(four_stages(), (Decision("swap", (0,), 1, 1), KEEP, KEEP, KEEP))
+    assert timeline.makespan_s == 12
+    assert [(e.start_s, e.end_s) for e in timeline.events if e.lane == "out"] == [(1, 2)]
+    assert [(e.start_s, e.end_s) for e in timeline.events if e.lane == "in"] == [(8, 9)]
+    assert timeline.host_bytes == 10
+    # Away in forward 2 and 3 and in backward 3 and 2.
+    assert [step.start_bytes for step in timeline.steps] == [100, 110, 110, 120, 139, 126, 123, 110, 90]
+
+
+def test_stalls() -> None:
+    # Out at 4 bytes/s takes 2.5 s, [1, 3.5): forward 1 waits from 1 s on, since stage 0 must have left by its own end.
+    # In at 5 bytes/s takes 2 s: issued when backward 0 starts, all of it is a wait.
+    timeline = simulate(four_stages(4, 5), (Decision("swap", (0,), 0, 0), KEEP, KEEP, KEEP))
+    assert [(e.start_s, e.end_s) for e in timeline.events if e.what == "wait"] == [(1, 3.5), (12.5, 14.5)]
+    assert (timeline.makespan_s, timeline.stall_s) == (16.5, 4.5)
+
+
+def test_latency_counts_per_transfer() -> None:
+    timeline = simulate(four_stages(10, 10, 0.25), (Decision("swap", (0,), 0, 0), KEEP, KEEP, KEEP))
+    assert timeline.makespan_s == 12 + 2 * 1.25
+
+
+def test_queues_are_first_in_first_out() -> None:
+    # Each copy takes 2.5 s: s0 in [1, 3.5), s1 in [3.5, 6), s2 in [6, 8.5); compute waits at the turn.
+    # Returns issued together at the start of backward 3 (8.5 s): s2, s1, s0, 2.5 s each.
+    swap = tuple(Decision("swap", (0,), 3, 3) for _ in range(3))
+    timeline = simulate(four_stages(4, 4), (*swap, KEEP))
+    lanes = {lane: [(e.stage, e.start_s, e.end_s) for e in timeline.events if e.lane == lane] for lane in ("out", "in")}
+    assert lanes["out"] == [("s0", 1, 3.5), ("s1", 3.5, 6), ("s2", 6, 8.5)]
+    assert lanes["in"] == [("s2", 8.5, 11), ("s1", 11, 13.5), ("s0", 13.5, 16)]
+    # Backward: 3 in [8.5, 10.5), 2 from 11, 1 from 13.5, 0 from 16.
+    assert timeline.makespan_s == 18
+
+
+def test_recompute_comes_after_the_return_of_the_stage_before() -> None:
+    # Issued at the start of backward 1 (7 s with its recompute in front): back at 8, hidden.
+    timeline = simulate(four_stages(), (Decision("swap", (0,), 1, 1), RECOMPUTE, KEEP, KEEP))
+    assert timeline.makespan_s == 13
+    assert timeline.stall_s == 0
+
+
+def test_a_shared_storage_is_counted_once_and_stays_for_its_last_holder() -> None:
+    profile = four_stages()
+    shared = Storage("shared", 1000, 0, 2)
+    stages = tuple(saving_also(s, 4) if i in (0, 2) else s for i, s in enumerate(profile.stages))
+    profile = replace(profile, stages=stages, storages=(*profile.storages, shared))
+    kept = [step.start_bytes for step in simulate(profile, (KEEP,) * 4).steps]
+    assert kept == [100, 1110, 1120, 1130, 1149, 1136, 1123, 1110, 90]
+    # Recomputed, stage 2 doesn't hold it; the program does until forward 2 has started, and stage 0 to the end.
+    dropped = [step.start_bytes for step in simulate(profile, (RECOMPUTE, KEEP, RECOMPUTE, KEEP)).steps]
+    assert dropped == [100, 1100, 1110, 110, 129, 116, 113, 100, 90]
+
+
+def test_what_a_stage_is_the_first_to_hold_was_there_before() -> None:
+    # The program lets go of it in forward 0, stage 2 holds it: it can't have come from nowhere.
+    profile = four_stages()
+    stages = tuple(saving_also(s, 4) if i == 2 else s for i, s in enumerate(profile.stages))
+    profile = replace(profile, stages=stages, storages=(*profile.storages, Storage("late", 1000, 0, 0)))
+    kept = simulate(profile, (KEEP,) * 4)
+    assert starts(kept) == [100, 1110, 1120, 1130, 1149, 1136, 123, 110, 90]
+    dropped = simulate(profile, (KEEP, KEEP, RECOMPUTE, KEEP))
+    assert starts(dropped) == [100, 110, 120, 120, 139, 126, 123, 110, 90]
+    r = residency(profile, [stage.keep for stage in profile.stages])
+    assert worst_bytes(kept) == (r.forward_bytes, r.backward_bytes)
+
+
+def test_what_the_caller_keeps_stays() -> None:
+    profile = four_stages()
+    profile = replace(profile, storages=(*profile.storages, Storage("output", 7, 3, 3, to_end=True)))
+    steps = simulate(profile, (RECOMPUTE,) * 4).steps
+    assert [step.start_bytes for step in steps] == [100, 100, 100, 100, 116, 113, 110, 107, 90]
+
+
+def five_linked(*, out2_to_end: bool = False, skip: tuple[int, int] | None = None, glue: int | None = None) -> Profile:
+    """Stage i makes inner_i of 10 and out_i of 4 bytes (storages 2 i and 2 i + 1), and saves out_(i-1) and inner_i.
+
+    Keep adds 16 bytes in forward and 5 in backward, recompute 6 and 15. Forward 1 s, backward 2 s, recompute 1.5 s.
+    Base 100, and one more for every backward step. Links carry 2 bytes/s.
+
+    With `skip` = (i, j), stage j saves out_i too; stage `glue` is glue.
+    """
+    storages = []
+    stages = []
+    for i in range(5):
+        until = skip[1] if skip and skip[0] == i else min(i + 1, 4)
+        storages += [Storage(f"inner{i}", 10, i, i), Storage(f"out{i}", 4, i, until, to_end=out2_to_end and i == 2)]
+        inputs = (2 * i - 1,) if i else ()
+        if skip and skip[1] == i:
+            inputs += (2 * skip[0] + 1,)
+        keep = Option("keep", (*inputs, 2 * i), (), 16, 5)
+        again = Option("recompute", inputs, (), 6, 15, recompute_s=1.5, recomputes=True)
+        menu = [keep, again]
+        if inputs:
+            menu.append(replace(again, name="recompute+swap", moves=(0,)))
+        linked = tuple(s for s in inputs if s // 2 != glue)
+        if i == glue:
+            stages.append(Stage(f"(glue {i})", "g", (keep,), 1, 2))
+        else:
+            stages.append(Stage(f"s{i}", "s", tuple(menu), 1, 2, linked))
+    return Profile(tuple(stages), tuple(storages), (100,) * 5, (104, 103, 102, 101, 100), 90, Link(2, 2))
+
+
+MIDDLE = (KEEP, RECOMPUTE, RECOMPUTE, RECOMPUTE, KEEP)
+
+
+def test_segment_of_three() -> None:
+    timeline = simulate(five_linked(), MIDDLE, (Segment(1, 3),))
+    forward = [
+        (100, 116),
+        (114, 120),  # inner0, held, and out0
+        (118, 124),  # inner0, out0, which stage 1 holds, out1
+        (118, 124),  # inner0, out0, out2: stage 2 doesn't hold out1, which the sweep makes again
+        (118, 134),  # inner0, out0, out3
+    ]
+    backward = [
+        (128, 133),  # 4: inner0, out0, out3, inner4
+        (115, 131),  # 3, base 101: stage 1 runs with inner0 and out0 there
+        (129, 145),  # stage 2 with inner1' and out1' on top
+        (143, 158),  # stage 3's own backward with inner2' and out2' on top, and recompute's 15
+        (140, 145),  # 2, base 102: without out2'; kept by the sweep, 5
+        (127, 132),  # 1, base 103: inner0, out0, inner1'
+        (114, 119),  # 0, base 104: inner0
+    ]
+    assert [(s.start_bytes, s.peak_bytes) for s in timeline.steps] == [*forward, *backward, (90, 90)]
+    assert [s.stage for s in timeline.steps if s.sweep] == ["s1", "s2"]
+    assert {s.phase for s in timeline.steps if s.sweep} == {"backward"}
+    # Forward 5, backward 10, the sweep's runs 1 each, stage 3's recompute 1.5.
+    assert timeline.makespan_s == 18.5
+    assert timeline.runs == (1, 2, 2, 2, 1)
+    compute = [(e.what, e.stage, e.start_s) for e in timeline.events if e.what != "forward"]
+    assert compute == [
+        ("backward", "s4", 5),
+        ("recompute", "s1", 7),
+        ("recompute", "s2", 8),
+        ("recompute", "s3", 9),
+        ("backward", "s3", 10.5),
+        ("backward", "s2", 12.5),
+        ("backward", "s1", 14.5),
+        ("backward", "s0", 16.5),
+    ]
+
+
+def test_nested_segment() -> None:
+    timeline = simulate(five_linked(), (RECOMPUTE,) * 5, (Segment(0, 4, (Segment(1, 2),)),))
+    forward = [(100, 106)] + [(104, 110)] * 4  # nothing is held; the program holds the last output
+    backward = [
+        (100, 116),  # 4: stage 0 runs, keeping
+        (114, 120),  # stage 1, in the inner segment: inner0', out0'
+        (118, 124),  # stage 2: inner0', out0', which stage 1 holds, out1'
+        (118, 134),  # stage 3, keeping: inner0', out0', out2'; nobody holds out1'
+        (132, 147),  # stage 4's backward: inner0', out0', out2', inner3', out3'
+        (129, 134),  # 3, base 101: without out3'
+        (116, 132),  # 2, base 102: stage 1 runs again, keeping: inner0', out0'
+        (130, 145),  # stage 2's backward: inner1'' and out1'' on top
+        (127, 132),  # 1, base 103: inner0', out0', inner1''
+        (114, 119),  # 0, base 104: inner0'
+    ]
+    assert [(s.start_bytes, s.peak_bytes) for s in timeline.steps] == [*forward, *backward, (90, 90)]
+    # Forward 5, backward 10, sweeps 4 and 1, two last stages' recomputes 1.5 each.
+    assert timeline.makespan_s == 23
+    assert timeline.runs == (2, 3, 3, 2, 2)
+
+
+def test_an_inner_segment_of_one_stage() -> None:
+    timeline = simulate(five_linked(), MIDDLE, (Segment(1, 3, (Segment(2, 2),)),))
+    # Against the plain segment: stage 2 runs with 6, not 16, and holds out1' alone until its own recompute with 15.
+    assert peaks(timeline)[6:10] == [131, 129 + 6, 143 - 10 + 15, 140 - 10 + 15]
+    assert timeline.makespan_s == 18.5 + 1.5
+    assert timeline.runs == (1, 2, 3, 2, 1)
+
+
+def test_what_a_later_stage_consumes_stays_as_the_original() -> None:
+    # Stage 4 saves out1 too: there from forward 3 on, where the plain segment had let it go, to backward 4.
+    plain = peaks(simulate(five_linked(), MIDDLE, (Segment(1, 3),)))
+    skip = peaks(simulate(five_linked(skip=(1, 4)), MIDDLE, (Segment(1, 3),)))
+    assert [b - a for a, b in zip(plain, skip, strict=True)] == [0, 0, 0, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_a_skip_inside_a_segment() -> None:
+    # Stage 3 takes out1 too. Forward 3 has it as the program's; backward 3 as the copy, which stage 2 holds anyway.
+    plain = peaks(simulate(five_linked(), MIDDLE, (Segment(1, 3),)))
+    skip = peaks(simulate(five_linked(skip=(1, 3)), MIDDLE, (Segment(1, 3),)))
+    assert [b - a for a, b in zip(plain, skip, strict=True)] == [0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+    # With stages 1 and 2 in an inner segment nobody holds the copy of out1 but stage 3; on the way to it, it is there.
+    nested = (Segment(1, 3, (Segment(1, 2),)),)
+    plain = peaks(simulate(five_linked(), MIDDLE, nested))
+    skip = peaks(simulate(five_linked(skip=(1, 3)), MIDDLE, nested))
+    assert [b - a for a, b in zip(plain, skip, strict=True)][5:] == [0, 0, 0, 4, 0, 0, 0, 0, 0]
+
+
+def test_a_skip_into_a_segment() -> None:
+    # Stage 3 holds out0 until its backward, as stage 1 does anyway.
+    plain = simulate(five_linked(), MIDDLE, (Segment(1, 3),))
+    skip = simulate(five_linked(skip=(0, 3)), MIDDLE, (Segment(1, 3),))
+    assert peaks(plain) == peaks(skip)
+
+
+def test_copies_are_beside_the_caller_s_originals() -> None:
+    # The caller keeps out2: 4 bytes more in forward 4 and in all of backward, where the sweep makes a copy of its own.
+    plain = peaks(simulate(five_linked(), MIDDLE, (Segment(1, 3),)))
+    kept = peaks(simulate(five_linked(out2_to_end=True), MIDDLE, (Segment(1, 3),)))
+    assert [b - a for a, b in zip(plain, kept, strict=True)] == [0, 0, 0, 0, 4, *[4] * 7, 0]
+
+
+def test_glue_inside_a_segment_is_not_run_again() -> None:
+    choices = (RECOMPUTE, RECOMPUTE, KEEP, RECOMPUTE, KEEP)
+    timeline = simulate(five_linked(glue=2), choices, (Segment(0, 3),))
+    forward = [
+        (100, 106),
+        (104, 110),
+        (104, 120),  # the glue keeps out1 and inner2
+        (118, 124),  # out1, inner2, out2
+        (122, 138),  # stage 3 holds out2, which glue made; out3
+    ]
+    backward = [
+        (132, 137),  # 4: out1, inner2, out2, out3, inner4
+        (119, 135),  # 3, base 101: stage 0 runs with out1, inner2, out2 there
+        (133, 149),  # stage 1: inner0', out0' on top
+        (143, 158),  # stage 3's backward: inner0', out0', inner1'; nobody is linked to the copy of out1
+        (140, 145),  # the glue, base 102: without out2
+        (127, 132),  # 1, base 103: inner0', out0', inner1'
+        (114, 119),  # 0
+    ]
+    assert [(s.start_bytes, s.peak_bytes) for s in timeline.steps] == [*forward, *backward, (90, 90)]
+    assert timeline.makespan_s == 15 + 2 + 1.5
+    assert timeline.runs == (2, 2, 1, 2, 1)
+
+
+def test_a_segment_s_input_is_swapped() -> None:
+    moving = Decision("recompute", (0,), 1, 3, "recompute+swap")
+    timeline = simulate(five_linked(), (KEEP, moving, *MIDDLE[2:]), (Segment(1, 3),))
+    # out0 is away in forward 2 to 4 and backward 4, and back for the sweep in front of backward 3.
+    plain = peaks(simulate(five_linked(), MIDDLE, (Segment(1, 3),)))
+    assert [a - b for a, b in zip(plain, peaks(timeline), strict=True)] == [0, 0, 4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0]
+    # 4 bytes at 2 bytes/s: out in [2, 4), which forward 1 waits for; in from backward 3 on, which the sweep waits for.
+    assert [(e.start_s, e.end_s) for e in timeline.events if e.what == "wait"] == [(2, 4), (9, 11)]
+    assert [(e.what, e.start_s) for e in timeline.events if e.stage == "s1" and e.lane == "in"] == [("in", 9)]
+    again = [(e.stage, e.start_s) for e in timeline.events if e.what == "recompute"]
+    assert again == [("s1", 11), ("s2", 12), ("s3", 13)]
+    assert (timeline.makespan_s, timeline.host_bytes) == (22.5, 4)
+    # Issued with backward 4, the return is hidden by it.
+    early = simulate(five_linked(), (KEEP, replace(moving, prefetch=4), *MIDDLE[2:]), (Segment(1, 3),))
+    assert early.makespan_s == 20.5
+
+
+def test_selective_option() -> None:
+    profile = four_stages()
+    partly = Option("selective-1", (4,), (), 8, 9, recompute_s=0.25, recomputes=True, ops=(2,))
+    swapped = replace(partly, name="selective-1+swap", moves=(0,))
+    stage = replace(profile.stages[0], options=(*profile.stages[0].options, partly, swapped))
+    profile = replace(
+        profile, stages=(stage, *profile.stages[1:]), storages=(*profile.storages, Storage("s0.mm", 6, 0, 0))
+    )
+    timeline = simulate(profile, (Decision("recompute", option="selective-1", ops=(2,)), KEEP, KEEP, KEEP))
+    # Against keep: 6 bytes held, not 10; 8 and 9 on top, not 12 and 5.
+    assert peaks(timeline) == [108, 118, 128, 138, 150, 137, 124, 100 + 6 + 9, 90]
+    assert timeline.makespan_s == 12.25
+    assert timeline.runs == (2, 1, 1, 1)
+    away = Decision("recompute", (0,), 0, 0, "selective-1+swap", (2,))
+    timeline = simulate(profile, (away, KEEP, KEEP, KEEP))
+    assert peaks(timeline) == [108, 112, 122, 132, 144, 131, 118, 115, 90]
+    # 6 bytes at 10 bytes/s, both ways in plain sight.
+    assert timeline.makespan_s == pytest.approx(12.25 + 2 * 0.6, abs=1e-12)
+
+
+def sound() -> tuple[Profile, Plan]:
+    """Stages 0 and 1 share a storage and swap."""
+    profile = four_stages()
+    shared = Storage("shared", 4, 0, 1)
+    stages = tuple(saving_also(s, 4) if i < 2 else s for i, s in enumerate(profile.stages))
+    profile = replace(profile, stages=stages, storages=(*profile.storages, shared))
+    return profile, plan_of(profile, (Decision("swap", (0,), 1, 1), Decision("swap", (0, 1), 2, 2), KEEP, KEEP))
+
+
+def sound_segment() -> tuple[Profile, Plan]:
+    """Five linked stages, the middle three together, their input swapped, the last two of them in an inner segment."""
+    profile = five_linked()
+    moving = Decision("recompute", (0,), 1, 3, "recompute+swap")
+    return profile, plan_of(profile, (KEEP, moving, *MIDDLE[2:]), (Segment(1, 3, (Segment(1, 2),)),))
+
+
+def plan_of(profile: Profile, choices: tuple[Decision, ...], segments: tuple[Segment, ...] = ()) -> Plan:
+    timeline = simulate(profile, choices, segments)
+    plan = Plan(
+        stages=tuple(stage.name for stage in profile.stages),
+        choices=choices,
+        status="feasible",
+        budget_bytes=timeline.peak_bytes,
+        peak_bytes=timeline.peak_bytes,
+        host_bytes=timeline.host_bytes,
+        step_s=timeline.makespan_s,
+        baseline_step_s=profile.baseline_step_s,
+        lower_bound_s=profile.baseline_step_s,
+        space="one by hand",
+        planner="hand",
+        fingerprint=profile.fingerprint,
+        inputs=(None,) * len(choices),
+        segments=segments,
+    )
+    assert validate(profile, plan, plan.budget_bytes) == ()
+    return plan
+
+
+def with_choice(plan: Plan, i: int, choice: Decision) -> Plan:
+    return replace(plan, choices=(*plan.choices[:i], choice, *plan.choices[i + 1 :]))
+
+
+BROKEN: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
+    "other stages": ("stages", lambda p: replace(p, stages=("x", *p.stages[1:]))),
+    "unknown option": ("option", lambda p: with_choice(p, 3, Decision("keep", option="selective-1"))),
+    "another action": ("option", lambda p: with_choice(p, 3, Decision("swap", option="keep"))),
+    "other operations": ("option", lambda p: with_choice(p, 3, Decision("recompute", ops=(1,)))),
+    "no such position": ("moves", lambda p: with_choice(p, 0, Decision("swap", (5,), 1, 1))),
+    "not moved by the option": ("moves", lambda p: with_choice(p, 0, Decision("recompute", (0,), 1, 1))),
+    "moved by two": ("moves", lambda p: with_choice(p, 0, Decision("swap", (0, 1), 1, 1))),
+    "release too early": ("points", lambda p: with_choice(p, 1, Decision("swap", (0, 1), 0, 2))),
+    "prefetch too late": ("points", lambda p: with_choice(p, 1, Decision("swap", (0, 1), 2, 0))),
+    "held by a kept stage": ("held", lambda p: with_choice(p, 0, KEEP)),
+    "peak": ("prediction", lambda p: replace(p, peak_bytes=p.peak_bytes - 1)),
+    "host": ("prediction", lambda p: replace(p, host_bytes=p.host_bytes - 1)),
+    "time": ("prediction", lambda p: replace(p, step_s=p.step_s * 1.001)),
+    "bound": ("bound", lambda p: replace(p, lower_bound_s=p.step_s * 1.001)),
+}
+BROKEN_SEGMENTS: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
+    "moves what the sweep makes": (
+        "moves",
+        lambda p: with_choice(p, 2, Decision("recompute", (0,), 2, 3, "recompute+swap")),
+    ),
+    "back only for its own backward": (
+        "points",
+        lambda p: with_choice(p, 1, Decision("recompute", (0,), 1, 2, "recompute+swap")),
+    ),
+    "other runs": ("prediction", lambda p: replace(p, segments=(Segment(1, 3),))),
+}
+
+
+@pytest.mark.parametrize("case", [*BROKEN, *BROKEN_SEGMENTS])
+def test_broken_plans_are_named(case: str) -> None:
+    kind, damage = (BROKEN | BROKEN_SEGMENTS)[case]
+    profile, plan = sound() if case in BROKEN else sound_segment()
+    damaged = damage(plan)
+    assert kind in {violation.kind for violation in validate(profile, damaged, plan.budget_bytes)}
+    # What can't be replayed is refused by the replay itself.
+    if kind in ("option", "segment", "moves", "points", "held"):
+        with pytest.raises(InvalidInputError, match="can't be replayed"):
+            simulate(profile, damaged)
+
+
+def test_a_segment_needs_stages_that_recompute() -> None:
+    segments = (Segment(1, 3),)
+    with pytest.raises(InvalidInputError, match=r"stage 's2': segment 1\.\.3: the stage is decided 'keep'"):
+        simulate(five_linked(), (KEEP, RECOMPUTE, KEEP, RECOMPUTE, KEEP), segments)
+    profile = five_linked()
+    fixed = replace(profile.stages[2], options=profile.stages[2].options[:1], linked=())
+    profile = replace(profile, stages=(*profile.stages[:2], fixed, *profile.stages[3:]))
+    with pytest.raises(InvalidInputError, match=r"stage 's2': segment 1\.\.3: the stage can't be recomputed"):
+        simulate(profile, (KEEP, RECOMPUTE, KEEP, RECOMPUTE, KEEP), segments)
+    with pytest.raises(InvalidInputError, match="out of order"):
+        simulate(five_linked(), (RECOMPUTE,) * 5, (Segment(1, 3), Segment(3, 4)))
+    with pytest.raises(InvalidInputError, match="of one stage alone"):
+        simulate(five_linked(), (RECOMPUTE,) * 5, (Segment(1, 1),))
+    with pytest.raises(InvalidInputError, match="2 decisions for 5 stages"):
+        simulate(five_linked(), (KEEP, KEEP))
+
+
+def test_a_segment_doesn_t_end_in_glue() -> None:
+    profile = five_linked(glue=3)
+    choices = (KEEP, RECOMPUTE, RECOMPUTE, KEEP, KEEP)
+    with pytest.raises(InvalidInputError, match="ends in glue"):
+        simulate(profile, choices, (Segment(1, 3),))
+    choices = (KEEP, RECOMPUTE, RECOMPUTE, KEEP, RECOMPUTE)
+    with pytest.raises(InvalidInputError, match="ends in glue"):
+        simulate(profile, choices, (Segment(1, 4, (Segment(2, 3),)),))
+
+
+def test_points_lie_where_modules_begin_and_end() -> None:
+    profile = five_linked(glue=4)
+    moving = Decision("recompute", (0,), 1, 3, "recompute+swap")
+    choices = (KEEP, moving, *MIDDLE[2:])
+    assert simulate(profile, choices, (Segment(1, 3),)).host_bytes == 4
+    for points, message in (((4, 3), "release point after the last module"), ((1, 4), "prefetch point outside")):
+        late = replace(moving, release=points[0], prefetch=points[1])
+        with pytest.raises(InvalidInputError, match=message):
+            simulate(profile, (KEEP, late, *MIDDLE[2:]), (Segment(1, 3),))
+
+
+def test_a_point_that_is_no_stage_is_refused_when_the_plan_is_made() -> None:
+    _, plan = sound()
+    with pytest.raises(InvalidInputError, match="no stage has index 4"):
+        with_choice(plan, 1, Decision("swap", (0, 1), 4, 2))
+
+
+def test_a_storage_that_is_to_stay() -> None:
+    profile, plan = sound()
+    storages = (replace(profile.storages[0], stays=True), *profile.storages[1:])
+    found = validate(replace(profile, storages=storages), plan, 10_000)
+    assert [(v.kind, v.stage) for v in found] == [("moves", "s0")]
+
+
+def test_budgets_are_exact() -> None:
+    profile, plan = sound()
+    assert validate(profile, plan, plan.budget_bytes, host_bytes=24) == ()
+    over = validate(profile, plan, plan.budget_bytes - 1)
+    assert {(v.kind, v.stage) for v in over} == {("budget", simulate(profile, plan).peak_stage)}
+    assert [v.kind for v in validate(profile, plan, plan.budget_bytes, host_bytes=23)] == ["host budget"]
+
+
+def test_an_option_the_stage_lacks() -> None:
+    profile, plan = sound()
+    first = profile.stages[0]
+    lacking = replace(first, options=tuple(option for option in first.options if option.name != "swap"))
+    profile = replace(profile, stages=(lacking, *profile.stages[1:]))
+    assert "option" in {v.kind for v in validate(profile, plan, plan.budget_bytes)}
+
+
+def test_a_storage_the_program_still_holds() -> None:
+    profile, plan = sound()
+    storages = (replace(profile.storages[0], program_until=1), *profile.storages[1:])
+    found = validate(replace(profile, storages=storages), plan, 10_000)
+    assert [(v.kind, v.stage) for v in found] == [("held", "s0")]
+
+
+def test_a_plan_of_another_chain_is_refused() -> None:
+    profile, plan = sound()
+    with pytest.raises(PlanMismatchError, match="stage 0"):
+        simulate(profile, replace(plan, stages=("x", *plan.stages[1:])))
+
+
+def tightest(options: Sequence[Option], r: Residency) -> tuple[Decision, ...]:
+    """Everything that core says may move, away wherever it can be."""
+    return tuple(
+        decision(option, moves, i, last)
+        for i, (option, moves, last) in enumerate(zip(options, r.moves, r.needed, strict=True))
+    )
+
+
+def worst_bytes(timeline: Timeline) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Peak of each forward and of each backward step, sweeps counted in the latter."""
+    forward = [step.peak_bytes for step in timeline.steps if step.phase == "forward"]
+    backward: list[int] = []
+    in_sweep = 0
+    for step in timeline.steps:
+        if step.phase == "backward":
+            in_sweep = max(in_sweep, step.peak_bytes)
+            if not step.sweep:
+                backward.append(in_sweep)
+                in_sweep = 0
+    return tuple(forward), tuple(reversed(backward))
+
+
+def makespan(profile: Profile, choices: Sequence[Decision], r: Residency) -> float:
+    """The step as a longest path, from the seconds of each step and the transfers alone."""
+    n, link, stages = len(choices), profile.link, profile.stages
+    nbytes = [
+        sum(profile.storages[stages[i].option(choice.option).saved[p]].nbytes for p in choice.moves)
+        for i, choice in enumerate(choices)
+    ]
+    movers = [i for i in range(n) if choices[i].moves]
+    now = free = 0.0
+    gone: dict[int, float] = {}
+    for k in range(n):
+        now += stages[k].forward_s
+        if k in movers:
+            free = gone[k] = max(now, free) + link.out_s(nbytes[k])
+        now = max([now, *(gone[i] for i in movers if choices[i].release == k)])
+    free = 0.0
+    back: dict[int, float] = {}
+    for k in reversed(range(n)):
+        for i in reversed(movers):
+            if choices[i].prefetch == k:
+                free = back[i] = max(now, free) + link.in_s(nbytes[i])
+        now = max([now, *(back[i] for i in movers if r.needed[i] == k)]) + r.backward_s[k]
+    return now
+
+
+def pinning_more(rng: random.Random, profile: Profile) -> Profile:
+    """`profile` with some "recompute+swap" that hold more than "recompute", a thing of their own or one of keep's."""
+    storages = list(profile.storages)
+    stages = []
+    for i, stage in enumerate(profile.stages):
+        menu = []
+        for option in stage.options:
+            if option.name == "recompute+swap" and rng.random() < 0.5:
+                more = [s for s in stage.keep.held if s not in option.held]
+                if more and rng.random() < 0.5:
+                    s = rng.choice(more)
+                else:
+                    s = len(storages)
+                    storages.append(Storage(f"{stage.name}.unseen", rng.randint(1, 9), i, i))
+                option = replace(option, pinned=(*option.pinned, s))
+            menu.append(option)
+        stages.append(replace(stage, options=tuple(menu)))
+    return replace(profile, stages=tuple(stages), storages=tuple(storages))
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_agrees_with_core_on_random_plans(part: int) -> None:
+    moving = nested = 0
+    for seed in range(part, 1200, 4):
+        rng = random.Random(seed)
+        profile = pinning_more(rng, random_chain(seed, rng.randint(1, 12)))
+        segments = random_segments(rng, profile, share=rng.random())
+        options = random_options(rng, profile, segments)
+        r = residency(profile, options, segments)
+        timeline = simulate(profile, tightest(options, r), segments)
+        assert worst_bytes(timeline) == (r.forward_bytes, r.backward_bytes), seed
+        assert timeline.host_bytes == sum(r.moved_bytes)
+        for i in range(len(options)):
+            depth = sum(segment.depth(i) for segment in segments)
+            inside = depth and not profile.stages[i].is_glue
+            assert timeline.runs[i] == 1 + (depth if inside else options[i].recomputes), (seed, i)
+
+        still = simulate(profile, [decision(option) for option in options], segments)
+        least = max(*r.forward_bytes, *r.backward_bytes, profile.update_peak_bytes)
+        budget = rng.randint(least, max(least, still.peak_bytes))
+        choices = schedule(profile, options, budget, segments)
+        assert not isinstance(choices, Overflow), seed
+        timeline = simulate(profile, choices, segments)
+        assert timeline.peak_bytes <= budget, seed
+        # 1e-9: the same seconds added in another order.
+        assert timeline.makespan_s == pytest.approx(makespan(profile, choices, r), rel=1e-9, abs=1e-9), seed
+        assert isinstance(schedule(profile, options, least - 1, segments), Overflow)
+        moving += timeline.host_bytes > 0
+        nested += any(segment.inner for segment in segments)
+    assert moving > 40
+    assert nested > 60
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_no_release_and_prefetch_points_beat_the_lazy_ones(part: int) -> None:
+    for seed in range(part, 80, 2):
+        rng = random.Random(seed)
+        profile = random_chain(seed, 1 + seed % 3, most_options=4)
+        found = combinations(profile)
+        least = smallest_peak(profile, within=found)
+        most = simulate(profile, [decision(stage.keep) for stage in profile.stages]).peak_bytes
+        for budget in {least - 1, least, rng.randint(least, max(least, most))}:
+            for host in (None, rng.randint(0, 40)):
+                best = fastest(profile, budget, host_bytes=host, within=found)
+                every = fastest_of_all_points(profile, budget, host_bytes=host, within=found)
+                assert best == (every if every is None else pytest.approx(every, rel=1e-9)), (seed, budget, host)
+
+
+def test_brute_force_tries_every_segment() -> None:
+    # Stages that can only keep or recompute. A sweep over k stages can be done in 1, 2, 6, 22, 90, ... ways: the large
+    # Schröder numbers S(k), as every stretch that is recomputed together is a bracket around its own sweep. A step of n
+    # stages begins with a single stage, 2 ways, or with a segment of j stages, S(j - 1) ways.
+    schroeder = [1, 2, 6, 22, 90]
+    steps = [1]
+    for n in range(1, 6):
+        longer = (schroeder[j - 1] * steps[n - j] for j in range(2, n + 1))
+        steps.append(2 * steps[n - 1] + sum(longer))
+        found = combinations(textbook_chain(random.Random(n), n), actions=("keep", "recompute"))
+        assert len(found) == len({(combination.options, combination.segments) for combination in found}) == steps[n]
+
+
+def test_brute_force_knows_the_compute_time_of_what_it_tries() -> None:
+    for seed in range(12):
+        profile = random_chain(seed, 4, most_options=3)
+        for found in combinations(profile):
+            timeline = simulate(profile, [decision(option) for option in found.options], found.segments)
+            # 1e-9: the same seconds added in another order.
+            assert timeline.makespan_s == pytest.approx(found.compute_s, rel=1e-9), (seed, found)
+
+
+def test_a_thousand_stages_are_replayed_at_once() -> None:
+    profile = homogeneous_chain(1000, link_ratio=0.5)
+    segments = tuple(Segment(first, first + 19, (Segment(first + 2, first + 9),)) for first in range(0, 1000, 40))
+    inside = {i for segment in segments for i in range(segment.first, segment.last + 1)}
+    options = [stage.option("recompute" if i in inside else "swap") for i, stage in enumerate(profile.stages)]
+    r = residency(profile, options, segments)
+    timeline = simulate(profile, tightest(options, r), segments)
+    assert worst_bytes(timeline) == (r.forward_bytes, r.backward_bytes)
+    # One event per run and transfer, not per pair of stages.
+    assert len(timeline.events) < 8 * 1000

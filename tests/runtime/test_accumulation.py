@@ -1,0 +1,398 @@
+"""Steps that start with gradients: planned with them, measured with them, and noticed where they weren't planned."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import Transformer, plan_of
+from torch import nn
+from typer.testing import CliRunner
+
+import ckptplan
+from ckptplan.cli.app import app
+from ckptplan.core.errors import InvalidInputError, PlanMismatchError, UnsupportedModelError
+from ckptplan.core.plan import Plan
+from ckptplan.core.profile import Profile
+from ckptplan.profiling.profiler import profile
+from ckptplan.runtime.observe.measure import held_tensors, peak_above_start, unique_bytes
+
+
+def wide() -> tuple[nn.Module, torch.Tensor]:
+    """Gradients as large as activations."""
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Tanh()) for _ in range(4))
+    return nn.Sequential(*blocks), torch.randn(128, 64)
+
+
+def tied() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return Transformer(depth=2, tied=True), torch.randint(0, 50, (4, 32))
+
+
+def partly_frozen() -> tuple[nn.Module, torch.Tensor]:
+    model, x = wide()
+    for p in [*model[0].parameters(), model[2][0].weight]:  # type: ignore[index]
+        p.requires_grad_(False)
+    return model, x
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "wide": wide,
+    "tied": tied,
+    "partly frozen": partly_frozen,
+}
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+def give_gradients(model: nn.Module) -> list[torch.Tensor | None]:
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = torch.randn_like(p)
+    return [p.grad for p in model.parameters()]
+
+
+def micro_batches(model: nn.Module, x: torch.Tensor, count: int = 2) -> None:
+    model.zero_grad(set_to_none=True)
+    for _ in range(count):
+        output = model(x)  # kept until the end of backward, as callers do
+        output.mean().backward()
+        del output
+
+
+def measured_bytes(model: nn.Module, x: torch.Tensor, plan: Plan, run: Callable[[], Any]) -> int:
+    """Most bytes that `run` holds at once; it must start without gradients, whose release isn't recorded."""
+    held = unique_bytes([*held_tensors(model), x])
+    with ckptplan.apply(model, plan):
+        return held + peak_above_start(run, torch.device("cpu"))
+
+
+# ---------------------------------------------------------------- profile and plan
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_count_from_the_start(name: str) -> None:
+    model, x = MODELS[name]()
+    without = profile(model, x, accumulate=False, menus=False)
+    having = profile(model, x, accumulate=True, menus=False)
+    assert having.resident_bytes == without.resident_bytes + gradient_bytes(model)
+    assert having.base_forward_bytes == tuple(b + gradient_bytes(model) for b in without.base_forward_bytes)
+    assert having.update_peak_bytes == without.update_peak_bytes
+    assert (having.fingerprint.accumulates, without.fingerprint.accumulates) == (True, False)
+
+
+@pytest.mark.parametrize("action", ["keep", "swap", "recompute"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_peak_of_micro_batches_is_predicted(name: str, action: Any) -> None:
+    model, x = MODELS[name]()
+    measured = profile(model, x, accumulate=True, menus=False)
+    plan = plan_of(measured, [action] * len(measured.stages))
+    found = measured_bytes(model, x, plan, lambda: micro_batches(model, x, 3))
+    assert found <= plan.peak_bytes
+    # Random states of recomputed stages (5 kB each), and boundaries taken at their worst, weigh much in small models.
+    assert plan.peak_bytes - found <= (16 if action == "keep" else 0.05 * plan.peak_bytes)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "momentum"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_training_that_accumulates_keeps_its_budget(kind: str, set_to_none: bool) -> None:
+    model, x = wide()
+    parameters = list(model.parameters())
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.AdamW(parameters) if kind == "adamw" else torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    )
+    measured = profile(model, x, optimizer=optimizer, accumulate=True)
+    least = ckptplan.solve(measured, max_overhead=9.0).peak_bytes
+    plan = ckptplan.solve(measured, 1.1 * least / 2**30)
+
+    def training() -> None:
+        for _ in range(2):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            for _ in range(2):
+                model(x).mean().backward()
+            optimizer.step()
+
+    assert measured_bytes(model, x, plan, training) <= plan.budget_bytes
+
+
+def test_whether_gradients_exist_is_found() -> None:
+    model, x = wide()
+    assert not profile(model, x, menus=False).fingerprint.accumulates
+    kept = give_gradients(model)
+    values = [g.clone() for g in kept if g is not None]
+    found = profile(model, x, menus=False)
+    assert found.fingerprint.accumulates
+    assert any("accumulate=False" in note for note in found.notes)
+    assert not profile(model, x, accumulate=False, menus=False).fingerprint.accumulates
+    assert ckptplan.solve(model, 1.0, inputs=x, menus=False).fingerprint.accumulates
+    assert all(p.grad is g for p, g in zip(model.parameters(), kept, strict=True))
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), values, strict=True) if p.grad is not None)
+    model.zero_grad()
+    (model[0][0].weight).requires_grad_(False).grad = torch.zeros_like(model[0][0].weight)  # type: ignore[index]
+    assert not profile(model, x, menus=False).fingerprint.accumulates
+
+
+@pytest.mark.parametrize("given", ["yes", 1])
+def test_only_true_false_and_none(given: Any) -> None:
+    model, x = wide()
+    with pytest.raises(InvalidInputError, match="it is True, False or None"):
+        profile(model, x, accumulate=given)
+    with pytest.raises(InvalidInputError, match="accumulate can't be given with a profile"):
+        ckptplan.solve(profile(model, x, menus=False), 1.0, accumulate=True)
+
+
+def test_files_keep_the_flag_and_older_ones_have_none(tmp_path: Path) -> None:
+    model, x = wide()
+    measured = profile(model, x, accumulate=True, menus=False)
+    plan = ckptplan.solve(measured, 1.0)
+    for kept, kind in ((measured, Profile), (plan, Plan)):
+        kept.save(tmp_path / "file.json")  # type: ignore[attr-defined]
+        assert kind.load(tmp_path / "file.json") == kept  # type: ignore[attr-defined]
+        data = json.loads((tmp_path / "file.json").read_text())
+        del data["fingerprint"]["accumulates"]
+        (tmp_path / "old.json").write_text(json.dumps(data))
+        assert not kind.load(tmp_path / "old.json").fingerprint.accumulates  # type: ignore[attr-defined]
+
+
+def test_a_device_that_is_not_here() -> None:
+    model, x = wide()
+    without, having = (
+        ckptplan.solve(model, 1.0, inputs=x, device="a100-40gb", accumulate=accumulate, menus=False)
+        for accumulate in (False, True)
+    )
+    assert having.peak_bytes > without.peak_bytes
+    assert having.reserved_bytes is not None
+    assert without.reserved_bytes is not None
+    assert having.reserved_bytes >= without.reserved_bytes
+
+
+# ---------------------------------------------------------------- estimate
+
+
+def test_an_estimate_starts_with_gradients() -> None:
+    model, x = wide()
+    without = ckptplan.estimate(model, x)
+    having = ckptplan.estimate(model, x, accumulate=True)
+    loaded = without.phase("loaded").end_bytes, having.phase("loaded").end_bytes
+    assert loaded[1] - loaded[0] == gradient_bytes(model)
+    measured = profile(model, x, accumulate=True, menus=False)
+    plan = plan_of(measured, ["keep"] * len(measured.stages))
+    assert ckptplan.estimate(model, x, plan=plan).peak_bytes >= plan.peak_bytes - 16
+    give_gradients(model)
+    assert ckptplan.estimate(model, x).peak_bytes == having.peak_bytes
+
+
+def test_the_largest_batch_is_smaller_with_gradients() -> None:
+    model, _ = wide()
+    batches = [
+        ckptplan.max_batch_size(
+            model, lambda n: torch.zeros(n, 64), 0.002, plan=False, limit=4096, accumulate=accumulate
+        )
+        for accumulate in (False, True)
+    ]
+    assert batches[1].batch < batches[0].batch
+    assert all(b.measured_peak_bytes is not None and b.measured_peak_bytes <= b.budget_bytes for b in batches)
+
+
+# ---------------------------------------------------------------- verify
+
+
+def test_verify_measures_steps_with_gradients_and_leaves_the_user_s() -> None:
+    model, x = wide()
+    plan = ckptplan.solve(model, 1.0, inputs=x, accumulate=True)
+    found = ckptplan.verify(model, plan, x, repeats=1)
+    assert found.measured_peak_bytes == plan.peak_bytes == found.plain_peak_bytes
+    assert found.gradients_equal
+    assert all(p.grad is None for p in model.parameters())
+    kept = give_gradients(model)
+    values = [g.clone() for g in kept if g is not None]
+    assert ckptplan.verify(model, plan, x, repeats=1).measured_peak_bytes == plan.peak_bytes
+    assert all(p.grad is g for p, g in zip(model.parameters(), kept, strict=True))
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), values, strict=True) if p.grad is not None)
+
+
+def test_verify_finds_gradients_that_the_plan_does_not_reckon_with() -> None:
+    model, x = wide()
+    plan = ckptplan.solve(model, max_overhead=0.0, inputs=x)
+    assert ckptplan.verify(model, plan, x, repeats=1).within_budget
+    give_gradients(model)
+    with pytest.raises(PlanMismatchError, match="gradients of"):
+        ckptplan.verify(model, plan, x, repeats=1)
+    assert ckptplan.verify(model, plan, x, repeats=1, accumulate=False).within_budget
+
+
+def test_a_trace_starts_with_gradients() -> None:
+    model, x = wide()
+    plan = ckptplan.solve(model, 1.0, inputs=x, accumulate=True)
+    drawn = ckptplan.trace(model, plan, x)
+    assert drawn.measured.peak_bytes == plan.peak_bytes
+    assert all(p.grad is None for p in model.parameters())
+
+
+# ---------------------------------------------------------------- the guard
+
+
+def applied(model: nn.Module, x: torch.Tensor, room_bytes: int, *, accumulate: bool = False) -> Any:
+    measured = profile(model, x, accumulate=accumulate, menus=False)
+    plan = plan_of(measured, ["recompute"] * len(measured.stages))
+    return ckptplan.apply(model, dataclasses.replace(plan, budget_bytes=plan.peak_bytes + room_bytes))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_that_were_not_planned_are_an_error_at_the_first_forward(name: str) -> None:
+    model, x = MODELS[name]()
+    with applied(model, x, gradient_bytes(model) - 1) as handle:
+        model(x).mean().backward()
+        runs = handle.stats().runs
+        for _ in range(2):
+            with pytest.raises(PlanMismatchError) as caught:
+                model(x)
+        assert "reckoned with none" in str(caught.value)
+        assert "zero_grad(set_to_none=True)" in str(caught.value)
+        assert "accumulate=True" in str(caught.value)
+        assert handle.stats().runs == runs
+        model.zero_grad()
+        model(x).mean().backward()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_that_fit_below_the_budget_are_none(name: str) -> None:
+    model, x = MODELS[name]()
+    with applied(model, x, gradient_bytes(model)):
+        micro_batches(model, x, 3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plan_for_gradients_takes_all_micro_batches(name: str) -> None:
+    model, x = MODELS[name]()
+    with applied(model, x, 0, accumulate=True):
+        micro_batches(model, x, 3)
+        model.zero_grad(set_to_none=False)
+        model(x).mean().backward()
+
+
+def test_a_single_gradient_is_noticed() -> None:
+    model, x = wide()
+    with applied(model, x, 0):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+            with pytest.raises(PlanMismatchError, match="gradients of"):
+                model(x)
+            p.grad = None
+        model(x)
+
+
+def test_gradients_of_others_do_not_count_twice_and_larger_storages_do() -> None:
+    """Gradients may be views of one storage, which is larger than they are together."""
+    model, x = wide()
+    whole = torch.zeros(gradient_bytes(model) // 4 + 1)
+    begin = 0
+    for p in model.parameters():
+        p.grad = whole[begin : begin + p.numel()].view_as(p)
+        begin += p.numel()
+    with applied(model, x, 3, accumulate=True), pytest.raises(PlanMismatchError, match=r"reckoned with 517\.00 KiB"):
+        model(x)
+    with applied(model, x, 4, accumulate=True):
+        model(x)
+
+
+def test_sparse_gradients_count_with_their_indices() -> None:
+    model, x = wide()
+    weight = next(model.parameters())
+    weight.grad = torch.zeros_like(weight).index_fill_(0, torch.tensor([3]), 1.0).to_sparse()
+    nbytes = 64 * (4 + 2 * 8)
+    with applied(model, x, nbytes - 1), pytest.raises(PlanMismatchError, match=r"gradients of 1\.25 KiB"):
+        model(x)
+    with applied(model, x, nbytes):
+        model(x)
+
+
+def test_parameters_that_were_replaced_are_looked_at() -> None:
+    model, x = wide()
+    with applied(model, x, 0):
+        model(x)
+        model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+        model(x)
+        next(model.parameters()).grad = torch.zeros(256, 64)
+        with pytest.raises(PlanMismatchError, match="gradients of"):
+            model(x)
+
+
+def test_gradients_that_grow_later_are_noticed() -> None:
+    """What was found in order is not looked at again while it is the same."""
+    model, x = wide()
+    first, second, *_ = model.parameters()
+    with applied(model, x, first.numel() * 4):
+        first.grad = torch.zeros_like(first)
+        model(x)
+        model(x)
+        second.grad = torch.zeros_like(second)
+        with pytest.raises(PlanMismatchError, match="gradients of"):
+            model(x)
+
+
+def test_evaluation_and_forwards_without_gradients_are_not_held_up() -> None:
+    model, x = wide()
+    with applied(model, x, 0):
+        give_gradients(model)
+        with torch.no_grad():
+            model(x)
+        model.eval()
+        model(x)
+
+
+# ---------------------------------------------------------------- step= and the command line
+
+
+def test_a_step_that_runs_backward_by_itself_is_refused() -> None:
+    model, x = wide()
+
+    def step() -> torch.Tensor:
+        model(x).mean().backward()
+        return model(x).mean()
+
+    for run in (profile, ckptplan.estimate):
+        with pytest.raises(UnsupportedModelError, match=r"one micro-batch, with accumulate=True"):
+            run(model, step=step)  # type: ignore[operator]
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_step_of_several_forwards_accumulates() -> None:
+    model, x = wide()
+
+    def step() -> torch.Tensor:
+        return model(x).mean() + model(x).square().mean()
+
+    measured = profile(model, step=step, accumulate=True, menus=False)
+    plan = plan_of(measured, ["recompute"] * len(measured.stages))
+    assert ckptplan.verify(model, plan, step=step, repeats=1).measured_peak_bytes <= plan.peak_bytes
+
+
+def build() -> tuple[nn.Module, torch.Tensor]:
+    """For the command line."""
+    return wide()
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    runner = CliRunner()
+    source = "test_accumulation:build"
+    for option, expected in (("--accumulate", True), ("--no-accumulate", False)):
+        out = tmp_path / "plan.json"
+        done = runner.invoke(app, ["solve", source, "--budget-gb", "1", option, "-o", str(out)])
+        assert done.exit_code == 0, done.output
+        assert Plan.load(out).fingerprint.accumulates is expected
+    found = collections.defaultdict(list)
+    for option in ("--accumulate", "--no-accumulate"):
+        done = runner.invoke(app, ["estimate", source, option, "--json", str(tmp_path / "e.json")])
+        assert done.exit_code == 0, done.output
+        found["peak"].append(json.loads((tmp_path / "e.json").read_text())["peak_bytes"])
+    assert found["peak"][0] > found["peak"][1]

@@ -1,0 +1,309 @@
+"""Stages that read and change plain Python objects: run again, they find what forward found, and leave no trace."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import small_models
+import torch
+from torch import nn
+
+import ckptplan
+from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.core.plan import Decision, Plan
+from ckptplan.core.segment import Segment
+from ckptplan.runtime.state.cells import Snapshot
+
+WIDTH = 64
+HOW = ("recompute", "segment")
+
+
+class _Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.count = 0
+        self.previous: torch.Tensor | None = None
+        self.seen: list[int] = []
+        self.known: dict[str, int] = {}
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * self.factor(x)
+
+    def factor(self, x: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+
+class _Counts(_Stage):
+    def factor(self, x: torch.Tensor) -> Any:
+        self.count += 1
+        return self.count
+
+
+class _TakesTurns(_Stage):
+    """The same shapes on either path, so that nothing but the values tells them apart."""
+
+    def factor(self, x: torch.Tensor) -> Any:
+        self.count += 1
+        return torch.sin((self.linear if self.count % 2 else self.other)(x))
+
+
+class _Remembers(_Stage):
+    def factor(self, x: torch.Tensor) -> Any:
+        found = torch.sin(self.other(x))
+        before, self.previous = self.previous, found.detach()
+        return found if before is None else found * before
+
+
+class _Collects(_Stage):
+    def factor(self, x: torch.Tensor) -> Any:
+        self.seen.append(1)
+        self.known["calls"] = self.known.get("calls", 0) + 2
+        return len(self.seen) + self.known["calls"]
+
+
+class _DrawsInPython(_Stage):
+    def factor(self, x: torch.Tensor) -> Any:
+        return random.random()
+
+
+class _DrawsInNumpy(_Stage):
+    def factor(self, x: torch.Tensor) -> Any:
+        return float(np.random.rand())  # noqa: NPY002
+
+
+class _DrawsFromItsOwn(_Stage):
+    def factor(self, x: torch.Tensor) -> Any:
+        return torch.rand(x.shape, generator=self.generator)
+
+
+class _Chain(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(kind() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+STATEFUL = (_Counts, _TakesTurns, _Remembers, _Collects, _DrawsInPython, _DrawsInNumpy, _DrawsFromItsOwn)
+
+
+def made(kind: type[nn.Module], chain: type[nn.Module] = _Chain) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    return chain(kind), torch.randn(32, WIDTH)
+
+
+def planned(model: nn.Module, x: torch.Tensor, how: str) -> Plan:
+    profile = ckptplan.profile(model, x)
+    assert all(stage.is_glue or stage.recompute for stage in profile.stages)
+    if how == "recompute":
+        return small_models.plan_of(profile, ["recompute"] * len(profile.stages))
+    choices = tuple(Decision("keep" if stage.is_glue else "recompute") for stage in profile.stages)
+    return small_models.plan_with(profile, choices, segments=(Segment(0, 3, (Segment(0, 2),)),))
+
+
+def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = (model(x) ** 2).mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_gradients_are_those_of_plain_steps(kind: type[nn.Module], how: str) -> None:
+    model, x = made(kind)
+    wanted = [step(model, x) for _ in range(3)]
+    plan = planned(*made(kind), how)
+    other, x = made(kind)
+    with ckptplan.apply(other, plan) as handle:
+        assert all(same(step(other, x), want) for want in wanted)
+        assert handle.stats().recomputed_stages == 3 * handle.stats().planned_recomputed_stages > 0
+    for a, b in zip(model.layers, other.layers, strict=True):  # type: ignore[arg-type]
+        assert (a.count, a.seen, a.known) == (b.count, b.seen, b.known)
+        assert torch.equal(a.generator.get_state(), b.generator.get_state())
+    assert random.random() == _after(kind, wanted)
+
+
+class _BeginsLater(_Stage):
+    def factor(self, x: torch.Tensor) -> Any:
+        if not self.known:
+            return 1
+        self.count += 1
+        self.seen.append(self.count)
+        return len(self.seen) * random.random() * float(np.random.randn()) + torch.rand(1, generator=self.generator)  # noqa: NPY002
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_stage_that_changes_and_draws_in_later_steps_alone(how: str) -> None:
+    def steps(model: nn.Module, x: torch.Tensor) -> list[list[torch.Tensor]]:
+        out = [step(model, x), step(model, x)]
+        for layer in model.layers:  # type: ignore[union-attr]
+            layer.known["begun"] = 1
+        return [*out, step(model, x), step(model, x)]
+
+    wanted = steps(*made(_BeginsLater))
+    plan = planned(*made(_BeginsLater), how)
+    model, x = made(_BeginsLater)
+    with ckptplan.apply(model, plan):
+        assert all(same(found, want) for found, want in zip(steps(model, x), wanted, strict=True))
+    assert [layer.seen for layer in model.layers] == [[1, 2]] * 4  # type: ignore[union-attr]
+
+
+def _after(kind: type[nn.Module], wanted: list[list[torch.Tensor]]) -> float:
+    """What Python's generator gives behind as many plain steps."""
+    state = random.getstate()
+    model, x = made(kind)
+    for _ in wanted:
+        step(model, x)
+    found = random.random()
+    random.setstate(state)
+    return found
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_profiling_leaves_attributes_as_they_were(kind: type[nn.Module]) -> None:
+    model, x = made(kind)
+    layer = model.layers[0]  # type: ignore[index, union-attr]
+    seen, known, generator = layer.seen, layer.known, layer.generator.get_state()
+    ckptplan.profile(model, x)
+    assert layer.seen is seen
+    assert layer.known is known
+    assert (layer.count, layer.previous, seen, known) == (0, None, [], {})
+    assert torch.equal(layer.generator.get_state(), generator)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_attributes_and_parameters_changed_before_backward(how: str) -> None:
+    def grads(model: nn.Module) -> list[torch.Tensor]:
+        parameters = {name: (1.5 * p.detach()).requires_grad_() for name, p in model.named_parameters()}
+        loss = torch.func.functional_call(model, parameters, (x,)).sum()
+        for layer in model.layers:  # type: ignore[union-attr]
+            layer.count = 5
+            layer.linear = layer.other
+        return list(torch.autograd.grad(loss, list(parameters.values()), allow_unused=True))
+
+    plan = planned(*made(_Counts), how)
+    model, x = made(_Counts)
+    wanted = [g for g in grads(model) if g is not None]
+    model, x = made(_Counts)
+    with ckptplan.apply(model, plan):
+        found = [g for g in grads(model) if g is not None]
+    assert same(found, wanted)
+
+
+class _Reports(_Stage):
+    def forward(self, x: torch.Tensor, losses: list[torch.Tensor], sums: dict[str, Any]) -> torch.Tensor:
+        y = torch.tanh(self.linear(x))
+        losses.append((y**2).mean())
+        sums["all"] = sums.get("all", 0) + y.mean()
+        return torch.sin(y) * len(losses)
+
+
+class _Reported(_Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        sums: dict[str, Any] = {}
+        for layer in self.layers:
+            x = layer(x, losses, sums)
+        return x * (1 + sum(losses)) + sums["all"]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_what_a_stage_adds_to_its_callers_containers_gets_there(how: str) -> None:
+    model, x = made(_Reports, _Reported)
+    wanted = step(model, x)
+    with ckptplan.apply(model, planned(model, x, how)):
+        assert same(step(model, x), wanted)
+
+
+class _Draws(_Stage):
+    def forward(self, x: torch.Tensor, numbers: Iterator[float]) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * next(numbers, 1.0)
+
+
+class _Drawn(_Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        numbers = iter((2.0, 3.0, 4.0, 5.0))
+        for layer in self.layers:
+            x = layer(x, numbers)
+        return x
+
+
+class _WritesInPlace(_Stage):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.ones(32, WIDTH)
+
+    def factor(self, x: torch.Tensor) -> Any:
+        before = self.mean.clone()
+        self.mean.mul_(0.5)
+        return before
+
+
+@pytest.mark.parametrize(("kind", "chain"), [(_Draws, _Drawn), (_WritesInPlace, _Chain)])
+def test_stages_that_can_not_run_again_have_no_such_option(kind: type[nn.Module], chain: type[nn.Module]) -> None:
+    model, x = made(kind, chain)
+    profile = ckptplan.profile(model, x)
+    assert {o.action for stage in profile.stages for o in stage.options} == {"keep", "swap"}
+    plan = small_models.plan_with(profile, tuple(Decision("keep") for _ in profile.stages))
+    forced = small_models.plan_of(ckptplan.profile(*made(_Counts)), ["recompute"] * len(profile.stages))
+    plan = ckptplan.Plan(**{f: getattr(plan if f != "choices" else forced, f) for f in Plan.__dataclass_fields__})
+    with (
+        ckptplan.apply(model, plan),
+        pytest.raises(UnsupportedModelError, match=r"to run again (gets a \w+iterator|writes to its tensor attribute)"),
+    ):
+        model(x)
+
+
+class _KeepsOutputs(_Stage):
+    def factor(self, x: torch.Tensor) -> Any:
+        found = torch.sin(self.other(x))
+        self.previous = found  # with its graph
+        self.seen = [*self.seen[-1:], found]  # type: ignore[list-item]
+        return found
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_outputs_kept_as_attributes_hold_no_graphs(how: str) -> None:
+    model, x = made(_KeepsOutputs)
+    plan = planned(*made(_Counts), how)
+    with ckptplan.apply(model, plan):
+        model(x)
+        first = model.layers[0].previous  # type: ignore[index, union-attr]
+        assert first is not None
+        watch = weakref.ref(first)
+        del first
+        for _ in range(4):
+            model(x)  # nobody runs backward
+        gc.collect()
+        assert watch() is None
+
+
+def test_sameness_is_told_by_identity() -> None:
+    module = nn.Module()
+    module.tensors = [torch.ones(2)]  # type: ignore[assignment]
+    module.names = {"a"}  # type: ignore[assignment]
+    held = Snapshot([module])
+    module.tensors[0] = torch.ones(2)  # type: ignore[index, operator]
+    module.names.add("b")  # type: ignore[operator, union-attr]
+    module.extra = 1  # type: ignore[assignment]
+    held.put()
+    assert module.names == {"a"}
+    assert not hasattr(module, "extra")

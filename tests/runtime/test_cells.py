@@ -1,0 +1,276 @@
+"""Python state that a stage reaches is found, kept and put back, whatever it lies in."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_models import plan_of
+from torch import nn
+
+import ckptplan
+from ckptplan.core.plan import Plan
+from ckptplan.runtime.state.cells import Changing, Snapshot
+from ckptplan.runtime.state.restore import restored
+
+WIDTH = 64
+COUNT = [0]
+
+
+class Counter:
+    """A plain object with attributes of its own."""
+
+    def __init__(self) -> None:
+        self.inner, self.seen = [0], 0
+
+    def next(self) -> int:
+        self.seen += 1
+        self.inner[0] += self.seen
+        return self.inner[0]
+
+
+class Stage(nn.Module):
+    """Multiplies by a number that changes at every call."""
+
+    def __init__(self, number: Callable[[Stage], float]) -> None:
+        super().__init__()
+        self.linear, self.counter = nn.Linear(WIDTH, WIDTH), Counter()
+        self.table: dict[str, Any] = {"calls": [[0]], "last": (1, [2])}
+        self.queue = collections.deque([1.0, 2.0, 3.0])
+        self.array = np.zeros(3)
+        self.numbers, self.rates = itertools.count(1), [iter(range(1, 1000))]
+        self.space = types.SimpleNamespace(calls=0)
+        self.count = functools.partial(setattr, self.space, "calls")
+        self.number = number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x) * self.number(self))
+
+
+def of_object(stage: Stage) -> float:
+    return stage.counter.next()
+
+
+def of_what_an_object_holds(stage: Stage) -> float:
+    stage.counter.inner[0] += 1
+    return stage.counter.inner[0]
+
+
+def of_nested(stage: Stage) -> float:
+    stage.table["calls"][0].append(1)
+    stage.table["last"][1][0] += 1
+    return float(len(stage.table["calls"][0]) + stage.table["last"][1][0])
+
+
+def of_queue(stage: Stage) -> float:
+    stage.queue.rotate()
+    return stage.queue[0]
+
+
+def of_array(stage: Stage) -> float:
+    stage.array += 0.5
+    return float(stage.array.sum())
+
+
+def of_iterators(stage: Stage) -> float:
+    return next(stage.numbers) * next(stage.rates[0])
+
+
+def of_partial(stage: Stage) -> float:
+    """Of an object to which nothing can refer weakly, found through one whose attributes can't be set."""
+    stage.count(stage.space.calls + 1)
+    return float(stage.space.calls)
+
+
+def of_global(stage: Stage) -> float:
+    COUNT[0] += 1
+    return COUNT[0]
+
+
+CHANGING = [of_object, of_what_an_object_holds, of_nested, of_queue, of_array, of_iterators, of_partial]
+
+
+def enclosed() -> Callable[[Stage], float]:
+    calls = 0
+
+    def number(stage: Stage) -> float:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return number
+
+
+def made(number: Callable[[Stage], float]) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Stage(number) for _ in range(3))), torch.randn(16, WIDTH)
+
+
+def steps(model: nn.Module, x: torch.Tensor, count: int = 6) -> list[torch.Tensor]:
+    found = []
+    for _ in range(count):
+        model.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    return found
+
+
+def recomputed(model: nn.Module, x: torch.Tensor) -> Plan:
+    profile = ckptplan.profile(model, x, menus=False)
+    assert all(stage.is_glue or stage.recompute for stage in profile.stages), profile.notes
+    return plan_of(profile, ["recompute"] * len(profile.stages))
+
+
+@pytest.mark.parametrize("number", CHANGING)
+def test_gradients_are_those_of_plain_steps(number: Callable[[Stage], float]) -> None:
+    wanted = steps(*made(number))
+    model, x = made(number)
+    with ckptplan.apply(model, recomputed(model, x)) as handle:
+        found = steps(model, x)
+        assert handle.stats().recomputed_stages == 36
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_variables_that_a_function_encloses() -> None:
+    wanted = steps(*made(enclosed()))
+    model, x = made(enclosed())
+    with ckptplan.apply(model, recomputed(model, x)):
+        assert all(map(torch.equal, steps(model, x), wanted))
+
+
+def test_a_stage_that_reads_what_can_not_be_put_back_is_not_recomputed() -> None:
+    model, x = made(of_global)
+    profile = ckptplan.profile(model, x)
+    assert {option.action for stage in profile.stages for option in stage.options} == {"keep", "swap"}
+    note = next(note for note in profile.notes if "can't be recomputed" in note)
+    assert note.startswith("0 and its like")
+    assert "global variable" in note
+
+
+SCALES = [torch.ones(WIDTH), torch.full((WIDTH,), 0.5)]
+
+
+def of_global_tensors(stage: Stage) -> Any:
+    COUNT[0] += 1
+    return SCALES[COUNT[0] % 2]
+
+
+def test_each_stage_is_tried_though_others_run_the_same_operations() -> None:
+    torch.manual_seed(0)
+    others = [Stage(lambda stage: SCALES[0]) for _ in range(2)]  # type: ignore[arg-type, return-value]
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *others, Stage(of_global_tensors))
+    profile = ckptplan.profile(model, torch.randn(16, WIDTH), menus=False)
+    assert len({stage.kind for stage in profile.stages if stage.name in "123"}) == 1
+    assert any("global variable" in note for note in profile.notes)
+    assert profile.stages[-2 if profile.stages[-1].is_glue else -1].recompute is None
+
+
+def test_a_recompute_takes_its_own_changes_back_where_they_were_reset() -> None:
+    class Toggles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.on, self.seen = nn.Linear(WIDTH, WIDTH), False, [0]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.on, self.seen[0] = not self.on, self.seen[0] + 1
+            return x + torch.tanh(self.linear(x) * (2.0 if self.on else 3.0))
+
+    model, x = nn.Sequential(Toggles(), Toggles()), torch.randn(16, WIDTH)
+    with ckptplan.apply(model, recomputed(model, x), check="off"):
+        loss = model(x).square().mean()
+        for stage in model:
+            stage.on, stage.seen[0] = False, 0
+        loss.backward()
+    assert [(stage.on, stage.seen) for stage in model] == [(False, [0])] * 2
+
+
+def test_what_is_put_back_are_the_very_objects() -> None:
+    class Shared(nn.Module):
+        names = ["a"]  # noqa: RUF012 - of the class
+
+        def __init__(self, values: list[int]) -> None:
+            super().__init__()
+            self.values, self.table = values, collections.OrderedDict(x=1)
+
+    values = [1, 2]
+    first, second = Shared(values), Shared(values)
+    snapshot = Snapshot([first, second])
+    values.append(3)
+    first.table["y"] = 2
+    first.table.move_to_end("x")
+    Shared.names.append("b")
+    Shared.later = 1  # type: ignore[attr-defined]
+    second.values = [4]
+    back = snapshot.put()
+    assert (values, list(first.table.items()), Shared.names) == ([1, 2], [("x", 1)], ["a"])
+    assert first.values is second.values is values
+    assert not hasattr(Shared, "later")
+    back()
+    assert (values, list(first.table), Shared.names, second.values) == ([1, 2, 3], ["y", "x"], ["a", "b"], [4])
+    assert Shared.later == 1  # type: ignore[attr-defined]
+    del Shared.later  # type: ignore[attr-defined]
+
+
+def test_a_place_that_a_property_hides_is_no_attribute() -> None:
+    class Slotted:
+        __slots__ = ("value",)
+
+    class Computed(Slotted):
+        @property
+        def value(self) -> list[int]:  # type: ignore[override]
+            return []
+
+    stage = nn.Linear(2, 2)
+    stage.held = Computed()  # type: ignore[assignment]
+    found = Snapshot([stage], changing=Changing(), searches=True)
+    assert found.differences() == []
+    found.put()()
+
+
+def test_a_parent_is_looked_at_without_its_other_children() -> None:
+    parent = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    parent.calls = 0  # type: ignore[assignment]
+    parent[0].above = [parent]  # type: ignore[assignment, union-attr]
+    snapshot = Snapshot([parent[0]], changing=Changing())  # type: ignore[list-item]
+    assert snapshot.modules == [parent[0], parent]
+    parent.calls = 1  # type: ignore[assignment]
+    back = snapshot.put()
+    assert parent.calls == 0
+    back()
+    assert parent.calls == 1
+
+
+def test_profiling_leaves_no_names() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not hasattr(self, "scale"):
+                self.scale = nn.Parameter(torch.ones(WIDTH))
+                self.register_buffer("shift", torch.zeros(WIDTH))
+                self.more = nn.Linear(WIDTH, WIDTH)
+            return self.more(self.linear(x) * self.scale + self.shift)
+
+    model = nn.Sequential(Late(), Late())
+    ckptplan.profile(model, torch.randn(4, WIDTH))
+    assert [set(m.__dict__) for m in model] == [set(nn.Module().__dict__)] * 2
+    assert [list(m.state_dict()) for m in model] == [["linear.weight", "linear.bias"]] * 2
+
+
+def test_names_that_a_run_registers_are_gone_before_the_next() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with restored(model) as rewind:
+        model[0].register_buffer("late", torch.zeros(1))
+        rewind()
+        assert not model[0]._buffers

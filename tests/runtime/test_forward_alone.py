@@ -1,0 +1,595 @@
+"""What is there in forward alone, or in backward alone: stages run again as they ran first, and leave all as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+import functools
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from small_models import assert_same, gradients
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
+from ckptplan.core.plan import Decision
+from ckptplan.core.segment import Segment
+from ckptplan.runtime.controller import Controller
+from ckptplan.runtime.guard.fused_steps import STEPS
+from ckptplan.runtime.patching import PatchedForward
+from ckptplan.runtime.recompute.frames import Handed, hold
+from ckptplan.runtime.recompute.put_back import Steps, put_back
+from ckptplan.runtime.state.flags import FLAGS, flags, set_flags
+from ckptplan.runtime.state.module_tables import ModuleTables
+from ckptplan.runtime.swap.session import Counters, SwapSession
+from ckptplan.runtime.swap.stores import NULL_STORES
+
+WIDTH, DEPTH = 8, 3
+AGAIN = Decision("recompute")
+PLANS: dict[str, tuple[Decision, tuple[Segment, ...]]] = {
+    "recompute": (AGAIN, ()),
+    "selective": (Decision("recompute", ops=(1,)), ()),  # the product, after a view of the weight
+    "segment": (AGAIN, (Segment(0, DEPTH - 1),)),
+}
+CPU = torch.device("cpu")
+Loop = Callable[["Chain"], Any]
+
+
+class Stage(nn.Module):
+    def __init__(self, run: Callable[[Stage, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.run = run
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.run(self, x))
+
+
+class Chain(nn.Sequential):
+    def __init__(self, run: Callable[[Stage, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(*(Stage(run) for _ in range(DEPTH)))
+
+
+def product(stage: Stage, x: torch.Tensor) -> torch.Tensor:
+    return stage.norm(stage.linear(x))
+
+
+@contextlib.contextmanager
+def planned(model: nn.Module, plan: str) -> Iterator[Counters]:
+    choice, segments = PLANS[plan]
+    controller = Controller(
+        model, [str(i) for i in range(DEPTH)], [choice] * DEPTH, NULL_STORES, CPU, segments=segments
+    )
+    controller.install()
+    with STEPS.watched():
+        yield controller.counters
+    controller.remove()
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    x = torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
+    return model(x).square().sum()
+
+
+def around_forward(context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Loop:
+    """Two steps, the forward alone in `context()`."""
+
+    def loop(model: Chain) -> Any:
+        found = []
+        for _ in range(2):
+            model.zero_grad()
+            with context():
+                loss = loss_of(model)
+            loss.backward()
+            found.append(gradients(model))
+        return found
+
+    return loop
+
+
+def check(loop: Loop, plan: str, run: Callable[[Stage, torch.Tensor], torch.Tensor] = product) -> None:
+    """`loop` gives the same with and without the plan, under which stages ran again."""
+    torch.manual_seed(0)
+    plain = Chain(run)
+    model = copy.deepcopy(plain)
+    wanted = loop(plain)
+    with planned(model, plan) as counters:
+        assert_same(loop(model), wanted)
+        assert counters.recomputed_stages >= DEPTH
+
+
+# Flags
+
+
+OTHER_VALUES = {
+    "default dtype": torch.float64,
+    "float32 matmul precision": "medium",
+    "deterministic algorithms": (True, True),
+    "number of threads": 1,
+    "sdp_priority_order": [2, 1, 0, 3, 4],
+    **{name: "ieee" for name in FLAGS if name.endswith("fp32_precision")},
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_every_flag_is_put_and_put_back(name: str) -> None:
+    before = flags()
+    value = before[list(FLAGS).index(name)]
+    other = OTHER_VALUES.get(name, not value if isinstance(value, bool) else value)
+    get, put = FLAGS[name]
+    try:
+        put(other)
+    except RuntimeError:
+        pytest.skip("this machine can't")
+    if get() == value:
+        pytest.skip("has one value on this machine")
+    in_forward = flags()
+    assert in_forward != before
+    set_flags(before)
+    assert flags() == before
+    set_flags(in_forward)
+    assert flags() == in_forward
+    set_flags(before)
+    assert flags() == before
+
+
+def test_flags_that_contradict_one_another() -> None:
+    """PyTorch refuses to read the former interface where the new one was used; both are as they were all the same."""
+    before = flags()
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        mixed = flags()
+        with pytest.raises(RuntimeError, match="mix of the legacy and new"):
+            torch.get_float32_matmul_precision()
+        set_flags(before)
+        assert torch.get_float32_matmul_precision() == "highest"
+        set_flags(mixed)
+        assert flags() == mixed
+    finally:
+        set_flags(before)
+    assert flags() == before
+
+
+SEEN: list[bool] = []
+"""Global, so that no stage's next run finds it as it was."""
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_flags_are_back_after_a_recompute_that_fails(plan: str) -> None:
+    seen = SEEN
+    seen.clear()
+
+    def run(stage: Stage, x: torch.Tensor) -> torch.Tensor:
+        SEEN.append(torch.backends.mkldnn.enabled)
+        if len(SEEN) > DEPTH:
+            raise KeyError("again")
+        return product(stage, x)
+
+    model = Chain(run)
+    with planned(model, plan):
+        torch._C._set_mkldnn_enabled(False)
+        loss = loss_of(model)
+        torch._C._set_mkldnn_enabled(True)
+        before = flags()
+        with pytest.raises(KeyError):
+            loss.backward()
+        assert flags() == before
+    assert seen == [False] * (DEPTH + 1)
+
+
+# Modes and context variables
+
+
+class Tripled(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 3 if func is torch.tanh else result
+
+
+class Halved(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 0.5 if func is torch.ops.aten.tanh.default else result
+
+
+@contextlib.contextmanager
+def both() -> Iterator[None]:
+    with Tripled(), Halved():
+        yield
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("mode", [Tripled, Halved, both])
+@pytest.mark.parametrize("where", ["forward", "backward", "step", "other in backward"])
+def test_modes(plan: str, mode: Any, where: str) -> None:
+    """A function mode around the whole step isn't active in backward either: `Tensor.backward` is such a function."""
+
+    in_forward = contextlib.nullcontext if where == "backward" else mode
+    in_backward = {"forward": contextlib.nullcontext, "backward": mode, "other in backward": Halved}
+
+    def loop(model: Chain) -> Any:
+        model.zero_grad()
+        with in_forward():
+            loss = loss_of(model)
+            if where == "step":
+                loss.backward()
+        if where != "step":
+            with in_backward[where]():
+                torch.autograd.backward(loss)
+        return gradients(model)
+
+    check(loop, plan)
+    assert torch._C._len_torch_function_stack() == torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_a_mode_is_put_back_without_being_entered_anew() -> None:
+    model = Chain(product)
+    with planned(model, "recompute"):
+        with FlopCounterMode(display=False) as counter:
+            loss = loss_of(model)
+        forward = counter.get_total_flops()
+        loss.backward()
+        assert counter.get_total_flops() == 2 * forward
+
+
+def test_modes_go_round_the_default_device() -> None:
+    def loop(model: Chain) -> Any:
+        with torch.device("meta"), Tripled():
+            loss = loss_of_given(model)
+        with Halved():
+            torch.autograd.backward(loss)
+        return gradients(model)
+
+    def loss_of_given(model: Chain) -> torch.Tensor:
+        return model(torch.ones(4, WIDTH, device="cpu")).square().sum()
+
+    def run(stage: Stage, x: torch.Tensor) -> torch.Tensor:
+        assert torch.ones(1).is_meta
+        return product(stage, x)
+
+    check(loop, "recompute", run)
+    assert torch._C._len_torch_function_stack() == 0
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_context_variables(plan: str) -> None:
+    """In another thread too, as on CUDA."""
+    factor: contextvars.ContextVar[float] = contextvars.ContextVar("factor", default=1.0)
+
+    def run(stage: Stage, x: torch.Tensor) -> torch.Tensor:
+        factor.set(factor.get() + 1)
+        return product(stage, x) * factor.get()
+
+    def loop(model: Chain) -> Any:
+        model.zero_grad()
+        token = factor.set(3.0)
+        loss = loss_of(model)
+        after = factor.get()
+        factor.reset(token)
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        assert (after, factor.get()) == (3.0 + DEPTH, 1.0)
+        return gradients(model)
+
+    check(loop, plan, run)
+
+
+# Hooks and forwards of modules inside of a stage
+
+
+@contextlib.contextmanager
+def on_all_modules() -> Iterator[None]:
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: output * 1.5 if isinstance(module, nn.Linear) else None
+    )
+    yield
+    handle.remove()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_hook_on_all_modules_in_forward_alone(plan: str) -> None:
+    check(around_forward(on_all_modules), plan)
+    assert not nn.modules.module._global_forward_hooks
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_hooks_in_backward_alone(plan: str) -> None:
+    def loop(model: Chain) -> Any:
+        loss = loss_of(model)
+        for stage in model:
+            stage.linear.register_forward_hook(lambda module, args, output: output * 2)  # type: ignore[union-attr]
+            stage.linear.register_forward_pre_hook(  # type: ignore[union-attr]
+                lambda module, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True
+            )
+        loss.backward()
+        counts = [(len(s.linear._forward_hooks), len(s.linear._forward_pre_hooks_with_kwargs)) for s in model]  # type: ignore[union-attr]
+        assert counts == [(1, 1)] * DEPTH
+        return gradients(model)
+
+    check(loop, plan)
+
+
+@pytest.mark.parametrize("stays", [True, False])
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_stage_that_registers_a_hook_in_every_forward(plan: str, stays: bool) -> None:
+    def run(stage: Stage, x: torch.Tensor) -> torch.Tensor:
+        stage.linear.register_forward_hook(lambda module, args, output: output * 1.1)
+        return product(stage, x)
+
+    def loop(model: Chain) -> Any:
+        found = []
+        tables = [module._forward_hooks for module in model.modules() if isinstance(module, nn.Linear)]
+        for _ in range(3):
+            model.zero_grad()
+            loss = loss_of(model)
+            for table in tables:
+                if not stays:
+                    table.clear()
+            loss.backward()
+            found.append([gradients(model), list(map(len, tables))])
+        return found
+
+    check(loop, plan, run)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_class_with_another_forward_since(plan: str) -> None:
+    model = Chain(product)
+    with planned(model, plan):
+        with mock.patch.object(nn.LayerNorm, "forward", lambda module, x: x * 2):
+            loss = loss_of(model)
+        with pytest.raises(PlanMismatchError, match=r"LayerNorm\.forward was replaced"):
+            loss.backward()
+
+
+def test_a_class_whose_forward_is_made_anew_at_every_look() -> None:
+    class Partial(nn.Linear):
+        def run(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+            return super().forward(x) * factor
+
+        forward = functools.partialmethod(run, factor=2.0)  # type: ignore[assignment]
+
+    assert Partial.forward is not Partial.forward
+    partial = Partial(WIDTH, WIDTH)
+    undo: Steps = []
+    ModuleTables([nn.Sequential(partial), partial]).put(undo)
+    put_back(undo)
+    patch = PatchedForward(partial, lambda original, args, kwargs: original(*args, **kwargs))
+    x = torch.ones(WIDTH)
+    wanted = partial(x)
+    patch.install()
+    assert torch.equal(partial(x), wanted)
+    patch.remove()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_stages_class_with_another_forward(plan: str) -> None:
+    """Set while the plan is applied."""
+
+    def context() -> Any:
+        return mock.patch.object(Stage, "forward", lambda stage, x: torch.sin(stage.linear(x)))
+
+    check(around_forward(context), plan)
+
+
+# Parameters
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_parameter_among_the_arguments_that_is_frozen_since(plan: str) -> None:
+    """Whether it gets a gradient is found at the end of backward, as without a plan."""
+    shared: list[nn.Parameter] = []
+
+    def run(stage: Stage, x: torch.Tensor) -> torch.Tensor:
+        return stage.linear(x) * x
+
+    def loop(model: Chain) -> Any:
+        torch.manual_seed(1)
+        shared[:] = [nn.Parameter(torch.randn(4, WIDTH))]
+        loss = model(shared[0]).square().sum()
+        shared[0].requires_grad_(False)
+        loss.backward()
+        assert not shared[0].requires_grad
+        return [gradients(model), shared[0].grad]
+
+    check(loop, plan, run)
+
+
+def test_all_is_put_back_though_a_part_fails() -> None:
+    stage = Stage(product)
+    tables = ModuleTables(list(stage.modules()))
+    stage.linear.weight.requires_grad_(False)
+
+    def fail() -> None:
+        raise KeyError
+
+    undo: Steps = []
+    tables.put(undo)
+    undo.append(fail)
+    assert stage.linear.weight.requires_grad
+    with pytest.raises(KeyError):
+        put_back(undo)
+    assert not stage.linear.weight.requires_grad
+    assert not undo
+
+
+class Outside(torch.optim.Optimizer):
+    """Writes as a kernel of its own would, of which autograd knows nothing."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.sub_(p.grad)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("which", ["fused", "outside"])
+def test_a_step_between_two_backwards(plan: str, which: str) -> None:
+    model = Chain(product)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, fused=True) if which == "fused" else Outside(parameters)
+    with planned(model, plan):
+        loss = loss_of(model)
+        loss.backward(retain_graph=True)
+        versions = [p._version for p in parameters]
+        optimizer.step()
+        assert [p._version for p in parameters] == versions
+        with pytest.raises(RuntimeError, match="updated by an optimizer's step between forward and backward"):
+            loss.backward()
+        loss_of(model).backward()  # the next step
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_step_of_other_parameters(plan: str) -> None:
+    """A discriminator's, say."""
+    other = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([other], fused=True)
+
+    def loop(model: Chain) -> Any:
+        loss = loss_of(model)
+        other.sum().backward()
+        optimizer.step()
+        loss.backward()
+        return gradients(model)
+
+    check(loop, plan)
+
+
+def test_steps_are_watched_while_a_plan_is_applied() -> None:
+    hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
+    assert not hooks
+    with STEPS.watched(), STEPS.watched():
+        assert len(hooks) == 1
+    assert not hooks
+
+
+# Copies
+
+
+def test_shallow_copies_run_their_own_weights() -> None:
+    """By whatever way the dictionary was copied; with hooks, in evaluation mode and after the plan is gone too."""
+    stage = Stage(product)
+    ran: list[Any] = []
+    patch = PatchedForward(stage, lambda original, args, kwargs: (ran.append(original), original(*args, **kwargs))[1])
+    patch.install()
+    by_dict = Stage.__new__(Stage)
+    by_dict.__dict__ = dict(stage.__dict__)
+    x = torch.randn(2, WIDTH)
+    for twin in (copy.copy(stage), by_dict):
+        twin._modules = dict(twin._modules)
+        twin.linear = nn.Linear(WIDTH, WIDTH)
+        wanted = x + torch.tanh(twin.norm(twin.linear(x)))
+        assert torch.equal(twin(x), wanted)
+        handle = twin.register_forward_hook(lambda module, args, output: None)
+        assert torch.equal(twin(x), wanted)
+        handle.remove()
+        assert not ran
+    stage(x)
+    stage.forward(x)
+    assert len(ran) == 2
+    patch.remove()
+    assert torch.equal(twin(x), wanted)
+
+
+# Hooks of the user's on what autograd saves
+
+
+class Rounds:
+    """Packs that go by the tensor: leaves and what needs no gradient stay, other values are rounded."""
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        stays = tensor.is_leaf or not tensor.requires_grad or isinstance(tensor, nn.Parameter)
+        return tensor if stays else (tensor.bfloat16(), tensor.shape)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        return packed if isinstance(packed, torch.Tensor) else packed[0].float().view(packed[1])
+
+    def __call__(self) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_hooks_around_a_stage_decide_as_without_a_plan(plan: str) -> None:
+    check(around_forward(Rounds()), plan, lambda stage, x: stage.linear(x) * stage.norm(x).exp())
+
+
+def swapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The gradient of a product that a swap session packs."""
+    session = SwapSession({}, CPU, lambda storage: False, Counters())
+    x = tensor.clone().requires_grad_()
+    with session.packing().hooks():
+        y = (x * 1).exp() * (x * 3)
+    y.sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def test_hooks_around_a_swapped_stage() -> None:
+    x = torch.randn(64)
+    with Rounds()():
+        given = x.clone().requires_grad_()
+        y = (given * 1).exp() * (given * 3)
+        found = swapped(x)
+    y.sum().backward()
+    assert given.grad is not None
+    assert torch.equal(found, given.grad)
+    assert not torch.equal(found, swapped(x))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("draw", [torch.rand_like, lambda t: t * random.random()])
+def test_hooks_that_draw_random_numbers(plan: str, draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model = Chain(product)
+    with planned(model, plan):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: t + draw(t) if t.is_floating_point() else t, lambda t: t
+        ):
+            loss = loss_of(model)
+        with pytest.raises(UnsupportedModelError, match=r"test_hooks_that_draw_random_numbers.*draw random numbers"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_hooks_that_fail_in_backward_are_named(plan: str) -> None:
+    in_time = [True]
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not in_time[0]:
+            raise KeyError("closed")
+        return tensor
+
+    model = Chain(product)
+    with planned(model, plan):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            loss = loss_of(model)
+        in_time[0] = False
+        with pytest.raises(UnsupportedModelError, match=r"saved_tensors_hooks .*\.pack and .*lambda.* failed"):
+            loss.backward()
+
+
+def test_what_a_stage_runs_again_from_goes_where_pytorchs_hooks_send_it() -> None:
+    with FakeTensorMode(), torch.autograd.graph.save_on_cpu():
+        held = hold(torch.ones(3, device="cuda"), None)
+        assert isinstance(held, Handed)
+        assert held.packed[1].device == CPU
+        assert held.tensor().device.type == "cuda"
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float()):
+        x = torch.randn(3)
+        assert torch.equal(hold(x, None).tensor(), x)

@@ -1,0 +1,362 @@
+"""What a stage moves goes and comes as one group: how many waits, copies, events and searches that takes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_cuda
+import pytest
+import torch
+from counting import bytecodes_in
+from fake_cuda import FakeStream
+from test_streams import KINDS, SIZES, made, on_device
+
+from ckptplan.core.errors import SwapError
+from ckptplan.runtime.swap.session import (
+    Counters,
+    Record,
+    State,
+    SwapSession,
+    finish_leaving,
+    start_leaving,
+    start_returning,
+    unpack,
+)
+from ckptplan.runtime.swap.stores import ChecksumStore, DiskStore, Extents, NullStore, disk
+from ckptplan.runtime.swap.stores.workers import Done, Worker
+
+CPU = torch.device("cpu")
+
+
+def session(store: Any, device: torch.device = CPU) -> SwapSession:
+    return SwapSession({"host": store}, device, lambda storage: False, Counters())
+
+
+def packed(run: SwapSession, index: int, tensors: list[torch.Tensor]) -> list[Any]:
+    """What a stage saves, all of which leaves."""
+    packing = run.packing()
+    out = [packing.pack(t) for t in tensors]
+    run.leave(index, packing.saved, tuple(range(len(tensors))))
+    return out
+
+
+COUNTED: dict[str, tuple[tuple[Any, str], ...]] = {
+    "pinned": ((FakeStream, "wait_event"), (FakeStream, "record_event")),
+    "disk": ((Worker, "submit"), (Done, "wait")),  # a worker's own streams run when they happen to
+}
+
+
+@contextlib.contextmanager
+def counted(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Waits, events and jobs inside, of this thread."""
+    seen: Counter[str] = Counter()
+    here = threading.current_thread()
+
+    def counting(owner: Any, name: str) -> Any:
+        real = getattr(owner, name)
+
+        def run(*args: Any) -> Any:
+            seen[name] += threading.current_thread() is here
+            return real(*args)
+
+        return run
+
+    with monkeypatch.context() as patch:
+        for owner, name in COUNTED[kind]:
+            patch.setattr(owner, name, counting(owner, name))
+        yield seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_waits_events_and_jobs_are_as_many_for_fifty_storages_as_for_two(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for count in (2, 50):
+        with on_device(1, kind, tmp_path) as (gpu, store):
+            run = session(store, fake_cuda.DEVICE)
+            tensors = [gpu.empty(512, torch.uint8) for _ in range(count)]
+            for value, tensor in enumerate(tensors):
+                gpu.fill(tensor, value)
+            steps = []
+            with counted(kind, monkeypatch) as seen:
+                held = packed(run, 0, tensors)
+                del tensors, tensor
+                for step in (run.release, run.prefetch):
+                    steps.append(dict(seen))
+                    seen.clear()
+                    step(0)
+                steps.append(dict(seen))
+                seen.clear()
+                looks = [gpu.look(unpack(x), value) for value, x in enumerate(held)]
+                steps.append(dict(seen))
+            gpu.synchronize()
+            assert all(look() for look in looks)
+            del held
+        found.append(steps)
+    assert found[0] == found[1]
+    out, release, _, back = found[0]
+    assert (release, back) == (
+        ({"wait_event": 1}, {"wait_event": 1}) if kind == "pinned" else ({"wait": 1}, {"wait": 1})
+    )
+    assert kind == "disk" or out["record_event"] <= 2  # compute's, for the copies to wait for, and the group's own
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_group_counts_until_its_last_copy_is_done_and_returns_at_once(kind: str, tmp_path: Path) -> None:
+    """As NOTE [Residency], rule 4, has it, and so the referee and the planner."""
+    with on_device(2, kind, tmp_path) as (gpu, store):
+        run = session(store, fake_cuda.DEVICE)
+        tensors = [gpu.empty(n, torch.uint8) for n in (512, 4096, 1024)]
+        held = packed(run, 0, tensors)
+        del tensors
+        assert gpu.in_use == 5632
+        run.release(0)
+        assert gpu.in_use == 0
+        assert store.used_bytes == 5632
+        run.prefetch(0)
+        assert gpu.in_use == 5632
+        assert {x.record.state for x in held} == {State.RETURNING}
+        del held
+        gc.collect()
+        assert store.used_bytes == gpu.in_use == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_that_is_needed_early_comes_alone(kind: str, tmp_path: Path) -> None:
+    """And the prefetch brings the others; one that has ended is no part of it."""
+    with on_device(3, kind, tmp_path) as (gpu, store):
+        run = session(store, fake_cuda.DEVICE)
+        tensors = [gpu.empty(1000 * (i + 1), torch.uint8) for i in range(4)]
+        for value, tensor in enumerate(tensors):
+            gpu.fill(tensor, value)
+        held = packed(run, 0, tensors)
+        del tensors, tensor
+        run.release(0)
+        looks = [gpu.look(unpack(held[2]), 2)]
+        assert [x.record.state for x in held] == [State.AWAY, State.AWAY, State.ON_DEVICE, State.AWAY]
+        del held[0]
+        gc.collect()
+        run.prefetch(0)
+        assert [x.record.state for x in held] == [State.RETURNING, State.ON_DEVICE, State.RETURNING]
+        for _ in range(2):  # as through a graph that is kept
+            looks += [gpu.look(unpack(x), value) for value, x in enumerate(held, 1)]
+        assert run._counters.swapped_in_bytes == 2000 + 3000 + 4000
+        gpu.synchronize()
+        assert all(look() for look in looks)
+        del held
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(20))
+def test_groups_in_random_order(seed: int, kind: str, tmp_path: Path) -> None:
+    """Groups of several graphs, on several streams; records of one group at different points of their lives."""
+    looks: list[Callable[[], bool]] = []
+    with on_device(seed, kind, tmp_path) as (gpu, store):
+        gpu.poison = True
+        streams = [gpu.default, gpu.new_stream()]
+        values = itertools.cycle(range(1, 200))
+        groups: list[tuple[list[tuple[Record, int]], fake_cuda.FakeStream]] = []
+        for _ in range(40 if kind == "pinned" else 20):
+            if gpu.rng.random() < 0.3 or not groups:
+                home = gpu.rng.choice(streams)
+                with gpu.stream(home):
+                    now = [(Record(made(gpu, value), Counters()), value) for value in itertools.islice(values, 3)]
+                    start_leaving([record for record, _ in now], store, gpu.rng.randrange(3))
+                groups.append((now, home))
+                del now
+                continue
+            members, home = groups[gpu.rng.randrange(len(groups))]
+            chosen = [member for member in members if gpu.rng.random() < 0.8]
+            with gpu.stream(gpu.rng.choice(streams)):
+                action = gpu.rng.randrange(5)
+                if action == 0:
+                    finish_leaving([record for record, _ in chosen])
+                elif action == 1:
+                    start_returning([record for record, _ in chosen])
+                elif action == 2:
+                    gpu.current_stream().wait_stream(home)
+                    for record, value in chosen:
+                        if record._watch is None:  # else the caller's own order, which this test leaves out
+                            looks.append(gpu.look(record.whole(), value))
+                    with contextlib.suppress(NameError):
+                        del record
+                elif action == 3 and members:
+                    with gpu.stream(home):  # the memory of what hasn't left is the caller's to order
+                        del chosen
+                        del members[gpu.rng.randrange(len(members))]
+                else:
+                    made(gpu, 255)
+                chosen = []
+            groups = [group for group in groups if group[0]]
+            del members
+        gpu.synchronize()
+        for members, home in groups:
+            with gpu.stream(home):
+                looks += [gpu.look(record.whole(), value) for record, value in members]
+        gpu.synchronize()
+        groups.clear()
+        members.clear()
+    assert all(look() for look in looks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_the_first_step_no_place_is_searched_for(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offsets are those of the first step, but for graphs that are alive beside it and for other shapes."""
+    with on_device(4, kind, tmp_path) as (gpu, store):
+
+        def step(*sizes: int) -> list[Any]:
+            run = session(store, fake_cuda.DEVICE)
+            return [packed(run, i, [gpu.empty(n, torch.uint8) for n in (size, 700)]) for i, size in enumerate(sizes)]
+
+        def offsets(graph: list[Any]) -> list[int]:
+            return [held[0].record.group.ticket.offset for held in graph]
+
+        graph: list[Any] | None = step(2000, 512, 1500)
+        first = offsets(graph)
+        with monkeypatch.context() as patch:
+
+            def searched(*_: Any) -> None:
+                raise AssertionError("a running step searches for a place")
+
+            patch.setattr(Extents, "_first_fit", searched)
+            for _ in range(3):
+                graph = None
+                gc.collect()
+                graph = step(2000, 512, 1500)
+                assert offsets(graph) == first
+        beside = step(2000, 512, 1500)
+        taken = sorted((o, o + n) for g in (graph, beside) for o, n in zip(offsets(g), (3072, 1536, 2560), strict=True))
+        assert kind == "pinned" or all(a[1] <= b[0] for a, b in itertools.pairwise(taken))
+        graph = beside = None  # type: ignore[assignment]
+        gc.collect()
+        assert offsets(step(2000, 512, 1500)) == first
+        gc.collect()
+        assert len(set(offsets(step(900, 3000, 100)))) == 3
+        gc.collect()
+        assert offsets(step(900, 3000, 100)) == [0, 2048, 6144], "other shapes begin anew, without holes"
+
+
+def test_places_of_several_graphs_never_overlap() -> None:
+    extents = Extents(512)
+    first = [extents.take(1000, place) for place in range(3)]
+    second = [extents.take(1000, place) for place in range(3)]
+    assert [e.offset for e in (*first, *second) if e] == [0, 1024, 2048, 3072, 4096, 5120]
+    del first[1]
+    other = extents.take(600)
+    assert other is not None
+    assert other.offset == 1024
+    again = extents.take(1000, 1)
+    assert again is not None
+    assert again.offset == 6144, "its place is taken"
+
+
+@pytest.mark.parametrize("stages", [1, 50])
+@pytest.mark.parametrize("make", [lambda _: NullStore(), DiskStore])
+def test_bookkeeping_grows_with_the_storages(make: Callable[[Path], Any], stages: int, tmp_path: Path) -> None:
+    """Python's instructions for a step's swapping, with so many storages and with twice as many."""
+
+    def step(run: SwapSession, each: int) -> None:
+        held = [packed(run, i, [torch.zeros(16) for _ in range(each)]) for i in range(stages)]
+        for i in range(stages):
+            run.release(i)
+        for i in reversed(range(stages)):
+            run.prefetch(i)
+        for stage in held:
+            for x in stage:
+                unpack(x)
+
+    taken = []
+    for each in (100 // stages, 200 // stages):
+        store = make(tmp_path)
+        run = SwapSession({"host": store}, CPU, lambda storage: False, Counters(), [[64] * each] * stages)
+        taken.append(bytecodes_in(functools.partial(step, run, each)))
+        store.close()
+    assert taken[1] < 2.2 * taken[0]
+
+
+def test_a_wait_in_a_workers_thread_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record that ends in a worker's thread, where nothing may wait: others of its batch still wait themselves."""
+    real, begin = disk._read, threading.Event()
+    ended = threading.Event()
+    store = DiskStore(tmp_path)
+    tensors = [torch.full((2048,), float(i)) for i in range(2)]
+    run = session(store)
+    held = packed(run, 0, tensors)
+    del tensors
+    run.release(0)
+
+    def collects(*arguments: Any) -> None:
+        begin.wait()
+        if held:
+            held.pop()  # the last reference
+            ended.set()
+            time.sleep(0.1)
+        real(*arguments)
+
+    monkeypatch.setattr(disk, "_read", collects)
+    run.prefetch(0)
+    first = held.pop(0)
+    begin.set()
+    ended.wait()
+    assert torch.equal(unpack(first), torch.zeros(2048))
+    del first
+    store.close()
+
+
+def test_a_damaged_part_is_found_in_its_group(tmp_path: Path) -> None:
+    with on_device(0, "pinned", tmp_path) as (gpu, inner):
+        run = session(ChecksumStore(inner), fake_cuda.DEVICE)
+        tensors = [made(gpu, 5), gpu.empty(SIZES[2], torch.uint8)]
+        gpu.fill(tensors[1], 6)
+        gpu.synchronize()
+        held = packed(run, 0, tensors)
+        del tensors
+        run.release(0)
+        gpu.synchronize()
+        inner._areas[0].memory[-(-held[0].record.nbytes // 512) * 512 + 7] += 1
+        run.prefetch(0)
+        gpu.synchronize()
+        for _ in range(2):
+            with pytest.raises(SwapError, match=r"2.93 KiB at byte \d+ of the host memory.*damaged"):
+                unpack(held[1])
+        del held
+
+
+def test_chunks_of_a_group_are_stretches_of_the_file() -> None:
+    from ckptplan.runtime.swap.stores.disk import _chunks
+
+    def block(count: int, offset: int) -> tuple[torch.Tensor, int]:
+        return torch.arange(count), offset
+
+    parts = [block(1000, 0), block(300, 1024), block(2500, 1536), block(100, 20_480)]
+    cuts = list(_chunks(parts, 2048))
+    assert [(begin, end) for begin, end, _ in cuts] == [(0, 2048), (2048, 4036), (20_480, 20_580)]
+    found: dict[int, int] = {}
+    for begin, end, pieces in cuts:
+        for piece, at in pieces:
+            assert begin <= at < at + piece.numel() <= end
+            found.update(zip(range(at, at + piece.numel()), piece.tolist(), strict=True))
+    assert found == {at + i: i for data, at in parts for i in range(data.numel())}
+
+
+def test_layouts_of_several_shapes_leave_no_gaps() -> None:
+    """Each step fits, in any order of shapes: places that are known never lie across another step's."""
+    shapes = [(6, 2, 2), (6, 4, 2), (3, 4, 5), (12,), (1, 1, 10), (5, 5, 2)]
+    for order in itertools.permutations(shapes):
+        extents = Extents(align=1, capacity=12)
+        for sizes in (*order, *order):
+            held = [extents.take(nbytes, place) for place, nbytes in enumerate(sizes)]
+            assert None not in held, order
+            del held

@@ -1,0 +1,319 @@
+"""Forwards that do more than compute: they run backward, write to parameters or arguments, call themselves."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import types
+from typing import Any
+
+import pytest
+import torch
+from made_plans import plan_of
+from torch import nn
+from torch.nn.utils import parametrize
+
+import ckptplan
+from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.core.profile import Profile
+from ckptplan.profiling.values.watched import Watched
+from ckptplan.runtime.state.generators import Generators, SystemDraws
+from ckptplan.runtime.state.parameters import ParameterState
+
+WIDTH = 32
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Sloped(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.linear(x))
+        (slope,) = torch.autograd.grad(torch.sin(y).sum(), y, create_graph=True)
+        return x + y * slope
+
+
+class Shrinking(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear.weight.data.mul_(0.9)
+        return super().forward(x)
+
+
+class Reading(Sloped):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * x.mean().item()
+
+
+class Chain(nn.Module):
+    """Layers whose first has one kind and whose others are plain."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([kind(), Layer(), Layer()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(64, WIDTH)
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def profiled(model: nn.Module) -> Profile:
+    return ckptplan.profile(model, batch(), loss_fn=loss_of, menus=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [(Sloped, "runs backward inside its own forward"), (Shrinking, "forward writes to its parameter 'linear.weight'")],
+)
+def test_such_a_stage_is_kept_or_swapped_and_no_other(kind: type[nn.Module], why: str) -> None:
+    profile = profiled(Chain(kind))
+    again = [stage.recompute is not None for stage in profile.stages if not stage.is_glue]
+    assert again == [False, True, True]
+    assert f"kept or swapped alone: layers.0: {why}" in profile.notes
+
+
+def test_a_parameter_written_behind_a_stage_that_read_it() -> None:
+    class Model(Chain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, second, third = self.layers
+            second.linear.weight.data.mul_(0.9)  # type: ignore[union-attr, operator]
+            x = second(first(x))
+            first.linear.weight.data.mul_(0.9)  # type: ignore[union-attr, operator]
+            return third(x)  # type: ignore[no-any-return]
+
+    again = [stage.recompute is not None for stage in profiled(Model(Layer)).stages if not stage.is_glue]
+    assert again == [False, True, True]
+
+
+class Passing(Chain):
+    """Layers with a further argument."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__(kind)
+        self.layers = nn.ModuleList(kind() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        counter = types.SimpleNamespace(number=0)
+        for layer in self.layers:
+            x = layer(x, counter)
+        return x
+
+
+def test_an_argument_that_counts() -> None:
+    class Counting(Layer):
+        def forward(self, x: torch.Tensor, counter: Any) -> torch.Tensor:  # type: ignore[override]
+            counter.number += 1
+            return super().forward(x * counter.number)
+
+    profile = profiled(Passing(Counting))
+    assert all(stage.recompute is None for stage in profile.stages)
+    assert (
+        "kept or swapped alone: layers.0, layers.1: forward writes to its argument, a SimpleNamespace" in profile.notes
+    )
+
+
+def test_an_argument_that_is_read_alone() -> None:
+    class Using(Layer):
+        def forward(self, x: torch.Tensor, counter: Any) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x + counter.number)
+
+    assert all(stage.recompute for stage in profiled(Passing(Using)).stages if not stage.is_glue)
+
+
+def test_a_stage_that_draws_from_the_system() -> None:
+    class Drawing(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            unlikely = secrets.randbelow(1 << 40) == 0  # so two runs are alike
+            return super().forward(x * (2 if unlikely else 1))
+
+    profile = profiled(Chain(Drawing))
+    assert [stage.recompute is None for stage in profile.stages if not stage.is_glue] == [True, False, False]
+    assert any("draws from the system's entropy" in note for note in profile.notes)
+
+
+class Recursive(Layer):
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        y = super().forward(x)
+        return self(y, depth - 1) if depth else y
+
+
+def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss_of(model(x)).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_a_stage_that_calls_itself() -> None:
+    model, x = Chain(Recursive), batch()
+    profile = profiled(model)
+    assert [stage.name for stage in profile.stages if not stage.is_glue] == [f"layers.{i}" for i in range(3)]
+    want = gradients(model, x)
+    with ckptplan.apply(model, plan_of(profile, ["recompute"] * len(profile.stages))) as handle:
+        assert all(map(torch.equal, gradients(model, x), want))
+        assert handle.stats().recomputed_stages == 3
+
+
+class Bounded(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(weight)
+
+
+def cached_model() -> nn.Module:
+    model = Chain(Layer)
+    for layer in model.layers:
+        parametrize.register_parametrization(layer.linear, "weight", Bounded())  # type: ignore[arg-type]
+    return model
+
+
+def test_cached_weights_of_an_earlier_call() -> None:
+    model, x = cached_model(), batch()
+    profile = profiled(model)
+    with ckptplan.apply(model, plan_of(profile, ["recompute"] * len(profile.stages))), parametrize.cached():
+        model(x)
+        with pytest.raises(UnsupportedModelError, match=r"parametrize.cached\(\) has kept from an earlier call"):
+            model(x)
+
+
+@pytest.mark.parametrize("around_backward", [False, True])
+def test_weights_cached_in_forward_alone(around_backward: bool) -> None:
+    """A recompute makes them once, as the forward did, whether or not they are cached around it."""
+    model, x = cached_model(), batch()
+    profile = profiled(model)
+    want = gradients(model, x)
+    model.zero_grad()
+    with ckptplan.apply(model, plan_of(profile, ["recompute"] * len(profile.stages))):
+        with parametrize.cached():
+            loss = loss_of(model(x))
+            if around_backward:
+                loss.backward()
+        if not around_backward:
+            loss.backward()
+    assert all(torch.equal(p.grad, w) for p, w in zip(model.parameters(), want, strict=True) if p.grad is not None)
+
+
+def test_profiling_leaves_such_parameters() -> None:
+    model = Chain(Shrinking)
+    before = [p.clone() for p in model.parameters()]
+    profiled(model)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("action", ["keep", "swap"])
+def test_verify_begins_each_step_with_the_same_parameters(action: Any) -> None:
+    model = Chain(Shrinking)
+    profile = profiled(model)
+    before = [p.clone() for p in model.parameters()]
+    plan = plan_of(profile, [action] * len(profile.stages))
+    found = ckptplan.verify(model, plan, batch(), loss_of, repeats=1)
+    assert found.gradients_equal
+    assert found.within_budget
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_parameters_that_get_other_data_are_put_back() -> None:
+    p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+    where = p.data_ptr()
+    state = ParameterState([p, q])
+    p.data = torch.zeros(3)
+    state.settle()
+    with torch.no_grad():
+        q.add_(1)  # settled as one that forward leaves alone
+    state.put()
+    assert (p.tolist(), q.tolist(), p.data_ptr()) == ([1.0] * 3, [2.0] * 2, where)
+
+
+def test_a_step_that_runs_backward_itself() -> None:
+    model, x = Chain(Layer), batch()
+
+    def step() -> torch.Tensor:
+        loss = loss_of(model(x))
+        loss.backward()
+        return loss
+
+    with pytest.raises(UnsupportedModelError, match=r"Let step= return the loss without its backward"):
+        ckptplan.profile(model, step=step)
+
+
+def test_backward_inside_where_the_step_runs_for_real() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"runs backward inside .* and also reads values"):
+        profiled(Chain(Reading))
+
+
+def test_a_failing_forward_is_still_the_models_error() -> None:
+    class Failing(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("no")
+
+    with pytest.raises(ckptplan.InvalidInputError, match="failed while tracing: ValueError: no"):
+        profiled(Chain(Failing))
+
+
+def test_draws_from_the_system_are_noticed() -> None:
+    former = random._urandom  # type: ignore[attr-defined]
+    draws = SystemDraws()
+    with draws:
+        random.random()
+        assert not draws.any
+        random.SystemRandom().random()
+        assert draws.any
+        draws.restart()
+        assert not draws.any
+    assert random._urandom is former  # type: ignore[attr-defined]
+
+
+def test_a_generator_without_a_state() -> None:
+    generators = Generators([random.SystemRandom()])
+    generators.settle()
+    generators.put()()
+
+
+def test_what_is_watched_in_an_object() -> None:
+    inner = types.SimpleNamespace()
+    tensor = torch.zeros(2)
+    outer = types.SimpleNamespace(inner=inner, items=[1, (tensor,)], itself=None)
+    outer.itself = outer
+
+    def noticed(change: Any) -> bool:
+        watched = Watched(None, [3, outer, tensor, nn.Linear(1, 1)])
+        change()
+        return watched.objects_changed() == ["SimpleNamespace"]
+
+    assert not noticed(lambda: None)
+    assert noticed(lambda: setattr(inner, "number", 1))
+    assert noticed(lambda: outer.items.append(2))
+    assert noticed(lambda: tensor.add_(1))
+    assert noticed(lambda: setattr(outer, "items", {"a": 1}))
+    assert not noticed(lambda: setattr(outer, "items", {"a": 1}))
+
+
+@pytest.mark.parametrize(
+    ("module", "what"),
+    [
+        (nn.Sequential(nn.LazyLinear(3)), "module '0', a LazyLinear, has no shape for 'weight'"),
+        (nn.Sequential(nn.Linear(3, 3), nn.LazyBatchNorm1d()), "module '1', a LazyBatchNorm1d, has no shape"),
+    ],
+)
+def test_lazy_modules(module: nn.Module, what: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=what):
+        ckptplan.profile(module, torch.randn(4, 3))
+
+
+def test_sparse_buffers() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].register_buffer("graph", torch.eye(3).to_sparse())
+    with pytest.raises(UnsupportedModelError, match="module '1' has a sparse buffer, 'graph'"):
+        ckptplan.profile(model, torch.randn(4, 3))

@@ -1,0 +1,155 @@
+"""The measured side of every memory estimate, against models whose bytes can be counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_models import build, uniform
+from torch import nn
+
+import ckptplan
+from ckptplan.core.errors import InvalidInputError
+from ckptplan.runtime.observe.measure import unique_bytes
+from ckptplan.runtime.observe.phases import PhaseBytes, measure_phases
+from ckptplan.runtime.step import TrainingStep, make_step
+
+NAMES = ["loaded", "forward", "backward", "optimizer", "forward 2", "backward 2", "optimizer 2"]
+NUMBER = 8 + 4
+"""A Python number among the operands is a tensor of 8 bytes for a moment, and its cast to float32 another of 4."""
+
+
+def test_every_phase_of_an_mlp_with_momentum() -> None:
+    n, i, h, o = 30, 50, 70, 20
+    model = nn.Sequential(nn.Linear(i, h), nn.Tanh(), nn.Linear(h, o))
+    target = torch.randn(n, o)  # not counted, since the loss function holds it
+    step = make_step(model, torch.randn(n, i), loss_fn=lambda output: (output * target).sum())
+    measured = measure_phases(step, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+    first, second = 4 * (i * h + h), 4 * (h * o + o)
+    weights = first + second
+    x, hidden, output, loss = 4 * n * i, 4 * n * h, 4 * n * o, 4
+    forward_end = hidden + output + loss  # tanh saves its result; the first layer's own result is gone
+    forward_peak = max(2 * hidden, hidden + 2 * output + loss)  # the product lives until the loss function returns
+    # Gradients of the hidden, the output and the loss; what is live while each one is made:
+    backward_peak = max(
+        forward_end + loss + output + hidden + second,  # the second layer's backward
+        forward_end + loss + second + 2 * hidden,  # tanh's
+        output + 2 * loss + second + hidden + first,  # the first layer's, with no more need of the hidden
+    )
+    start = weights + x
+    later = start + weights  # with momentum
+    assert [p.name for p in measured.phases] == NAMES
+    assert measured.phases == (
+        PhaseBytes("loaded", 0, weights, weights),
+        PhaseBytes("forward", weights, start + forward_end, start + forward_peak),
+        PhaseBytes("backward", start + forward_end, start + weights, start + backward_peak),
+        # The first update copies the gradients as momentum, before they go.
+        PhaseBytes("optimizer", start + weights, later, start + 2 * weights),
+        PhaseBytes("forward 2", later, later + forward_end, later + forward_peak),
+        PhaseBytes("backward 2", later + forward_end, later + weights, later + backward_peak),
+        PhaseBytes("optimizer 2", later + weights, later, later + weights + NUMBER),
+    )
+    assert measured.unexplained_bytes == 0
+
+
+def test_the_state_and_temporaries_of_adamw() -> None:
+    model = nn.Linear(50, 70, bias=False)
+    step = make_step(model, torch.randn(30, 50))
+    measured = measure_phases(step, torch.optim.AdamW(model.parameters(), foreach=False))
+    weights, x, count = 4 * 50 * 70, 4 * 30 * 50, 4
+    state = 2 * weights + count
+    update, again = measured.phases[3], measured.phases[6]
+    # The update divides a square root: two temporaries of the parameter's size, and the divisor is a number.
+    temporaries = 2 * weights + NUMBER
+    assert update == PhaseBytes(
+        "optimizer", x + 2 * weights, x + weights + state, x + 2 * weights + state + temporaries
+    )
+    assert again == PhaseBytes("optimizer 2", x + 2 * weights + state, update.end_bytes, update.peak_bytes)
+    assert measured.unexplained_bytes == 0
+
+
+def test_gradients_that_stay_and_steps_without_an_update() -> None:
+    model = nn.Linear(8, 8, bias=False)
+    measured = measure_phases(make_step(model, torch.randn(4, 8)), steps=3, set_to_none=False)
+    assert [p.name for p in measured.phases[7:]] == ["forward 3", "backward 3", "optimizer 3"]
+    weights, x = 4 * 8 * 8, 4 * 4 * 8
+    assert measured.phases[1].start_bytes == weights
+    assert {p.start_bytes for p in measured.phases if p.name in ("forward 2", "forward 3")} == {x + 2 * weights}
+    assert measured.phases[-1].end_bytes == x + 2 * weights
+    assert measured.unexplained_bytes == 0
+
+
+def test_tied_parameters_and_inputs_that_share_memory_count_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(40, 8), nn.Linear(8, 40, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            logits = self.head(self.embedding(tokens))
+            return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    tokens = torch.randint(40, (2, 6))
+    measured = measure_phases(make_step(Tied(), {"tokens": tokens, "labels": tokens.view(2, 6)}))
+    assert measured.phases[0].end_bytes == 4 * 40 * 8
+    assert measured.phases[-1].end_bytes == 4 * 40 * 8 + 8 * 12
+    assert measured.unexplained_bytes == 0
+
+
+class Hoarder(nn.Module):
+    """Keeps a tensor it hasn't registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.hoard: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.hoard is None:
+            self.hoard = torch.ones(5, 8)
+        return self.linear(x) * self.hoard
+
+
+def test_what_nobody_registered_is_unexplained() -> None:
+    measured = measure_phases(make_step(Hoarder(), torch.randn(5, 8)))
+    assert measured.unexplained_bytes == 4 * 5 * 8
+
+
+@pytest.mark.parametrize("action", ["recompute", "swap"])
+def test_a_plan_changes_forward_and_backward_alone(action: ckptplan.core.chain.Action) -> None:
+    model, inputs = build("transformer")
+    plan = uniform(model, inputs, action)
+    plain = measure_phases(make_step(model, inputs), torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
+    with ckptplan.apply(model, plan):
+        planned = measure_phases(make_step(model, inputs), torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
+    assert planned.unexplained_bytes == plain.unexplained_bytes == 0
+    by_name = {p.name: p for p in planned.phases}
+    for before in plain.phases:
+        after = by_name[before.name]
+        if before.name.startswith("forward"):
+            assert (after.start_bytes, after.end_bytes < before.end_bytes) == (before.start_bytes, True)
+        elif before.name.startswith("backward"):
+            assert (after.end_bytes, after.peak_bytes < before.peak_bytes) == (before.end_bytes, True)
+        else:
+            assert after == before
+
+
+def test_measuring_twice_gives_the_same() -> None:
+    """Nothing of the first recording counts in the second."""
+    results = []
+    for _ in range(2):
+        model, inputs = build("conv_norm")
+        results.append(measure_phases(make_step(model, inputs), torch.optim.AdamW(model.parameters())))
+    assert results[0] == results[1]
+    assert results[0].phases[0].end_bytes == unique_bytes([*model.parameters(), *model.buffers()])
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(InvalidInputError, match="steps=0"):
+        measure_phases(make_step(model, torch.randn(2, 4)), steps=0)
+    with pytest.raises(InvalidInputError, match="callable"):
+        measure_phases(TrainingStep(model, fn=lambda: model(torch.randn(2, 4)).sum()))
+    with pytest.raises(InvalidInputError, match="on meta"):
+        measure_phases(make_step(nn.Linear(4, 4, device="meta"), torch.randn(2, 4)))

@@ -1,0 +1,1403 @@
+"""Selective recompute, moved inputs and segments: every plan here is written by hand, no profile is involved."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import itertools
+import os
+import random
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from small_models import assert_same, build, gradients
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
+from ckptplan.core.plan import KEEP, Decision, Plan
+from ckptplan.core.segment import Segment
+from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
+from ckptplan.runtime.controller import Controller
+from ckptplan.runtime.handle import apply
+from ckptplan.runtime.observe.measure import no_cycles_collected, peak_above_start
+from ckptplan.runtime.recompute.call import segments as segments_module
+from ckptplan.runtime.recompute.segments import SegmentFrame
+from ckptplan.runtime.recompute.selective import NumberedOps, alias, can_be_saved, is_random
+from ckptplan.runtime.step import default_loss, fingerprint, make_step, model_device
+from ckptplan.runtime.swap.session import Counters
+from ckptplan.runtime.swap.stores import NULL_STORES, make_store
+
+AGAIN = Decision("recompute")
+CPU = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def applied(
+    model: nn.Module,
+    stages: Sequence[str],
+    choices: Sequence[Decision] | None = None,
+    segments: Sequence[Segment] = (),
+) -> Iterator[Controller]:
+    device = model_device(model)
+    store = make_store(device, capacity_bytes=1 << 24, directory=None, limit_bytes=None)
+    controller = Controller(model, stages, choices or [AGAIN] * len(stages), {"host": store}, device, segments=segments)
+    controller.install()
+    try:
+        yield controller
+    finally:
+        controller.remove()
+        store.close()
+
+
+def planned_runs(stages: Sequence[str], choices: Sequence[Decision], segments: Sequence[Segment]) -> list[int]:
+    runs = [1 + (choice.action == "recompute") for choice in choices]
+    for segment in segments:
+        for i in range(segment.first, segment.last + 1):
+            runs[i] = 1 + segment.depth(i)
+    return [0 if name.startswith("(") else n for name, n in zip(stages, runs, strict=True)]
+
+
+def call(model: nn.Module, inputs: Any) -> torch.Tensor:
+    return default_loss(model(**inputs) if isinstance(inputs, dict) else model(inputs))
+
+
+def train(model: nn.Module, inputs: Any, steps: int = 2, context: Callable[[], Any] = contextlib.nullcontext) -> Any:
+    """Loss, gradients and buffers of each step, parameters updated in between; then the generator's next numbers."""
+    torch.manual_seed(7)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    out: list[Any] = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with context():
+            loss = call(model, inputs)
+        loss.backward()
+        out.append([loss.detach(), gradients(model), {n: b.clone() for n, b in model.named_buffers()}])
+        optimizer.step()
+    return [*out, torch.rand(3)]
+
+
+def check(
+    model: nn.Module,
+    inputs: Any,
+    stages: Sequence[str],
+    choices: Sequence[Decision] | None = None,
+    segments: Sequence[Segment] = (),
+    run: Callable[[nn.Module, Any], Any] = train,
+    steps: int = 2,
+) -> Controller:
+    """Everything bitwise as in the plain model, and every stage run exactly as often as planned."""
+    choices = choices or [AGAIN] * len(stages)
+    want = run(copy.deepcopy(model), inputs)
+    with applied(model, stages, choices, segments) as controller:
+        found = run(model, inputs)
+        assert_same(found, want)
+    counted = [controller.counters.runs[i] for i in range(len(stages))]
+    assert counted == [steps * n for n in planned_runs(stages, choices, segments)]
+    return controller
+
+
+# Models
+
+
+class Loop(nn.Module):
+    """`for layer in self.layers`, with dropout, and operations between the calls if wanted."""
+
+    def __init__(self, depth: int = 6, width: int = 64, *, glue: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.Dropout(0.1))
+            for _ in range(depth)
+        )
+        self.glue = glue
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) if self.glue else layer(x)
+        return x
+
+
+class ConvNet(nn.Module):
+    """Batch statistics, ReLUs in place, shrinking maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [3, 8, 8, 16, 16, 16]
+        self.blocks = nn.Sequential(
+            *(
+                nn.Sequential(
+                    nn.Conv2d(a, b, 3, padding=1, stride=2 if b > a > 3 else 1),
+                    nn.BatchNorm2d(b),
+                    nn.ReLU(inplace=True),
+                )
+                for a, b in itertools.pairwise(widths)
+            )
+        )
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(x).mean((2, 3)))
+
+
+class UNet(nn.Module):
+    """Outputs of early stages used by the next one and by a late one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def block(a: int, b: int) -> nn.Module:
+            return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(2, b), nn.SiLU(), nn.Dropout(0.1))
+
+        self.down = nn.ModuleList([block(3, 8), block(8, 8), block(8, 8)])
+        self.middle = block(8, 8)
+        self.up = nn.ModuleList([_Join(block(16, 8)), _Join(block(16, 8)), _Join(block(16, 4))])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skips = []
+        for down in self.down:
+            x = down(x)
+            skips.append(x)
+        x = self.middle(x)
+        for up in self.up:
+            x = up(x, skips.pop())
+        return x
+
+
+class _Join(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
+        return self.block(torch.cat([x, skip], 1))
+
+
+def loop() -> Any:
+    return Loop(), torch.randn(32, 64), [f"layers.{i}" for i in range(6)]
+
+
+def glued() -> Any:
+    stages = [name for i in range(6) for name in (f"layers.{i}", f"(after layers.{i})")]
+    return Loop(glue=True), torch.randn(32, 64), stages
+
+
+def conv() -> Any:
+    return ConvNet(), torch.randn(4, 3, 16, 16), [f"blocks.{i}" for i in range(5)]
+
+
+def unet() -> Any:
+    stages = ["down.0", "down.1", "down.2", "middle", "up.0", "up.1", "up.2"]
+    return UNet(), torch.randn(2, 3, 16, 16), stages
+
+
+def gpt2() -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=5, n_embd=32, n_head=4, vocab_size=100, n_positions=32, bos_token_id=0, eos_token_id=0, use_cache=False
+    )
+    tokens = torch.randint(0, 100, (2, 24))
+    model = transformers.GPT2LMHeadModel(config).train()
+    return model, {"input_ids": tokens, "labels": tokens}, [f"transformer.h.{i}" for i in range(5)]
+
+
+def t5() -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        num_layers=3,
+        num_decoder_layers=4,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_heads=4,
+        vocab_size=100,
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
+    tokens = torch.randint(0, 100, (2, 16))
+    model = transformers.T5ForConditionalGeneration(config).train()
+    names = [*(f"encoder.block.{i}" for i in range(3)), *(f"decoder.block.{i}" for i in range(4))]
+    return model, {"input_ids": tokens, "labels": tokens}, names
+
+
+MODELS = {f.__name__: f for f in (loop, glued, conv, unet, gpt2, t5)}
+
+
+def make(name: str) -> tuple[nn.Module, Any, list[str]]:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    torch.manual_seed(0)
+    model, inputs, stages = MODELS[name]()
+    return model.train(), inputs, stages
+
+
+def random_segment(rng: random.Random, first: int, last: int, modules: Sequence[int], depth: int = 3) -> Segment:
+    """`first` to `last`, modules both, with random segments inside."""
+    inner: list[Segment] = []
+    free = [i for i in modules if first <= i < last]
+    while free and depth and rng.random() < 0.7:
+        a = rng.randrange(len(free))
+        b = rng.randrange(a, len(free))
+        inner.append(random_segment(rng, free[a], free[b], modules, depth - 1))
+        free = free[b + 1 :]
+    return Segment(first, last, tuple(inner))
+
+
+def modules_of(stages: Sequence[str]) -> list[int]:
+    return [i for i, name in enumerate(stages) if not name.startswith("(")]
+
+
+def in_segments(stages: Sequence[str], seed: str) -> tuple[list[Decision], list[Segment]]:
+    """Random segments, and random decisions for the stages outside of them."""
+    rng = random.Random(seed)
+    modules = modules_of(stages)
+    choices = [rng.choice([KEEP, Decision("swap"), AGAIN]) if i in modules else KEEP for i in range(len(stages))]
+    found: list[Segment] = []
+    at = 0
+    while len(modules) - at >= 2:
+        last = rng.randrange(at + 1, len(modules))
+        if rng.random() < 0.8:
+            found.append(random_segment(rng, modules[at], modules[last], modules))
+            choices[modules[at] : modules[last] + 1] = [
+                AGAIN if i in modules else KEEP for i in range(modules[at], modules[last] + 1)
+            ]
+        at = last + 1
+    return choices, found
+
+
+# Segments
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("how", ["one", "two", "nested", "chain", "single"])
+def test_gradients_and_runs(name: str, how: str) -> None:
+    model, inputs, stages = make(name)
+    m = modules_of(stages)
+    n = len(m)
+    shapes = {
+        "one": [Segment(m[0], m[-1])],
+        "two": [Segment(m[0], m[n // 2 - 1]), Segment(m[n // 2], m[-1])],
+        "nested": [Segment(m[0], m[-1], (Segment(m[0], m[1]), Segment(m[2], m[n - 2])))],
+        "chain": [Segment(m[0], m[-1], (Segment(m[0], m[3], (Segment(m[0], m[2], (Segment(m[0], m[1]),)),)),))],
+        "single": [Segment(m[1], m[-1], (Segment(m[1], m[1]), Segment(m[3], m[3])))],
+    }
+    choices = [AGAIN if i in m else KEEP for i in range(len(stages))]
+    check(model, inputs, stages, choices, shapes[how])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("seed", range(4))
+def test_random_plans(name: str, seed: int) -> None:
+    model, inputs, stages = make(name)
+    choices, found = in_segments(stages, f"{name} {seed}")
+    check(model, inputs, stages, choices, found)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        ("nested", [f"layers.{i}" for i in range(4)]),
+        ("routed", ["0", "1", "2", "3"]),
+        ("views", ["0", "1", "2", "3"]),
+        ("complex_valued", ["0", "1", "2", "3"]),
+        ("custom_function", ["0", "1", "2", "3"]),
+        ("recurrent", ["0", "1", "2"]),
+        ("low_rank", ["0", "1", "2", "3", "4"]),
+        ("shared", ["blocks.0", "blocks.0#2", "blocks.0#3", "blocks.1"]),
+    ],
+)
+def test_models_unlike_a_chain(name: str, stages: list[str]) -> None:
+    last = len(stages) - 1
+    model, inputs = build(name)
+    check(copy.deepcopy(model), inputs, stages, segments=[Segment(0, last)])
+    check(model, inputs, stages, segments=[Segment(0, last, (Segment(0, last - 1, (Segment(0, last - 2),)),))])
+
+
+@pytest.mark.parametrize("name", ["loop", "gpt2"])
+def test_autocast(name: str) -> None:
+    context = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    model, inputs, stages = make(name)
+    nested = [Segment(0, 4, (Segment(0, 2, (Segment(1, 1),)),))]
+    check(model, inputs, stages, segments=nested, run=functools.partial(train, context=context))
+
+
+def test_frozen_stages_and_inputs_that_need_gradients() -> None:
+    model, x, stages = make("loop")
+    for p in model.layers[0].parameters():
+        p.requires_grad_(False)
+    for p in model.layers[3].parameters():
+        p.requires_grad_(False)
+    # Nothing in the first stage needs a gradient: it saves nothing, and only runs again for the others.
+    check(copy.deepcopy(model), x, stages, segments=[Segment(0, 5, (Segment(0, 3),))])
+    x.requires_grad_()
+
+    def run(model: nn.Module, x: torch.Tensor) -> Any:
+        x.grad = None
+        return [*train(model, x), x.grad]
+
+    check(model, x, stages, segments=[Segment(0, 5, (Segment(0, 3),))], run=run)
+
+
+class _Two(nn.Module):
+    """Several outputs, one passed through, one a view, one used by several later stages and by the caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None, *, mask: torch.Tensor) -> dict[str, Any]:
+        y = torch.tanh(self.linear(x)) * mask
+        bias = y.mean(0, keepdim=True).sigmoid() if bias is None else bias
+        return {"x": (y * bias).view(4, 8, 64)[1:].flatten(0, 1), "bias": bias, "mask": mask, "note": "text"}
+
+
+class Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Two() for _ in range(5))
+        self.widen = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        mask = (x > -1).float()
+        bias = None
+        kept = []
+        for i, layer in enumerate(self.layers):
+            out = layer(x, bias, mask=mask)
+            assert out["note"] == "text"
+            bias = out["bias"]
+            kept.append(out["x"])
+            x = torch.cat([out["x"], out["x"][:8]]) if i % 2 else self.widen(out["x"].repeat(2, 1)[:32])
+        return (*kept[1:3], x, bias)
+
+
+@pytest.mark.parametrize("inner", [(), (Segment(0, 2),), (Segment(1, 3, (Segment(1, 2),)),), (Segment(0, 3),)])
+def test_several_outputs(inner: tuple[Segment, ...]) -> None:
+    torch.manual_seed(0)
+    check(Several(), torch.randn(32, 64), [f"layers.{i}" for i in range(5)], segments=[Segment(0, 4, inner)])
+
+
+NESTED = [Segment(0, 5, (Segment(0, 3, (Segment(0, 1),)),))]
+
+
+def test_two_backwards_through_one_graph() -> None:
+    def run(model: nn.Module, x: torch.Tensor) -> Any:
+        torch.manual_seed(1)
+        loss = call(model, x)
+        loss.backward(retain_graph=True)
+        first = gradients(model)
+        loss.backward()
+        return [first, gradients(model)]
+
+    model, x, stages = make("loop")
+    want = run(copy.deepcopy(model), x)
+    with applied(model, stages, segments=NESTED) as controller:
+        assert_same(run(model, x), want)
+    assert [controller.counters.runs[i] for i in range(6)] == [1 + 2 * NESTED[0].depth(i) for i in range(6)]
+
+
+def test_double_backward() -> None:
+    def run(model: nn.Module, x: torch.Tensor) -> Any:
+        torch.manual_seed(1)
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(call(model, x), x, create_graph=True)
+        slope.square().sum().backward()
+        return [slope.detach(), x.grad, gradients(model)]
+
+    model, x, stages = make("loop")
+    want = run(copy.deepcopy(model), x)
+    with applied(model, stages, segments=NESTED):
+        assert_same(run(model, x), want)
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_partial_backward_then_the_rest(at: int) -> None:
+    """A backward that begins in the middle of a segment, at any depth, runs what it needs and no later stage."""
+
+    def run(model: nn.Module, x: torch.Tensor) -> Any:
+        torch.manual_seed(1)
+        kept: list[torch.Tensor] = []
+        hook = model.layers[at].register_forward_hook(lambda _, __, output: kept.append(output))
+        loss = call(model, x)
+        hook.remove()
+        part = torch.autograd.grad(kept.pop().sum(), list(model.layers[: at + 1].parameters()), retain_graph=True)
+        between = dict(counters[0].runs) if counters else {}
+        loss.backward()
+        return [list(part), gradients(model)], between
+
+    counters: list[Counters] = []
+    model, x, stages = make("loop")
+    want, _ = run(copy.deepcopy(model), x)
+    with applied(model, stages, segments=NESTED) as controller:
+        counters.append(controller.counters)
+        found, between = run(model, x)
+        assert_same(found, want)
+        assert all(between[i] == 1 for i in range(at + 1, 6))
+        assert all(2 <= between[i] <= 4 for i in range(at + 1))
+
+
+def test_gradients_of_some_parameters_alone() -> None:
+    def run(model: nn.Module, x: torch.Tensor) -> Any:
+        torch.manual_seed(1)
+        return list(torch.autograd.grad(call(model, x), list(model.layers[3].parameters())))
+
+    model, x, stages = make("loop")
+    want = run(copy.deepcopy(model), x)
+    with applied(model, stages, segments=NESTED):
+        assert_same(run(model, x), want)
+
+
+def test_several_forwards_before_one_backward() -> None:
+    def run(model: nn.Module, inputs: torch.Tensor) -> Any:
+        torch.manual_seed(1)
+        losses = [call(model, inputs * k) for k in (1, 2, 3)]
+        (losses[0] + losses[2] - losses[1]).backward()
+        call(model, inputs).backward()
+        return [gradients(model), dict(model.named_buffers())]
+
+    for name in ("loop", "conv"):
+        model, x, stages = make(name)
+        nested = [Segment(0, 4, (Segment(0, 2, (Segment(1, 1),)),))]
+        check(model, x, stages, segments=nested, run=run, steps=4)
+
+
+class _Checkpoints(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = checkpoint(lambda t: torch.tanh(self.a(t)), x, use_reentrant=False)
+        return nn.functional.dropout(checkpoint(self.b, inner, use_reentrant=True), 0.1)
+
+
+def test_stages_that_checkpoint_themselves() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Checkpoints() for _ in range(4)))
+    x = torch.randn(32, 64, requires_grad=True)
+    nested = [Segment(0, 3, (Segment(0, 2, (Segment(0, 1),)),))]
+    check(model, x, ["0", "1", "2", "3"], segments=nested)
+
+
+def test_training_flags_and_buffers_are_those_of_forward() -> None:
+    """Evaluation mode set and a parameter's gradient taken in between don't matter; a written parameter is an error."""
+    model, x, stages = make("conv")
+    plain = copy.deepcopy(model)
+    torch.manual_seed(3)
+    call(plain, x).backward()
+    with applied(model, stages, segments=[Segment(0, 4, (Segment(0, 2),))]):
+        torch.manual_seed(3)
+        loss = call(model, x)
+        model.eval()
+        loss.backward()
+        assert not any(m.training for m in model.modules())
+        model.train()
+        assert_same([gradients(model), dict(model.named_buffers())], [gradients(plain), dict(plain.named_buffers())])
+        loss = call(model, x)
+        with torch.no_grad():
+            model.blocks[1][0].weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+class _Writes(nn.Module):
+    """Glue that writes over what a stage returned, and uses both values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:4]:
+            y = layer(x)
+            x = y.mul_(0.5).add_(x)
+        return self.layers[4](x)
+
+
+def test_outputs_that_glue_writes_over() -> None:
+    """They aren't what their maker would make again, so whoever gets them holds them."""
+    torch.manual_seed(0)
+    check(_Writes(), torch.randn(32, 64), [f"layers.{i}" for i in range(5)], segments=[Segment(0, 4, (Segment(0, 2),))])
+
+
+def test_held_inputs_written_over() -> None:
+    model, x, stages = make("loop")
+    with applied(model, stages, segments=[Segment(0, 5)]):
+        y = x * 2
+        loss = call(model, y)
+        y.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_saved_tensors_looked_at_outside_of_backward() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    x = torch.randn(4, 8)
+    with applied(model, ["0", "1"], segments=[Segment(0, 1)]):
+        out = model(x)
+        assert torch.equal(out.grad_fn._saved_result, out)
+        assert torch.equal(out.grad_fn._saved_result, out)
+        out.sum().backward()
+
+
+class _Reads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * (ctx.saved_tensors[0] + ctx.saved_tensors[0])
+
+
+class _Squares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Reads.apply(self.linear(x))
+
+
+@pytest.mark.parametrize("segments", [[Segment(0, 1)], []])
+def test_a_function_that_reads_its_saved_tensors_twice(segments: list[Segment]) -> None:
+    model, x = nn.Sequential(_Squares(), _Squares()), torch.randn(4, 8)
+    want = train(copy.deepcopy(model), x)
+    with applied(model, ["0", "1"], segments=segments):
+        assert_same(train(model, x), want)
+
+
+def test_what_such_a_function_reads_ends_with_it() -> None:
+    """As without a plan: behind the node that read it, nothing of it is left."""
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(torch.sin(x))
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            assert all(ref() is None for ref in seen)
+            seen.append(weakref.ref(ctx.saved_tensors[0].untyped_storage()))
+            assert ctx.saved_tensors[0] is not None
+            return grad * 2
+
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Looks.apply(Looks.apply(self.linear(x)))  # type: ignore[no-any-return]
+
+    model = nn.Sequential(Stage(), Stage())
+    with applied(model, ["0", "1"]):
+        train(model, torch.randn(4, 8))
+    assert seen
+
+
+def test_hooks_that_read_a_saved_tensor_twice() -> None:
+    model = nn.Sequential(_Squares(), nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()))
+    with applied(model, ["0", "1"]):
+        out = model(torch.randn(4, 8))
+        out.grad_fn.register_prehook(lambda grads: [out.grad_fn._saved_result, None][1])
+        with pytest.raises(UnsupportedModelError, match="'1' is read twice in one backward"):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["loop", "conv", "unet", "gpt2"])
+def test_without_memory(name: str) -> None:
+    """The same controller on fake tensors, as profiles replay it: the same runs, and the model is as it was."""
+    model, inputs, stages = make(name)
+    state = torch.get_rng_state()
+    n = len(stages)
+    choices = [AGAIN] * n
+    choices[0] = Decision("recompute", ops=(operations(model, stages[0], inputs)[1][0],))
+    found = [Segment(1, n - 1, (Segment(1, n - 2, (Segment(1, 1),)),))]
+    torch.set_rng_state(state)
+    world = FakeWorld()
+    controller = Controller(model, stages, choices, NULL_STORES, CPU, segments=found)
+    controller.install()
+    try:
+        with fake_parameters(model, world), world:
+            given = pytree.tree_map_only(torch.Tensor, lambda t: world.fake(t) if t.is_floating_point() else t, inputs)
+            loss = call(model, given)
+            loss.backward()
+            assert all(p.grad is not None for p in model.parameters())
+            del loss
+    finally:
+        controller.remove()
+    assert [controller.counters.runs[i] for i in range(n)] == planned_runs(stages, choices, found)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_applied_plans_count_their_runs() -> None:
+    model, x, stages = make("loop")
+    plan = Plan(
+        stages=(*stages, "(after layers.5)"),
+        choices=(AGAIN,) * 5 + (KEEP,) * 2,
+        status="feasible",
+        budget_bytes=1 << 30,
+        peak_bytes=1 << 30,
+        host_bytes=0,
+        step_s=1.0,
+        baseline_step_s=1.0,
+        lower_bound_s=0.0,
+        space="one plan",
+        planner="tests",
+        fingerprint=fingerprint(make_step(model, x)),
+        inputs=(None,) * 7,
+        segments=(Segment(1, 4, (Segment(1, 2),)),),
+    )
+    want = train(copy.deepcopy(model), x, 3)
+    with apply(model, plan) as handle:
+        assert_same(train(model, x, 3), want)
+        stats = handle.stats()
+        assert stats.planned_runs == (2, 3, 3, 2, 2, 1, 0)
+        assert stats.runs == tuple(3 * n for n in stats.planned_runs)
+        assert stats.recomputed_stages == 3 * stats.planned_recomputed_stages == 3 * 7
+        train(model, x, 1)
+        assert handle.stats().since(stats).runs == stats.planned_runs
+        with handle.paused():
+            train(model, x, 1)
+        assert handle.stats().since(stats).runs == stats.planned_runs
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_removed_between_forward_and_backward() -> None:
+    model, x, stages = make("loop")
+    want = train(copy.deepcopy(model), x, 1)
+    with applied(model, stages, segments=NESTED):
+        torch.manual_seed(7)
+        loss = call(model, x)
+    loss.backward()
+    assert_same([loss.detach(), gradients(model)], want[0][:2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["loop", "conv", "unet", "gpt2"])
+@pytest.mark.parametrize("cast", [False, True])
+def test_on_a_gpu(name: str, cast: bool) -> None:
+    """Backward runs in another thread there, and the device has random states of its own."""
+    model, inputs, stages = make(name)
+    model, inputs = model.cuda(), pytree.tree_map_only(torch.Tensor, lambda t: t.cuda(), inputs)
+    context = functools.partial(torch.autocast, "cuda", dtype=torch.bfloat16, enabled=cast)
+    run = functools.partial(train, context=context)
+    n = len(stages)
+    check(copy.deepcopy(model), inputs, stages, run=run, segments=[Segment(0, n - 1, (Segment(0, n - 2),))])
+    choices = [moving((0,), i, n - 1) if i == 1 else AGAIN for i in range(n)]
+    check(model, inputs, stages, choices, [Segment(1, n - 1, (Segment(1, n - 2),))], run=run)
+
+
+@pytest.mark.gpu
+def test_stages_on_several_streams() -> None:
+    model, x, stages = make("loop")
+    model, x = model.cuda(), x.cuda()
+
+    def hook(*_: Any) -> None:
+        torch.cuda.set_stream(torch.cuda.Stream())
+
+    model.layers[2].register_forward_hook(hook)
+    try:
+        with (
+            applied(model, stages, segments=[Segment(0, 5)]),
+            pytest.raises(UnsupportedModelError, match="another stream"),
+        ):
+            model(x)
+    finally:
+        torch.cuda.set_stream(torch.cuda.default_stream())
+
+
+# Memory
+
+
+@contextlib.contextmanager
+def live_outputs(model: nn.Module, stages: Sequence[str], log: list[Any]) -> Iterator[None]:
+    """Keep weak references to every run's input and output storages: (stage, its input, its output)."""
+
+    def note(index: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, output: torch.Tensor) -> None:
+            log.append((index, *(StorageWeakRef(t.untyped_storage()) for t in (args[0], output))))
+
+        return hook
+
+    inner = [model.get_submodule(name) for name in stages]
+    handles = [module[-1].register_forward_hook(note(i)) for i, module in enumerate(inner)]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def test_only_the_first_input_is_held_between_forward_and_backward() -> None:
+    model, x, stages = make("loop")
+    log: list[Any] = []
+    with applied(model, stages, segments=[Segment(0, 2), Segment(3, 5)]), live_outputs(model, stages, log):
+        loss = call(model, x)
+        assert [i for i, _, output in log if not output.expired()] == [2]  # the second segment's input
+        assert [i for i, given, _ in log if not given.expired()] == []
+        loss.backward()
+        assert all(output.expired() for _, _, output in log)
+
+
+class _Alive:
+    """Counts, at the beginning of each stage's run, the outputs of each run that are still there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.outputs: list[tuple[int, StorageWeakRef]] = []
+        self.at_start: list[tuple[int, list[int]]] = []
+        for i, layer in enumerate(model.layers):
+            layer[0].register_forward_pre_hook(functools.partial(self._start, i))
+            layer[3].register_forward_hook(functools.partial(self._end, i))
+
+    def _start(self, i: int, *_: Any) -> None:
+        self.at_start.append((i, [j for j, output in self.outputs if not output.expired()]))
+
+    def _end(self, i: int, _: nn.Module, __: Any, output: torch.Tensor) -> None:
+        self.outputs.append((i, StorageWeakRef(output.untyped_storage())))
+
+
+def test_what_a_sweep_holds() -> None:
+    """By the book (NOTE [Residency], rule 6): of inner segments their first inputs, of the others what keep saves."""
+    model, x, stages = make("loop")
+    model.layers[5][3].p = 0.0  # saves nothing by itself
+    alive = _Alive(model)
+    with applied(model, stages, segments=[Segment(0, 5, (Segment(0, 1), Segment(2, 3)))]), no_cycles_collected():
+        loss = call(model, x)
+        assert [i for i, output in alive.outputs if not output.expired()] == []
+        alive.outputs.clear()
+        alive.at_start.clear()
+        loss.backward()
+    assert alive.at_start == [
+        # The sweep: 0 1 | 2 3 | 4, then the last stage. 2 gets 1's output, and the inner segment 2..3 keeps it.
+        (0, []),
+        (1, [0]),
+        (2, [1]),
+        (3, [1, 2]),
+        (4, [1, 3]),
+        (5, [1, 3, 4]),
+        # 3..2 swept before the backward of 3, from what 2 held; nothing above is left.
+        (2, [1]),
+        (3, [1, 2]),
+        (0, []),
+        (1, [0]),
+    ]
+    assert all(output.expired() for _, output in alive.outputs)
+
+
+def one_inside_another(n: int) -> Segment:
+    """The least memory: every stage but the last is run again for each later one."""
+    return functools.reduce(lambda inside, last: Segment(0, last, (inside,)), range(1, n), Segment(0, 0))
+
+
+def test_peak_falls_with_what_is_held() -> None:
+    """By the allocator's own account; a stage's input is the unit, its saved set some 5, its gradients are small."""
+    model, stages = Loop(12, 16), [f"layers.{i}" for i in range(12)]
+    x = torch.randn(4096, 16)
+    size = x.nbytes
+
+    def peak(segments: Sequence[Segment], choice: Decision = AGAIN) -> int:
+        with applied(model, stages, [choice] * 12, segments):
+            call(model, x).backward()
+            model.zero_grad()
+            return peak_above_start(lambda: call(model, x).backward(), CPU)
+
+    again = peak([])
+    # Twelve saved sets against eleven inputs and one saved set.
+    assert peak([], KEEP) - again >= 40 * size
+    # The stages before 6 are held by their first input alone until the others are done.
+    halves = (Segment(0, 5, tuple(Segment(i, i) for i in range(5))), *(Segment(i, i) for i in range(6, 11)))
+    assert again - peak([Segment(0, 11, halves)]) >= 3 * size
+    assert again - peak([one_inside_another(12)]) >= 8 * size
+
+
+def test_peak_falls_with_skips() -> None:
+    model, _, stages = make("unet")
+    x = torch.randn(8, 3, 32, 32)
+    peaks = []
+    for choice, found in ((KEEP, []), (AGAIN, []), (AGAIN, [one_inside_another(7)])):
+        with applied(model, stages, [choice] * 7, found):
+            call(model, x).backward()
+            model.zero_grad()
+            peaks.append(peak_above_start(lambda: call(model, x).backward(), CPU))
+    assert peaks[0] > peaks[1] > peaks[2]
+
+
+def test_a_freed_graph_frees_everything() -> None:
+    """Without a collection of cycles, whatever was run of it before."""
+    model, x, stages = make("loop")
+    log: list[Any] = []
+    frames: list[weakref.ref[SegmentFrame]] = []
+    real = segments_module.SegmentRun.add
+
+    def add(run: Any, frame: SegmentFrame) -> None:
+        frames.append(weakref.ref(frame))
+        real(run, frame)
+
+    with (
+        applied(model, stages, segments=NESTED),
+        live_outputs(model, stages, log),
+        no_cycles_collected(),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(segments_module.SegmentRun, "add", add)
+
+        def all_gone() -> bool:
+            gone = all(output.expired() for _, _, output in log) and all(frame() is None for frame in frames)
+            assert len(frames) == 6
+            log.clear()
+            frames.clear()
+            return gone
+
+        loss = call(model, x)
+        assert any(frame() is not None for frame in frames)
+        del loss
+        assert all_gone()
+        loss = call(model, x)
+        loss.backward(retain_graph=True)
+        del loss
+        assert all_gone()
+        loss = call(model, x)
+        loss.backward()
+        assert all(frame() is None for frame in frames)  # the loss is still there
+        del loss
+        assert all_gone()
+        loss = call(model, x)
+        torch.autograd.grad(loss, list(model.layers[4].parameters()), retain_graph=True)
+        del loss
+        assert all_gone()
+
+
+def test_a_partial_backward_leaves_no_activations() -> None:
+    model, x, stages = make("loop")
+    log: list[Any] = []
+    with applied(model, stages, segments=NESTED), live_outputs(model, stages, log), no_cycles_collected():
+        loss = call(model, x)
+        del log[:]
+        torch.autograd.grad(loss, list(model.layers[4].parameters()), retain_graph=True)
+        assert [i for i, _, _ in log] == [0, 1, 2, 3, 4]  # the last stage stops before its end
+        assert all(output.expired() for _, _, output in log)
+        loss.backward()
+
+
+def test_long_segments_need_no_deep_recursion() -> None:
+    torch.manual_seed(0)
+    n = 400
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(n)))
+    nested = [Segment(0, n - 1, (Segment(0, n // 2, (Segment(0, n // 4),)), Segment(n // 2 + 1, n - 2)))]
+    once = functools.partial(train, steps=1)
+    check(model, torch.randn(4, 8), [str(i) for i in range(n)], segments=nested, run=once, steps=1)
+    with applied(model, [str(i) for i in range(n)], segments=nested):
+        loss = call(model, torch.randn(4, 8))
+        del loss  # and no deep recursion to free it
+
+
+def test_deep_nests_need_no_deep_recursion() -> None:
+    torch.manual_seed(0)
+    n = 40
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(n)))
+    check(model, torch.randn(4, 8), [str(i) for i in range(n)], segments=[one_inside_another(n)], steps=2)
+
+
+# Failures
+
+
+class Planted(Exception):
+    """Thrown by the tests on purpose."""
+
+
+RUNS: list[int] = []
+"""Global, so that a run again doesn't find it as forward did."""
+
+
+@pytest.mark.parametrize("stage", [0, 2, 5])
+@pytest.mark.parametrize("run", [1, 2, 3])
+def test_after_an_exception_the_next_step_is_right(stage: int, run: int) -> None:
+    """In forward, in a sweep, in an inner sweep; then the same graph again, where it is still there."""
+    model, x, stages = make("loop")
+    want = train(copy.deepcopy(model), x, 1)
+    RUNS.clear()
+
+    def fail(*_: Any) -> None:
+        RUNS.append(stage)
+        if len(RUNS) == run:
+            raise Planted
+
+    with applied(model, stages, segments=NESTED):
+        hook = model.layers[stage][2].register_forward_hook(fail)
+        loss = None
+        planted = run <= 1 + NESTED[0].depth(stage)
+        with pytest.raises(Planted) if planted else contextlib.nullcontext():
+            torch.manual_seed(7)
+            loss = call(model, x)
+            loss.backward(retain_graph=True)
+        hook.remove()
+        RUNS.extend(range(run))  # graphs of that forward still call it
+        if loss is not None:
+            model.zero_grad()
+            loss.backward()
+            assert_same([loss.detach(), gradients(model)], want[0][:2])
+        model.zero_grad()
+        assert_same(train(model, x, 1), want)
+
+
+class _InPlace(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2)
+
+
+def test_a_stage_that_writes_to_its_input() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), _InPlace(), nn.Linear(8, 8))
+    with (
+        applied(model, ["0", "1", "2", "3"], segments=[Segment(0, 3)]),
+        pytest.raises(UnsupportedModelError, match="stage '2' writes to its inputs"),
+    ):
+        model(torch.randn(4, 8))
+
+
+class _BackwardInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = x.detach().requires_grad_()
+        y = nn.functional.dropout(torch.tanh(self.linear(inside)), 0.5)
+        (slope,) = torch.autograd.grad(y.sum(), inside, create_graph=True)
+        return slope * x
+
+
+@pytest.mark.parametrize("segments", [[Segment(0, 1)], []])
+def test_a_stage_that_runs_backward_inside(segments: list[Segment]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), _BackwardInside())
+    with (
+        applied(model, ["0", "1"], segments=segments),
+        pytest.raises(UnsupportedModelError, match="stage '1', which is to run again, runs backward inside"),
+    ):
+        model(torch.randn(4, 8))
+
+
+class _Calls:
+    """What changes beyond a module's own attributes, where nothing puts it back."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def first(self) -> bool:
+        self.count += 1
+        return self.count == 1
+
+
+class _Fickle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.calls = (n for n in itertools.count())  # unlike a number, nothing puts it back
+        self.what = "same"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if next(self.calls) == 0 or self.what == "same":
+            return torch.tanh(self.linear(x))
+        if self.what == "more":
+            return torch.tanh(torch.sigmoid(self.linear(x)))
+        if self.what == "fewer":
+            return self.linear(x)
+        return torch.tanh(self.linear(x))[:, :32].repeat(1, 3)[:, :64]
+
+
+@pytest.mark.parametrize(
+    ("what", "inner"),
+    [("more", ()), ("fewer", ()), ("bytes", ()), ("fewer", (Segment(0, 1),)), ("bytes", (Segment(0, 2),))],
+)
+def test_a_forward_that_takes_another_path(what: str, inner: tuple[Segment, ...]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), _Fickle(), nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].what = what
+    with applied(model, ["0", "1", "2", "3"], segments=[Segment(0, 3, inner)]):
+        loss = call(model, torch.randn(32, 64))
+        with pytest.raises(PlanMismatchError, match="'1', run again"):
+            loss.backward()
+
+
+def test_segments_that_cannot_be() -> None:
+    model, _, stages = make("glued")
+    again = [AGAIN if i % 2 == 0 else KEEP for i in range(12)]
+    with pytest.raises(PlanMismatchError, match=r"ends in '\(after layers.1\)', which is no module's call"):
+        Controller(model, stages, again, NULL_STORES, CPU, segments=[Segment(0, 3)])
+    with pytest.raises(PlanMismatchError, match="ends in number 20 of 12"):
+        Controller(model, stages, again, NULL_STORES, CPU, segments=[Segment(0, 20)])
+    again[2] = KEEP
+    with pytest.raises(PlanMismatchError, match=r"'layers.1' is to keep; a segment's stages recompute"):
+        Controller(model, stages, again, NULL_STORES, CPU, segments=[Segment(0, 4)])
+
+
+# Moved inputs
+
+
+def moving(positions: tuple[int, ...], release: int, prefetch: int, **more: Any) -> Decision:
+    return Decision("recompute", positions, release, prefetch, **{"option": "recompute+swap", **more})
+
+
+@pytest.mark.parametrize("name", ["loop", "conv", "unet", "gpt2"])
+def test_inputs_of_recomputed_stages_move(name: str) -> None:
+    model, inputs, stages = make(name)
+    choices = [moving((0,), i, i) if i else AGAIN for i in range(len(stages))]
+    controller = check(model, inputs, stages, choices)
+    counters = controller.counters
+    assert counters.swapped_out_bytes == counters.swapped_in_bytes > 0
+
+
+def test_a_segments_input_moves() -> None:
+    """It is gone until the segment's last stage's backward; what is linked counts in the order and never moves."""
+    model, x, stages = make("loop")
+    choices = [AGAIN, AGAIN, moving((0,), 2, 5), AGAIN, AGAIN, AGAIN]
+    nested = [Segment(2, 5, (Segment(2, 3),))]
+    counters = check(copy.deepcopy(model), x, stages, choices, nested).counters
+    assert counters.swapped_out_bytes == counters.swapped_in_bytes == 2 * 32 * 64 * 4
+    log: list[Any] = []
+    with applied(model, stages, choices, nested), live_outputs(model, stages, log):
+        loss = call(model, x)
+        held = [i for i, _, output in log if not output.expired()]
+        assert held == [0]  # the input of the second stage, alone; the caller's output is the loss
+        loss.backward()
+    choices[3] = moving((0,), 3, 5)
+    with (
+        applied(model, stages, choices, nested),
+        pytest.raises(PlanMismatchError, match="which its segment makes again"),
+    ):
+        call(model, x)
+
+
+def test_positions_count_linked_inputs() -> None:
+    """unet's last stages get an input made inside the segment first, and one from outside second."""
+    model, x, stages = make("unet")
+    choices = [AGAIN] * 5 + [moving((1,), 5, 6), AGAIN]
+    check(copy.deepcopy(model), x, stages, choices, [Segment(4, 6)])
+    choices[5] = moving((0,), 5, 6)
+    with applied(model, stages, choices, [Segment(4, 6)]), pytest.raises(PlanMismatchError, match="makes again"):
+        call(model, x)
+
+
+def test_segments_beside_swapped_and_selective_stages() -> None:
+    model, x, stages = make("loop")
+    choices = [
+        Decision("swap", (0, 1), 0, 1),
+        moving((0, 1), 1, 2, option="selective-1+swap", ops=(0,)),
+        moving((0,), 2, 4),
+        AGAIN,
+        AGAIN,
+        Decision("recompute", ops=(0, 1), option="selective-2"),
+    ]
+    counters = check(model, x, stages, choices, [Segment(2, 4, (Segment(2, 2),))]).counters
+    assert counters.swapped_out_bytes == counters.swapped_in_bytes > 0
+
+
+# Selective recompute
+
+
+def operations(model: nn.Module, stage: str, inputs: Any) -> tuple[list[Any], list[int]]:
+    """The operations of a stage's forward by their numbers, and which may be saved: nothing writes over them."""
+    found: list[Any] = []
+    made: list[tuple[int, torch.Tensor]] = []
+    name, _, wanted = stage.partition("#")
+    module = model.get_submodule(name)
+    real = type(module).forward
+    calls = 0
+
+    def run(number: int, func: Any, args: Any, kwargs: Any) -> Any:
+        found.append(func)
+        result = func(*args, **kwargs)
+        if can_be_saved(func) and "unsafe_view" not in str(func):
+            made.extend((number, alias(t)) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
+        return result
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        with NumberedOps(run) if calls == int(wanted or 1) else contextlib.nullcontext():
+            return real(module, *args, **kwargs)
+
+    module.forward = forward  # type: ignore[method-assign]
+    try:
+        call(model, inputs)
+    finally:
+        del module.forward
+    written = {number for number, tensor in made if tensor._version}
+    return found, sorted({number for number, _ in made} - written)
+
+
+@functools.cache
+def operations_of(name: str) -> list[tuple[list[Any], list[int]]]:
+    """`operations` of every stage of a model."""
+    model, inputs, stages = make(name)
+    return [operations(model, stage, inputs) for stage in stages]
+
+
+@pytest.mark.parametrize("name", ["loop", "conv", "unet", "gpt2", "t5"])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("swap", [False, True])
+def test_selective(name: str, seed: int, swap: bool) -> None:
+    """Random choices of operations in every stage, some moved: gradients bitwise; the chosen ones run once."""
+    model, inputs, stages = make(name)
+    rng = random.Random(f"{name} {seed}")
+    choices = []
+    for i, (found, can) in enumerate(operations_of(name)):
+        can = [n for n in can if not is_random(found[n])]
+        ops = tuple(sorted(rng.sample(can, rng.randint(1, len(can)))))
+        if not swap:
+            choices.append(Decision("recompute", ops=ops, option="selective-1"))
+            continue
+        moves = tuple(sorted(rng.sample(range(len(ops)), rng.randint(1, len(ops)))))
+        choices.append(moving(moves, i, i, ops=ops, option="selective-1+swap"))
+    counters = check(model, inputs, stages, choices).counters
+    assert counters.swapped_out_bytes == counters.swapped_in_bytes
+    assert (counters.swapped_out_bytes > 0) == swap
+
+
+def test_saved_operations_run_once() -> None:
+    model, x, stages = make("loop")
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    counted: list[str] = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counted.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def products(choice: Decision) -> tuple[int, int]:
+        counted.clear()
+        with applied(model, stages, [choice] * 6), Count():
+            call(model, x).backward()
+        return counted.count("aten.addmm.default"), counted.count("aten.gelu.default")
+
+    assert products(KEEP) == (12, 6)
+    # The second product isn't needed by dropout's backward, but it comes before what is.
+    assert products(AGAIN) == (24, 12)
+    assert products(Decision("recompute", ops=(0,), option="selective-1")) == (18, 12)
+    assert products(Decision("recompute", ops=(0, 1, 2), option="selective-2")) == (12, 6)
+
+
+def test_selective_holds_what_it_saves_and_no_more() -> None:
+    model, x, stages = make("loop")
+    made: list[tuple[str, StorageWeakRef]] = []
+    for i, layer in enumerate(model.layers):
+        for j, part in enumerate(layer):
+            part.register_forward_hook(
+                lambda _, __, output, i=i, j=j: made.append((f"{i}.{j}", StorageWeakRef(output.untyped_storage())))
+            )
+    choices = [AGAIN] * 6
+    choices[2] = Decision("recompute", ops=(0,), option="selective-1")
+    with applied(model, stages, choices), no_cycles_collected():
+        loss = call(model, x)
+        held = [where for where, storage in made if not storage.expired()]
+        assert held == ["0.3", "1.3", "2.0", "2.3", "3.3", "4.3"]
+        loss.backward()
+        assert all(storage.expired() for _, storage in made)
+    choices[2] = moving((0, 1), 2, 2, ops=(0,), option="selective-1+swap")
+    made.clear()
+    with applied(model, stages, choices), no_cycles_collected():
+        loss = call(model, x)
+        assert [where for where, storage in made if not storage.expired()] == ["0.3", "2.3", "3.3", "4.3"]
+        loss.backward()
+        assert all(storage.expired() for _, storage in made)
+        del loss
+    call(model, x)
+
+
+class _Draws(nn.Module):
+    """Draws twice: number 1 and number 4 are random and no view of anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * torch.rand_like(x)
+        return torch.tanh(self.linear(x * torch.bernoulli(x.sigmoid())))
+
+
+def test_random_operations_are_saved_from_the_last_on() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(_Draws() for _ in range(3))), torch.randn(32, 64)
+    found, _ = operations(model, "1", x)
+    first, second = [i for i, func in enumerate(found) if is_random(func)]
+    stages = ["0", "1", "2"]
+    for ops in ((second,), (first, second), (first, second, first + 1)):
+        check(copy.deepcopy(model), x, stages, [Decision("recompute", ops=tuple(sorted(ops)))] * 3)
+    with (
+        applied(model, stages, [Decision("recompute", ops=(first,))] * 3),
+        pytest.raises(PlanMismatchError, match=f"saves the random operation number {first} and replays"),
+    ):
+        call(model, x)
+    check(model, x, stages)
+
+
+@pytest.mark.parametrize(
+    ("ops", "match"),
+    [((4,), r"number 4, aten\.bernoulli_\.float, which is a view"), ((99,), "ran 7 operations")],
+)
+def test_operations_that_cannot_be_saved(ops: tuple[int, ...], match: str) -> None:
+    model, x, stages = make("loop")
+    with applied(model, stages, [Decision("recompute", ops=ops)] * 6), pytest.raises(PlanMismatchError, match=match):
+        call(model, x)
+
+
+def test_a_view_by_another_name_cannot_be_saved() -> None:
+    """A product over more than two dimensions ends in `_unsafe_view`, whose schema doesn't say that it is one."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh())
+    found, _ = operations(model, "0", torch.randn(2, 4, 8))
+    ops = (next(i for i, func in enumerate(found) if "_unsafe_view" in str(func)),)
+    with applied(model, ["0"], [Decision("recompute", ops=ops)]), pytest.raises(PlanMismatchError, match="is a view"):
+        call(model, torch.randn(2, 4, 8))
+
+
+class _Overwrites(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        return self.b(y.add_(1.0).relu_())
+
+
+@pytest.mark.parametrize("moves", [(), (0,)])
+def test_a_saved_output_written_over(moves: tuple[int, ...]) -> None:
+    """An error, never the value after."""
+    model, x = nn.Sequential(_Overwrites(), _Overwrites()), torch.randn(64, 64)
+    choice = moving(moves, 0, 0, ops=(0,)) if moves else Decision("recompute", ops=(0,))
+    with applied(model, ["0", "1"], [choice, AGAIN]):
+        loss = call(model, x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+class _Counts(nn.Module):
+    """With buffers, whose copies for the recompute are made around forward, more of them before than again."""
+
+    seen: torch.Tensor
+    fixed: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("fixed", torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.b(torch.tanh(self.a(x)) * self.fixed) * self.seen.clone()
+
+
+def test_numbers_are_those_of_the_stages_own_operations() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(_Counts() for _ in range(3))), torch.randn(32, 64)
+    found, _ = operations(copy.deepcopy(model), "1", x)
+    products = [i for i, func in enumerate(found) if "addmm" in str(func)]
+    check(model, x, ["0", "1", "2"], [Decision("recompute", ops=(products[0],))] * 3)
+    watched: list[int] = []
+    model[1].a.register_forward_hook(lambda _, __, output: watched.append(output.data_ptr()))
+    with applied(model, ["0", "1", "2"], [Decision("recompute", ops=(products[0],))] * 3):
+        call(model, x).backward()
+    assert len(watched) == 2  # in forward and in the recompute
+    assert watched[0] == watched[1]  # where the very memory came back
+
+
+class _Turns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.calls = (n for n in itertools.count())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = next(self.calls) == 0
+        return self.b(torch.tanh(self.a(x)) if first else torch.sigmoid(self.a(x * 2)))
+
+
+def test_a_selective_stage_that_takes_another_path() -> None:
+    model = nn.Sequential(_Turns())
+    with applied(model, ["0"], [Decision("recompute", ops=(2,))]):
+        loss = call(model, torch.randn(32, 64))
+        with pytest.raises(PlanMismatchError, match=r"number 0 was aten\.addmm\.default .* and is aten\.mul\.Tensor"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_selective_under_autocast(inside: bool) -> None:
+    """A recompute casts parameters that forward found in autocast's cache, or inside of it the other way round."""
+
+    def run(model: nn.Module, x: torch.Tensor) -> Any:
+        torch.manual_seed(1)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = call(model, x)
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        return gradients(model)
+
+    model, x = build("shared")
+    stages = ["blocks.0", "blocks.0#2", "blocks.0#3", "blocks.1"]
+    choices, numbers = [], []
+    for stage in stages:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found, _ = operations(copy.deepcopy(model), stage, x)
+        ops = tuple(i for i, func in enumerate(found) if "addmm" in str(func) or "gelu" in str(func))
+        numbers.append(ops)
+        choices.append(Decision("recompute", ops=ops))
+    assert len(set(numbers)) == 1  # though the later calls have their weights in the cache
+    check(copy.deepcopy(model), x, stages, choices, run=run, steps=1)
+
+
+def test_selective_with_two_backwards() -> None:
+    def run(model: nn.Module, x: torch.Tensor) -> Any:
+        torch.manual_seed(1)
+        loss = call(model, x)
+        loss.backward(retain_graph=True)
+        first = gradients(model)
+        loss.backward()
+        return [first, gradients(model)]
+
+    model, x, stages = make("loop")
+    for choice in (Decision("recompute", ops=(0, 2)), moving((0, 1), 5, 5, ops=(0, 2))):
+        twin = copy.deepcopy(model)
+        want = run(copy.deepcopy(model), x)
+        with applied(twin, stages, [choice] * 6):
+            assert_same(run(twin, x), want)
+
+
+def test_steps_leave_nothing_behind() -> None:
+    model, x, stages = make("loop")
+    choices = [
+        moving((0, 1), 0, 0, ops=(0,)),
+        Decision("recompute", ops=(0, 1)),
+        moving((0,), 2, 5),
+        AGAIN,
+        AGAIN,
+        AGAIN,
+    ]
+
+    def alive() -> int:
+        gc.collect()
+        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+    with applied(model, stages, choices, [Segment(2, 5, (Segment(2, 3),))]) as controller:
+        train(model, x, 1)
+        before = alive()
+        for _ in range(3):
+            train(model, x, 1)
+            call(model, x)
+        assert alive() == before
+        assert not controller._stores["host"].used_bytes  # type: ignore[attr-defined]
+    watch = weakref.ref(model)
+    del model, controller
+    gc.collect()
+    assert watch() is None

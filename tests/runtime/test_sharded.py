@@ -1,0 +1,197 @@
+"""Sharded models (FSDP2) under a plan, in one process on the CPU, where units gather and free all the same."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from small_models import Transformer, build, measured, plan_of, scheduled
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ckptplan.core.plan import Plan
+from ckptplan.core.segment import Segment
+from ckptplan.runtime.handle import apply
+from ckptplan.runtime.swap.session import Record
+
+dist = pytest.importorskip("torch.distributed")
+if not dist.is_available():
+    pytest.skip("needs torch.distributed", allow_module_level=True)
+fsdp = pytest.importorskip("torch.distributed.fsdp")
+if not hasattr(fsdp, "fully_shard"):
+    pytest.skip("needs fully_shard", allow_module_level=True)
+
+WHATS = ("keep", "swap", "recompute", "segment", "nested segment")
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Any]:
+    # Nothing leaves this process.
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    from torch.distributed.device_mesh import init_device_mesh
+
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def planned(what: str) -> Plan:
+    """Made for the model as it was before anybody sharded it."""
+    chain = measured("transformer")
+    stages = chain.stages
+    if "segment" not in what:
+        return plan_of(chain, [what] * len(stages))  # type: ignore[list-item]
+    blocks = [i for i, stage in enumerate(stages) if stage.name.startswith("layers.")]
+    options = [stage.find("recompute") if i in blocks else stage.keep for i, stage in enumerate(stages)]
+    inner = (Segment(blocks[1], blocks[2]),) if what.startswith("nested") else ()
+    return scheduled(chain, options, (Segment(blocks[0], blocks[-1], inner),))  # type: ignore[arg-type]
+
+
+def sharded(mesh: Any, where: str, policy: Any = None) -> nn.Module:
+    """Units inside the stages, as stages, or around two of them."""
+    model, _ = build("transformer")
+    assert isinstance(model, Transformer)
+    more = {} if policy is None else {"mp_policy": policy}
+    for k, layer in enumerate(model.layers):
+        if where == "inside":
+            for module in (layer.qkv, layer.up):
+                fsdp.fully_shard(module, mesh=mesh, **more)
+        elif where == "blocks":
+            fsdp.fully_shard(layer, mesh=mesh, **more)
+        elif k % 2 == 0:  # one group of parameters for two blocks
+            fsdp.fully_shard([layer, model.layers[k + 1]], mesh=mesh, **more)
+    fsdp.fully_shard(model, mesh=mesh, **more)
+    return model
+
+
+def train(model: nn.Module, x: torch.Tensor) -> list[Any]:
+    torch.manual_seed(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    out: list[Any] = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses = [model(part).float().mean() for part in (x, x[:, :20])]
+        losses[0].backward()
+        losses[1].backward()
+        out += [losses[0].detach(), *(p.grad.full_tensor().clone() for p in model.parameters())]
+        optimizer.step()
+    return out
+
+
+def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    assert len(found) == len(wanted)
+    assert [k for k, (a, b) in enumerate(zip(found, wanted, strict=True)) if not torch.equal(a, b)] == []
+
+
+POLICIES = {
+    "plain": None,
+    "bfloat16": fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+}
+
+
+@functools.cache
+def wanted(mesh: Any, where: str, policy: str) -> list[Any]:
+    return train(sharded(mesh, where, POLICIES[policy]), build("transformer")[1])
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+@pytest.mark.parametrize("what", WHATS)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("where", ["blocks", "inside", "pairs"])
+def test_a_sharded_model(mesh: Any, where: str, policy: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bitwise as without a plan; parameters gathered for a stage never move, whatever their precision."""
+    moved: list[torch.Tensor] = []
+    made = Record.__init__
+
+    def watched(self: Record, tensor: torch.Tensor, *rest: Any) -> None:
+        moved.append(tensor)
+        made(self, tensor, *rest)
+
+    monkeypatch.setattr(Record, "__init__", watched)
+    expected = wanted(mesh, where, policy)
+    model, inputs = sharded(mesh, where, POLICIES[policy]), build("transformer")[1]
+    plan = planned(what)
+    shapes = {p.shape for p in model.layers.parameters()}
+    with apply(model, plan) as handle:
+        same(train(model, inputs), expected)
+        stats = handle.stats()
+    assert stats.forwards == 6
+    assert stats.recomputed_stages == 6 * stats.planned_recomputed_stages
+    if what == "swap":
+        assert moved
+        assert stats.swapped_out_bytes > 0
+        # No activation is of a weight's shape, as it is or transposed.
+        assert [t.shape for t in moved if t.dim() == 2 and {t.shape, t.t().shape} & shapes] == []
+
+
+def _gathers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts how often a unit's parameters become whole."""
+    groups = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    count = [0]
+    whole = groups.FSDPParamGroup._to_unsharded
+
+    def counted(self: Any) -> None:
+        count[0] += 1
+        whole(self)
+
+    monkeypatch.setattr(groups.FSDPParamGroup, "_to_unsharded", counted)
+    return count
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+@pytest.mark.parametrize("what", WHATS)
+@pytest.mark.parametrize("where", ["blocks", "inside"])
+def test_gathers(mesh: Any, where: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recompute runs inside its unit, which has gathered already; a segment's sweep runs before its units do."""
+    count = _gathers(monkeypatch)
+    model, inputs = sharded(mesh, where), build("transformer")[1]
+    model(inputs).mean().backward()
+    plain, count[0] = count[0], 0
+    with monkeypatch.context() as patched:
+        for layer in model.layers:
+            patched.setattr(layer, "forward", functools.partial(checkpoint, layer.forward, use_reentrant=False))
+        model(inputs).mean().backward()
+    checkpointed, count[0] = count[0], 0
+    with apply(model, planned(what)):
+        model(inputs).mean().backward()
+    # Of four blocks, a sweep runs three again; with an inner segment of two, that one's first is swept once more.
+    again = {"segment": 3, "nested segment": 4}.get(what, 0)
+    if where == "inside":  # two units in each block, and a segment's last block runs again before their backward, too
+        again = 2 * {"segment": 4, "nested segment": 6}.get(what, 0)
+        if what == "recompute":  # in PyTorch 2.9 a unit frees after its forward in a recompute, too
+            again = checkpointed - plain
+    assert count[0] == plain + again
+
+
+def test_the_plan_may_come_first(mesh: Any) -> None:
+    expected = wanted(mesh, "blocks", "plain")
+    model, inputs = build("transformer")
+    with apply(model, planned("recompute")) as handle:
+        for layer in model.layers:
+            fsdp.fully_shard(layer, mesh=mesh)
+        fsdp.fully_shard(model, mesh=mesh)
+        same(train(model, inputs), expected)
+        assert handle.stats().recomputed_stages > 0
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_data_parallel(mesh: Any, what: str) -> None:
+    """Around the model that the plan is for."""
+
+    def steps(model: nn.Module) -> list[Any]:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        torch.manual_seed(3)
+        out = []
+        for _ in range(2):
+            model.zero_grad()
+            wrapped(inputs).mean().backward()
+            out += [p.grad.clone() for p in model.parameters()]
+        return out
+
+    plain, inputs = build("transformer")
+    expected = steps(plain)
+    model, _ = build("transformer")
+    with apply(model, planned(what)):
+        same(steps(model), expected)

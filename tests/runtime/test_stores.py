@@ -1,0 +1,510 @@
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptplan.core.errors import InvalidInputError, SwapError
+from ckptplan.runtime.swap.session import (
+    Counters,
+    Record,
+    State,
+    SwapSession,
+    finish_leaving,
+    start_leaving,
+    start_returning,
+)
+from ckptplan.runtime.swap.stores import DISK_BLOCK_BYTES, DiskStore, Extent, Extents, Ticket, disk
+
+
+def open_files() -> set[str]:
+    return {
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.lexists(f"/proc/self/fd/{fd}")
+    }
+
+
+def swap_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("ckptplan")]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    made = DiskStore(tmp_path)
+    yield made
+    made.close()
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 5 * 4096)), max_size=60), st.randoms(use_true_random=False))
+def test_extents_never_overlap_and_are_free_when_nobody_holds_them(
+    steps: list[tuple[bool, int]], rng: random.Random
+) -> None:
+    extents = Extents(DISK_BLOCK_BYTES)
+    taken: list[Extent] = []
+    most = 0
+    for take, nbytes in steps:
+        if take or not taken:
+            extent = extents.take(nbytes)
+            assert extent is not None
+            assert extent.size >= nbytes
+            assert all(extent.offset + extent.size <= e.offset or e.offset + e.size <= extent.offset for e in taken)
+            taken.append(extent)
+            del extent
+        else:
+            del taken[rng.randrange(len(taken))]
+        assert extents.used == sum(e.size for e in taken)
+        most = max(most, *(e.offset + e.size for e in taken), 0)
+    taken.clear()
+    again = extents.take(most)
+    assert again is not None
+    assert again.offset == 0
+
+
+def test_extents_are_reused_and_end() -> None:
+    extents = Extents(DISK_BLOCK_BYTES, capacity=5 * 12_288)
+    for _ in range(1000):
+        five = [extents.take(10_000) for _ in range(5)]
+        assert None not in five
+        assert extents.take(1) is None
+        five.reverse()
+        five.clear()
+
+
+def test_extents_survive_an_interrupt_anywhere() -> None:
+    """Whatever line an exception comes from, nothing stays taken and nothing is given out twice."""
+    extents = Extents(DISK_BLOCK_BYTES)
+    kept = extents.take(4096)
+
+    def interrupt_at(number: int) -> Any:
+        seen = 0
+
+        def trace(frame: Any, event: str, argument: Any) -> Any:
+            nonlocal seen
+            seen += 1
+            if seen == number:
+                raise KeyboardInterrupt
+            return trace
+
+        return trace
+
+    before = sys.gettrace()
+    gc.disable()  # others' callbacks would be interrupted
+    try:
+        number = quiet = 0
+        while quiet < 3:  # how many lines there are depends on what was cut short before
+            number += 1
+            sys.settrace(interrupt_at(number))
+            try:  # nothing else that is called may be traced
+                extents.take(4096)
+                quiet += 1
+            except KeyboardInterrupt:
+                quiet = 0
+            sys.settrace(None)
+            assert extents.used == 4096
+            other = extents.take(4096)
+            assert other is not None
+            assert kept is not None
+            assert other.offset != kept.offset
+            del other
+    finally:
+        gc.enable()
+        sys.settrace(before)
+    assert number > 30
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64, torch.uint8]
+)
+def test_round_trip_in_another_order(store: DiskStore, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tensors = [(torch.randn(n) * 3).to(dtype) for n in (1, 1000, 4096, 5000, 100_000)]
+    tickets = [store.start_out(t) for t in tensors]
+    for i in (3, 0, 4, 1, 2):
+        target = torch.empty_like(tensors[i])
+        store.start_in(tickets[i], target)  # before its copy out is known to be done
+        store.finish_in(tickets[i])
+        assert torch.equal(target, tensors[i])
+    for ticket in tickets:
+        store.free(ticket)
+
+
+def test_many_blocks_at_once(store: DiskStore) -> None:
+    rng = random.Random(1)
+    alive: list[tuple[Ticket, torch.Tensor]] = []
+    for step in range(300):
+        if not alive or rng.random() < 0.55:
+            tensor = torch.full((rng.randrange(1, 20_000),), float(step))
+            alive.append((store.start_out(tensor.clone()), tensor))
+        else:
+            ticket, tensor = alive.pop(rng.randrange(len(alive)))
+            target = torch.empty_like(tensor)
+            store.start_in(ticket, target)
+            store.finish_in(ticket)
+            assert torch.equal(target, tensor)
+            store.free(ticket)
+    for ticket, _ in alive:
+        store.free(ticket)
+
+
+def test_close_waits_for_living_blocks(tmp_path: Path) -> None:
+    gc.collect()
+    before, files = swap_threads(), open_files()
+    store = DiskStore(tmp_path, capacity_bytes=100_000)
+    assert len(swap_threads()) == len(before) + 2
+    tensor = torch.randn(5000)
+    ticket = store.start_out(tensor)
+    store.close()
+    target = torch.empty(5000)
+    store.start_in(ticket, target)
+    store.finish_in(ticket)
+    assert torch.equal(target, tensor)
+    store.free(ticket)
+    assert swap_threads() == before
+    assert open_files() == files
+    store.close()  # again: nothing happens
+
+
+def test_a_dropped_store_ends_its_threads(tmp_path: Path) -> None:
+    before, files = swap_threads(), open_files()
+    store = DiskStore(tmp_path)
+    ticket = store.start_out(torch.randn(5000))
+    done = ticket.out_done
+    del store, ticket
+    gc.collect()
+    done.settle()  # the copy under way holds the file
+    for thread in threading.enumerate():
+        if thread.name.startswith("ckptplan-swap"):
+            thread.join(20)
+    assert swap_threads() == before
+    assert open_files() == files
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_reserves_its_capacity_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    real = os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, at, n: (sizes.append(n), real(fd, at, n)))
+    store = DiskStore(tmp_path, capacity_bytes=1 << 20)
+    store.free(store.start_out(torch.randn(1000)))
+    assert sizes == [1 << 20]
+    store.close()
+
+
+def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    files, before = open_files(), swap_threads()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(InvalidInputError, match="no room"):
+            DiskStore(tmp_path, capacity_bytes=1 << 20)
+        assert open_files() == files
+        assert swap_threads() == before
+    with pytest.raises(InvalidInputError, match="can't be written"):
+        DiskStore(tmp_path / "absent")
+
+
+def test_room_that_was_reserved_stays_usable_after_an_overflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DiskStore(tmp_path, capacity_bytes=8192)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    first = store.start_out(torch.randn(2048))
+    with pytest.raises(SwapError, match="no room"):
+        store.start_out(torch.randn(2048))
+    store.free(first)
+    tensor, target = torch.randn(2048), torch.empty(2048)
+    ticket = store.start_out(tensor)
+    store.start_in(ticket, target)
+    store.finish_in(ticket)
+    assert torch.equal(target, tensor)
+    store.free(ticket)
+    store.close()
+
+
+def test_a_failed_write_reaches_everyone_who_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    store = DiskStore(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "_write", fail)
+        ticket = store.start_out(torch.randn(2048))
+    with pytest.raises(SwapError, match="writing") as caught:
+        store.finish_out(ticket)
+    assert isinstance(caught.value.__cause__, OSError)
+    store.start_in(ticket, torch.empty(2048))
+    for _ in range(2):
+        with pytest.raises(SwapError, match="reading"):
+            store.finish_in(ticket)
+    store.free(ticket)
+    # The worker lives on.
+    tensor, target = torch.randn(2048), torch.empty(2048)
+    ticket = store.start_out(tensor)
+    store.start_in(ticket, target)
+    store.finish_in(ticket)
+    assert torch.equal(target, tensor)
+    store.free(ticket)
+    store.close()
+    assert not store._out.thread.is_alive()
+
+
+def test_a_truncated_file_is_an_error(store: DiskStore) -> None:
+    ticket = store.start_out(torch.randn(2048))
+    store.finish_out(ticket)
+    os.ftruncate(store._file.fileno(), 100)
+    store.start_in(ticket, torch.empty(2048))
+    with pytest.raises(SwapError, match="early"):
+        store.finish_in(ticket)
+    store.free(ticket)
+
+
+@pytest.mark.timeout(300)  # far more than it takes: a hang is what fails
+def test_garbage_collected_in_a_worker_does_not_wait_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, counters = DiskStore(tmp_path), Counters()
+    real = disk._write
+    begin = threading.Event()
+
+    def collect_first(*arguments: Any) -> None:
+        begin.wait()
+        gc.collect()
+        real(*arguments)
+
+    monkeypatch.setattr(disk, "_write", collect_first)
+    gc.disable()
+    try:
+        ticket = store.start_out(torch.randn(2048))
+        record = Record(torch.randn(4096), counters)
+        start_leaving([record], store)  # its copy is queued behind the one that will collect it
+        cycle: list[Any] = [record]
+        cycle.append(cycle)
+        del record, cycle
+        begin.set()
+        assert ticket.out_done.event.wait(5), "the worker waits for its own queue"
+        later = store.start_out(torch.randn(16))  # the queue goes on behind it
+        assert later.out_done.event.wait(5)
+    finally:
+        gc.enable()
+    store.free(ticket)
+    store.free(later)
+    store.close()
+    assert not store._out.thread.is_alive()
+
+
+@pytest.fixture
+def record() -> Record:
+    torch.manual_seed(0)
+    return Record(torch.arange(4096.0), Counters())
+
+
+def test_record_states(record: Record, store: DiskStore) -> None:
+    want = torch.arange(4096.0)
+    assert record.state is State.ON_DEVICE
+    finish_leaving([record])
+    start_returning([record])
+    record.finish_returning()
+    assert record.state is State.ON_DEVICE, "nothing has left, so nothing changes"
+    start_leaving([record], store)
+    assert record.state is State.LEAVING
+    start_leaving([record], store)
+    record.finish_returning()
+    assert record.state is State.LEAVING
+    assert torch.equal(record.whole(), want)
+    assert record.state is State.LEAVING, "a look at bytes that are still there moves nothing"
+    finish_leaving([record])
+    assert record.state is State.AWAY
+    assert record._whole is None
+    finish_leaving([record])
+    record.finish_returning()
+    assert record.state is State.AWAY
+    start_returning([record])
+    assert record.state is State.RETURNING
+    start_returning([record])
+    start_leaving([record], store)
+    assert record.state is State.RETURNING
+    record.finish_returning()
+    assert record.state is State.ON_DEVICE
+    assert torch.equal(record.whole(), want)
+    start_leaving([record], store)
+    assert record.state is State.ON_DEVICE, "its backward is here: it doesn't leave again"
+    assert record._counters.swapped_out_bytes == record._counters.swapped_in_bytes == 4 * 4096
+
+
+def moved(record: Record, store: DiskStore, step: str) -> None:
+    """Take one step of NOTE [States of a swapped storage]."""
+    steps = {
+        "start_leaving": lambda: start_leaving([record], store),
+        "finish_leaving": lambda: finish_leaving([record]),
+        "start_returning": lambda: start_returning([record]),
+        "finish_returning": record.finish_returning,
+    }
+    steps[step]()
+
+
+@pytest.mark.parametrize(
+    "path", [(), ("start_leaving",), ("start_leaving", "finish_leaving"), ("start_leaving", "start_returning")]
+)
+def test_any_state_gives_the_bytes(record: Record, store: DiskStore, path: tuple[str, ...]) -> None:
+    for step in path:
+        moved(record, store, step)
+    assert torch.equal(record.whole(), torch.arange(4096.0))
+    assert torch.equal(record.whole().view(torch.int32), torch.arange(4096.0).view(torch.int32))
+    assert record.state is (State.LEAVING if path == ("start_leaving",) else State.ON_DEVICE)
+
+
+@pytest.mark.parametrize("steps", range(5))
+def test_a_record_gives_its_host_bytes_back_in_any_state(
+    tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = disk._write
+    monkeypatch.setattr(disk, "_write", lambda *a: (time.sleep(0.02), real(*a)))
+    store = DiskStore(tmp_path)
+    record = Record(torch.arange(4096.0), Counters())
+    for step in ("start_leaving", "finish_leaving", "start_returning", "finish_returning")[:steps]:
+        moved(record, store, step)
+    store.close()
+    del record
+    assert not store._out.thread.is_alive(), "the last block was freed, so the store is closed"
+
+
+CPU = torch.device("cpu")
+
+
+def session(store: DiskStore) -> SwapSession:
+    return SwapSession({"host": store}, CPU, lambda storage: False, Counters())
+
+
+def saved_exp(run: SwapSession, moves: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.linspace(0, 1, 4096, requires_grad=True)
+    with run.stage(0, moves):
+        y = x.exp()  # saves its result
+    return x, y
+
+
+@pytest.mark.parametrize("moves", [(), (0,)])
+@pytest.mark.parametrize("through", ["itself", "detached", "view"])
+@pytest.mark.parametrize("released", [True, False])
+def test_modified_before_it_left(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch, moves: tuple[int, ...], through: str, released: bool
+) -> None:
+    """Kept under hooks, or swapped with the copy under way: PyTorch's error, not a wrong gradient."""
+    real = disk._write
+    monkeypatch.setattr(disk, "_write", lambda *a: (time.sleep(0.05), real(*a)))
+    run = session(store)
+    _, y = saved_exp(run, moves)
+    loss = y.sum()
+    with torch.no_grad():
+        {"itself": y, "detached": y.detach(), "view": y[10:20]}[through].mul_(2)
+    del y
+    if released:
+        run.release(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_modified_after_it_left(store: DiskStore) -> None:
+    run = session(store)
+    x, y = saved_exp(run, (0,))
+    loss, want = y.sum(), y.detach().clone()
+    run.release(0)
+    with torch.no_grad():
+        y.mul_(2)
+    loss.backward()
+    assert torch.equal(x.grad, want)
+
+
+def test_small_tensors_kept_under_hooks_are_checked_too(store: DiskStore) -> None:
+    x = torch.randn(3, requires_grad=True)
+    run = session(store)
+    with run.stage(0, ()):
+        y = x.exp()
+    loss = y.sum()
+    with torch.no_grad():
+        y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_what_a_stage_before_holds_leaves_as_well(store: DiskStore) -> None:
+    """A storage that several stages save is moved by the last of them alone, and then no stage keeps it here."""
+    x = torch.randn(64, 64, requires_grad=True)
+    run = session(store)
+    with run.stage(0, ()):
+        base = x * 1
+        loss = (base[:, :10] * 2).exp().sum() + (base.t()[3:] ** 2).sum()
+    with run.stage(1, (0,)):
+        loss = loss + base.square().sum()
+    want = torch.autograd.grad(loss, x, retain_graph=True)[0]
+    watch = torch.multiprocessing.reductions.StorageWeakRef(base.untyped_storage())
+    del base
+    run.release(1)
+    assert watch.expired(), "the device bytes are gone"
+    assert torch.equal(torch.autograd.grad(loss, x)[0], want)
+
+
+def test_aliases_share_one_copy(store: DiskStore) -> None:
+    """One copy of all views, each restored with its shape, strides and offset; the device bytes are freed."""
+    x = torch.randn(64, 64, requires_grad=True)
+    run = session(store)
+    with run.stage(0, (0, 1)):
+        base = x * 1
+        left, right, flat = base[:, :10], base.t()[3:], base[0].expand(64, 64)
+        loss = (
+            (left * left).sum()
+            + (right.exp() * right).sum()
+            + (flat * base).sum()
+            + base.view(torch.float32).square().sum()
+        )
+    counters = run._counters
+    watch = torch.multiprocessing.reductions.StorageWeakRef(base.untyped_storage())
+    want = torch.autograd.grad(loss, x, retain_graph=True)[0]
+    del base, left, right, flat
+    run.release(0)
+    assert watch.expired(), "the device bytes are gone"
+    nbytes = 4 * (64 * 64 + 61 * 64)  # the base, and the exponential
+    assert counters.swapped_out_bytes == nbytes
+    for _ in range(2):
+        assert torch.equal(torch.autograd.grad(loss, x, retain_graph=True)[0], want)
+    assert counters.swapped_in_bytes == nbytes
+
+
+def test_an_address_used_again_is_another_storage(store: DiskStore) -> None:
+    """After a round trip the storage is a new one; what comes to lie at the old address must not be taken for it."""
+    x = torch.linspace(0, 1, 4096, requires_grad=True)
+    run = session(store)
+    first, wanted = None, None
+    addresses, again = set(), False
+    for index in range(500):
+        if again and index >= 20:
+            break
+        with run.stage(index, (0,)):
+            y = (x * (index + 1)).exp()
+        again |= y.untyped_storage()._cdata in addresses
+        addresses.add(y.untyped_storage()._cdata)
+        loss, want = y.sum(), y.detach() * (index + 1)
+        del y
+        run.release(index)
+        filler = [torch.empty(1) for _ in range(8)]  # takes the address, so that the bytes return elsewhere
+        assert torch.equal(torch.autograd.grad(loss, x, retain_graph=True)[0], want)
+        del filler
+        if first is None:
+            first, wanted = loss, want
+        assert torch.equal(torch.autograd.grad(first, x, retain_graph=True)[0], wanted)
+    assert again, "no address came twice, so this showed nothing"

@@ -1,0 +1,188 @@
+"""Stages find the plan's device when they run again as they found it at first, whatever their arguments are."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeCuda
+from small_models import assert_same, gradients
+from torch import nn
+
+from ckptplan.core.plan import Decision
+from ckptplan.core.segment import Segment
+from ckptplan.runtime.controller import Controller
+from ckptplan.runtime.recompute.put_back import Steps, put_back
+from ckptplan.runtime.state.surroundings import Surroundings
+from ckptplan.runtime.swap.stores import NULL_STORES
+
+WIDTH, DEPTH = 8, 6
+AGAIN = Decision("recompute")
+PLANS: dict[str, tuple[Decision, tuple[Segment, ...]]] = {
+    "recompute": (AGAIN, ()),
+    "selective": (Decision("recompute", ops=(1,)), ()),  # the product, after a view of the weight
+    "segment": (AGAIN, (Segment(0, DEPTH - 1),)),
+    "nested": (AGAIN, (Segment(0, 5, (Segment(0, 3, (Segment(1, 2),)),)),)),
+}
+
+
+class Generators:
+    """The random generators of CUDA devices, and how often each one's state was read."""
+
+    __module__ = "torch.cuda"  # as of what it stands for, which is no state of a model's
+
+    def __init__(self) -> None:
+        self.states = {0: 1000, 1: 2000}
+        self.reads = {0: 0, 1: 0}
+
+    def draw(self, device: int) -> float:
+        self.states[device] += 1
+        return 1 + (self.states[device] * 7919 % 101) / 101
+
+    def get_rng_state(self, device: torch.device) -> torch.Tensor:
+        self.reads[device.index] += 1
+        return torch.tensor([self.states[device.index]])
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        self.states[device.index] = int(state)
+
+    @contextlib.contextmanager
+    def installed(self, *, running: bool = True) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch, FakeCuda(0).installed():
+            patch.setattr(torch.cuda, "is_initialized", lambda: running)
+            patch.setattr(torch.cuda, "get_rng_state", self.get_rng_state)
+            patch.setattr(torch.cuda, "set_rng_state", self.set_rng_state)
+            yield
+
+
+@dataclass
+class Boxed:
+    """A tensor where PyTorch's trees don't find it."""
+
+    value: torch.Tensor
+
+
+class Stage(nn.Module):
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.draw = draw
+
+    def forward(self, x: Any) -> Any:
+        value = x.value if isinstance(x, Boxed) else x
+        if isinstance(value, int):
+            value = torch.full((2, WIDTH), float(value))
+        y = torch.tanh(self.linear(value) * self.draw())
+        return Boxed(y) if isinstance(x, Boxed) else y
+
+
+class Chain(nn.Module):
+    """Stages whose arguments are tensors of the CPU, boxes, or numbers."""
+
+    def __init__(self, given: str, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.given = given
+        self.layers = nn.ModuleList(Stage(draw) for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.given == "numbers":
+            return torch.stack([layer(i) for i, layer in enumerate(self.layers)])
+        held: Any = Boxed(x) if self.given == "boxes" else x
+        for layer in self.layers:
+            held = layer(held)
+        return held.value if isinstance(held, Boxed) else held
+
+
+@contextlib.contextmanager
+def planned(model: nn.Module, plan: str, device: torch.device) -> Iterator[None]:
+    choice, segments = PLANS[plan]
+    stages = [f"layers.{i}" for i in range(DEPTH)]
+    controller = Controller(model, stages, [choice] * DEPTH, NULL_STORES, device, segments=segments)
+    controller.install()
+    yield
+    controller.remove()
+    assert controller.counters.recomputed_stages >= DEPTH
+
+
+def train(model: nn.Module, around: Callable[[], Any] = contextlib.nullcontext) -> list[Any]:
+    """The gradients of two steps, the forward alone `around`."""
+    found: list[Any] = []
+    for _ in range(2):
+        model.zero_grad()
+        with around():
+            loss = model(torch.linspace(-1, 1, 2 * WIDTH).reshape(2, WIDTH)).square().sum()
+        loss.backward()
+        found.append(gradients(model))
+    return found
+
+
+@pytest.mark.parametrize("given", ["numbers", "boxes", "tensors of the host"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_generator_of_the_plans_device(plan: str, given: str) -> None:
+    generators = Generators()
+    torch.manual_seed(0)
+    model = Chain(given, lambda: generators.draw(1))
+    with generators.installed():
+        want = train(model)
+        ended, generators.states[1] = generators.states[1], 2000
+        with planned(model, plan, torch.device("cuda", 1)):
+            assert_same(train(model), want)
+    assert generators.states[1] == ended
+    assert generators.reads[0] == 0  # of no other device
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("running", [True, False])
+def test_a_plan_on_the_host_leaves_cuda_alone(plan: str, running: bool) -> None:
+    generators = Generators()
+    model = Chain("tensors of the host", lambda: 1.0)
+    with generators.installed(running=running), planned(model, plan, torch.device("cpu")):
+        train(model)
+    assert generators.reads == {0: 0, 1: 0}
+
+
+def test_a_plan_without_a_device_that_runs() -> None:
+    """Fake tensors of a device that isn't there: nothing draws, and nothing starts CUDA."""
+    generators = Generators()
+    model = Chain("boxes", lambda: 1.0)
+    with generators.installed(running=False), planned(model, "segment", torch.device("cuda", 0)):
+        train(model)
+    assert generators.reads == {0: 0, 1: 0}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_autocast_of_the_plans_device(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[bool, torch.dtype]] = []
+
+    def look() -> float:
+        seen.append((torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")))
+        return 1.0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # or autocast would switch itself off
+    model = Chain("boxes", look)
+    with Generators().installed(), planned(model, plan, torch.device("cuda", 0)):
+        train(model, lambda: torch.autocast("cuda", torch.float16))
+    assert set(seen) == {(True, torch.float16)}
+
+
+def test_generators_of_devices_among_the_arguments() -> None:
+    """A second device, of which a plan for the first one knows by a tensor alone."""
+
+    class Elsewhere(torch.Tensor):
+        device = torch.device("cuda", 1)  # type: ignore[assignment]
+
+    generators = Generators()
+    with generators.installed():
+        surroundings = Surroundings(torch.device("cuda", 0), [torch.ones(2).as_subclass(Elsewhere)])
+        at_first = [generators.draw(0), generators.draw(1)]
+        before = dict(generators.states)
+        for _ in range(2):
+            undo: Steps = []
+            surroundings.put(undo)
+            assert [generators.draw(0), generators.draw(1)] == at_first
+            put_back(undo)
+            assert generators.states == before

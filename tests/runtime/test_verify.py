@@ -1,0 +1,286 @@
+"""What `verify` measures and says: bytes and times in separate steps, peaks by account, other paths than profiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fake_memory import DEVICE, WORKSPACE_BYTES, FakeMemory
+from small_models import build, measured, plan_of
+from torch import nn
+
+from ckptplan.cli.app import demo
+from ckptplan.core.plan import Plan
+from ckptplan.core.profile import Profile
+from ckptplan.core.units import format_bytes
+from ckptplan.memory.estimate import TrainingBytes
+from ckptplan.profiling import profiler
+from ckptplan.profiling.profiler import profile
+from ckptplan.profiling.target import Target, find_target
+from ckptplan.runtime import verify as verifying
+from ckptplan.runtime.handle import apply
+from ckptplan.runtime.observe.measure import StepPeaks, held_tensors, same_bits, step_peaks, unique_bytes
+from ckptplan.runtime.observe.meter import Meter
+from ckptplan.runtime.step import TrainingStep, default_loss, make_step
+from ckptplan.runtime.verify import Verification, verify
+
+
+@functools.cache
+def planned(name: str, action: Any) -> Plan:
+    return plan_of(measured(name), [action] * len(measured(name).stages))
+
+
+@pytest.fixture
+def marks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Grows with every mark of a meter."""
+    found: list[float] = []
+
+    def clock() -> float:
+        found.append(time.perf_counter())
+        return found[-1]
+
+    monkeypatch.setattr(Meter.__init__, "__defaults__", (None, clock))
+    return found
+
+
+def test_timed_steps_are_not_metered(marks: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build("transformer")
+    inside: list[int] = []
+    real = verifying.timed
+
+    def watched(run: Callable[[], Any], device: torch.device) -> float:
+        before = len(marks)
+        seconds = real(run, device)
+        inside.append(len(marks) - before)
+        return seconds
+
+    monkeypatch.setattr(verifying, "timed", watched)
+    found = verify(model, planned("transformer", "recompute"), inputs, repeats=2)
+    assert found.gradients_equal
+    assert inside == [0] * 4
+    assert marks, "steps that aren't timed are metered"
+
+
+def test_steps_inside_unmetered_are_as_most_of_a_training(marks: list[float]) -> None:
+    model, inputs = build("mlp")
+
+    def step() -> None:
+        model.zero_grad()
+        default_loss(model(inputs)).backward()
+
+    with apply(model, planned("mlp", "recompute")) as handle:
+        step()
+        step()
+        before, timed = len(marks), handle.stats().timed_steps
+        with handle.unmetered():
+            for _ in range(3):
+                step()
+        assert len(marks) == before
+        assert handle.stats().timed_steps == timed
+        step()
+        assert len(marks) > before
+        assert handle.stats().timed_steps == timed + 1
+
+
+def test_other_paths_than_profiled_are_reported() -> None:
+    """As where an operation's fake twin saves other storages than the real one: bytes decide, not positions."""
+    model, inputs = build("transformer")
+    plan = planned("transformer", "swap")
+    found = verify(model, plan, inputs, repeats=1)
+    assert found.other_paths == 0
+    assert "saved something else" not in str(found)
+    assert demo._row("as profiled", plan, found).sound
+
+    moving = sum(bool(choice.moves) for choice in plan.choices)
+    assert moving > 1
+    one_more = tuple(
+        (*sizes, 1 << 30) if choice.moves else sizes
+        for sizes, choice in zip(plan.saved_bytes, plan.choices, strict=True)
+    )
+    found = verify(model, dataclasses.replace(plan, saved_bytes=one_more), inputs, repeats=1)
+    assert found.gradients_equal
+    assert found.other_paths == found.stats.other_paths == moving
+    assert f"{moving} runs of stages saved something else than profiled" in str(found)
+    assert f"saved something else than profiled: {moving}" in str(found.stats)
+    assert not demo._row("otherwise", plan, found).sound
+
+
+# Peaks by account, on a device whose allocator is our model of CUDA's
+
+
+@functools.cache
+def chain() -> Profile:
+    return profile(*subject(), menus=False)
+
+
+def subject() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(6))
+    return nn.Sequential(*blocks), torch.randn(2000, 256)
+
+
+@functools.cache
+def uniform(action: Any) -> Plan:
+    return plan_of(chain(), [action] * len(chain().stages))
+
+
+def verified(plan: Plan, memory: FakeMemory, before: Callable[[], Any] = lambda: None) -> Verification:
+    """`verify`, which takes the model for one on CUDA; all that it calls knows better."""
+    model, x = subject()
+    memory.hold(*held_tensors(model), x)
+    before()
+    with pytest.MonkeyPatch.context() as patch, memory.installed():
+        patch.setattr(verifying, "model_device", lambda model: DEVICE)
+        patch.setattr(verifying, "unique_bytes", lambda tensors, device: unique_bytes(tensors))
+        return verify(model, plan, x, repeats=1)
+
+
+@functools.cache
+def alone(action: Any) -> Verification:
+    return verified(uniform(action), FakeMemory())
+
+
+@pytest.mark.parametrize("action", ["keep", "recompute"])
+def test_each_account_has_its_own_peak(action: Any) -> None:
+    plan, found = uniform(action), alone(action)
+    measured = found.measured
+    assert found.gradients_equal
+    # As on the CPU, by the chain's own bytes: tensors alone, without cuBLAS's workspaces.
+    assert 0.98 * plan.peak_bytes <= measured.requested_bytes <= plan.peak_bytes
+    assert measured.workspace_bytes == WORKSPACE_BYTES
+    assert 0 <= measured.other_bytes < 100  # the handle's own
+    assert measured.allocated_bytes is not None
+    assert measured.reserved_bytes is not None
+    assert measured.requested_bytes + WORKSPACE_BYTES <= measured.allocated_bytes < measured.reserved_bytes
+    assert (measured.reserved_bytes + measured.other_bytes) % (2 << 20) == 0
+    # Tensors fit the budget and what is reserved doesn't, which is what counts.
+    assert plan.budget_bytes < measured.reserved_bytes == measured.needed_bytes
+    assert not found.within_budget
+    text = str(found)
+    assert [line.split()[0] for line in text.splitlines()[1:4]] == ["requested", "allocated", "reserved"]
+    assert text.count("not predicted") == 2
+    assert f"OVER the budget of {format_bytes(plan.budget_bytes)}" in text.splitlines()[3]
+    assert f"{format_bytes(WORKSPACE_BYTES)}  of them cuBLAS's workspaces" in text
+
+
+def test_the_plain_step_has_its_own() -> None:
+    found = alone("recompute")
+    assert found.plain is not None
+    assert found.plain.requested_bytes == found.plain_peak_bytes == alone("keep").measured_peak_bytes
+    assert found.plain.requested_bytes != found.measured.requested_bytes
+
+
+@pytest.mark.parametrize("action", ["keep", "recompute"])
+def test_a_prediction_beside_each_account(action: Any) -> None:
+    """As a plan that is solved for a model has it, by a replay of that model on the allocator's model."""
+    model, x = subject()
+    predicted = TrainingBytes(model, find_target(model, "a100-40gb")).peaks(make_step(model, x), uniform(action))
+    found = dataclasses.replace(
+        alone(action),
+        predicted_allocated_bytes=predicted.allocated_bytes,
+        predicted_reserved_bytes=predicted.reserved_bytes,
+        budget_bytes=predicted.reserved_bytes,
+    )
+    measured, own = found.measured, found.measured.other_bytes
+    assert found.predicted_peak_bytes == uniform(action).peak_bytes
+    assert measured.requested_bytes == predicted.requested_bytes - WORKSPACE_BYTES
+    assert measured.allocated_bytes is not None
+    # The handle's own few numbers have blocks of 512 bytes.
+    assert abs(measured.allocated_bytes - predicted.allocated_bytes) <= 8 * 512
+    assert measured.reserved_bytes == predicted.reserved_bytes - own
+    assert found.within_budget
+    assert "within the budget" in str(found)
+    assert "predicted +0.00%" in str(found).splitlines()[3]
+    assert "not predicted" not in str(found)
+
+
+def test_what_else_the_process_holds_is_told_apart() -> None:
+    """Other tensors, an earlier peak, and the cache that it left: none of them is the plan's."""
+    plan, memory = dataclasses.replace(uniform("recompute"), allocated_bytes=1, reserved_bytes=2), FakeMemory()
+
+    def before() -> None:
+        memory.allocate(64 << 20)
+        memory.allocator.free(memory.allocate(1 << 30))
+        assert memory.allocator.reserved_bytes > 1 << 30
+
+    found = verified(plan, memory, before)
+    before_that = alone("recompute").measured
+    assert found.measured == dataclasses.replace(before_that, other_bytes=before_that.other_bytes + (64 << 20))
+    assert f"{format_bytes(64 << 20)}  besides, held by the process" in str(found)
+    assert (found.predicted_allocated_bytes, found.predicted_reserved_bytes) == (1, 2)
+
+
+def test_workspaces_of_captured_graphs_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = FakeMemory()
+    memory.pool_id = (0, 1)
+    monkeypatch.setattr(memory, "clear_workspaces", lambda: pytest.fail("a replay would write to freed memory"))
+    model, x = subject()
+    memory.hold(*held_tensors(model), x)
+    with memory.installed():
+        found = step_peaks(lambda: default_loss(model(x)).backward(), DEVICE, unique_bytes([*held_tensors(model), x]))
+    assert found.workspace_bytes is None
+    assert "cuBLAS" not in str(dataclasses.replace(alone("keep"), measured=found))
+
+
+def test_on_the_cpu_there_is_one_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was initialised"))
+    model, inputs = build("mlp")
+    found = verify(model, planned("mlp", "recompute"), inputs, repeats=1)
+    assert found.measured == StepPeaks(found.measured_peak_bytes)
+    assert found.measured.needed_bytes == found.measured_peak_bytes
+    assert found.within_budget
+    assert [line.split()[0] for line in str(found).splitlines()[1:4]] == ["peak", "plain", "step"]
+
+
+def test_profiling_leaves_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[None] = []
+    found = chain()
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(None))
+    monkeypatch.setattr(profiler, "_profile", lambda *args: found)
+    model, x = subject()
+    for device, count in ((torch.device("cpu"), 0), (DEVICE, 1)):
+        assert profiler.profile_step(TrainingStep(model, (x,)), Target(device)) is found
+        assert len(given) == count
+
+
+def as_predicted(device: torch.device) -> Verification:
+    model, x = subject()
+    model, x = model.to(device), x.to(device)
+    plan = plan_of(profile(model, x, menus=False), ["recompute"] * len(chain().stages))
+    needs = TrainingBytes(model, find_target(model)).peaks(make_step(model, x), plan)
+    told = dataclasses.replace(plan, allocated_bytes=needs.allocated_bytes, reserved_bytes=needs.reserved_bytes)
+    return verify(model, dataclasses.replace(told, budget_bytes=needs.reserved_bytes), x)
+
+
+@pytest.mark.gpu
+def test_a_device_s_own_accounts_are_as_predicted() -> None:
+    found = as_predicted(torch.device("cuda", torch.cuda.current_device()))
+    measured = found.measured
+    assert found.gradients_equal, found.differing
+    assert found.other_paths == 0
+    assert measured.workspace_bytes, "products of matrices take one"
+    assert 0.98 * found.predicted_peak_bytes <= measured.requested_bytes <= found.predicted_peak_bytes, str(found)
+    assert found.within_budget, str(found)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        (torch.tensor(1.0), torch.tensor(2.0), False),
+        (torch.tensor(float("nan")), torch.tensor(float("nan")), True),
+        (torch.zeros(3), -torch.zeros(3), False),
+        (torch.ones(2, 3).t(), torch.ones(3, 2), True),
+        (torch.ones(2, 3), torch.ones(3, 2), False),
+        (torch.ones(2, 2).to_sparse(), torch.ones(2, 2).to_sparse(), True),
+        (torch.ones(2, 2).to_sparse(), torch.zeros(2, 2).to_sparse(), False),
+        (torch.empty(0), torch.empty(0), True),
+    ],
+)
+def test_tensors_are_compared_bit_for_bit(a: torch.Tensor, b: torch.Tensor, same: bool) -> None:
+    """A single number, NaN, the sign of zero, another layout."""
+    assert same_bits(a, b) is same

@@ -1,0 +1,265 @@
+"""Lower bounds against brute force, against plans, and for how tight they are."""
+
+from __future__ import annotations
+
+import math
+import random
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from brute_force import combinations, fastest, smallest_peak
+from random_chains import homogeneous_chain, random_chain, random_options, random_segments, textbook_chain
+
+from ckptplan.core.option import ACTIONS
+from ckptplan.core.profile import Profile
+from ckptplan.core.schedule import Overflow, residency, schedule
+from ckptplan.core.segment import Segment
+from ckptplan.referee import simulate
+from ckptplan.solving.bound.pricing import Bound, lower_bound
+from ckptplan.solving.cp_sat import FluidModel
+
+pytestmark = pytest.mark.planning
+
+# Bounds and makespans are sums of the same seconds in another order.
+ROUNDING = 1 + 1e-9
+
+
+def menu_of(profile: Profile, actions: Sequence[str] = ACTIONS) -> list[tuple[int, ...]]:
+    return [tuple(i for i, o in enumerate(stage.options) if o.allowed(actions)) for stage in profile.stages]
+
+
+def bound(profile: Profile, budget_bytes: int, **more: object) -> Bound:
+    given: dict[str, object] = {"menu": menu_of(profile), "deadline": time.monotonic() + 60, **more}
+    return lower_bound(profile, budget_bytes=budget_bytes, **given)  # type: ignore[arg-type]
+
+
+def peak_of(profile: Profile, name: str) -> int:
+    """The smallest peak with option `name` wherever there is one."""
+    options = [stage.find(name) or stage.keep for stage in profile.stages]
+    r = residency(profile, options)
+    return max(*r.forward_bytes, *r.backward_bytes, profile.update_peak_bytes)
+
+
+def seconds_of(profile: Profile, budget_bytes: int, codes: Sequence[int], segments: Sequence[Segment]) -> float:
+    """The makespan of these options and segments by the referee's clock; infinite where they don't fit."""
+    options = [stage.options[code] for stage, code in zip(profile.stages, codes, strict=True)]
+    choices = schedule(profile, options, budget_bytes, segments)
+    if isinstance(choices, Overflow):
+        return math.inf
+    timeline = simulate(profile, choices, segments)
+    assert timeline.peak_bytes <= budget_bytes
+    return timeline.makespan_s
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_never_above_the_optimum_of_small_chains(part: int) -> None:
+    closed = 0
+    for seed in range(part, 180, 6):
+        rng, size = random.Random(seed), 1 + seed % 5
+        profile = random_chain(seed, size, most_options=5 if size < 5 else 4)
+        actions = rng.choice([ACTIONS, ACTIONS, ("keep", "recompute"), ("keep", "swap")])
+        segments = rng.random() < 0.7
+        host = rng.choice((None, None, rng.randint(0, 60)))
+        space = combinations(profile, actions=actions, segments=segments)
+        least = smallest_peak(profile, host_bytes=host, within=space)
+        most = max(least, smallest_peak(profile, actions=("keep",)))
+        for budget in {least, (least + most) // 2, rng.randint(least, most)}:
+            best = fastest(profile, budget, host_bytes=host, within=space)
+            assert best is not None
+            found = bound(profile, budget, menu=menu_of(profile, actions), host_bytes=host, segments=segments)
+            assert found.complete
+            assert profile.baseline_step_s <= found.bound_s <= best * ROUNDING, (seed, budget)
+            closed += found.bound_s >= best * (1 - 1e-6)
+    assert closed > 10  # of about 80; the rest is what whole transfers of few stages cost
+
+
+def test_never_above_any_plan_of_longer_chains() -> None:
+    compared = 0
+    for seed in range(36):  # four of each size, each against sixty plans
+        profile, rng = random_chain(seed, 8 + seed % 9), random.Random(seed)
+        least = min(peak_of(profile, name) for name in ("recompute", "recompute+swap", "swap"))
+        most = peak_of(profile, "keep")
+        budget = rng.randint(least, max(least, most))
+        bound_s = bound(profile, budget).bound_s
+        for _ in range(60):
+            segments = random_segments(rng, profile)
+            options = random_options(rng, profile, segments)
+            codes = [stage.options.index(option) for stage, option in zip(profile.stages, options, strict=True)]
+            step_s = seconds_of(profile, budget, codes, segments)
+            compared += step_s < math.inf
+            assert bound_s <= step_s * ROUNDING, (seed, budget)
+    assert compared > 180
+
+
+def test_a_smaller_space_has_no_smaller_bound() -> None:
+    for seed in range(30):
+        profile = random_chain(seed, 10)
+        least, most = peak_of(profile, "recompute"), peak_of(profile, "keep")
+        if least >= most:
+            continue
+        budget = (least + most) // 2
+        whole = bound(profile, budget).bound_s
+        for smaller in ({"segments": False}, {"host_bytes": 0}, {"menu": menu_of(profile, ("keep", "recompute"))}):
+            # At other optimal multipliers the held-bytes programs find less or more.
+            assert bound(profile, budget, **smaller).bound_s >= whole * 0.99, (seed, smaller)
+
+
+def test_infinite_only_where_nothing_fits() -> None:
+    proven = 0
+    for seed in range(60):
+        profile = random_chain(seed, 1 + seed % 4, most_options=4)
+        space = combinations(profile)
+        least = smallest_peak(profile, within=space)
+        assert bound(profile, least).bound_s < math.inf
+        if least:
+            proven += bound(profile, least - 1).bound_s == math.inf
+    assert proven > 45
+
+
+def test_an_update_that_does_not_fit_is_no_plan() -> None:
+    profile = next(p for p in (random_chain(seed, 3) for seed in range(100)) if p.update_peak_bytes > 0)
+    assert bound(profile, profile.update_peak_bytes - 1).bound_s == math.inf
+
+
+# Makespans of plans that were found for 40 equal stages; seconds, by the share of the link and the budget in per cent.
+KNOWN = {
+    0.3: {20: 1.373333, 40: 1.3, 60: 1.23, 80: 1.2},
+    1e-6: {20: 1.49, 40: 1.42, 60: 1.35, 80: 1.28},
+}
+
+
+@pytest.mark.parametrize("link_ratio", KNOWN)
+def test_tight_on_equal_stages(link_ratio: float) -> None:
+    profile = homogeneous_chain(40, link_ratio=link_ratio)
+    least, most = peak_of(profile, "recompute"), peak_of(profile, "keep")
+    for percent, step_s in KNOWN[link_ratio].items():
+        found = bound(profile, least + (most - least) * percent // 100)
+        # What remains is whole transfers, and the bytes of parts of a stage.
+        assert step_s / 1.008 <= found.bound_s <= step_s * (1 + 1e-6), percent
+
+
+def test_candidates_are_good_where_the_link_is_fast() -> None:
+    profile = homogeneous_chain(40, link_ratio=1.0)
+    least, most = peak_of(profile, "recompute"), peak_of(profile, "keep")
+    for percent in (20, 40, 60, 80):
+        budget = least + (most - least) * percent // 100
+        candidates: list[tuple[tuple[int, ...], tuple[Segment, ...]]] = []
+        found = bound(profile, budget, on_candidate=lambda *candidate: candidates.append(candidate))  # noqa: B023
+        best = min(seconds_of(profile, budget, *candidate) for candidate in candidates)
+        assert best <= found.bound_s * 1.01, percent
+
+
+def test_segments_lower_the_bound_of_a_chain_without_a_link() -> None:
+    profile = homogeneous_chain(30, link_ratio=1e-6)
+    menu = menu_of(profile, ("keep", "recompute"))
+    budget = peak_of(profile, "recompute")
+    alone = bound(profile, budget, menu=menu, segments=False).bound_s
+    assert bound(profile, budget, menu=menu).bound_s < alone * 0.999
+
+
+def test_prices_are_the_slope_of_the_bound() -> None:
+    """Between two vertices the linear program's optimum is a line, so the price is the difference quotient."""
+    for ratio in (0.2, 0.4):
+        profile = homogeneous_chain(24, link_ratio=ratio)
+        menu = menu_of(profile, ("keep", "swap"))
+        budget = (3 * peak_of(profile, "swap") + peak_of(profile, "keep")) // 4
+        found = bound(profile, budget, menu=menu)
+        assert found.prices is not None
+        step = budget // 10_000
+        less, more = (bound(profile, budget + d, menu=menu).bound_s for d in (-step, step))
+        quotient = (less - more) / (2 * step)
+        assert quotient > 0
+        assert found.prices.budget_s_per_byte == pytest.approx(quotient, rel=0.01)
+        total = sum(found.prices.forward_s_per_byte) + sum(found.prices.backward_s_per_byte)
+        assert total == pytest.approx(found.prices.budget_s_per_byte)
+        assert [len(costs) for costs in found.prices.options_s] == [len(codes) for codes in menu]
+
+
+def test_the_price_of_bandwidth_is_the_slope_of_the_bound() -> None:
+    base = homogeneous_chain(24, link_ratio=0.4)
+    menu = menu_of(base, ("keep", "swap"))
+    budget = (3 * peak_of(base, "swap") + peak_of(base, "keep")) // 4
+    found = bound(base, budget, menu=menu)
+    assert found.prices is not None
+    more, less = (bound(homogeneous_chain(24, link_ratio=0.4 * f), budget, menu=menu).bound_s for f in (1.005, 0.995))
+    # Both links at once, per relative gain of their rates.
+    assert found.prices.out_s + found.prices.in_s == pytest.approx((less - more) / 0.01, rel=0.05)
+
+
+def test_equal_calls_give_equal_answers() -> None:
+    profile = textbook_chain(random.Random(5), 20)
+    budget = (peak_of(profile, "recompute") + peak_of(profile, "keep")) // 2
+    answers = []
+    for _ in range(2):
+        candidates: list[object] = []
+        answers.append((bound(profile, budget, on_candidate=lambda *c: candidates.append(c)), candidates))  # noqa: B023
+    assert answers[0] == answers[1]
+
+
+def test_a_deadline_that_has_passed_leaves_the_baseline() -> None:
+    profile = homogeneous_chain(10, link_ratio=0.5)
+    found = bound(profile, peak_of(profile, "recompute"), deadline=time.monotonic() - 1)
+    assert (found.bound_s, found.prices, found.rounds, found.complete) == (profile.baseline_step_s, None, 0, False)
+
+
+def test_a_known_plan_ends_the_proof() -> None:
+    profile = homogeneous_chain(30, link_ratio=0.5)
+    budget = (peak_of(profile, "recompute") + peak_of(profile, "keep")) // 2
+    free = bound(profile, budget).bound_s
+    assert bound(profile, budget, upper_s=free * 1.01).bound_s == pytest.approx(free, rel=1e-6)
+    assert bound(profile, budget, upper_s=free * 0.999).bound_s >= free * 0.999 * (1 - 1e-6)
+
+
+def test_fluid_model_is_between_the_linear_bound_and_the_optimum() -> None:
+    for seed in range(40):
+        profile, rng = random_chain(seed, 1 + seed % 4, most_options=4), random.Random(seed)
+        whole = rng.random() < 0.5
+        host = rng.choice((None, rng.randint(0, 60)))
+        space = combinations(profile, segments=whole)
+        trees = sorted({tree for found in space for tree in found.segments}, key=repr)
+        least = smallest_peak(profile, host_bytes=host, within=space)
+        budget = rng.randint(least, max(least, peak_of(profile, "keep")))
+        best = fastest(profile, budget, host_bytes=host, within=space)
+        assert best is not None
+        model = FluidModel(profile, menu_of(profile), budget, host_bytes=host, segments=trees)
+        found = model.solve(lambda *_: False, deadline=time.monotonic() + 60)
+        assert found.proven
+        assert found.bound_s <= best * ROUNDING, (seed, budget)
+        assert found.codes is not None
+        assert len(found.codes) == len(profile.stages)
+        assert set(found.segments) <= set(trees)
+
+
+def test_fluid_model_takes_a_hint_and_stops() -> None:
+    profile = homogeneous_chain(30, link_ratio=0.5)
+    budget = (peak_of(profile, "recompute") + peak_of(profile, "keep")) // 2
+    segment = Segment(2, 5)
+    model = FluidModel(profile, menu_of(profile), budget, segments=[segment])
+    recompute = profile.stages[3].options.index(profile.stages[3].option("recompute"))
+    model.hint([recompute] * 30, [segment])
+    seen = []
+    model.solve(lambda *solution: bool(seen.append(solution) or True), deadline=time.monotonic() + 60)
+    assert len(seen) == 1
+    codes, segments, bound_s = seen[0]
+    assert segments == (segment,)  # which no search begins with by itself
+    assert codes[2:6] == (model.chain.inside(2),) * 4
+    assert bound_s * ROUNDING >= profile.baseline_step_s
+
+
+@pytest.mark.usefixtures("python_handles_interrupts")
+def test_an_interrupt_after_a_search_is_python_s_to_handle() -> None:
+    profile = homogeneous_chain(6, link_ratio=0.5)
+    budget = (peak_of(profile, "recompute") + peak_of(profile, "keep")) // 2
+    found = FluidModel(profile, menu_of(profile), budget).solve(lambda *_: False, deadline=time.monotonic() + 60)
+    assert found.codes is not None
+    caught = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt"))
+    assert int(caught.split()[1], 16) >> (signal.SIGINT - 1) & 1, "Ctrl-C would end the process at once"
+
+
+def test_fluid_model_knows_that_nothing_fits() -> None:
+    profile = homogeneous_chain(6, link_ratio=0.5)
+    result = FluidModel(profile, menu_of(profile), 1000).solve(lambda *_: False, deadline=time.monotonic() + 60)
+    assert (result.codes, result.bound_s, result.proven) == (None, math.inf, True)
