@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckptplan.core.trace import Trace
     from ckptplan.fitting.batch import BatchFit, max_batch_size
     from ckptplan.memory.estimate import DDP, estimate
-    from ckptplan.model_api import apply, trace
+    from ckptplan.planning.applying import apply, trace
     from ckptplan.profiling.profiler import profile
     from ckptplan.profiling.workload.inputs import record_forward
     from ckptplan.referee import simulate, validate
@@ -89,7 +89,7 @@ _MODULES = {
     "SwapError": "ckptplan.core.errors",
     "Trace": "ckptplan.core.trace",
     "UnsupportedModelError": "ckptplan.core.errors",
-    "apply": "ckptplan.model_api",
+    "apply": "ckptplan.planning.applying",
     "estimate": "ckptplan.memory.estimate",
     "explain": "ckptplan.api",
     "frontier": "ckptplan.api",
@@ -99,7 +99,7 @@ _MODULES = {
     "record_forward": "ckptplan.profiling.workload.inputs",
     "simulate": "ckptplan.referee",
     "solve": "ckptplan.api",
-    "trace": "ckptplan.model_api",
+    "trace": "ckptplan.planning.applying",
     "validate": "ckptplan.referee",
     "verify": "ckptplan.runtime.verify",
 }

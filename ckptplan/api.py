@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
-from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.request import Limits, SearchKeywords, SolveKeywords, Training, require_known
 from ckptplan.core.units import GIB, budget_to_bytes
-from ckptplan.planning.job import Job, PlanLimits, Report, disk_limit, host_limit, job_of_profile, say_nothing
+from ckptplan.planning.job import Job, job_of_profile
 from ckptplan.report.explain import Explanation, Worth
 from ckptplan.report.explain import explain as explanation
 from ckptplan.solving.bound.pricing import lower_bound
@@ -21,13 +20,11 @@ from ckptplan.solving.cost import menus as menus_of
 from ckptplan.solving.frontier import frontier_profile, smallest_within
 from ckptplan.solving.tiers import all_bytes
 
-if TYPE_CHECKING:  # these import torch
-    import torch
+if TYPE_CHECKING:  # it imports torch
     from torch import nn
 
-    from ckptplan.profiling.target import DeviceLike
-    from ckptplan.profiling.workload.optimizers import OptimizerLike
-    from ckptplan.runtime.step import LossFn
+FRONTIER_TIME_LIMIT_S = 60.0
+"""For all plans of a frontier together, where no limit is given."""
 
 
 def solve(
@@ -35,23 +32,9 @@ def solve(
     budget_gb: float | None = None,
     *,
     inputs: Any = None,
-    loss_fn: LossFn | None = None,
-    optimizer: OptimizerLike | None = None,
-    device: DeviceLike = None,
-    host_gb: float | None = None,
-    disk_gb: float | None = None,
-    actions: tuple[Action, ...] = ACTIONS,
-    segments: bool = True,
-    menus: bool = True,
     max_overhead: float | None = None,
-    time_limit_s: float = 10.0,
-    step: Callable[[], torch.Tensor] | None = None,
-    amp: torch.dtype | str | None = None,
-    accumulate: bool | None = None,
     swap_dir: str | Path | None = None,
-    seed: int = 0,
-    workers: int | None = None,
-    on_progress: Report | None = None,
+    **options: Unpack[SolveKeywords],
 ) -> Plan:
     """The fastest plan that fits the budget, and how far from the best possible it can be at most.
 
@@ -60,31 +43,20 @@ def solve(
     Parameters
     ----------
     model_or_profile : nn.Module or Profile
-        A model is profiled first, with `inputs`, `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate` and
-        `swap_dir` as in `profile`; they don't go with a profile.
+        A model is profiled first; `inputs`, `swap_dir` and the options of `Training` don't go with a profile.
     budget_gb : float, optional
         Everything the step may hold on the device at any moment, in units of 2**30 bytes; rounded down to bytes. None:
         what the device has free, and what the model holds there already.
-    host_gb : float, optional
-        Limit on swapped bytes, in units of 2**30 bytes; 0 lets nothing move, but to the disk where that is allowed.
-    disk_gb : float, optional
-        Most bytes on the disk tier, same unit: what the host can't hold goes there. Needs a `host_gb`, and a profile
-        with such a tier (on CUDA, `swap_dir` has it measured). The disk's staging buffers, which are pinned host
-        memory, count against `host_gb`. None: no disk.
-    actions : tuple of str
-        Which of "keep", "swap" and "recompute" may be used; "keep" must be.
-    segments : bool
-        Whether consecutive stages may be recomputed together, nested where that pays.
-    menus : bool
-        Whether a stage may also save, move or recompute some of its operations' outputs and not others.
+    inputs : tensor, tuple, dict, optional
+        Positional or keyword inputs of the forward, as in `profile`.
     max_overhead : float, optional
         Largest slowdown against keeping everything: 0.10 for ten per cent. Not together with a budget.
-    time_limit_s : float
-        For solving, profiling not counted.
-    seed, workers : int
-        Of the solver: the same of both give the same plan, unless the time limit cuts the search.
-    on_progress : callable, optional
-        Told what is being done, in words.
+    swap_dir : path, optional
+        As in `profile`.
+    **options
+        What is trained: `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate`
+        (`ckptplan.core.request.Training`); what a plan may use: `actions`, `segments`, `menus`, `host_gb`, `disk_gb`,
+        `time_limit_s`, `seed`, `workers`, `on_progress` (`ckptplan.core.request.Limits`).
 
     Returns
     -------
@@ -97,39 +69,25 @@ def solve(
         With the smallest budget that works, and the stage and phase that bind.
     InvalidInputError, UnsupportedModelError
     """
+    require_known("solve", options, SolveKeywords)
     if budget_gb is not None and max_overhead is not None:
         raise InvalidInputError(
             f"budget_gb={budget_gb!r} and max_overhead={max_overhead!r} are both given; pass one: the budget to be as "
             "fast as possible within it, or the slowdown to need as little memory as possible"
         )
     budget_bytes = None if budget_gb is None else budget_to_bytes(budget_gb)
+    training, limits = Training.of(options, inputs), Limits.of(options)
     if budget_bytes is None and max_overhead is None:
         if isinstance(model_or_profile, Profile):
             raise InvalidInputError("a profile says nothing of free memory; pass budget_gb= or max_overhead=")
         from ckptplan.planning.model_job import default_budget
 
-        budget_bytes = default_budget(model_or_profile, device)
-    job = _job(
-        model_or_profile, inputs, loss_fn, optimizer, device, step, amp, accumulate, swap_dir, menus, actions, segments,
-        host_gb, disk_gb, time_limit_s, seed, workers, on_progress,
-    )  # fmt: skip
+        budget_bytes = default_budget(model_or_profile, training.device)
+    job = _job(model_or_profile, training, swap_dir, limits)
     if budget_bytes is not None:
         return job.solved(budget_bytes)
     assert max_overhead is not None
-    plan = job.sound(
-        smallest_within(
-            job.profile,
-            max_overhead,
-            actions=job.actions,
-            segments=segments,
-            host_bytes=job.host_bytes,
-            disk_bytes=job.disk_bytes,
-            time_limit_s=time_limit_s,
-            seed=seed,
-            workers=workers,
-            on_progress=job.report,
-        )
-    )
+    plan = job.sound(smallest_within(job.profile, max_overhead, job.limits))
     # No budget was named that a replay could exceed, so the plan names the one it keeps.
     plan = job.reserving(plan)
     return replace(plan, budget_bytes=max(plan.budget_bytes, job.needs(plan)))
@@ -140,33 +98,17 @@ def frontier(
     *,
     points: int = 12,
     inputs: Any = None,
-    loss_fn: LossFn | None = None,
-    optimizer: OptimizerLike | None = None,
-    device: DeviceLike = None,
-    host_gb: float | None = None,
-    disk_gb: float | None = None,
-    actions: tuple[Action, ...] = ACTIONS,
-    segments: bool = True,
-    menus: bool = True,
-    time_limit_s: float = 60.0,
-    step: Callable[[], torch.Tensor] | None = None,
-    amp: torch.dtype | str | None = None,
-    accumulate: bool | None = None,
     swap_dir: str | Path | None = None,
-    seed: int = 0,
-    workers: int | None = None,
-    on_progress: Report | None = None,
+    **options: Unpack[SolveKeywords],
 ) -> tuple[Plan, ...]:
     """The plans along the time/memory trade-off, from the smallest peak to everything kept.
 
     Parameters
     ----------
+    model_or_profile, inputs, swap_dir, **options
+        As in `solve`; `time_limit_s` is for all plans together, 60 s where left out.
     points : int
         Most plans, 2 or more.
-    time_limit_s : float
-        For all of them together, profiling not counted.
-
-    The others are those of `solve`.
 
     Returns
     -------
@@ -177,22 +119,12 @@ def frontier(
     ------
     InvalidInputError, UnsupportedModelError
     """
-    job = _job(
-        model_or_profile, inputs, loss_fn, optimizer, device, step, amp, accumulate, swap_dir, menus, actions, segments,
-        host_gb, disk_gb, time_limit_s / max(points, 1), seed, workers, on_progress,
-    )  # fmt: skip
-    plans = frontier_profile(
-        job.profile,
-        points=points,
-        actions=job.actions,
-        segments=segments,
-        host_bytes=job.host_bytes,
-        disk_bytes=job.disk_bytes,
-        time_limit_s=time_limit_s,
-        seed=seed,
-        workers=workers,
-        on_progress=job.report,
-    )
+    require_known("frontier", options, SolveKeywords)
+    options.setdefault("time_limit_s", FRONTIER_TIME_LIMIT_S)
+    together = Limits.of(options)
+    each = replace(together, time_limit_s=together.time_limit_s / max(points, 1))
+    job = _job(model_or_profile, Training.of(options, inputs), swap_dir, each)
+    plans = frontier_profile(job.profile, points, replace(job.limits, time_limit_s=together.time_limit_s))
     checked = []
     for plan in plans:
         plan = job.reserving(job.sound(plan))
@@ -217,25 +149,15 @@ def _undominated(plans: list[Plan]) -> tuple[Plan, ...]:
     return tuple(out)
 
 
-def explain(
-    profile: Profile,
-    plan: Plan,
-    *,
-    host_gb: float | None = None,
-    actions: tuple[Action, ...] = ACTIONS,
-    segments: bool = True,
-    time_limit_s: float = 10.0,
-) -> Explanation:
+def explain(profile: Profile, plan: Plan, **options: Unpack[SearchKeywords]) -> Explanation:
     """Why `plan` is as it is: what binds where, what more memory or faster links are worth, each stage's next choices.
 
     Parameters
     ----------
     profile : Profile
         The one that the plan was made from.
-    host_gb, actions, segments
-        As given to `solve`: what the prices and the alternatives may use.
-    time_limit_s : float
-        For the prices.
+    **options
+        As given to `solve`: what the prices and the alternatives may use; `time_limit_s` is for the prices.
 
     Returns
     -------
@@ -246,70 +168,32 @@ def explain(
     ------
     PlanMismatchError
         If the plan isn't one of this profile.
+    InvalidInputError
     """
+    require_known("explain", options, SearchKeywords)
+    limits = Limits.of(options)
     plan.require_profile(profile)
-    menu = menus_of(profile, actions)
     bound = lower_bound(
         profile,
-        menu,
+        menus_of(profile, limits.actions),
         plan.budget_bytes,
         # As one tier at the link's rate, to which the plan's disk bytes are added: the prices are estimates.
-        host_bytes=all_bytes(host_limit(host_gb), plan.disk_bytes),
-        segments=segments and "recompute" in actions,
-        deadline=time.monotonic() + time_limit_s,
+        host_bytes=all_bytes(limits.host_bytes, plan.disk_bytes),
+        segments=limits.segments and "recompute" in limits.actions,
+        deadline=time.monotonic() + limits.time_limit_s,
     )
     found = bound.prices
     worth = None if found is None else Worth(found.budget_s_per_byte * GIB, found.out_s, found.in_s)
-    return explanation(profile, plan, worth=worth, actions=actions)
+    return explanation(profile, plan, worth=worth, actions=limits.actions)
 
 
-def _job(
-    model_or_profile: nn.Module | Profile,
-    inputs: Any,
-    loss_fn: LossFn | None,
-    optimizer: OptimizerLike | None,
-    device: DeviceLike,
-    step: Callable[[], torch.Tensor] | None,
-    amp: torch.dtype | str | None,
-    accumulate: bool | None,
-    swap_dir: str | Path | None,
-    menus: bool,
-    actions: tuple[Action, ...],
-    segments: bool,
-    host_gb: float | None,
-    disk_gb: float | None,
-    time_limit_s: float,
-    seed: int,
-    workers: int | None,
-    on_progress: Report | None,
-) -> Job:
-    limits = PlanLimits(
-        tuple(actions),
-        segments,
-        host_limit(host_gb),
-        time_limit_s,
-        seed,
-        workers,
-        on_progress or say_nothing,
-        disk_limit(disk_gb, host_gb),
-    )
+def _job(model_or_profile: nn.Module | Profile, training: Training, swap_dir: str | Path | None, limits: Limits) -> Job:
+    """The job of planning a model, which is profiled first, or a profile."""
     if not isinstance(model_or_profile, Profile):
         from ckptplan.planning.model_job import job_of_model
 
-        return job_of_model(
-            model_or_profile, inputs, loss_fn, optimizer, device, step, amp, accumulate, swap_dir, menus, limits
-        )
-    given = {
-        "inputs": inputs,
-        "loss_fn": loss_fn,
-        "optimizer": optimizer,
-        "device": device,
-        "step": step,
-        "amp": amp,
-        "accumulate": accumulate,
-        "swap_dir": swap_dir,
-    }
-    extra = [name for name, value in given.items() if value is not None]
+        return job_of_model(model_or_profile, training, swap_dir, limits)
+    extra = training.given() + (["swap_dir"] if swap_dir is not None else [])
     if extra:
         raise InvalidInputError(f"{', '.join(extra)} can't be given with a profile, which is measured already")
-    return job_of_profile(model_or_profile, limits, menus=menus)
+    return job_of_profile(model_or_profile, limits)

@@ -22,6 +22,7 @@ from typing import Any
 
 from instances import BUDGETS, INSTANCES, instance
 
+from ckptplan.core.request import Limits
 from ckptplan.core.schedule import residency
 from ckptplan.referee import validate
 from ckptplan.solving.planner import smallest_peak, solve_profile
@@ -41,7 +42,7 @@ def measure(name: str, percents: tuple[int, ...]) -> list[dict[str, Any]]:
     n = len(profile.stages)
     everything = residency(profile, [stage.keep for stage in profile.stages])
     most = max(*everything.forward_bytes, *everything.backward_bytes, profile.update_peak_bytes)
-    least = smallest_peak(profile, time_limit_s=time_limit_s(n))
+    least = smallest_peak(profile, Limits(time_limit_s=time_limit_s(n)))
     rows = []
     for percent in percents:
         budget = least.peak_bytes + (most - least.peak_bytes) * percent // 100
@@ -55,7 +56,7 @@ def measure(name: str, percents: tuple[int, ...]) -> list[dict[str, Any]]:
                 if best_s <= bound_s * (1 + NEAR):
                     times.setdefault("near", now)  # noqa: B023
 
-        plan = solve_profile(profile, budget, time_limit_s=time_limit_s(n), on_progress=on_progress)
+        plan = solve_profile(profile, budget, Limits(time_limit_s=time_limit_s(n)), on_progress=on_progress)
         seconds = time.perf_counter() - begin
         broken = validate(profile, plan, budget)
         if broken:

@@ -34,6 +34,7 @@ from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.link import Link
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.request import Limits
 from ckptplan.referee import simulate, validate
 from ckptplan.report.plots import plot_step_time
 from ckptplan.report.tables import Row, comparison_table
@@ -134,7 +135,7 @@ def run(planner: str, profile: Profile, percent: float, budget: int, limit_s: fl
     started = time.perf_counter()
     try:
         if planner == OURS:
-            plan = solve_profile(profile, budget, time_limit_s=limit_s)
+            plan = solve_profile(profile, budget, Limits(time_limit_s=limit_s))
         else:
             plan = BASELINES[planner](profile, budget)
     except InfeasibleBudgetError as error:

@@ -44,6 +44,7 @@ from torch import Tensor, nn
 
 import ckptplan
 from ckptplan.core.plan import Plan
+from ckptplan.core.request import Training
 from ckptplan.core.schedule import residency
 from ckptplan.core.units import GIB, format_bytes
 from ckptplan.runtime.observe.phases import PhaseBytes, measure_phases
@@ -200,7 +201,7 @@ def measured_phases(group: Group, optimizer: str, plan: Plan | None) -> tuple[tu
     """Measure two steps: their phases, and the bytes left over that nothing explains."""
     model, inputs = build(group)
     handle = None if plan is None else ckptplan.apply(model, plan)
-    measured = measure_phases(make_step(model, inputs), optimizer_of(optimizer, model))
+    measured = measure_phases(make_step(model, Training(inputs)), optimizer_of(optimizer, model))
     if handle is not None:
         handle.remove()
     return measured.phases, measured.unexplained_bytes

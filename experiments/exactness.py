@@ -26,6 +26,7 @@ from ckptplan.baselines import BASELINES
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.request import Limits
 from ckptplan.referee import validate
 from ckptplan.solving.frontier import everything_kept_bytes
 from ckptplan.solving.planner import smallest_peak, solve_profile
@@ -75,11 +76,11 @@ def against_rotor(seed: int) -> list[dict[str, Any]]:
     rng = random.Random(seed)
     profile = textbook_chain(rng, rng.randint(2, 48))
     only = ("keep", "recompute")
-    least, most = smallest_peak(profile, actions=only).peak_bytes, everything_kept_bytes(profile)
+    least, most = smallest_peak(profile, Limits(actions=only)).peak_bytes, everything_kept_bytes(profile)
     rows = []
     for percent in (0, 20, 60):
         budget = least + max(0, most - least) * percent // 100
-        ours = sound(profile, solve_profile(profile, budget, actions=only))
+        ours = sound(profile, solve_profile(profile, budget, Limits(actions=only)))
         try:
             rotor_s = sound(profile, BASELINES["rotor"](profile, budget)).step_s
         except InfeasibleBudgetError:

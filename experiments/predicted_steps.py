@@ -31,6 +31,7 @@ from models import MODELS
 import ckptplan
 from ckptplan.baselines import BASELINES
 from ckptplan.core.errors import InfeasibleBudgetError
+from ckptplan.core.request import Limits
 from ckptplan.runtime.observe.stats import Stats
 from ckptplan.solving.planner import smallest_peak, solve_profile
 
@@ -65,7 +66,7 @@ def measure(name: str, percents: list[float], rounds: int, limit_s: float) -> li
     cases = []
     for percent in percents:
         try:
-            plan = solve_profile(profile, least + int((most - least) * percent / 100), time_limit_s=limit_s)
+            plan = solve_profile(profile, least + int((most - least) * percent / 100), Limits(time_limit_s=limit_s))
         except InfeasibleBudgetError:
             continue  # the smallest peak that was found is above the least one's bound
         plain_s, planned_s = [], []

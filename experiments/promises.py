@@ -7,6 +7,7 @@ tests/experiments/test_guarantees.py checks that all that is named here exists.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +197,13 @@ PURE = "Planning is pure: no torch in core, solving, baselines, referee, report 
 ONE_WAY = "Imports go one way; runtime, solving, baselines and referee don't know each other"
 
 
+TESTS = Path(__file__).parent.parent / "tests"
+
+
 def _in(file: str, *tests: str) -> tuple[str, ...]:
-    return tuple(f"{file}.py::{test}" for test in tests)
+    """Tests of the one file of that name, in whichever folder of `tests` it lies."""
+    (found,) = TESTS.rglob(f"{file}.py")
+    return tuple(f"{found.relative_to(TESTS).as_posix()}::{test}" for test in tests)
 
 
 PROMISES: tuple[Promise, ...] = (

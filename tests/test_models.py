@@ -12,6 +12,7 @@ from torch import nn
 
 import ckptplan
 from ckptplan.baselines import BASELINES
+from ckptplan.core.request import Limits
 from ckptplan.core.schedule import residency
 from ckptplan.solving import smallest_peak
 
@@ -83,7 +84,7 @@ def test_the_promises_hold(make: Callable[[], Made]) -> None:
     model, inputs = make()
     model.train()
     profile = ckptplan.profile(model, inputs)
-    least = smallest_peak(profile, actions=("keep", "swap", "recompute"))
+    least = smallest_peak(profile, Limits(actions=("keep", "swap", "recompute")))
     assert 0 < least.bound_bytes <= least.peak_bytes
     r = residency(profile, [stage.keep for stage in profile.stages])
     most = max(*r.forward_bytes, *r.backward_bytes, profile.update_peak_bytes)
@@ -138,9 +139,9 @@ def test_what_hooks_collect_inside_of_stages(make: Callable[[], tuple[Made, Any]
     (model, inputs), loss_fn = make()
     model.train()
     profile = ckptplan.profile(model, inputs, loss_fn=loss_fn)
-    least = smallest_peak(profile, actions=("keep", "swap", "recompute")).peak_bytes
+    least = smallest_peak(profile, Limits(actions=("keep", "swap", "recompute"))).peak_bytes
     for actions in (("keep", "swap"), ("keep", "recompute"), ("keep", "swap", "recompute")):
-        budget_bytes = max(least, smallest_peak(profile, actions=actions).peak_bytes)
+        budget_bytes = max(least, smallest_peak(profile, Limits(actions=actions)).peak_bytes)
         plan = ckptplan.solve(profile, budget_bytes / 2**30, actions=actions)
         report = ckptplan.verify(model, plan, inputs, loss_fn=loss_fn, repeats=1)
         assert report.gradients_equal, report.differing
@@ -161,7 +162,7 @@ def test_layers_that_are_left_out_at_random(half: str) -> None:
         torch.manual_seed(seed)
         profile = ckptplan.profile(model, inputs)
         assert any("take the same path" in note for note in profile.notes)
-        plan = ckptplan.solve(profile, smallest_peak(profile, actions=("keep", "recompute")).peak_bytes / 2**30)
+        plan = ckptplan.solve(profile, smallest_peak(profile, Limits(actions=("keep", "recompute"))).peak_bytes / 2**30)
         report = ckptplan.verify(model, plan, inputs, repeats=1)
         assert report.gradients_equal, report.differing
         assert report.measured_peak_bytes <= plan.budget_bytes
@@ -193,7 +194,7 @@ def test_both_halves_of_an_encoder_decoder_leave_their_caches() -> None:
     model, inputs = transformers.T5ForConditionalGeneration(config).train(), ids(2, 16, 100)
     assert model.config.use_cache is model.decoder.config.use_cache is True
     profile = ckptplan.profile(model, inputs, menus=False)
-    least = smallest_peak(profile, actions=("keep", "recompute"))
+    least = smallest_peak(profile, Limits(actions=("keep", "recompute")))
     plan = ckptplan.solve(profile, least.peak_bytes / 2**30, actions=("keep", "recompute"))
     report = ckptplan.verify(model, plan, inputs, repeats=1)
     assert report.gradients_equal, report.differing

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import KEEP, Decision, Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.request import Training
 from ckptplan.core.segment import Segment
 from ckptplan.profiling import profiler
 from ckptplan.profiling.bytes import trace
@@ -46,7 +47,7 @@ _CHAINS: dict[Any, Profile] = {}
 
 def plan_for(model: nn.Module, inputs: Any, what: str, amp: torch.dtype | None = None) -> Plan:
     """A plan that does the same in every stage that can; in a segment, from the first stage to the last."""
-    key = (repr(model), fingerprint(make_step(model, inputs)), amp)
+    key = (repr(model), fingerprint(make_step(model, Training(inputs))), amp)
     if key not in _CHAINS:
         _CHAINS[key] = profile(model, inputs, menus=False, amp=amp)
     chain = _CHAINS[key]

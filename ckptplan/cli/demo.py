@@ -24,6 +24,7 @@ from ckptplan.baselines import BASELINES
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.plan import KEEP, Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.request import Limits
 from ckptplan.core.units import GIB, format_bytes, format_seconds
 from ckptplan.referee import simulate
 from ckptplan.solving.planner import smallest_peak
@@ -144,7 +145,7 @@ def choose_budget(profile: Profile) -> tuple[int, str]:
     keep_all = simulate(profile, (KEEP,) * len(profile.stages)).peak_bytes
     base = min(profile.base_forward_bytes)
     half = base + (keep_all - base) // 2
-    smallest = smallest_peak(profile, time_limit_s=5).peak_bytes
+    smallest = smallest_peak(profile, Limits(time_limit_s=5)).peak_bytes
     made_of = (
         f"{format_bytes(base)} of parameters and inputs plus half of the "
         f"{format_bytes(keep_all - base)} that a plain step adds to them"

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
-from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.request import BatchKeywords, Limits, Training, ignore_progress, require_known
 from ckptplan.core.units import budget_to_bytes, format_bytes
 from ckptplan.memory.estimate import TrainingBytes
-from ckptplan.planning.job import Job, Report, host_limit
+from ckptplan.planning.job import Job
 from ckptplan.planning.model_job import free_bytes, replaying
 from ckptplan.profiling.bytes.operations import TensorSpec
 from ckptplan.profiling.profiler import profile_step, traced_bytes
-from ckptplan.profiling.target import DeviceLike, Target, find_target
+from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.workload.optimizers import OptimizerLike
 from ckptplan.runtime.guard.gradients import rewinding
 from ckptplan.runtime.observe.measure import held_tensors, optimizer_tensors, run_step, step_peaks, unique_bytes
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
-from ckptplan.runtime.step import LossFn, TrainingStep, training_config
+from ckptplan.runtime.step import TrainingStep, training_config
 from ckptplan.runtime.verify import Verification, verify
 from ckptplan.solving.frontier import smallest_within
-from ckptplan.solving.peak import MinPeak, check_request, smallest_peak
+from ckptplan.solving.peak import MinPeak, smallest_peak
 
 MakeInputs = Callable[[int], Any]
 """From a number of samples to the inputs of a batch that large."""
@@ -101,21 +101,10 @@ def max_batch_size(
     make_inputs: MakeInputs,
     budget_gb: float | None = None,
     *,
-    device: DeviceLike = None,
-    optimizer: OptimizerLike | None = None,
-    loss_fn: LossFn | None = None,
-    amp: torch.dtype | str | None = None,
-    accumulate: bool | None = None,
     plan: bool = True,
-    actions: tuple[Action, ...] = ACTIONS,
-    segments: bool = True,
-    host_gb: float | None = None,
     max_overhead: float | None = None,
     limit: int = LIMIT,
-    time_limit_s: float = 10.0,
-    seed: int = 0,
-    workers: int | None = None,
-    on_progress: Report | None = None,
+    **options: Unpack[BatchKeywords],
 ) -> BatchFit:
     """The largest batch that a device holds, by bisection on estimates; never by running out of memory.
 
@@ -136,24 +125,16 @@ def max_batch_size(
         As in `solve`, units of 2**30 bytes, without the CUDA context. On CUDA what the allocator *reserves* is held
         against it, not only what is in tensors. None: what the device has free, or, for one that isn't here, has
         beside the context.
-    device, optimizer, loss_fn
-        As in `profile`.
-    amp : torch.dtype, optional
-        Forward and loss run under autocast to this type.
-    accumulate : bool, optional
-        As in `profile`: steps start with gradients.
     plan : bool
         False: with everything kept.
-    actions, segments, host_gb
-        As in `solve`.
     max_overhead : float, optional
         Largest slowdown that a plan may cost: 0.10 for ten per cent.
     limit : int
         Largest batch tried.
-    time_limit_s : float
-        For solving the final plan; a quarter of it for the smallest peak of each batch tried. Tracing isn't counted.
-    seed, workers, on_progress
-        As in `solve`.
+    **options
+        As in `solve`: `loss_fn`, `optimizer`, `device`, `amp`, `accumulate`; `actions`, `segments`, `host_gb`,
+        `time_limit_s`, `seed`, `workers`, `on_progress`. The time is for solving the final plan; a quarter of it for
+        the smallest peak of each batch tried. Tracing isn't counted.
 
     Returns
     -------
@@ -168,6 +149,7 @@ def max_batch_size(
         If `make_inputs` can't be used: it fails, or makes the same inputs for every batch.
     UnsupportedModelError
     """
+    require_known("max_batch_size", options, BatchKeywords)
     if not callable(make_inputs):
         raise InvalidInputError(
             f"make_inputs is a {type(make_inputs).__name__}; pass a function from a batch size to inputs, such as "
@@ -177,33 +159,15 @@ def max_batch_size(
         raise InvalidInputError(f"limit={limit!r} must be a whole number, at least 1")
     if max_overhead is not None and not plan:
         raise InvalidInputError(f"max_overhead={max_overhead!r} speaks of plans; leave it out with plan=False")
-    check_request(actions, time_limit_s, workers=workers)
+    training, limits = Training.of(options), Limits.of(options)
     budget_bytes = None if budget_gb is None else budget_to_bytes(budget_gb)
-    target = find_target(model, device)
+    target = find_target(model, training.device)
     if budget_bytes is None:
         budget_bytes = free_bytes(model, target)
-    sizes = TrainingBytes(
-        model, _careful(model, target), loss_fn=loss_fn, optimizer=optimizer, amp=amp, accumulate=accumulate
-    )
-    batches = Batches(make_inputs, sizes)
+    batches = Batches(make_inputs, TrainingBytes(model, _careful(model, target), training))
     if limit > 1:
         batches.check()
-    search = _Search(
-        batches,
-        optimizer,
-        budget_bytes,
-        plan=plan,
-        actions=tuple(actions),
-        segments=segments,
-        host_bytes=host_limit(host_gb),
-        max_overhead=max_overhead,
-        limit=limit,
-        time_limit_s=time_limit_s,
-        seed=seed,
-        workers=workers,
-        report=on_progress or (lambda text: None),
-    )
-    return search.run()
+    return _Search(batches, budget_bytes, limits, plan=plan, max_overhead=max_overhead, limit=limit).run()
 
 
 class Batches:
@@ -372,18 +336,11 @@ class _Search:
     """One answer of `max_batch_size`."""
 
     batches: Batches
-    optimizer: OptimizerLike | None
     budget_bytes: int
+    limits: Limits
     plan: bool
-    actions: tuple[Action, ...]
-    segments: bool
-    host_bytes: int | None
     max_overhead: float | None
     limit: int
-    time_limit_s: float
-    seed: int
-    workers: int | None
-    report: Report
     notes: list[str] = field(default_factory=list)
     plans: dict[int, tuple[Plan, int]] = field(default_factory=dict)
     """Batch -> its plan, and what that needs."""
@@ -392,6 +349,15 @@ class _Search:
     @property
     def target(self) -> Target:
         return self.batches.target
+
+    @property
+    def optimizer(self) -> OptimizerLike | None:
+        return self.batches.sizes.training.optimizer
+
+    @property
+    def peak_limits(self) -> Limits:
+        """The limits of the search for one batch's smallest peak."""
+        return replace(self.limits, time_limit_s=self.limits.time_limit_s * _PEAK_SHARE, on_progress=ignore_progress)
 
     def run(self) -> BatchFit:
         known: dict[int, float] = {}
@@ -443,7 +409,7 @@ class _Search:
 
     def needs(self, n: int) -> float:
         """The smallest budget found for a batch: of its chain, or with everything kept."""
-        self.report(f"trying batch {n}")
+        self.limits.on_progress(f"trying batch {n}")
         try:
             step = self.batches.step(n)
             if not self.plan:
@@ -452,12 +418,7 @@ class _Search:
                 fast = smallest_within(
                     profile_step(step, self.target, optimizer=self.optimizer, menus=False),
                     self.max_overhead,
-                    actions=self.actions,
-                    segments=self.segments,
-                    host_bytes=self.host_bytes,
-                    time_limit_s=self.time_limit_s * _PEAK_SHARE,
-                    seed=self.seed,
-                    workers=self.workers,
+                    self.peak_limits,
                 )
                 return fast.peak_bytes
             least = self.smallest(traced_bytes(step, self.optimizer, self.target))
@@ -467,36 +428,18 @@ class _Search:
         return least.peak_bytes
 
     def smallest(self, chain: Profile) -> MinPeak:
-        return smallest_peak(
-            chain,
-            actions=self.actions,
-            segments=self.segments,
-            host_bytes=self.host_bytes,
-            time_limit_s=self.time_limit_s * _PEAK_SHARE,
-        )
+        return smallest_peak(chain, self.peak_limits)
 
     def planned(self, n: int) -> float:
         """What the plan of a batch needs, solved within the budget and tightened until what it reserves fits, too."""
-        self.report(f"planning batch {n}")
+        self.limits.on_progress(f"planning batch {n}")
         try:
             step = self.batches.step(n)
-            measured = profile_step(step, self.target, optimizer=self.optimizer, on_progress=self.report)
+            measured = profile_step(step, self.target, optimizer=self.optimizer, on_progress=self.limits.on_progress)
         except _TooLarge:
             return math.inf
-        job = Job(
-            measured,
-            None,
-            False,
-            self.actions,
-            self.segments,
-            self.host_bytes,
-            self.time_limit_s,
-            self.seed,
-            self.workers,
-            self.report,
-        )
         try:
-            plan = replaying(job, step, self.batches.sizes).solved(self.budget_bytes)
+            plan = replaying(Job(measured, self.limits), step, self.batches.sizes).solved(self.budget_bytes)
         except InfeasibleBudgetError as error:
             return max(error.min_peak_bytes, self.budget_bytes + 1)
         except _TooLarge:  # in a replay
@@ -523,7 +466,7 @@ class _Search:
             self.notes.append(f"not measured, since the budget is more than the device has free, {free}")
             return None, None
         step = self.batches.step(n)
-        self.report(f"measuring batch {n}")
+        self.limits.on_progress(f"measuring batch {n}")
         if plan is not None:
             inputs = step.args or step.kwargs
             with step.autocasting():

@@ -17,15 +17,13 @@ from ckptplan.core.device import Device
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.request import UNSAID, Limits, Report, Training, ignore_progress
 from ckptplan.core.segment import Segment
 from ckptplan.fitting.batch import LIMIT, Batches, MakeInputs, largest
 from ckptplan.memory.estimate import TrainingBytes
-from ckptplan.planning.job import Report
 from ckptplan.profiling.profiler import planned_profiles
 from ckptplan.profiling.target import find_target
-from ckptplan.profiling.workload.optimizers import OptimizerLike
 from ckptplan.referee import validate
-from ckptplan.runtime.step import LossFn
 from ckptplan.solving.cost import Evaluator
 from ckptplan.solving.peak import smallest_peak
 from ckptplan.solving.planner import solve_profile
@@ -83,15 +81,12 @@ def survey(
     make_inputs: MakeInputs,
     devices: Sequence[Device],
     batch: int,
+    training: Training = UNSAID,
     *,
     budget_bytes: int | None = None,
-    optimizer: OptimizerLike | None = None,
-    loss_fn: LossFn | None = None,
-    amp: str | None = None,
-    accumulate: bool | None = None,
     limit: int = LIMIT,
     time_limit_s: float = 1.0,
-    on_progress: Report | None = None,
+    on_progress: Report = ignore_progress,
 ) -> list[DeviceFit]:
     """What each device holds, in the order given.
 
@@ -114,7 +109,6 @@ def survey(
     """
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise InvalidInputError(f"batch={batch!r} must be a whole number, at least 1")
-    tell = on_progress or (lambda text: None)
     groups: dict[object, list[Device]] = {}
     for device in devices:
         target = find_target(model, device)
@@ -123,10 +117,10 @@ def survey(
     found: dict[str, DeviceFit] = {}
     for same in groups.values():
         target = find_target(model, same[0])
-        sizes = TrainingBytes(model, target, loss_fn=loss_fn, optimizer=optimizer, amp=amp, accumulate=accumulate)
-        batches = Batches(make_inputs, sizes)
+        batches = Batches(make_inputs, TrainingBytes(model, target, training))
         batches.check()
-        group = _Group(batches, _Traces(batches, same, batch, optimizer, time_limit_s, tell), batch, limit, tell)
+        traces = _Traces(batches, same, batch, time_limit_s, on_progress)
+        group = _Group(batches, traces, batch, limit, on_progress)
         for device in same:
             found[device.name] = group.fit(device, budget_bytes or device.usable_bytes)
     return [found[device.name] for device in devices]
@@ -145,12 +139,11 @@ class _Traces:
         batches: Batches,
         devices: Sequence[Device],
         batch: int,
-        optimizer: OptimizerLike | None,
         time_limit_s: float,
         tell: Report,
     ) -> None:
         self.batches, self.devices, self.batch = batches, devices, batch
-        self.optimizer, self.time_limit_s, self.tell = optimizer, time_limit_s, tell
+        self.time_limit_s, self.tell = time_limit_s, tell
         self.chains: dict[int, dict[str, Profile]] = {}
         self._reference: tuple[tuple[int, ...], tuple[Segment, ...]] | None = None
         self._least: dict[int, int] = {}
@@ -170,7 +163,8 @@ class _Traces:
         if n not in self.chains:
             target = self.batches.target
             self.tell(f"{target.description}: tracing batch {n}")
-            profiles = planned_profiles(self.batches.step(n), self.optimizer, target, self.devices)
+            optimizer = self.batches.sizes.training.optimizer
+            profiles = planned_profiles(self.batches.step(n), optimizer, target, self.devices)
             self.chains[n] = {device.name: p for device, p in zip(self.devices, profiles, strict=True)}
         return self.chains[n]
 
@@ -184,7 +178,7 @@ class _Traces:
             peak_bytes = Evaluator(chain).peak(*self._reference)
         else:  # other options: small tensors aren't worth moving
             if n not in self._least:
-                self._least[n] = smallest_peak(chain, time_limit_s=4 * self.time_limit_s).peak_bytes
+                self._least[n] = smallest_peak(chain, Limits(time_limit_s=4 * self.time_limit_s)).peak_bytes
             peak_bytes = self._least[n]
         return math.ceil(peak_bytes * self._share)
 
@@ -192,7 +186,7 @@ class _Traces:
         """Find that plan, and what CUDA's allocator reserves over its peak."""
         n = _SPREAD * self.batch
         chain = self._traced(n)[self.devices[0].name]
-        least = smallest_peak(chain, time_limit_s=4 * self.time_limit_s)
+        least = smallest_peak(chain, Limits(time_limit_s=4 * self.time_limit_s))
         if self.batches.target.is_cuda:
             plan = self._solved(chain, least.peak_bytes)
             if plan is not None:
@@ -207,7 +201,7 @@ class _Traces:
 
     def _solved(self, chain: Profile, budget_bytes: int, time_limit_s: float | None = None) -> Plan | None:
         try:
-            plan = solve_profile(chain, budget_bytes, time_limit_s=time_limit_s or self.time_limit_s)
+            plan = solve_profile(chain, budget_bytes, Limits(time_limit_s=time_limit_s or self.time_limit_s))
         except InfeasibleBudgetError:
             return None
         return None if validate(chain, plan, budget_bytes) else plan

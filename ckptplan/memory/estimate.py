@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -17,19 +17,20 @@ from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.estimate import CATEGORIES, Estimate, Phase
 from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.plan import Plan
+from ckptplan.core.request import UNSAID, StepKeywords, Training, require_known
 from ckptplan.memory.allocator import SimulatedOutOfMemoryError
 from ckptplan.memory.folding import Folding
 from ckptplan.memory.ledger import Account, Ledger, Player, saved_bytes
 from ckptplan.memory.recorder import Block, Recording, record_step, record_updates
 from ckptplan.profiling.profiler import as_ours, outside_tensors, training_step
-from ckptplan.profiling.target import DeviceLike, Target, find_target
+from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.values.real_run import answered
-from ckptplan.profiling.workload.optimizers import OptimizerLike, make_optimizer
+from ckptplan.profiling.workload.optimizers import make_optimizer
 from ckptplan.runtime.guard.gradients import made_gradient_bytes
 from ckptplan.runtime.state.compiled import refuse_compiled
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
-from ckptplan.runtime.step import LossFn, TrainingStep, check_supported, fingerprint, training_config
+from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint, training_config
 
 _UNKNOWN_ON_CUDA = (
     (("aten.convolution", "aten.convolution_backward"), "workspaces that cuDNN chooses for convolutions are not in it"),
@@ -78,12 +79,6 @@ def estimate(
     model: nn.Module,
     inputs: Any = None,
     *,
-    loss_fn: LossFn | None = None,
-    step: Callable[[], torch.Tensor] | None = None,
-    optimizer: OptimizerLike | None = None,
-    device: DeviceLike = None,
-    amp: torch.dtype | str | None = None,
-    accumulate: bool | None = None,
     grad_scaler: bool | None = None,
     ddp: DDP | bool = False,
     accumulation_steps: int = 1,
@@ -91,6 +86,7 @@ def estimate(
     checkpoint_on_device: bool = False,
     plan: Plan | None = None,
     allocator: AllocatorSettings | str | None = None,
+    **training: Unpack[StepKeywords],
 ) -> Estimate:
     """What training `model` needs, by category and phase, without allocating it.
 
@@ -103,18 +99,8 @@ def estimate(
     ----------
     model : nn.Module
         May lie on `meta`, where `device` names one that isn't here.
-    inputs, loss_fn, step
+    inputs : tensor, tuple, dict, optional
         As in `profile`.
-    optimizer : Optimizer, class, callable or str, optional
-        An optimizer, its class, a function from parameters to an optimizer, or "sgd", "momentum", "rmsprop", "adagrad",
-        "adam", "adamw", "adafactor". None: no update, gradients stay from the first backward on until `zero_grad`.
-    device : str, path or Device, optional
-        By default where the model is; else a known device ("a100-40gb"), a file that describes one, or a `Device`.
-    amp : torch.dtype, optional
-        Forward and loss run under autocast to this type ("float16", "bfloat16").
-    accumulate : bool, optional
-        The first step starts with gradients already, and none are dropped, as with `set_to_none=False` in a training
-        under way. By default where the model has gradients now, or `plan` is for such steps.
     grad_scaler : bool, optional
         A `GradScaler` is used; by default with float16.
     ddp : DDP or bool
@@ -130,6 +116,12 @@ def estimate(
         Applied in training.
     allocator : AllocatorSettings or str, optional
         CUDA's caching allocator as in PYTORCH_CUDA_ALLOC_CONF, such as "expandable_segments:True".
+    **training
+        What is trained: `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate`
+        (`ckptplan.core.request.Training`). Without an optimizer there is no update, and gradients stay from the first
+        backward on until `zero_grad`. With `accumulate` the first step starts with gradients already, and none are
+        dropped, as with `set_to_none=False` in a training under way; by default where the model has gradients now, or
+        `plan` is for such steps.
 
     Returns
     -------
@@ -140,22 +132,22 @@ def estimate(
     ------
     InvalidInputError, UnsupportedModelError, PlanMismatchError
     """
-    target = find_target(model, device)
+    require_known("estimate", training, StepKeywords)
+    request = Training.of(training, inputs)
+    target = find_target(model, request.device)
     settings = _settings(allocator, target)
     if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
         raise InvalidInputError(f"accumulation_steps={accumulation_steps!r} must be a whole number, at least 1")
     check_supported(model)
     refuse_compiled(model, "an estimate is made without running the model")
-    if accumulate is None and plan is not None and plan.fingerprint.accumulates:
-        accumulate = True
-    training, notes = training_step(
-        model, inputs, loss_fn=loss_fn, step=step, target=target, amp=amp, accumulate=accumulate
-    )
+    if request.accumulate is None and plan is not None and plan.fingerprint.accumulates:
+        request = replace(request, accumulate=True)
+    step, notes = training_step(model, request, target)
     run = _Run(
-        training,
+        step,
         target,
-        None if optimizer is None else make_optimizer(optimizer, model.parameters()),
-        scaler=_in_float16(training) if grad_scaler is None else grad_scaler,
+        None if request.optimizer is None else make_optimizer(request.optimizer, model.parameters()),
+        scaler=_in_float16(step) if grad_scaler is None else grad_scaler,
         ddp=DDP() if ddp is True else (ddp or None),
         accumulation_steps=accumulation_steps,
         set_to_none=set_to_none,
@@ -163,9 +155,9 @@ def estimate(
         plan=plan,
         notes=notes,
     )
-    with training_config(model), restored(model, training.reached()) as rewind, as_ours(training, "being estimated"):
+    with training_config(model), restored(model, step.reached()) as rewind, as_ours(step, "being estimated"):
         rewind()
-        return answered(lambda: run.estimate(rewind, settings), training, target, rewind)
+        return answered(lambda: run.estimate(rewind, settings), step, target, rewind)
 
 
 class TrainingBytes:
@@ -175,39 +167,23 @@ class TrainingBytes:
 
     Parameters
     ----------
-    model, loss_fn, optimizer, amp, accumulate
-        As in `estimate`.
+    model : nn.Module
     target : Target
+    training : Training
+        Its inputs and device don't matter.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        target: Target,
-        *,
-        loss_fn: LossFn | None = None,
-        optimizer: OptimizerLike | None = None,
-        amp: torch.dtype | str | None = None,
-        accumulate: bool | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, target: Target, training: Training = UNSAID) -> None:
         check_supported(model)
-        self.model, self.target, self.loss_fn = model, target, loss_fn
+        self.model, self.target, self.training = model, target, training
         self._settings = _settings(None, target)
-        self._amp, self._accumulate = amp, accumulate
+        optimizer = training.optimizer
         self._optimizer = None if optimizer is None else make_optimizer(optimizer, model.parameters())
         self._updates: Recording | None = None
 
     def step(self, inputs: Any) -> TrainingStep:
         """The training step on `inputs`."""
-        found, _ = training_step(
-            self.model,
-            inputs,
-            loss_fn=self.loss_fn,
-            target=self.target,
-            amp=self._amp,
-            accumulate=self._accumulate,
-        )
-        return found
+        return training_step(self.model, replace(self.training, inputs=inputs), self.target)[0]
 
     def missing_state_bytes(self) -> int:
         """What the optimizer's first update will make, in blocks; 0 where it has been."""

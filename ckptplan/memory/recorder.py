@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+import ckptplan
 from ckptplan.core.plan import KEEP, Decision
 from ckptplan.core.segment import Segment
 from ckptplan.profiling.bytes.trace import Replay, replay, segment_name
@@ -260,7 +261,7 @@ class Recorder(Tracker):
 
 _TORCH = os.path.dirname(torch.__file__)
 _STEP = TrainingStep.forward.__code__.co_filename
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OURS = os.path.dirname(os.path.abspath(ckptplan.__file__))
 
 
 def _line(frame: types.FrameType | None) -> str:

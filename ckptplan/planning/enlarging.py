@@ -13,18 +13,18 @@ from torch import nn
 
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError, PlanMismatchError
 from ckptplan.core.plan import Plan
+from ckptplan.core.request import Limits, Training
 from ckptplan.core.stage import InputTensor
 from ckptplan.planning.adviser import Adviser
-from ckptplan.planning.job import Job, PlanLimits
+from ckptplan.planning.job import Job
 from ckptplan.planning.model_job import job_of_step
 from ckptplan.profiling.profiler import as_ours, training_step
 from ckptplan.profiling.target import find_target
 from ckptplan.profiling.workload.enlarge import enlarged_calls, require_in_range
-from ckptplan.profiling.workload.optimizers import OptimizerLike
-from ckptplan.runtime.guard.shapes import ByName, Larger, Limits, input_tensors
+from ckptplan.runtime.guard.shapes import ByName, Larger, input_tensors
+from ckptplan.runtime.guard.shapes import Limits as InputLimits
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
-from ckptplan.runtime.step import LossFn
 
 _REMEMBERED = 16
 """Plans, and shapes without one, that are kept in mind."""
@@ -39,8 +39,8 @@ class _Known:
     job: Job | None
 
     @property
-    def limits(self) -> Limits:
-        return Limits(self.inputs)
+    def limits(self) -> InputLimits:
+        return InputLimits(self.inputs)
 
 
 class Enlarger:
@@ -54,11 +54,9 @@ class Enlarger:
         self,
         model: nn.Module,
         plan: Plan,
-        limits: PlanLimits,
+        limits: Limits,
         adviser: Adviser | None,
-        loss_fn: LossFn | None,
-        optimizer: OptimizerLike | None,
-        amp: torch.dtype | str | None,
+        training: Training,
         swap_dir: str | Path | None,
     ) -> None:
         if plan.fingerprint.inputs == "step()":
@@ -67,7 +65,7 @@ class Enlarger:
                 "can't be seen; make it with inputs=, or pass on_larger='raise'"
             )
         self._model, self._limits, self._adviser = model, limits, adviser
-        self._loss_fn, self._optimizer, self._amp, self._swap_dir = loss_fn, optimizer, amp, swap_dir
+        self._training, self._swap_dir = training, swap_dir
         self._by_name = ByName(model.forward)
         self._budget_bytes = max(plan.budget_bytes, plan.reserved_bytes or 0)
         self._now = _Known(
@@ -121,7 +119,7 @@ class Enlarger:
     def _plan_for(self, call: tuple[tuple[Any, ...], dict[str, Any]], named: Any) -> _Known:
         target = find_target(self._model)
         kind = target.device.type
-        amp = self._amp
+        amp = self._training.amp
         if amp is None and torch.is_autocast_enabled(kind):
             amp = torch.get_autocast_dtype(kind)
         accumulate = self._now.plan.fingerprint.accumulates or None  # where gradients exist now, they do in later steps
@@ -130,15 +128,14 @@ class Enlarger:
         with torch.autocast(kind, enabled=False):
             for args, kwargs in calls:
                 try:
-                    training, _ = training_step(
-                        self._model, args, loss_fn=self._loss_fn, target=target, amp=amp, accumulate=accumulate
-                    )
+                    request = replace(self._training, inputs=args, step=None, amp=amp, accumulate=accumulate)
+                    training, _ = training_step(self._model, request, target)
                     training = replace(training, kwargs=kwargs)
                     training.on_device(target.device)
                     if args is not call[0]:
                         with restored(self._model, training.reached()), as_ours(training, "tracing"):
                             require_in_range(training, target)
-                    job = job_of_step(training, (), target, self._optimizer, self._swap_dir, True, self._limits)
+                    job = job_of_step(training, (), target, request.optimizer, self._swap_dir, self._limits)
                     plan = job.solved(self._budget_bytes)
                 except CkptPlanError as error:
                     failed = error

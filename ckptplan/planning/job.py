@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.link import STAGING_BYTES
 from ckptplan.core.measured import DeviceBytes
-from ckptplan.core.option import Action
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
-from ckptplan.core.units import GIB, budget_to_bytes, format_bytes, format_seconds
+from ckptplan.core.request import Limits
+from ckptplan.core.units import GIB, format_bytes, format_seconds
 from ckptplan.referee.validate import examine
 from ckptplan.solving.planner import solve_profile
 from ckptplan.solving.tiers import check_disk
@@ -22,46 +21,26 @@ _TIGHTENINGS = 6
 PLAIN = ("keep", "swap", "recompute", "recompute+swap")
 """The options that every stage has where it can; the others of its menu are its operations' business."""
 
-Report = Callable[[str], None]
-"""Is given progress, in words."""
-
-
-def say_nothing(text: str) -> None:
-    """The report of a job whose progress is not wanted."""
-
-
-class PlanLimits(NamedTuple):
-    """What a plan may use, and how long the solver may take: the fields of a `Job` from `actions` on."""
-
-    actions: tuple[Action, ...]
-    segments: bool
-    host_bytes: int | None
-    time_limit_s: float
-    seed: int = 0
-    workers: int | None = None
-    report: Report = say_nothing
-    disk_bytes: int | None = None
-
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """What there is to plan, and within which limits.
 
-    `replayed` says what a plan needs when the model is replayed with it: on CUDA (`on_cuda`) by the allocator's model,
-    elsewhere the bytes in tensors, three times the same.
+    Attributes
+    ----------
+    profile : Profile
+    limits : Limits
+    replayed : callable, optional
+        What a plan needs when the model is replayed with it: on CUDA by the allocator's model, elsewhere the bytes in
+        tensors, three times the same. None: there is no model to replay.
+    on_cuda : bool
+        Whether `replayed` goes by the allocator's model.
     """
 
     profile: Profile
-    replayed: Callable[[Plan], DeviceBytes] | None
-    on_cuda: bool
-    actions: tuple[Action, ...]
-    segments: bool
-    host_bytes: int | None
-    time_limit_s: float
-    seed: int
-    workers: int | None
-    report: Report
-    disk_bytes: int | None = None
+    limits: Limits
+    replayed: Callable[[Plan], DeviceBytes] | None = None
+    on_cuda: bool = False
 
     def solved(self, budget_bytes: int) -> Plan:
         """The plan for a budget; for a model, one whose replay keeps it.
@@ -96,21 +75,7 @@ class Job:
         )
 
     def _within(self, limit: int) -> Plan:
-        plan = self.sound(
-            solve_profile(
-                self.profile,
-                limit,
-                actions=self.actions,
-                segments=self.segments,
-                host_bytes=self.host_bytes,
-                disk_bytes=self.disk_bytes,
-                time_limit_s=self.time_limit_s,
-                seed=self.seed,
-                workers=self.workers,
-                on_progress=self.progress,
-            )
-        )
-        return self.reserving(plan)
+        return self.reserving(self.sound(solve_profile(self.profile, limit, self.limits, on_progress=self.progress)))
 
     def _leanest(self, budget_bytes: int, error: InfeasibleBudgetError) -> Plan:
         """The plan with the smallest peak, if the budget holds what it needs with the allocator's fragments."""
@@ -144,8 +109,9 @@ class Job:
 
     def sound(self, plan: Plan) -> Plan:
         """`plan`, which the referee accepts, with what it has found besides."""
+        limits = self.limits
         broken, found = examine(
-            self.profile, plan, plan.budget_bytes, host_bytes=self.host_bytes, disk_bytes=self.disk_bytes
+            self.profile, plan, plan.budget_bytes, host_bytes=limits.host_bytes, disk_bytes=limits.disk_bytes
         )
         if broken or found is None:
             raise CkptPlanError(
@@ -158,30 +124,7 @@ class Job:
         """Put the solver's state into words."""
         found = "no plan yet" if best_s == math.inf else f"step {format_seconds(best_s)}"
         gap = f", gap {best_s / bound_s - 1:.2%}" if bound_s and best_s != math.inf else ""
-        self.report(f"solving ({part}): {found}{gap}")
-
-
-def host_limit(host_gb: float | None, *, name: str = "host_gb") -> int | None:
-    """Whole bytes on the host tier, or another; None: no limit."""
-    if host_gb is None:
-        return None
-    return 0 if host_gb is not False and host_gb == 0 else budget_to_bytes(host_gb, name=name)
-
-
-def disk_limit(disk_gb: float | None, host_gb: float | None) -> int | None:
-    """Whole bytes on the disk tier; None: there is none.
-
-    Raises
-    ------
-    InvalidInputError
-        If the host has no limit: then nothing would ever go to the disk.
-    """
-    if disk_gb and host_gb is None:
-        raise InvalidInputError(
-            f"disk_gb={disk_gb} without host_gb: only what the host can't hold goes to the disk, so say what it can "
-            "hold; host_gb=0 sends all to the disk"
-        )
-    return host_limit(disk_gb, name="disk_gb")
+        self.limits.on_progress(f"solving ({part}): {found}{gap}")
 
 
 def beside_staging(host_bytes: int, staging_bytes: int) -> int:
@@ -200,7 +143,7 @@ def beside_staging(host_bytes: int, staging_bytes: int) -> int:
     return host_bytes - staging_bytes
 
 
-def job_of_profile(profile: Profile, limits: PlanLimits, *, menus: bool) -> Job:
+def job_of_profile(profile: Profile, limits: Limits) -> Job:
     """The job of planning a measured profile within `limits`.
 
     Raises
@@ -208,13 +151,18 @@ def job_of_profile(profile: Profile, limits: PlanLimits, *, menus: bool) -> Job:
     InvalidInputError
         If the profile has no disk tier and one is wanted, or the host can't hold the disk's staging buffers.
     """
-    job = Job(profile if menus else _plain(profile), None, False, *limits)
-    check_disk(profile, job.host_bytes, job.disk_bytes)
+    check_disk(profile, limits.host_bytes, limits.disk_bytes)
     # A hand-written profile is of no device, and on the CPU the host tier is a disk that needs no such buffers.
-    staged = profile.fingerprint.device not in ("", "cpu")
-    if job.host_bytes is not None and job.disk_bytes and staged:
-        return replace(job, host_bytes=beside_staging(job.host_bytes, STAGING_BYTES))
-    return job
+    if profile.fingerprint.device not in ("", "cpu"):
+        limits = staged(limits)
+    return Job(profile if limits.menus else _plain(profile), limits)
+
+
+def staged(limits: Limits) -> Limits:
+    """`limits` of plans, where the disk's staging buffers are taken from the host's."""
+    if limits.host_bytes is None or not limits.disk_bytes:
+        return limits
+    return replace(limits, host_bytes=beside_staging(limits.host_bytes, STAGING_BYTES))
 
 
 def _plain(profile: Profile) -> Profile:

@@ -2,51 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 from torch import nn
 
-from ckptplan.core.link import STAGING_BYTES
 from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.plan import Plan
+from ckptplan.core.request import Limits, Training
 from ckptplan.memory.estimate import TrainingBytes
-from ckptplan.planning.job import Job, PlanLimits, beside_staging
+from ckptplan.planning.job import Job, staged
 from ckptplan.profiling.profiler import profile_step, replayed_bytes, training_step
 from ckptplan.profiling.target import DeviceLike, Target, find_target
 from ckptplan.profiling.workload.optimizers import OptimizerLike
 from ckptplan.runtime.observe.measure import held_tensors, unique_bytes
-from ckptplan.runtime.step import LossFn, TrainingStep, check_supported
+from ckptplan.runtime.step import TrainingStep, check_supported
 from ckptplan.solving.tiers import check_disk
 
 
-def job_of_model(
-    model: nn.Module,
-    inputs: Any,
-    loss_fn: LossFn | None,
-    optimizer: OptimizerLike | None,
-    device: DeviceLike,
-    step: Callable[[], torch.Tensor] | None,
-    amp: torch.dtype | str | None,
-    accumulate: bool | None,
-    swap_dir: str | Path | None,
-    menus: bool,
-    limits: PlanLimits,
-) -> Job:
+def job_of_model(model: nn.Module, training: Training, swap_dir: str | Path | None, limits: Limits) -> Job:
     """The job of planning a model's step, which is profiled first."""
-    target = find_target(model, device)
+    target = find_target(model, training.device)
     check_supported(model)
-    if limits.host_bytes is not None and limits.disk_bytes and target.is_cuda:
-        limits = limits._replace(host_bytes=beside_staging(limits.host_bytes, STAGING_BYTES))
     # Once, so that profile and replay see the very same inputs, whether given or found.
-    training, notes = training_step(
-        model, inputs, loss_fn=loss_fn, step=step, target=target, amp=amp, accumulate=accumulate
-    )
-    return job_of_step(training, notes, target, optimizer, swap_dir, menus, limits)
+    step, notes = training_step(model, training, target)
+    return job_of_step(step, notes, target, training.optimizer, swap_dir, staged(limits) if target.is_cuda else limits)
 
 
 def job_of_step(
@@ -55,16 +38,22 @@ def job_of_step(
     target: Target,
     optimizer: OptimizerLike | None,
     swap_dir: str | Path | None,
-    menus: bool,
-    limits: PlanLimits,
+    limits: Limits,
 ) -> Job:
     """The job of a step that is put together already."""
     measured = profile_step(
-        training, target, optimizer=optimizer, swap_dir=swap_dir, menus=menus, notes=notes, on_progress=limits.report
+        training,
+        target,
+        optimizer=optimizer,
+        swap_dir=swap_dir,
+        menus=limits.menus,
+        notes=notes,
+        on_progress=limits.on_progress,
     )
-    job = Job(measured, None, False, *limits)
-    check_disk(measured, job.host_bytes, job.disk_bytes)
-    return replaying(job, training, TrainingBytes(training.model, target, optimizer=optimizer))
+    check_disk(measured, limits.host_bytes, limits.disk_bytes)
+    return replaying(
+        Job(measured, limits), training, TrainingBytes(training.model, target, Training(optimizer=optimizer))
+    )
 
 
 def replaying(job: Job, step: TrainingStep, sizes: TrainingBytes) -> Job:

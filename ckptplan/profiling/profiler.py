@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -17,12 +17,13 @@ from ckptplan.core.link import Link
 from ckptplan.core.option import Option
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.request import Report, StepKeywords, Training, ignore_progress, require_known
 from ckptplan.core.storage import Storage
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.bytes.real_storages import RealStorages, with_real_sizes
 from ckptplan.profiling.bytes.trace import Traced, find_stages, replay, trace_chain
 from ckptplan.profiling.bytes.tracker import Tracker
-from ckptplan.profiling.target import DeviceLike, Target, find_target
+from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.times.links import measure_costs, measure_links, sharing_note
 from ckptplan.profiling.times.timing import Again, Times, time_stages
 from ckptplan.profiling.values.real_run import answered
@@ -34,7 +35,6 @@ from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
 from ckptplan.runtime.step import (
-    LossFn,
     TrainingStep,
     check_supported,
     fingerprint,
@@ -44,22 +44,15 @@ from ckptplan.runtime.step import (
 
 _LINK_BLOCK = 64 << 20
 
-Report = Callable[[str], None]
-
 
 def profile(
     model: nn.Module,
     inputs: Any = None,
     *,
-    loss_fn: LossFn | None = None,
-    optimizer: OptimizerLike | None = None,
-    device: DeviceLike = None,
-    step: Callable[[], torch.Tensor] | None = None,
-    amp: torch.dtype | str | None = None,
-    accumulate: bool | None = None,
     swap_dir: str | Path | None = None,
     menus: bool = True,
     on_progress: Report | None = None,
+    **training: Unpack[StepKeywords],
 ) -> Profile:
     """Measure one training step of `model`: stages, bytes and times.
 
@@ -71,33 +64,17 @@ def profile(
     model : nn.Module
         In training mode if the plan is for training.
     inputs : tensor, tuple, dict, optional
-        Positional or keyword inputs of the forward; found by `find_inputs` if left out. Beside a model on CUDA, some
-        may lie on the host where its forward takes them so (lengths, indices); they take no bytes of the device.
-    loss_fn : callable, optional
-        Output -> scalar tensor; default `output.loss`, else the sum of the floating outputs' means.
-    optimizer : Optimizer, class, callable or str, optional
-        Its state (after the first update) and its update's temporaries count. A class, a function from parameters to an
-        optimizer or a name such as "adamw" will do.
-    device : str, path or Device, optional
-        By default where the model is. A known device ("a100-40gb"), a file that describes one, or a `Device`, is
-        planned for without being here: bytes from fake tensors, times from a roofline; the model may lie on `meta`.
-    step : callable, optional
-        Runs every forward of one step and returns the loss; replaces `inputs` and `loss_fn`. `model` must hold every
-        module that it trains.
-    amp : torch.dtype or str, optional
-        Forward and loss run under autocast to this type ("float16", "bfloat16"). For a device that isn't here this is
-        the way to say it, since PyTorch turns a `torch.autocast("cuda")` of the model's own off where there is no
-        CUDA.
-    accumulate : bool, optional
-        Steps start with gradients, which then count from the start: where `zero_grad(set_to_none=False)` keeps them, or
-        a step has several micro-batches. By default, whether any parameter that requires a gradient has one now.
+        Positional or keyword inputs of the forward; found by `find_inputs` if left out.
     swap_dir : path, optional
         Where the CPU tier's bandwidth is measured.
     menus : bool
         Also look for options inside the stages: which operations' outputs to keep, swap and recompute. False: a stage
         is kept, swapped or recomputed as a whole.
     on_progress : callable, optional
-        Told what is being done.
+        Given what is being done, in words.
+    **training
+        What is trained: `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate`
+        (`ckptplan.core.request.Training`).
 
     Returns
     -------
@@ -111,13 +88,19 @@ def profile(
         If the `gradient_checkpointing` of a module is on, the model calls `torch.utils.checkpoint` with
         `use_reentrant=True`, is compiled as a whole, or can't be traced.
     """
-    target = find_target(model, device)
+    require_known("profile", training, StepKeywords)
+    request = Training.of(training, inputs)
+    target = find_target(model, request.device)
     check_supported(model)
-    training, notes = training_step(
-        model, inputs, loss_fn=loss_fn, step=step, target=target, amp=amp, accumulate=accumulate
-    )
+    step, notes = training_step(model, request, target)
     return profile_step(
-        training, target, optimizer=optimizer, swap_dir=swap_dir, menus=menus, notes=notes, on_progress=on_progress
+        step,
+        target,
+        optimizer=request.optimizer,
+        swap_dir=swap_dir,
+        menus=menus,
+        notes=notes,
+        on_progress=on_progress or ignore_progress,
     )
 
 
@@ -130,55 +113,41 @@ def profile_step(
     swap_dir: str | Path | None = None,
     menus: bool = True,
     notes: Sequence[str] = (),
-    on_progress: Report | None = None,
+    on_progress: Report = ignore_progress,
 ) -> Profile:
     """`profile` of a step that is put together already; `notes` go into the profile."""
-    report = on_progress or (lambda text: None)
     with training_config(training.model), restored(training.model, training.reached()) as rewind:
         rewind()
         with as_ours(training, "tracing"):
-            found = _profile(training, optimizer, target, swap_dir, menus, list(notes), report, rewind)
+            found = _profile(training, optimizer, target, swap_dir, menus, list(notes), on_progress, rewind)
     if target.device.type == "cuda":
         torch.cuda.empty_cache()  # what stages took alone lies otherwise than what steps take
     return found
 
 
-def training_step(
-    model: nn.Module,
-    inputs: Any = None,
-    *,
-    loss_fn: LossFn | None = None,
-    step: Callable[[], torch.Tensor] | None = None,
-    target: Target,
-    amp: torch.dtype | str | None = None,
-    accumulate: bool | None = None,
-) -> tuple[TrainingStep, list[str]]:
-    """The step from the public arguments, and notes on what of it was found by itself: inputs, gradients.
+def training_step(model: nn.Module, training: Training, target: Target) -> tuple[TrainingStep, list[str]]:
+    """The step that `training` describes, and notes on what of it was found by itself: inputs, gradients.
 
     Raises
     ------
     InvalidInputError
     """
-    if inputs is None and step is None:
-        args, kwargs, source = find_inputs(model, target.device)
-        given = dataclasses.replace(
-            make_step(model, (), loss_fn=loss_fn, accumulate=accumulate), args=args, kwargs=kwargs
-        )
-        notes = [f"inputs from {source}"]
-    else:
-        given, notes = make_step(model, inputs, loss_fn=loss_fn, step=step, accumulate=accumulate), []
+    if training.has_forward:
+        step, notes = make_step(model, training), []
         if target.spec is None:
-            given.on_device(target.device)
-    if accumulate is None and given.accumulates:
+            step.on_device(target.device)
+    else:
+        args, kwargs, source = find_inputs(model, target.device)
+        step = dataclasses.replace(make_step(model, dataclasses.replace(training, inputs=())), args=args, kwargs=kwargs)
+        notes = [f"inputs from {source}"]
+    if training.accumulate is None and step.accumulates:
         notes.append(
             "the model has gradients, so steps are meant that start with them; accumulate=False leaves them out"
         )
-    if amp is not None:
-        dtype = getattr(torch, amp, None) if isinstance(amp, str) else amp
-        if dtype not in (torch.float16, torch.bfloat16):
-            raise InvalidInputError(f"amp={amp!r}: autocast goes to torch.float16 or torch.bfloat16")
-        given = dataclasses.replace(given, autocast=(target.device.type, dtype))
-    return given, notes
+    if training.amp is not None:
+        dtype = getattr(torch, str(training.amp).removeprefix("torch."))
+        step = dataclasses.replace(step, autocast=(target.device.type, dtype))
+    return step, notes
 
 
 @in_own_context
@@ -325,7 +294,7 @@ def _traced(
     menus: bool,
     rewind: Callable[[], None],
     devices: Sequence[Device] | None = None,
-    report: Report = lambda text: None,
+    report: Report = ignore_progress,
 ) -> Traced:
     """The chain of `step` with exact bytes, and times on devices that aren't here."""
 

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
 from ckptplan.core.profile import Fingerprint
+from ckptplan.core.request import Training
 from ckptplan.runtime.guard.gradients import accumulates
 from ckptplan.runtime.state.compiled import check_compiled, compiled_modules
 
@@ -150,34 +151,18 @@ def without_graph() -> Iterator[None]:
         torch.set_autocast_cache_enabled(cached)
 
 
-def make_step(
-    model: nn.Module,
-    inputs: Any = None,
-    *,
-    loss_fn: LossFn | None = None,
-    step: Callable[[], torch.Tensor] | None = None,
-    accumulate: bool | None = None,
-) -> TrainingStep:
-    """The step from the public arguments: a tensor, a tuple (positional) or a dict (keywords), or a callable.
-
-    Parameters
-    ----------
-    accumulate : bool, optional
-        Steps start with gradients; by default, whether the model has any now.
+def make_step(model: nn.Module, training: Training) -> TrainingStep:
+    """The step that `training` describes: a tensor, a tuple (positional) or a dict (keywords), or a callable.
 
     Raises
     ------
     InvalidInputError
-        On contradictory arguments or inputs of an unknown form.
+        On inputs of an unknown form.
     """
-    if step is not None:
-        if inputs is not None or loss_fn is not None:
-            raise InvalidInputError("step= runs the forwards and the loss by itself; leave out inputs= and loss_fn=")
-        if not callable(step):
-            raise InvalidInputError(f"step={step!r} is not callable; pass a function that returns the loss")
-        return TrainingStep(model, fn=step, accumulates=accumulates(model, accumulate))
-    if loss_fn is not None and not callable(loss_fn):
-        raise InvalidInputError(f"loss_fn={loss_fn!r} is not callable; pass a function from output to a scalar tensor")
+    starts_with_gradients = accumulates(model, training.accumulate)
+    if training.step is not None:
+        return TrainingStep(model, fn=training.step, accumulates=starts_with_gradients)
+    inputs = training.inputs
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
     if isinstance(inputs, torch.Tensor):
@@ -190,7 +175,7 @@ def make_step(
         raise InvalidInputError(
             f"inputs of type {type(inputs).__name__}; pass a tensor, a tuple (positional) or a dict (keywords)"
         )
-    return TrainingStep(model, args, kwargs, loss_fn or default_loss, accumulates=accumulates(model, accumulate))
+    return TrainingStep(model, args, kwargs, training.loss_fn or default_loss, accumulates=starts_with_gradients)
 
 
 def model_device(model: nn.Module) -> torch.device:

@@ -15,6 +15,7 @@ from torch import nn
 from ckptplan.core.checks import is_int
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Plan, require_plan
+from ckptplan.core.request import Training
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.runtime.guard.gradients import rewinding
 from ckptplan.runtime.handle import apply
@@ -215,7 +216,7 @@ def verify(
         raise InvalidInputError("verify needs the inputs the plan was made for: pass inputs= (or step=)")
     if accumulate is None and plan.fingerprint.accumulates:
         accumulate = True
-    training = make_step(model, inputs, loss_fn=loss_fn, step=step, accumulate=accumulate)
+    training = make_step(model, Training(inputs, loss_fn, step=step, accumulate=accumulate))
     device = model_device(model)
     training.on_device(device)
     plan.fingerprint.require(fingerprint(training), ignore=("accumulates",))

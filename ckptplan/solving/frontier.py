@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
-from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.request import NO_LIMITS, Limits
 from ckptplan.core.schedule import residency
 from ckptplan.core.units import format_bytes
 from ckptplan.solving.bound.pricing import lower_bound
@@ -23,8 +22,6 @@ CLOSE = 0.002
 BOUNDS = 10
 """So many budgets are tried to prove that less won't do; each halves what is left."""
 
-Report = Callable[[str], None]
-
 
 def everything_kept_bytes(profile: Profile) -> int:
     """Peak of the step with everything kept."""
@@ -34,16 +31,8 @@ def everything_kept_bytes(profile: Profile) -> int:
 
 def frontier_profile(
     profile: Profile,
-    *,
     points: int = 12,
-    actions: tuple[Action, ...] = ACTIONS,
-    segments: bool = True,
-    host_bytes: int | None = None,
-    disk_bytes: int | None = None,
-    time_limit_s: float = 60.0,
-    seed: int = 0,
-    workers: int | None = None,
-    on_progress: Report | None = None,
+    limits: Limits = NO_LIMITS,
 ) -> tuple[Plan, ...]:
     """Plans along the trade-off, smallest peak first; the last one keeps everything.
 
@@ -54,8 +43,8 @@ def frontier_profile(
     ----------
     points : int
         Most budgets to solve for, the two ends included.
-    time_limit_s : float
-        For all of them together.
+    limits : Limits
+        The time is for all of them together.
 
     Returns
     -------
@@ -69,19 +58,13 @@ def frontier_profile(
     """
     if isinstance(points, bool) or not isinstance(points, int) or points < 2:
         raise InvalidInputError(f"points={points!r} must be a whole number, 2 or more: the two ends of the frontier")
-    each_s = time_limit_s / (points + 1)
-    least = smallest_peak(
-        profile, actions=actions, segments=segments, host_bytes=host_bytes, disk_bytes=disk_bytes, time_limit_s=each_s
-    )
+    each = replace(limits, time_limit_s=limits.time_limit_s / (points + 1))
+    least = smallest_peak(profile, each)
     most = max(everything_kept_bytes(profile), least.peak_bytes)
 
     def solve(budget_bytes: int) -> Plan:
-        if on_progress is not None:
-            on_progress(f"budget {len(found) + 1} of {points}")
-        return solve_profile(
-            profile, budget_bytes, actions=actions, segments=segments, host_bytes=host_bytes, disk_bytes=disk_bytes,
-            time_limit_s=each_s, seed=seed, workers=workers,
-        )  # fmt: skip
+        limits.on_progress(f"budget {len(found) + 1} of {points}")
+        return solve_profile(profile, budget_bytes, each)
 
     found: list[Plan] = []
     found.append(solve(least.peak_bytes))
@@ -125,15 +108,7 @@ def _passed_along(plans: list[Plan]) -> list[Plan]:
 def smallest_within(
     profile: Profile,
     max_overhead: float,
-    *,
-    actions: tuple[Action, ...] = ACTIONS,
-    segments: bool = True,
-    host_bytes: int | None = None,
-    disk_bytes: int | None = None,
-    time_limit_s: float = 10.0,
-    seed: int = 0,
-    workers: int | None = None,
-    on_progress: Report | None = None,
+    limits: Limits = NO_LIMITS,
 ) -> Plan:
     """The smallest peak found whose step is at most `max_overhead` longer than with everything kept.
 
@@ -151,27 +126,18 @@ def smallest_within(
     """
     if isinstance(max_overhead, bool) or not isinstance(max_overhead, (int, float)) or not 0 <= max_overhead < 1e6:
         raise InvalidInputError(f"max_overhead={max_overhead!r} must be a number, 0 or more; 0.10 stands for 10 %")
-    deadline = time.monotonic() + time_limit_s
+    deadline = time.monotonic() + limits.time_limit_s
     limit_s = profile.baseline_step_s * (1 + max_overhead) * (1 + 1e-9)
-    limits = {"actions": actions, "segments": segments, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
-    least = smallest_peak(profile, time_limit_s=time_limit_s / 8, **limits)  # type: ignore[arg-type]
+    least = smallest_peak(profile, replace(limits, time_limit_s=limits.time_limit_s / 8))
     proven = least.bound_bytes  # no plan within the slowdown needs less than this
 
     def solve(budget_bytes: int) -> Plan | None:
         """The plan for a budget if it is fast enough; else what its bound proves is noted."""
         nonlocal proven
         share_s = max(0.05, (deadline - time.monotonic()) / 4)
-        if on_progress is not None:
-            on_progress(f"trying {format_bytes(budget_bytes)}")
+        limits.on_progress(f"trying {format_bytes(budget_bytes)}")
         try:
-            plan = solve_profile(
-                profile,
-                budget_bytes,
-                time_limit_s=share_s,
-                seed=seed,
-                workers=workers,
-                **limits,  # type: ignore[arg-type]
-            )
+            plan = solve_profile(profile, budget_bytes, replace(limits, time_limit_s=share_s))
         except InfeasibleBudgetError:
             return None
         if plan.step_s <= limit_s:
@@ -191,8 +157,8 @@ def smallest_within(
             low, best = (middle, best) if found is None else (low, found)
     # What the search above happened to prove, and what bounds alone prove further up.
     # What holds with all copies at the link's rate holds with some to the disk.
-    moved = all_bytes(host_bytes, check_disk(profile, host_bytes, disk_bytes))
-    menu = menus(profile, actions, host_bytes=moved)
+    moved = all_bytes(limits.host_bytes, check_disk(profile, limits.host_bytes, limits.disk_bytes))
+    menu = menus(profile, limits.actions, host_bytes=moved)
     high = best.peak_bytes
     for _ in range(BOUNDS):
         middle = (proven + high) // 2
@@ -203,8 +169,8 @@ def smallest_within(
             menu,
             middle,
             host_bytes=moved,
-            segments=segments and "recompute" in actions,
-            deadline=time.monotonic() + time_limit_s / BOUNDS / 4,
+            segments=limits.segments and "recompute" in limits.actions,
+            deadline=time.monotonic() + limits.time_limit_s / BOUNDS / 4,
         )
         proven, high = (middle + 1, high) if bound.bound_s > limit_s else (proven, middle)
     return replace(best, budget_bytes=best.peak_bytes, peak_bound_bytes=min(proven, best.peak_bytes))

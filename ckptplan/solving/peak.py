@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ckptplan.core import rules
-from ckptplan.core.errors import InvalidInputError
-from ckptplan.core.option import ACTIONS, Action
+from ckptplan.core.option import Action
 from ckptplan.core.profile import Profile
+from ckptplan.core.request import NO_LIMITS, Limits
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Phase
 from ckptplan.solving import enumerate as exact_search
@@ -76,26 +76,18 @@ class MinPeak:
     proven: bool
 
 
-def smallest_peak(
-    profile: Profile,
-    *,
-    actions: tuple[Action, ...] = ("keep", "swap", "recompute"),
-    segments: bool = True,
-    host_bytes: int | None = None,
-    disk_bytes: int | None = None,
-    time_limit_s: float = 10,
-) -> MinPeak:
+def smallest_peak(profile: Profile, limits: Limits = NO_LIMITS) -> MinPeak:
     """The smallest budget for which a plan exists, in exact bytes.
 
     Raises
     ------
     InvalidInputError
-        On actions or limits that can't be used.
+        On a disk limit without a disk tier.
     """
-    check_request(actions, time_limit_s, host_bytes=host_bytes, disk_bytes=disk_bytes)
-    disk = check_disk(profile, host_bytes, disk_bytes)
-    space = plan_space_of(profile, actions, segments, all_bytes(host_bytes, disk))
-    return least_peak(evaluator_of(profile, host_bytes, disk), space, time.monotonic() + time_limit_s)
+    host_bytes = limits.host_bytes
+    disk = check_disk(profile, host_bytes, limits.disk_bytes)
+    space = plan_space_of(profile, limits.actions, limits.segments, all_bytes(host_bytes, disk))
+    return least_peak(evaluator_of(profile, host_bytes, disk), space, time.monotonic() + limits.time_limit_s)
 
 
 def plan_space_of(profile: Profile, actions: Sequence[Action], segments: bool, host_bytes: int | None) -> PlanSpace:
@@ -267,25 +259,3 @@ def nothing_fits(space: PlanSpace, budget_bytes: int, host_bytes: int | None, de
         for tree in new:
             master.add(column_of(chain, intervals, tree))
     return False
-
-
-def check_request(actions: Sequence[str], time_limit_s: float, **whole: int | None) -> None:
-    """Raise `InvalidInputError` on actions, limits or whole numbers that can't be used."""
-    if not isinstance(actions, Iterable):
-        raise InvalidInputError(f"actions={actions!r}: give 'keep' and any of 'swap', 'recompute'")
-    unknown = [a for a in actions if a not in ACTIONS]
-    if unknown or "keep" not in actions:
-        wrong = (
-            f"unknown action {unknown[0]!r}"
-            if unknown
-            else "'keep' is missing, and every stage needs it as a last resort"
-        )
-        raise InvalidInputError(f"actions={tuple(actions)!r}: {wrong}; give 'keep' and any of 'swap', 'recompute'")
-    if isinstance(time_limit_s, bool) or not isinstance(time_limit_s, (int, float)) or not 0 < time_limit_s < math.inf:
-        raise InvalidInputError(f"time_limit_s={time_limit_s!r} must be a finite number of seconds above 0")
-    for name, value in whole.items():
-        least = 1 if name == "workers" else 0
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 60
-        ):
-            raise InvalidInputError(f"{name}={value!r} must be a whole number, {least} or more")

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from ckptplan.core.checks import check_bytes
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.option import ACTIONS, Action, Option
 from ckptplan.core.plan import Plan, launch_s, saved_bytes
 from ckptplan.core.profile import Profile
+from ckptplan.core.request import NO_LIMITS, Limits
 from ckptplan.core.segment import Segment
 from ckptplan.core.units import format_bytes
 from ckptplan.solving import enumerate as exact_search
@@ -29,7 +31,6 @@ from ckptplan.solving.peak import (
     MOST_FORESTS,
     SEGMENT_WORK,
     MinPeak,
-    check_request,
     least_peak,
     plan_space_of,
     smallest_peak,
@@ -75,14 +76,8 @@ ROUNDS_AT_LAST = 400
 def solve_profile(
     profile: Profile,
     budget_bytes: int,
+    limits: Limits = NO_LIMITS,
     *,
-    actions: tuple[Action, ...] = ("keep", "swap", "recompute"),
-    segments: bool = True,
-    host_bytes: int | None = None,
-    disk_bytes: int | None = None,
-    time_limit_s: float = 10,
-    seed: int = 0,
-    workers: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> Plan:
     """The fastest plan found that fits, and a proven bound on all of them.
@@ -92,21 +87,8 @@ def solve_profile(
     profile : Profile
     budget_bytes : int
         Most bytes on the device at any moment of the step.
-    actions : tuple of Action
-        What stages may do; "keep" must be among them.
-    segments : bool
-        Whether stages may be recomputed together; needs "recompute" among `actions`.
-    host_bytes : int, optional
-        Most bytes on the host tier.
-    disk_bytes : int, optional
-        Most bytes on the disk tier, which gets what the host can't hold; needs a profile with one.
-    time_limit_s : float
-        Wall clock; small chains take far less.
-    seed : int
-        Of what local search and CP-SAT draw. Same seed, same workers: same plan, unless the time limit cuts the search.
-    workers : int, optional
-        Threads of CP-SAT, which gets what time is left when everything else has come to its end; 1 where left out.
-        Nothing else runs on more than one.
+    limits : Limits
+        Its `menus` and `on_progress` are the caller's business: the menu is the profile's.
     on_progress : callable, optional
 
     Returns
@@ -119,26 +101,20 @@ def solve_profile(
     InfeasibleBudgetError
         No plan fits; names the smallest feasible peak, and the stage and phase that bind.
     InvalidInputError
-        On actions, limits or budgets that can't be used.
+        On a budget that can't be used, or a disk limit without a disk tier.
     """
-    check_request(
-        actions,
-        time_limit_s,
-        budget_bytes=budget_bytes,
-        host_bytes=host_bytes,
-        disk_bytes=disk_bytes,
-        workers=workers,
-    )
-    disk = check_disk(profile, host_bytes, disk_bytes)
+    check_bytes("solve_profile", budget_bytes=budget_bytes)
+    host_bytes = limits.host_bytes
+    disk = check_disk(profile, host_bytes, limits.disk_bytes)
     search = _Search(
         profile,
         budget_bytes,
-        actions,
-        segments,
+        limits.actions,
+        limits.segments,
         all_bytes(host_bytes, disk),
-        time.monotonic() + time_limit_s,
-        seed,
-        workers,
+        time.monotonic() + limits.time_limit_s,
+        limits.seed,
+        limits.workers,
         on_progress,
         evaluator_of(profile, host_bytes, disk),
     )
@@ -154,7 +130,7 @@ def solve_profile(
         step_s=best.step_s,
         baseline_step_s=profile.baseline_step_s,
         lower_bound_s=bound_s,
-        space=plan_space(actions, segments=segments, disk=disk > 0),
+        space=plan_space(limits.actions, segments=limits.segments, disk=disk > 0),
         planner="ckptplan",
         fingerprint=profile.fingerprint,
         inputs=tuple(stage.inputs for stage in profile.stages),

@@ -9,10 +9,10 @@ from typing import Any
 
 from ckptplan.baselines import BASELINES
 from ckptplan.core.errors import InfeasibleBudgetError
-from ckptplan.core.option import ACTIONS
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
-from ckptplan.planning.job import Job, PlanLimits, job_of_profile
+from ckptplan.core.request import Limits, Training
+from ckptplan.planning.job import Job, job_of_profile
 from ckptplan.referee import validate
 from ckptplan.solving.peak import smallest_peak
 from experiments.gpu.cases import Case
@@ -80,7 +80,7 @@ def solve_case(results: Results, case: Case, small: bool, choices: Choices) -> N
     profile = job.profile
 
     def ends() -> dict[str, Any]:
-        least = smallest_peak(profile, host_bytes=choices.host_bytes, time_limit_s=choices.time_limit_s)
+        least = smallest_peak(profile, Limits(host_bytes=choices.host_bytes, time_limit_s=choices.time_limit_s))
         most = BASELINES["keep_all"](profile, 1 << 59).peak_bytes
         return {"smallest_peak_bytes": least.peak_bytes, "smallest_proven": least.proven, "keep_peak_bytes": most}
 
@@ -128,21 +128,21 @@ def _peak(results: Results, case: Case, rival: str) -> int | None:
 
 
 def _job(results: Results, case: Case, small: bool, choices: Choices) -> Job | None:
-    limits = PlanLimits(ACTIONS, True, choices.host_bytes, choices.time_limit_s)
+    limits = Limits(host_bytes=choices.host_bytes, time_limit_s=choices.time_limit_s)
     path = results.file("profile", case.name)
     if not path.exists() and choices.ahead is not None:
         path = results.file("ahead", case.name)
         results.run(f"ahead/{case.name}", functools.partial(_ahead, path, case, small, choices.ahead))
     if not path.exists():
         return None
-    job = job_of_profile(Profile.load(path), limits, menus=True)
+    job = job_of_profile(Profile.load(path), limits)
     if choices.replay is None:
         return job
     from ckptplan.memory.estimate import TrainingBytes
     from ckptplan.planning.model_job import replaying
 
     step, target = _on_meta(case, small, choices.replay)
-    return replaying(job, step, TrainingBytes(step.model, target, optimizer=case.optimizer, amp=case.amp))
+    return replaying(job, step, TrainingBytes(step.model, target, Training(optimizer=case.optimizer, amp=case.amp)))
 
 
 def _on_meta(case: Case, small: bool, device: str) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckptplan.core.request import Training
 from ckptplan.profiling.profiler import training_step
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.runtime.observe.measure import held_tensors, optimizer_tensors, step_peaks, unique_bytes
@@ -71,7 +72,7 @@ class Subject:
         return find_target(self.model)
 
     def step_of(self, model: nn.Module, target: Target | None = None) -> TrainingStep:
-        return training_step(model, self.inputs, target=target or self.target, amp=self.case.amp)[0]
+        return training_step(model, Training(self.inputs, amp=self.case.amp), target or self.target)[0]
 
     def copy(self, *, layers_compiled: bool = True) -> nn.Module:
         """The same model in other modules."""

@@ -16,6 +16,7 @@ from ckptplan.core.link import Link
 from ckptplan.core.option import Option
 from ckptplan.core.plan import Decision
 from ckptplan.core.profile import Profile
+from ckptplan.core.request import Limits
 from ckptplan.core.schedule import residency
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Stage
@@ -120,7 +121,7 @@ CHANGES = [moves_while_the_program_holds_it, the_program_lets_go_at_once, segmen
 
 
 def _middle(profile: Profile) -> int:
-    low = smallest_peak(profile, time_limit_s=5).peak_bytes
+    low = smallest_peak(profile, Limits(time_limit_s=5)).peak_bytes
     r = residency(profile, [stage.keep for stage in profile.stages])
     return (low + max(*r.forward_bytes, *r.backward_bytes, profile.update_peak_bytes)) // 2
 
@@ -139,7 +140,7 @@ def by_labels(profile: Profile, budget_bytes: int) -> list[tuple[int, int]]:
 
 def by_the_planner(profile: Profile, budget_bytes: int) -> list[tuple[int, int]]:
     """The like of the planner's."""
-    plan = solve_profile(profile, budget_bytes, time_limit_s=5)
+    plan = solve_profile(profile, budget_bytes, Limits(time_limit_s=5))
     return [(plan.peak_bytes, _refereed(profile, plan.choices, plan.segments))]
 
 

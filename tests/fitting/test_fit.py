@@ -18,6 +18,7 @@ from ckptplan.cli.app import app
 from ckptplan.core.device import known_devices
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.estimate import Estimate
+from ckptplan.core.request import Training
 from ckptplan.core.units import GIB
 from ckptplan.fitting.batch import Batches, largest
 from ckptplan.fitting.survey import DeviceFit, between_batches, survey
@@ -214,7 +215,9 @@ def test_devices_of_a_class_take_the_same_bytes() -> None:
     classes: dict[object, set[int]] = {}
     for device in known_devices().values():
         target = Target(torch.device("cpu"), device)
-        needed = TrainingBytes(model, target, amp="bfloat16").reserved(TrainingBytes(model, target).step(tokens))
+        needed = TrainingBytes(model, target, Training(amp="bfloat16")).reserved(
+            TrainingBytes(model, target).step(tokens)
+        )
         classes.setdefault(target.byte_class, set()).add(needed)
     assert 4 <= len(classes) <= 5, "by PyTorch's version, Blackwell has Hopper's cuBLAS workspace or the older one"
     assert all(len(sizes) == 1 for sizes in classes.values())

@@ -19,6 +19,7 @@ from torch import nn
 import ckptplan
 from ckptplan import DDP, InvalidInputError, estimate
 from ckptplan.core.estimate import CATEGORIES
+from ckptplan.core.request import Limits, Training
 from ckptplan.memory import folding
 from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.profiling.target import find_target
@@ -66,7 +67,7 @@ def of_the_mlp(optimizer: str, device: str | None = None) -> ckptplan.Estimate:
 def assert_measured(found: ckptplan.Estimate, model: nn.Module, inputs: Any, optimizer: Any, **how: Any) -> None:
     """The phases of `found` are those of two real steps."""
     amp = how.pop("amp", None)
-    step = make_step(model, inputs)
+    step = make_step(model, Training(inputs))
     if amp is not None:
         step = dataclasses.replace(step, autocast=("cpu", amp))
     measured = measure_phases(step, optimizer, **how)
@@ -144,7 +145,7 @@ def test_an_optimizer_with_state_has_it_from_the_start() -> None:
     model, inputs = build("mlp")
     optimizer = torch.optim.Adam(model.parameters())
     fresh = estimate(model, inputs, optimizer=optimizer)
-    make_step(model, inputs).forward()[1].backward()
+    make_step(model, Training(inputs)).forward()[1].backward()
     optimizer.step()
     optimizer.zero_grad()
     resumed = estimate(model, inputs, optimizer=optimizer)
@@ -613,7 +614,9 @@ def test_the_reserved_peak_is_what_solve_compares_with_the_budget() -> None:
     found = estimate(model, x, device="rtx4090", plan=plan)
     target = find_target(model, "rtx4090")
     assert (
-        found.reserved_bytes == plan.reserved_bytes == TrainingBytes(model, target).reserved(make_step(model, x), plan)
+        found.reserved_bytes
+        == plan.reserved_bytes
+        == TrainingBytes(model, target).reserved(make_step(model, Training(x)), plan)
     )
     assert "reserved" in str(plan)
 
@@ -646,13 +649,13 @@ def test_a_plan_for_another_device_is_checked_on_arrival(tmp_path: Any) -> None:
     here.save(tmp_path / "other.json")
     measured = ckptplan.profile(model, inputs, device=tmp_path / "other.json", menus=False)
     assert any("another computer" in note for note in measured.notes)
-    smallest = smallest_peak(measured, actions=("keep", "swap", "recompute"), time_limit_s=1)
+    smallest = smallest_peak(measured, Limits(actions=("keep", "swap", "recompute"), time_limit_s=1))
     how: dict[str, Any] = {"inputs": inputs, "menus": False, "time_limit_s": 1}
     plan = ckptplan.solve(model, 1.1 * smallest.peak_bytes / 2**30, device=here, **how)
     with pytest.raises(InvalidInputError, match="pass inputs="):
         ckptplan.apply(model, plan)
     with ckptplan.apply(model, plan, inputs=inputs) as handle:
-        make_step(model, inputs).forward()[1].backward()
+        make_step(model, Training(inputs)).forward()[1].backward()
         assert handle.plan.fingerprint.device == "cpu"
         assert handle.stats().runs == handle.stats().planned_runs
         assert "recompute" in {choice.action for choice in plan.choices}  # so that the runs tell plans apart

@@ -7,6 +7,7 @@ from random_chains import homogeneous_chain
 
 import ckptplan
 from ckptplan.core.measured import DeviceBytes
+from ckptplan.core.request import Limits
 from ckptplan.planning import job as jobs
 
 pytestmark = pytest.mark.planning
@@ -23,7 +24,7 @@ def test_no_plan_is_returned_whose_replay_exceeds_the_budget(monkeypatch: pytest
         replayed.append(plan)
         return DeviceBytes(plan.peak_bytes, plan.peak_bytes, budget + (len(replayed) < enough))
 
-    job = jobs.Job(chain, needs, False, ("keep",), False, None, 1.0, 0, None, lambda text: None)
+    job = jobs.Job(chain, Limits(actions=("keep",), segments=False, time_limit_s=1.0), needs)
     enough = 7
     assert job.solved(budget) == job.sound(plan)
     assert len(replayed) == enough

@@ -16,6 +16,7 @@ from ckptplan.core.link import Link
 from ckptplan.core.measured import Copied, Measured, StageTimes, as_measured, told_together
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.request import Limits
 from ckptplan.core.stage import Stage
 from ckptplan.planning.adviser import Adviser
 from ckptplan.planning.job import Job
@@ -98,7 +99,7 @@ def test_a_link_said_to_be_fast_is_found_slow_and_recompute_is_chosen() -> None:
     """The whole of refine but the model: the false profile swaps, the corrected one recomputes."""
     true, false = textbook(2e8), textbook(2e10)
     budget = simulate(false, [ckptplan.Decision("keep")] * 8).peak_bytes // 2
-    adviser = Adviser(Job(false, None, False, ("keep", "swap", "recompute"), True, None, 2.0, 0, 1, lambda text: None))
+    adviser = Adviser(Job(false, Limits(time_limit_s=2.0, workers=1)))
     plan = adviser._job.solved(budget)
     assert plan.host_bytes
     truth = simulate(true, plan)
@@ -118,7 +119,7 @@ def test_a_link_said_to_be_fast_is_found_slow_and_recompute_is_chosen() -> None:
 def test_measured_bytes_lead_to_a_leaner_plan_or_to_none() -> None:
     chain = textbook(2e10)
     full = simulate(chain, [ckptplan.Decision("keep")] * 8).peak_bytes
-    job = Job(chain, None, False, ("keep", "swap", "recompute"), True, None, 2.0, 0, 1, lambda text: None)
+    job = Job(chain, Limits(time_limit_s=2.0, workers=1))
     plan = job.solved(full // 2)
     over = 5 << 20
     after, told = Adviser(job).refined(plan, as_if_measured(chain, plan, peak_bytes=plan.peak_bytes + over))

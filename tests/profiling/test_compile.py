@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.request import Training
 from ckptplan.core.segment import Segment
 from ckptplan.memory.estimate import TrainingBytes, estimate
 from ckptplan.profiling.profiler import profile, traced_bytes
@@ -85,7 +86,7 @@ def planned(request: pytest.FixtureRequest) -> Iterator[tuple[Model, torch.Tenso
 
 def traced(model: nn.Module, x: torch.Tensor) -> Profile:
     """Its bytes; for what time doesn't enter."""
-    return traced_bytes(make_step(model, x), None, find_target(model))
+    return traced_bytes(make_step(model, Training(x)), None, find_target(model))
 
 
 def plan_of(measured: Profile, *names: str, segments: tuple[Segment, ...] = ()) -> Plan:
@@ -376,7 +377,7 @@ def test_a_plan_with_compiled_stages_can_be_replayed_with_every_allocation(
     """What `solve` does on CUDA; the blocks add up to the profile's peak here."""
     model, x, measured = planned
     plan = plan_of(measured, "recompute", "swap")
-    found = TrainingBytes(model, find_target(model)).reserved(make_step(model, x), plan)
+    found = TrainingBytes(model, find_target(model)).reserved(make_step(model, Training(x)), plan)
     assert abs(found / plan.peak_bytes - 1) < 0.15  # with the update, without temporaries of eager operations
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 import ckptplan
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.request import Training
 from ckptplan.profiling.bytes.fake import fake_parameters
 from ckptplan.profiling.bytes.operations import op_key
 from ckptplan.profiling.bytes.trace import fake_inputs
@@ -64,12 +65,12 @@ def host() -> dict[str, torch.Tensor]:
 def test_lengths_and_numbers_on_the_host_are_no_error() -> None:
     with torch.device("meta"):
         model, x = Model(), torch.empty(ROWS, WIDTH)
-    training, _ = training_step(model, (torch.empty(ROWS, WIDTH), host()), target=Target(CUDA))
+    training, _ = training_step(model, Training((torch.empty(ROWS, WIDTH), host())), Target(CUDA))
     assert {t.device.type for t in training.tensors()} == {"cpu"}
     with pytest.raises(InvalidInputError, match=r"an input lies on meta, the model on cuda:0; move one of them"):
-        training_step(model, (x, host()), target=Target(CUDA))
+        training_step(model, Training((x, host())), Target(CUDA))
     with pytest.raises(InvalidInputError, match="the model on cpu"):
-        training_step(model, (x, host()), target=Target(torch.device("cpu")))
+        training_step(model, Training((x, host())), Target(torch.device("cpu")))
 
 
 def test_they_take_no_bytes_of_the_device() -> None:

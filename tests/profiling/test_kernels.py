@@ -12,6 +12,7 @@ from torch import nn
 
 import ckptplan
 from ckptplan.core.plan import KEEP
+from ckptplan.core.request import Training
 from ckptplan.profiling.bytes import fake, workspace
 from ckptplan.profiling.bytes.fake import FakeWorld
 from ckptplan.profiling.bytes.kernels import _prefers_cudnn
@@ -39,7 +40,7 @@ class Attention(nn.Module):
 def attended(device: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[str, list[list[int]]]:
     """The kernel that a device which isn't here takes, and per stage the bytes of what has a position."""
     model, x = nn.Sequential(*(Attention(**options) for _ in range(2))).to(dtype), torch.randn(2, 128, 256, dtype=dtype)
-    target, step = find_target(model, device), make_step(model, x)
+    target, step = find_target(model, device), make_step(model, Training(x))
     names = find_stages(step, target).stages
     seen = replay(step, names, (KEEP,) * len(names), target)
     keys = [op.key[0] for trace in seen.backward.values() for op in trace.ops if isinstance(op.key, tuple)]

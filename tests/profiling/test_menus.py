@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import ckptplan
 from ckptplan.core.option import Option
+from ckptplan.core.request import Limits
 from ckptplan.core.schedule import residency
 from ckptplan.core.stage import Stage
 from ckptplan.profiling import profiler
@@ -412,7 +413,7 @@ class _Counts(nn.Module):
 def test_operations_that_run_otherwise_than_traced_are_not_offered() -> None:
     model, inputs = nn.Sequential(*(_Counts() for _ in range(3))), torch.randn(512, 256)
     profile = ckptplan.profile(model, inputs)
-    least = smallest_peak(profile, actions=("keep", "recompute")).peak_bytes
+    least = smallest_peak(profile, Limits(actions=("keep", "recompute"))).peak_bytes
     for times in (1.0, 1.2):
         plan = ckptplan.solve(profile, times * least / 2**30, actions=("keep", "recompute"), time_limit_s=2)
         assert "recompute" in {choice.action for choice in plan.choices}

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ckptplan
+from ckptplan.core.request import Limits, Training
 from ckptplan.core.schedule import residency
 from ckptplan.core.segment import Segment
 from ckptplan.profiling import profiler
@@ -150,7 +151,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
 
 
 def measured_peak(model: nn.Module, inputs: Any, **kwargs: Any) -> int:
-    step = make_step(model, inputs, **kwargs)
+    step = make_step(model, Training(inputs, **kwargs))
     run_step(step)
     model.zero_grad(set_to_none=True)
     held = unique_bytes([*held_tensors(model), *step.tensors()])
@@ -193,7 +194,7 @@ def test_a_part_of_a_larger_tensor_counts_once_and_whole() -> None:
 def test_a_solved_plan_holds_its_budget_and_gradients(name: str, share: float) -> None:
     model, inputs = built(name)
     profile = profiled(name)
-    least = smallest_peak(profile, actions=ALL).peak_bytes
+    least = smallest_peak(profile, Limits(actions=ALL)).peak_bytes
     budget = least + int(share * (keep_all_peak(profile) - least))
     report = ckptplan.verify(model, ckptplan.solve(profile, budget / 2**30), inputs, repeats=1)
     assert report.gradients_equal
@@ -283,7 +284,7 @@ def test_forward_peaks_are_predicted_too(name: str) -> None:
     """A plain step mostly peaks in backward, so a forward peak that is too low shows in other plans alone."""
     model, inputs = built(name)
     profile = profiled(name)
-    step = make_step(model, inputs)
+    step = make_step(model, Training(inputs))
     predicted = max(residency(profile, [stage.keep for stage in profile.stages]).forward_bytes)
     graph: list[Any] = []  # as long as the measurement lasts
     held = unique_bytes([*held_tensors(model), *step.tensors()])
@@ -390,7 +391,7 @@ def uniform_plans(profile: ckptplan.Profile) -> list[ckptplan.Plan]:
     able = [k for k, option in enumerate(again) if option.recomputes]
     first = next(k for k in able if k + 1 in able)
     last = next(k for k in range(first, len(again) + 1) if k not in able) - 1
-    least = smallest_peak(profile, actions=ALL, time_limit_s=1).peak_bytes
+    least = smallest_peak(profile, Limits(actions=ALL, time_limit_s=1)).peak_bytes
     return [
         scheduled(profile, swapped),
         scheduled(profile, again),
@@ -539,7 +540,7 @@ def test_a_stage_that_writes_to_its_input_is_never_recomputed() -> None:
     model, inputs = nn.Sequential(nn.Linear(64, 64), *(WritesItsInput() for _ in range(3))), torch.randn(128, 64)
     profile = ckptplan.profile(model, inputs)
     assert [s.recompute is None for s in profile.stages if not s.is_glue] == [False, True, True, True]
-    least = smallest_peak(profile, actions=ALL).peak_bytes
+    least = smallest_peak(profile, Limits(actions=ALL)).peak_bytes
     report = ckptplan.verify(model, ckptplan.solve(profile, least / 2**30), inputs, repeats=1)
     assert report.gradients_equal
     assert report.measured_peak_bytes <= least
@@ -675,7 +676,7 @@ def test_profiling_stays_below_the_smallest_feasible_peak(monkeypatch: pytest.Mo
     """A device that can't take the plain step: limited by counting the allocator's events while stages run for real."""
     model, inputs = Net(blocks=8, width=128), torch.randn(512, 128)
     profile = ckptplan.profile(model, inputs)
-    limit = smallest_peak(profile, actions=ALL).peak_bytes
+    limit = smallest_peak(profile, Limits(actions=ALL)).peak_bytes
     held = unique_bytes([*held_tensors(model), inputs])
     assert measured_peak(model, inputs) > limit, "the plain step must not fit for this test to mean anything"
     peaks: list[int] = []
@@ -734,7 +735,7 @@ def test_a_step_given_as_a_callable() -> None:
     profile = ckptplan.profile(model, step=step)
     names = [s.name for s in profile.stages if not s.is_glue]
     assert "judge.0#2" in names
-    least = smallest_peak(profile, actions=ALL).peak_bytes
+    least = smallest_peak(profile, Limits(actions=ALL)).peak_bytes
     assert least < keep_all_peak(profile)
     plan = ckptplan.solve(model, budget_gb=least / 2**30, step=step)
     assert any(choice.action != "keep" for choice in plan.choices)

@@ -17,6 +17,7 @@ from torch import nn
 import ckptplan
 from ckptplan import Profile
 from ckptplan.core.plan import Decision, Plan
+from ckptplan.core.request import Training
 from ckptplan.core.segment import Segment
 from ckptplan.profiling.times import stopwatch, timing
 from ckptplan.profiling.times.stopwatch import Stopwatch, Took
@@ -154,7 +155,7 @@ def test_stages_are_timed_in_both_lanes(lanes: Lanes, monkeypatch: pytest.Monkey
     monkeypatch.setattr(timing, "run_recomputed", on_cpu)
     monkeypatch.setattr(timing, "why_not_again", lambda *_: None)  # runs the stage, and has a clock of its own
     model, x = nn.Sequential(Launching(lanes), Launching(lanes)), torch.ones(2, 4)
-    step = make_step(model, x, loss_fn=torch.mean)
+    step = make_step(model, Training(x, loss_fn=torch.mean))
     times, launches, _ = timing.time_stages(step, {"0": "kind", "1": "kind"}, {"kind": {(): ()}}, DEVICE, lambda: None)
     assert times.forward_s["kind"] == pytest.approx(1e-6, rel=1e-3)
     assert times.backward_s["kind"] == pytest.approx(3e-6, rel=1e-3)

@@ -7,6 +7,7 @@ import os
 import random
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptplan
+from ckptplan.core.request import Limits, Training
 from ckptplan.core.schedule import residency
 from ckptplan.profiling.profiler import training_step
 from ckptplan.profiling.target import find_target
-from ckptplan.profiling.values import real_run
+from ckptplan.profiling.values import answers, real_run
 from ckptplan.runtime.observe.measure import held_tensors, peak_above_start, run_step, unique_bytes
 from ckptplan.runtime.state.generators import Generators
 from ckptplan.runtime.state.restore import restored
@@ -209,7 +211,7 @@ def test_the_promises_hold(name: str) -> None:
     profile = ckptplan.profile(model, inputs)
     assert any(asks in note and "run for real" in note for note in profile.notes)
     r = residency(profile, [stage.keep for stage in profile.stages])
-    least, most = smallest_peak(profile, actions=ALL).peak_bytes, max(*r.forward_bytes, *r.backward_bytes)
+    least, most = smallest_peak(profile, Limits(actions=ALL)).peak_bytes, max(*r.forward_bytes, *r.backward_bytes)
     assert least < most
     for share in (0.0, 0.5):
         plan = ckptplan.solve(profile, (least + int(share * (most - least))) / 2**30)
@@ -230,7 +232,7 @@ def test_estimates_hold_too(name: str) -> None:
     torch.manual_seed(0)
     make, asks = MODELS[name]
     model, inputs = make()
-    step = make_step(model, inputs)
+    step = make_step(model, Training(inputs))
     with training_config(model), restored(model) as rewind:
         rewind()
         run_step(step)
@@ -326,7 +328,7 @@ def test_the_real_run_takes_less_than_the_smallest_plan(name: str, monkeypatch: 
     held = unique_bytes([*held_tensors(model), inputs])
     r = residency(profile, [stage.keep for stage in profile.stages])
     assert peaks
-    assert held + max(peaks) <= smallest_peak(profile, actions=("keep", "recompute")).peak_bytes
+    assert held + max(peaks) <= smallest_peak(profile, Limits(actions=("keep", "recompute"))).peak_bytes
     assert max(peaks) < (max(*r.forward_bytes, *r.backward_bytes) - held) / 3
 
 
@@ -448,7 +450,7 @@ def test_layers_that_are_left_out_at_random(chance: str) -> None:
         np.random.seed(seed)  # noqa: NPY002
         drawn, torch_before = Generators([OWN]), torch.get_rng_state()
         profile = ckptplan.profile(model, inputs, menus=False)
-        least = smallest_peak(profile, actions=ALL, time_limit_s=1).peak_bytes
+        least = smallest_peak(profile, Limits(actions=ALL, time_limit_s=1)).peak_bytes
         plan = ckptplan.solve(profile, least / 2**30, time_limit_s=1)
         report = ckptplan.verify(model, plan, inputs, repeats=1)
         drawn.settle()
@@ -496,7 +498,7 @@ def test_a_step_given_as_a_callable() -> None:
         return model(inputs).square().mean()
 
     profile = ckptplan.profile(model, step=step)
-    least = smallest_peak(profile, actions=ALL).peak_bytes
+    least = smallest_peak(profile, Limits(actions=ALL)).peak_bytes
     plan = ckptplan.solve(model, least / 2**30, step=step)
     report = ckptplan.verify(model, plan, step=step, repeats=1)
     assert report.gradients_equal
@@ -506,15 +508,20 @@ def test_a_step_given_as_a_callable() -> None:
 def test_replays_after_planning_need_no_further_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = stacked(Branching)
     target = find_target(model)
-    step, _ = training_step(model, inputs, target=target)
+    step, _ = training_step(model, Training(inputs), target)
     assert isinstance(step, TrainingStep)
     ran: list[str] = []
     plain = real_run._witness
     monkeypatch.setattr(real_run, "_witness", lambda phase, *rest: (ran.append(phase), plain(phase, *rest)))
     profile = ckptplan.profile(model, inputs)
     assert ran == ["forward"]
-    plan = ckptplan.solve(profile, smallest_peak(profile, actions=ALL).peak_bytes / 2**30)
+    plan = ckptplan.solve(profile, smallest_peak(profile, Limits(actions=ALL)).peak_bytes / 2**30)
     for _ in range(2):
         peak = profile.resident_bytes + ckptplan.profiling.profiler.replayed_bytes(step, plan, target)
         assert peak <= plan.budget_bytes
     assert ran == ["forward", "forward"], "once for each target"
+
+
+def test_code_between_a_call_and_its_watcher_is_where_it_is_looked_for() -> None:
+    """A file that is moved without its path here would be taken for the model's own code."""
+    assert [path for path in answers._BETWEEN if not Path(path).exists()] == []

@@ -9,6 +9,7 @@ from torch import nn
 
 import ckptplan
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.request import Training
 from ckptplan.runtime.observe.measure import unique_bytes
 from ckptplan.runtime.observe.phases import PhaseBytes, measure_phases
 from ckptplan.runtime.step import TrainingStep, make_step
@@ -22,7 +23,7 @@ def test_every_phase_of_an_mlp_with_momentum() -> None:
     n, i, h, o = 30, 50, 70, 20
     model = nn.Sequential(nn.Linear(i, h), nn.Tanh(), nn.Linear(h, o))
     target = torch.randn(n, o)  # not counted, since the loss function holds it
-    step = make_step(model, torch.randn(n, i), loss_fn=lambda output: (output * target).sum())
+    step = make_step(model, Training(torch.randn(n, i), loss_fn=lambda output: (output * target).sum()))
     measured = measure_phases(step, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
     first, second = 4 * (i * h + h), 4 * (h * o + o)
@@ -54,7 +55,7 @@ def test_every_phase_of_an_mlp_with_momentum() -> None:
 
 def test_the_state_and_temporaries_of_adamw() -> None:
     model = nn.Linear(50, 70, bias=False)
-    step = make_step(model, torch.randn(30, 50))
+    step = make_step(model, Training(torch.randn(30, 50)))
     measured = measure_phases(step, torch.optim.AdamW(model.parameters(), foreach=False))
     weights, x, count = 4 * 50 * 70, 4 * 30 * 50, 4
     state = 2 * weights + count
@@ -70,7 +71,7 @@ def test_the_state_and_temporaries_of_adamw() -> None:
 
 def test_gradients_that_stay_and_steps_without_an_update() -> None:
     model = nn.Linear(8, 8, bias=False)
-    measured = measure_phases(make_step(model, torch.randn(4, 8)), steps=3, set_to_none=False)
+    measured = measure_phases(make_step(model, Training(torch.randn(4, 8))), steps=3, set_to_none=False)
     assert [p.name for p in measured.phases[7:]] == ["forward 3", "backward 3", "optimizer 3"]
     weights, x = 4 * 8 * 8, 4 * 4 * 8
     assert measured.phases[1].start_bytes == weights
@@ -91,7 +92,7 @@ def test_tied_parameters_and_inputs_that_share_memory_count_once() -> None:
             return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     tokens = torch.randint(40, (2, 6))
-    measured = measure_phases(make_step(Tied(), {"tokens": tokens, "labels": tokens.view(2, 6)}))
+    measured = measure_phases(make_step(Tied(), Training({"tokens": tokens, "labels": tokens.view(2, 6)})))
     assert measured.phases[0].end_bytes == 4 * 40 * 8
     assert measured.phases[-1].end_bytes == 4 * 40 * 8 + 8 * 12
     assert measured.unexplained_bytes == 0
@@ -112,7 +113,7 @@ class Hoarder(nn.Module):
 
 
 def test_what_nobody_registered_is_unexplained() -> None:
-    measured = measure_phases(make_step(Hoarder(), torch.randn(5, 8)))
+    measured = measure_phases(make_step(Hoarder(), Training(torch.randn(5, 8))))
     assert measured.unexplained_bytes == 4 * 5 * 8
 
 
@@ -120,9 +121,13 @@ def test_what_nobody_registered_is_unexplained() -> None:
 def test_a_plan_changes_forward_and_backward_alone(action: ckptplan.core.chain.Action) -> None:
     model, inputs = build("transformer")
     plan = uniform(model, inputs, action)
-    plain = measure_phases(make_step(model, inputs), torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
+    plain = measure_phases(
+        make_step(model, Training(inputs)), torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    )
     with ckptplan.apply(model, plan):
-        planned = measure_phases(make_step(model, inputs), torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
+        planned = measure_phases(
+            make_step(model, Training(inputs)), torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        )
     assert planned.unexplained_bytes == plain.unexplained_bytes == 0
     by_name = {p.name: p for p in planned.phases}
     for before in plain.phases:
@@ -140,7 +145,7 @@ def test_measuring_twice_gives_the_same() -> None:
     results = []
     for _ in range(2):
         model, inputs = build("conv_norm")
-        results.append(measure_phases(make_step(model, inputs), torch.optim.AdamW(model.parameters())))
+        results.append(measure_phases(make_step(model, Training(inputs)), torch.optim.AdamW(model.parameters())))
     assert results[0] == results[1]
     assert results[0].phases[0].end_bytes == unique_bytes([*model.parameters(), *model.buffers()])
 
@@ -148,8 +153,8 @@ def test_measuring_twice_gives_the_same() -> None:
 def test_what_cannot_be_measured_is_refused() -> None:
     model = nn.Linear(4, 4)
     with pytest.raises(InvalidInputError, match="steps=0"):
-        measure_phases(make_step(model, torch.randn(2, 4)), steps=0)
+        measure_phases(make_step(model, Training(torch.randn(2, 4))), steps=0)
     with pytest.raises(InvalidInputError, match="callable"):
         measure_phases(TrainingStep(model, fn=lambda: model(torch.randn(2, 4)).sum()))
     with pytest.raises(InvalidInputError, match="on meta"):
-        measure_phases(make_step(nn.Linear(4, 4, device="meta"), torch.randn(2, 4)))
+        measure_phases(make_step(nn.Linear(4, 4, device="meta"), Training(torch.randn(2, 4))))

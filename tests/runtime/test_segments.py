@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import KEEP, Decision, Plan
+from ckptplan.core.request import Training
 from ckptplan.core.segment import Segment
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.runtime.controller import Controller
@@ -652,7 +653,7 @@ def test_applied_plans_count_their_runs() -> None:
         lower_bound_s=0.0,
         space="one plan",
         planner="tests",
-        fingerprint=fingerprint(make_step(model, x)),
+        fingerprint=fingerprint(make_step(model, Training(x))),
         inputs=(None,) * 7,
         segments=(Segment(1, 4, (Segment(1, 2),)),),
     )

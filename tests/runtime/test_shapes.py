@@ -27,6 +27,7 @@ from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError, PlanM
 from ckptplan.core.option import Action
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.request import Training
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import InputTensor
 from ckptplan.planning import model_job
@@ -66,7 +67,7 @@ def results(model: nn.Module, inputs: torch.Tensor) -> list[torch.Tensor]:
     """Loss, gradients, buffers and the next random number."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(3)
-    loss = run_step(make_step(model, inputs))
+    loss = run_step(make_step(model, Training(inputs)))
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     return [loss, *gradients, *(b.clone() for b in model.buffers()), torch.rand(1)]
 
@@ -98,7 +99,7 @@ def test_smaller_inputs_are_bitwise_right_and_within_the_peak(name: str, what: s
             assert same(results(model, x), wanted), x.shape
             model.zero_grad(set_to_none=True)
             held = unique_bytes([*held_tensors(model), x])
-            step = make_step(model, x)
+            step = make_step(model, Training(x))
             peak = held + peak_above_start(lambda step=step: run_step(step), torch.device("cpu"))  # type: ignore[misc]
             assert peak <= plan.peak_bytes, x.shape
 
@@ -128,7 +129,7 @@ def test_fewer_calls_keep_the_peak_although_stages_with_release_points_are_left_
     for plan in ckptplan.frontier(chain, points=6, actions=("keep", action), time_limit_s=2):
         with apply(model, plan):
             for count in (8, 7, 6, 5, 2):
-                step = make_step(model, x[:count])
+                step = make_step(model, Training(x[:count]))
                 held = unique_bytes([*held_tensors(model), x[:count]])
                 peak = held + peak_above_start(lambda step=step: run_step(step), torch.device("cpu"))  # type: ignore[misc]
                 assert peak <= plan.peak_bytes, count
@@ -431,7 +432,7 @@ def test_larger_inputs_are_planned_for(profiles: list[str]) -> None:
         assert profiles == ["[4, 25]"]
         model.zero_grad()
         held = unique_bytes([*held_tensors(model), text(4, 25)])
-        step = make_step(model, text(4, 25))
+        step = make_step(model, Training(text(4, 25)))
         assert held + peak_above_start(lambda: run_step(step), torch.device("cpu")) <= plan.budget_bytes
         for shape in [(4, 16), (3, 25), (1, 1), (4, 25)]:
             assert same(results(model, text(*shape)), results(plain, text(*shape)))

@@ -17,6 +17,7 @@ from torch import nn
 from ckptplan.cli.app import demo
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.request import Training
 from ckptplan.core.units import format_bytes
 from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.profiling import profiler
@@ -179,7 +180,9 @@ def test_the_plain_step_has_its_own() -> None:
 def test_a_prediction_beside_each_account(action: Any) -> None:
     """As a plan that is solved for a model has it, by a replay of that model on the allocator's model."""
     model, x = subject()
-    predicted = TrainingBytes(model, find_target(model, "a100-40gb")).peaks(make_step(model, x), uniform(action))
+    predicted = TrainingBytes(model, find_target(model, "a100-40gb")).peaks(
+        make_step(model, Training(x)), uniform(action)
+    )
     found = dataclasses.replace(
         alone(action),
         predicted_allocated_bytes=predicted.allocated_bytes,
@@ -252,7 +255,7 @@ def as_predicted(device: torch.device) -> Verification:
     model, x = subject()
     model, x = model.to(device), x.to(device)
     plan = plan_of(profile(model, x, menus=False), ["recompute"] * len(chain().stages))
-    needs = TrainingBytes(model, find_target(model)).peaks(make_step(model, x), plan)
+    needs = TrainingBytes(model, find_target(model)).peaks(make_step(model, Training(x)), plan)
     told = dataclasses.replace(plan, allocated_bytes=needs.allocated_bytes, reserved_bytes=needs.reserved_bytes)
     return verify(model, dataclasses.replace(told, budget_bytes=needs.reserved_bytes), x)
 

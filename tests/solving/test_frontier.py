@@ -13,6 +13,7 @@ import ckptplan
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.request import Limits
 from ckptplan.core.schedule import residency
 from ckptplan.referee import simulate, validate
 from ckptplan.solving.frontier import everything_kept_bytes, frontier_profile, smallest_within
@@ -32,7 +33,7 @@ OVERHEADS = (0.0, 0.05, 0.3, 10.0)
 
 @functools.cache
 def leanest(name: str, overhead: float) -> Plan:
-    return smallest_within(CHAINS[name], overhead, time_limit_s=LONG_S)
+    return smallest_within(CHAINS[name], overhead, Limits(time_limit_s=LONG_S))
 
 
 @functools.cache
@@ -43,7 +44,7 @@ def least_bytes(name: str) -> int:
 @pytest.mark.parametrize("name", CHAINS)
 def test_frontier_runs_from_the_smallest_peak_to_everything_kept(name: str) -> None:
     profile = CHAINS[name]
-    plans = frontier_profile(profile, points=6, time_limit_s=LONG_S)
+    plans = frontier_profile(profile, points=6, limits=Limits(time_limit_s=LONG_S))
     assert plans[0].budget_bytes == least_bytes(name)
     assert plans[-1].step_s == pytest.approx(profile.baseline_step_s)
     for plan in plans:
@@ -121,7 +122,7 @@ def test_explanation_adds_up() -> None:
 
 def test_alternatives_are_what_the_referee_finds() -> None:
     profile = CHAINS["homogeneous"]
-    plan = solve_profile(profile, tight(profile), segments=False)
+    plan = solve_profile(profile, tight(profile), Limits(segments=False))
     found = ckptplan.explain(profile, plan)
     for choice in found.choices:
         i = [stage.name for stage in profile.stages].index(choice.stage)

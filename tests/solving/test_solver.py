@@ -26,6 +26,7 @@ from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.request import Limits
 from ckptplan.core.schedule import residency
 from ckptplan.core.segment import Segment
 from ckptplan.referee import simulate, validate
@@ -79,9 +80,9 @@ def test_equals_brute_force(part: int) -> None:
         if len(combinations) > 3000:
             continue
         least = brute_force.smallest_peak(profile, host_bytes=host, within=combinations)
-        assert smallest_peak(profile, host_bytes=host).peak_bytes == least
+        assert smallest_peak(profile, Limits(host_bytes=host)).peak_bytes == least
         for budget in (least, least + rng.randint(0, 40)):
-            plan = solve_profile(profile, budget, host_bytes=host)
+            plan = solve_profile(profile, budget, Limits(host_bytes=host))
             check(profile, plan, budget, host)
             best = brute_force.fastest(profile, budget, host_bytes=host, within=combinations)
             assert plan.status == "optimal", (seed, budget)
@@ -138,17 +139,17 @@ def test_smallest_peak_and_the_error_below_it() -> None:
         for actions in (ACTIONS, NOTHING_MOVES, ("keep", "swap"), ("keep",)):
             combinations = brute_force.combinations(profile, actions=actions)
             least = brute_force.smallest_peak(profile, actions=actions, within=combinations)
-            found = smallest_peak(profile, actions=actions)
+            found = smallest_peak(profile, Limits(actions=actions))
             assert (found.peak_bytes, found.bound_bytes, found.proven) == (least, least, True)
             assert Evaluator(profile).peak(found.codes, found.segments) == least
-            plan = solve_profile(profile, least, actions=actions)
+            plan = solve_profile(profile, least, Limits(actions=actions))
             check(profile, plan, least)
             used = [stage.option(c.option) for stage, c in zip(profile.stages, plan.choices, strict=True)]
             assert all(option.allowed(actions) for option in used)
             if least == 0:
                 continue
             with pytest.raises(InfeasibleBudgetError, match="smallest feasible peak") as caught:
-                solve_profile(profile, least - 1, actions=actions)
+                solve_profile(profile, least - 1, Limits(actions=actions))
             error = caught.value
             assert (error.budget_bytes, error.min_peak_bytes) == (least - 1, least)
             missing = [a for a in ("swap", "recompute") if a not in actions]
@@ -158,16 +159,16 @@ def test_smallest_peak_and_the_error_below_it() -> None:
 def test_error_of_a_long_chain_says_whether_the_peak_is_proven() -> None:
     # Neither one step alone nor the linear program asks for all that whole options and shared storages do.
     with pytest.raises(InfeasibleBudgetError, match="the smallest peak found"):
-        solve_profile(rich_chain(random.Random(11), 30), 1, time_limit_s=1)
+        solve_profile(rich_chain(random.Random(11), 30), 1, Limits(time_limit_s=1))
     # Where everything can move, the step that needs most by itself is the proof.
     profile = textbook_chain(random.Random(1), 30)
     with pytest.raises(InfeasibleBudgetError, match="the smallest feasible peak"):
-        solve_profile(profile, 1, time_limit_s=LONG_S)
+        solve_profile(profile, 1, Limits(time_limit_s=LONG_S))
     # Where nothing moves the segment DP is.
     with pytest.raises(InfeasibleBudgetError, match="the smallest feasible peak") as caught:
-        solve_profile(profile, 1, actions=NOTHING_MOVES, time_limit_s=LONG_S)
+        solve_profile(profile, 1, Limits(actions=NOTHING_MOVES, time_limit_s=LONG_S))
     least = caught.value.min_peak_bytes
-    assert solve_profile(profile, least, actions=NOTHING_MOVES, time_limit_s=LONG_S).peak_bytes == least
+    assert solve_profile(profile, least, Limits(actions=NOTHING_MOVES, time_limit_s=LONG_S)).peak_bytes == least
 
 
 def test_no_plan_is_below_the_peak_bounds() -> None:
@@ -192,8 +193,8 @@ def test_host_limit() -> None:
         combinations = brute_force.combinations(profile)
         for host in (0, 15):
             least = brute_force.smallest_peak(profile, host_bytes=host, within=combinations)
-            assert smallest_peak(profile, host_bytes=host).peak_bytes == least
-            plan = solve_profile(profile, least, host_bytes=host)
+            assert smallest_peak(profile, Limits(host_bytes=host)).peak_bytes == least
+            plan = solve_profile(profile, least, Limits(host_bytes=host))
             check(profile, plan, least, host)
             assert plan.host_bytes <= host
             best = brute_force.fastest(profile, least, host_bytes=host, within=combinations)
@@ -202,9 +203,9 @@ def test_host_limit() -> None:
 
 def test_no_room_on_the_host_tier_means_nothing_moves() -> None:
     profile = textbook_chain(random.Random(3), 20)
-    budget = smallest_peak(profile, host_bytes=0).peak_bytes + 30
-    plan = solve_profile(profile, budget, host_bytes=0, time_limit_s=LONG_S)
-    without = solve_profile(profile, budget, actions=NOTHING_MOVES, time_limit_s=LONG_S)
+    budget = smallest_peak(profile, Limits(host_bytes=0)).peak_bytes + 30
+    plan = solve_profile(profile, budget, Limits(host_bytes=0, time_limit_s=LONG_S))
+    without = solve_profile(profile, budget, Limits(actions=NOTHING_MOVES, time_limit_s=LONG_S))
     assert (plan.host_bytes, plan.step_s) == (0, without.step_s)
 
 
@@ -213,7 +214,7 @@ def test_segment_dp_is_the_optimum_on_textbook_chains() -> None:
         rng, n = random.Random(seed), 1 + seed % 5
         profile = textbook_chain(rng, n)
         space, evaluator = space_of(profile, NOTHING_MOVES), Evaluator(profile)
-        least = smallest_peak(profile, actions=NOTHING_MOVES).peak_bytes
+        least = smallest_peak(profile, Limits(actions=NOTHING_MOVES)).peak_bytes
         for budget in (least - 1, least, least + rng.randint(1, 60)):
             best: list[float] = [math.inf]
             fastest(
@@ -281,9 +282,9 @@ def test_recompute_only_is_never_slower_than_rotor() -> None:
     for seed in range(8):
         rng = random.Random(seed)
         profile = textbook_chain(rng, 8 + seed)
-        least = smallest_peak(profile, actions=NOTHING_MOVES).peak_bytes
+        least = smallest_peak(profile, Limits(actions=NOTHING_MOVES)).peak_bytes
         for budget in (least, least + rng.randint(1, 100)):
-            plan = solve_profile(profile, budget, actions=NOTHING_MOVES)
+            plan = solve_profile(profile, budget, Limits(actions=NOTHING_MOVES))
             check(profile, plan, budget)
             assert plan.status == "optimal"
             assert plan.step_s == pytest.approx(rotor_s(profile, budget), **SAME)
@@ -293,12 +294,12 @@ def test_recompute_only_is_never_slower_than_rotor() -> None:
 def test_segments_beat_single_stages_where_they_must() -> None:
     """Boundaries are as large as what is saved besides: only segments get below one boundary per stage."""
     profile = Profile.from_chain([1.0] * 16, [2.0] * 16, [10] * 16, [20] * 16, input_bytes=10)
-    single = smallest_peak(profile, actions=NOTHING_MOVES, segments=False)
-    together = smallest_peak(profile, actions=NOTHING_MOVES)
+    single = smallest_peak(profile, Limits(actions=NOTHING_MOVES, segments=False))
+    together = smallest_peak(profile, Limits(actions=NOTHING_MOVES))
     assert together.peak_bytes < single.peak_bytes - 50
     assert together.segments
-    plan = solve_profile(profile, single.peak_bytes, actions=NOTHING_MOVES)
-    alone = solve_profile(profile, single.peak_bytes, actions=NOTHING_MOVES, segments=False)
+    plan = solve_profile(profile, single.peak_bytes, Limits(actions=NOTHING_MOVES))
+    alone = solve_profile(profile, single.peak_bytes, Limits(actions=NOTHING_MOVES, segments=False))
     check(profile, plan, single.peak_bytes)
     assert plan.segments
     assert not alone.segments
@@ -368,9 +369,9 @@ def test_makespan_never_rises_with_the_budget(seed: int, n: int, data: st.DataOb
 def test_longer_chains_are_sound(make, actions) -> None:  # type: ignore[no-untyped-def]
     for seed in range(1 if make is rich_chain else 2):  # a rich chain's smallest peak takes 2 s
         profile, rng = make(random.Random(seed), 18), random.Random(seed)
-        least = smallest_peak(profile, actions=actions, time_limit_s=LONG_S).peak_bytes
+        least = smallest_peak(profile, Limits(actions=actions, time_limit_s=LONG_S)).peak_bytes
         budget = rng.randint(least, max(least, peak_of_keeping(profile)))
-        plan = solve_profile(profile, budget, actions=actions, time_limit_s=LONG_S)
+        plan = solve_profile(profile, budget, Limits(actions=actions, time_limit_s=LONG_S))
         check(profile, plan, budget)
         assert make is rich_chain or actions == ACTIONS or plan.status == "optimal"
 
@@ -379,8 +380,8 @@ def test_the_time_limit_ends_the_search() -> None:
     """Of a chain on which the search would go on for minutes; in time of this process, which others can't take away."""
     profile = rich_chain(random.Random(1), 18)
     begin = time.process_time()
-    least = smallest_peak(profile, time_limit_s=0.3).peak_bytes
-    plan = solve_profile(profile, least + 20, time_limit_s=0.3)
+    least = smallest_peak(profile, Limits(time_limit_s=0.3)).peak_bytes
+    plan = solve_profile(profile, least + 20, Limits(time_limit_s=0.3))
     assert time.process_time() - begin < 15
     check(profile, plan, least + 20)
 
@@ -388,9 +389,9 @@ def test_the_time_limit_ends_the_search() -> None:
 @pytest.mark.usefixtures("short_search")
 def test_homogeneous_blocks_come_within_a_percent() -> None:
     profile = homogeneous_chain(24, link_ratio=0.8)
-    least = smallest_peak(profile, time_limit_s=LONG_S).peak_bytes
+    least = smallest_peak(profile, Limits(time_limit_s=LONG_S)).peak_bytes
     budget = least + (peak_of_keeping(profile) - least) // 5
-    plan = solve_profile(profile, budget, time_limit_s=LONG_S)
+    plan = solve_profile(profile, budget, Limits(time_limit_s=LONG_S))
     check(profile, plan, budget)
     assert plan.gap <= 0.01
 
@@ -398,7 +399,7 @@ def test_homogeneous_blocks_come_within_a_percent() -> None:
 def test_a_long_chain_has_a_plan_from_the_start() -> None:
     profile = homogeneous_chain(300, link_ratio=0.5)
     budget = peak_of_keeping(profile) // 3
-    plan = solve_profile(profile, budget, time_limit_s=1)
+    plan = solve_profile(profile, budget, Limits(time_limit_s=1))
     check(profile, plan, budget)
 
 
@@ -429,9 +430,10 @@ def test_options_that_gain_nothing_do_not_appear_without_need() -> None:
 def test_same_seed_same_plan(tmp_path) -> None:  # type: ignore[no-untyped-def]
     for n, actions in ((6, ACTIONS), (14, NOTHING_MOVES), (10, ACTIONS)):
         profile = textbook_chain(random.Random(n), n)
-        budget = smallest_peak(profile, actions=actions).peak_bytes + 10
+        budget = smallest_peak(profile, Limits(actions=actions)).peak_bytes + 10
         first, second = (
-            solve_profile(profile, budget, actions=actions, seed=7, workers=1, time_limit_s=LONG_S) for _ in range(2)
+            solve_profile(profile, budget, Limits(actions=actions, seed=7, workers=1, time_limit_s=LONG_S))
+            for _ in range(2)
         )
         assert first == second
         first.save(tmp_path / "plan.json")
@@ -465,13 +467,13 @@ def test_small_chains_are_solved_by_the_exact_search_alone(monkeypatch: pytest.M
 def test_bad_input(arguments, message) -> None:  # type: ignore[no-untyped-def]
     profile = random_chain(0, 2)
     with pytest.raises(InvalidInputError, match=message):
-        solve_profile(profile, **{"budget_bytes": 1000, **arguments})
+        solve_profile(profile, arguments.pop("budget_bytes", 1000), Limits(**arguments))
 
 
 def test_the_update_can_bind() -> None:
     profile = replace(random_chain(0, 3), update_peak_bytes=10_000)
     with pytest.raises(InfeasibleBudgetError, match="optimizer update") as caught:
-        solve_profile(profile, 9_999, actions=("keep",))
+        solve_profile(profile, 9_999, Limits(actions=("keep",)))
     assert (caught.value.phase, caught.value.min_peak_bytes) == ("update", 10_000)
     assert "allow" not in str(caught.value)
     assert solve_profile(profile, 10_000).status == "optimal"
@@ -482,7 +484,7 @@ def test_progress_is_reported() -> None:
     profile = textbook_chain(random.Random(5), 16)
     plan = solve_profile(
         profile,
-        smallest_peak(profile, time_limit_s=1).peak_bytes,
+        smallest_peak(profile, Limits(time_limit_s=1)).peak_bytes,
         time_limit_s=1,
         on_progress=lambda *report: seen.append(report),
     )
@@ -503,10 +505,10 @@ def test_the_way_for_long_chains_is_sound_on_short_ones(monkeypatch: pytest.Monk
         host = None if seed % 4 else 30
         combinations = brute_force.combinations(profile)
         least = brute_force.smallest_peak(profile, host_bytes=host, within=combinations)
-        found = smallest_peak(profile, host_bytes=host, time_limit_s=LONG_S)
+        found = smallest_peak(profile, Limits(host_bytes=host, time_limit_s=LONG_S))
         assert found.bound_bytes <= least <= found.peak_bytes
         for budget in (found.peak_bytes, found.peak_bytes + rng.randint(1, 20)):
-            plan = solve_profile(profile, budget, host_bytes=host, time_limit_s=LONG_S)
+            plan = solve_profile(profile, budget, Limits(host_bytes=host, time_limit_s=LONG_S))
             check(profile, plan, budget, host)
             best = brute_force.fastest(profile, budget, host_bytes=host, within=combinations)
             assert best is not None
@@ -522,6 +524,8 @@ def test_the_way_for_long_chains_is_sound_on_short_ones(monkeypatch: pytest.Monk
 
 def test_segments_in_a_plan_are_data() -> None:
     profile = Profile.from_chain([1.0] * 12, [2.0] * 12, [10] * 12, [20] * 12, input_bytes=10)
-    plan = solve_profile(profile, smallest_peak(profile, actions=NOTHING_MOVES).peak_bytes, actions=NOTHING_MOVES)
+    plan = solve_profile(
+        profile, smallest_peak(profile, Limits(actions=NOTHING_MOVES)).peak_bytes, actions=NOTHING_MOVES
+    )
     assert all(isinstance(segment, Segment) for segment in plan.segments)
     assert max(segment.depth(i) for segment in plan.segments for i in range(12)) >= 2

@@ -25,6 +25,7 @@ from ckptplan.core.link import STAGING_BYTES, Link
 from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.request import Limits
 from ckptplan.core.schedule import Overflow, residency, schedule
 from ckptplan.core.segment import Segment
 from ckptplan.core.units import GIB
@@ -95,9 +96,9 @@ def test_equals_brute_force(part: int) -> None:
             continue
         limits = {"actions": actions, "host_bytes": host, "disk_bytes": disk}
         least = brute_force.smallest_peak(profile, within=combinations, **limits)
-        assert smallest_peak(profile, **limits).peak_bytes == least
+        assert smallest_peak(profile, Limits(**limits)).peak_bytes == least
         for budget in (least, least + rng.randint(0, 40)):
-            plan = solve_profile(profile, budget, **limits)
+            plan = solve_profile(profile, budget, Limits(**limits))
             sound(profile, plan, budget, host, disk)
             check_host_is_full(profile, plan, host)
             best = brute_force.fastest(profile, budget, within=combinations, **limits)
@@ -125,10 +126,10 @@ def test_the_way_for_long_chains_is_sound_on_short_ones(monkeypatch: pytest.Monk
         combinations = brute_force.combinations(profile, actions=actions)
         limits = {"actions": actions, "host_bytes": host, "disk_bytes": disk}
         least = brute_force.smallest_peak(profile, within=combinations, **limits)
-        found = smallest_peak(profile, time_limit_s=LONG_S, **limits)
+        found = smallest_peak(profile, Limits(time_limit_s=LONG_S, **limits))
         assert found.bound_bytes <= least <= found.peak_bytes
         budget = found.peak_bytes + rng.randint(0, 20)
-        plan = solve_profile(profile, budget, time_limit_s=LONG_S, **limits)
+        plan = solve_profile(profile, budget, Limits(time_limit_s=LONG_S, **limits))
         sound(profile, plan, budget, host, disk)
         check_host_is_full(profile, plan, host)
         best = brute_force.fastest(profile, budget, within=combinations, **limits)
@@ -173,7 +174,7 @@ def test_slower_links_tighten_the_bound() -> None:
     profile = replace(profile, disk=Link(link.out_bytes_per_s / 4, link.in_bytes_per_s / 4))
     budget, host = everything_kept_bytes(profile) // 3, 60 << 20
     plan = solve_profile(
-        profile, budget, actions=NO_RECOMPUTE, host_bytes=host, disk_bytes=1 << 40, time_limit_s=LONG_S
+        profile, budget, Limits(actions=NO_RECOMPUTE, host_bytes=host, disk_bytes=1 << 40, time_limit_s=LONG_S)
     )
     sound(profile, plan, budget, host, 1 << 40)
     check_host_is_full(profile, plan, host)
@@ -231,8 +232,8 @@ def test_both_tiers_share_the_queues() -> None:
 def test_violations_of_tiers() -> None:
     profile = tight_chain()
     host, disk = 10, 1000
-    budget = smallest_peak(profile, actions=NO_RECOMPUTE, host_bytes=host, disk_bytes=disk).peak_bytes
-    plan = solve_profile(profile, budget, actions=NO_RECOMPUTE, host_bytes=host, disk_bytes=disk)
+    budget = smallest_peak(profile, Limits(actions=NO_RECOMPUTE, host_bytes=host, disk_bytes=disk)).peak_bytes
+    plan = solve_profile(profile, budget, Limits(actions=NO_RECOMPUTE, host_bytes=host, disk_bytes=disk))
     assert 0 < plan.host_bytes <= host
     assert plan.disk_bytes > 0
 
@@ -361,31 +362,31 @@ def test_more_room_is_never_slower(seed: int, n: int, data: st.DataObject) -> No
     limits = [(data.draw(st.integers(0, 40)), data.draw(st.integers(1, 60)))]
     limits.append((limits[0][0], limits[0][1] + 20))
     limits.append((limits[0][0] + 15, limits[0][1] + 20))
-    least = smallest_peak(profile, actions=actions, host_bytes=limits[0][0], disk_bytes=limits[0][1]).peak_bytes
+    least = smallest_peak(profile, Limits(actions=actions, host_bytes=limits[0][0], disk_bytes=limits[0][1])).peak_bytes
     budget = least + data.draw(st.integers(0, 30))
     found = []
     for host, disk in limits:
-        plan = solve_profile(profile, budget, actions=actions, host_bytes=host, disk_bytes=disk)
+        plan = solve_profile(profile, budget, Limits(actions=actions, host_bytes=host, disk_bytes=disk))
         sound(profile, plan, budget, host, disk)
         check_host_is_full(profile, plan, host)
         found.append(plan.step_s)
     # Chains this short are solved exactly.
     assert all(b <= a * (1 + 1e-9) for a, b in itertools.pairwise(found))
-    alone = smallest_peak(profile, actions=actions, host_bytes=limits[0][0]).peak_bytes
+    alone = smallest_peak(profile, Limits(actions=actions, host_bytes=limits[0][0])).peak_bytes
     assert alone >= least
     if alone <= budget:
-        without = solve_profile(profile, budget, actions=actions, host_bytes=limits[0][0])
+        without = solve_profile(profile, budget, Limits(actions=actions, host_bytes=limits[0][0]))
         assert found[0] <= without.step_s * (1 + 1e-9)
 
 
 def test_no_disk_where_the_host_has_room() -> None:
     profile = tight_chain()
-    budget = smallest_peak(profile, actions=NO_RECOMPUTE).peak_bytes
-    free = solve_profile(profile, budget, actions=NO_RECOMPUTE)
+    budget = smallest_peak(profile, Limits(actions=NO_RECOMPUTE)).peak_bytes
+    free = solve_profile(profile, budget, Limits(actions=NO_RECOMPUTE))
     for host in (free.host_bytes, None):
-        plan = solve_profile(profile, budget, actions=NO_RECOMPUTE, host_bytes=host, disk_bytes=1000)
+        plan = solve_profile(profile, budget, Limits(actions=NO_RECOMPUTE, host_bytes=host, disk_bytes=1000))
         assert (plan.step_s, plan.disk_bytes) == (free.step_s, 0)
-    less = solve_profile(profile, budget, actions=NO_RECOMPUTE, host_bytes=free.host_bytes - 1, disk_bytes=1000)
+    less = solve_profile(profile, budget, Limits(actions=NO_RECOMPUTE, host_bytes=free.host_bytes - 1, disk_bytes=1000))
     assert less.disk_bytes > 0
     assert less.step_s > free.step_s
 
@@ -393,24 +394,24 @@ def test_no_disk_where_the_host_has_room() -> None:
 def test_a_disk_makes_smaller_peaks_possible() -> None:
     profile = tight_chain()
     limits = {"actions": NO_RECOMPUTE, "host_bytes": 10}
-    alone = smallest_peak(profile, **limits).peak_bytes
-    both = smallest_peak(profile, disk_bytes=1000, **limits).peak_bytes
+    alone = smallest_peak(profile, Limits(**limits)).peak_bytes
+    both = smallest_peak(profile, Limits(disk_bytes=1000, **limits)).peak_bytes
     assert both < alone
     with pytest.raises(InfeasibleBudgetError):
-        solve_profile(profile, alone - 1, **limits)
-    assert solve_profile(profile, alone - 1, disk_bytes=1000, **limits).disk_bytes > 0
+        solve_profile(profile, alone - 1, Limits(**limits))
+    assert solve_profile(profile, alone - 1, Limits(disk_bytes=1000, **limits)).disk_bytes > 0
 
 
 def test_frontier_and_slowdown_with_a_disk() -> None:
     profile = tight_chain()
     limits = {"actions": NO_RECOMPUTE, "host_bytes": 10, "disk_bytes": 1000}
-    plans = frontier_profile(profile, points=5, time_limit_s=LONG_S, **limits)
-    assert plans[0].peak_bytes == smallest_peak(profile, **limits).peak_bytes
+    plans = frontier_profile(profile, points=5, limits=Limits(time_limit_s=LONG_S, **limits))
+    assert plans[0].peak_bytes == smallest_peak(profile, Limits(**limits)).peak_bytes
     assert plans[0].disk_bytes > 0
     for plan in plans:
         sound(profile, plan, plan.budget_bytes, 10, 1000)
     slow = plans[0].overhead
-    leanest = smallest_within(profile, slow, time_limit_s=LONG_S, **limits)
+    leanest = smallest_within(profile, slow, Limits(time_limit_s=LONG_S, **limits))
     assert leanest.peak_bytes == plans[0].peak_bytes
     sound(profile, leanest, leanest.budget_bytes, 10, 1000)
 
@@ -421,8 +422,8 @@ def test_longer_chains_are_sound() -> None:
         rng = random.Random(seed)
         profile = with_disk(random_chain(seed, 13), rng)
         limits = {"host_bytes": 60, "disk_bytes": 1000, "actions": NO_RECOMPUTE}
-        least = smallest_peak(profile, time_limit_s=LONG_S, **limits).peak_bytes
-        plan = solve_profile(profile, least + 5, time_limit_s=LONG_S, **limits)
+        least = smallest_peak(profile, Limits(time_limit_s=LONG_S, **limits)).peak_bytes
+        plan = solve_profile(profile, least + 5, Limits(time_limit_s=LONG_S, **limits))
         sound(profile, plan, least + 5, 60, 1000)
         check_host_is_full(profile, plan, 60)
 
@@ -431,9 +432,9 @@ def test_the_time_limit_ends_the_search() -> None:
     """All its parts together, of which there are more with a disk; in time of this process."""
     profile = with_disk(random_chain(1, 18), random.Random(1))
     limits = {"host_bytes": 60, "disk_bytes": 1000, "actions": NO_RECOMPUTE}
-    least = smallest_peak(profile, time_limit_s=0.3, **limits).peak_bytes
+    least = smallest_peak(profile, Limits(time_limit_s=0.3, **limits)).peak_bytes
     begin = time.process_time()
-    plan = solve_profile(profile, least + 5, time_limit_s=0.3, **limits)
+    plan = solve_profile(profile, least + 5, Limits(time_limit_s=0.3, **limits))
     assert time.process_time() - begin < 15  # without a limit it goes on for minutes
     sound(profile, plan, least + 5, 60, 1000)
 
@@ -477,10 +478,10 @@ def test_no_swap_gains_nothing() -> None:
         cut = seed % 3 > 0  # what is found then is up to the machine
         profile = with_disk(random_chain(seed, 4 + seed % 9 if cut else 3 + seed % 4), rng)
         host, disk = (None, None) if seed % 2 else (20, 1000)
-        least = smallest_peak(profile, host_bytes=host, disk_bytes=disk, time_limit_s=0.2 if cut else LONG_S)
+        least = smallest_peak(profile, Limits(host_bytes=host, disk_bytes=disk, time_limit_s=0.2 if cut else LONG_S))
         budget = least.peak_bytes + rng.randint(0, 40)
         limit_s = 0.02 if cut else LONG_S
-        plan = solve_profile(profile, budget, host_bytes=host, disk_bytes=disk, time_limit_s=limit_s)
+        plan = solve_profile(profile, budget, Limits(host_bytes=host, disk_bytes=disk, time_limit_s=limit_s))
         sound(profile, plan, budget, host, disk)
         assert leaner_choices(profile, plan) == [], seed
         if not cut:
@@ -533,7 +534,7 @@ def test_the_last_stage_never_swaps() -> None:
         profile = homogeneous_chain(n, link_ratio=0.5)
         kept = everything_kept_bytes(profile)
         for part in (0.5, 0.7, 0.9):
-            plan = solve_profile(profile, int(part * kept), actions=NO_RECOMPUTE, time_limit_s=LONG_S)
+            plan = solve_profile(profile, int(part * kept), Limits(actions=NO_RECOMPUTE, time_limit_s=LONG_S))
             assert plan.choices[-1].action == "keep"
             assert any(choice.moves for choice in plan.choices)
             assert leaner_choices(profile, plan) == []
@@ -543,15 +544,17 @@ def test_the_last_stage_never_swaps() -> None:
 @pytest.mark.parametrize("name", ["conv_norm", "transformer"])
 def test_no_swap_gains_nothing_in_real_models(name: str) -> None:
     measured = Profile.load(PROFILES / f"{name}.json")
-    least = smallest_peak(measured, time_limit_s=LONG_S).peak_bytes
+    least = smallest_peak(measured, Limits(time_limit_s=LONG_S)).peak_bytes
     kept = everything_kept_bytes(measured)
     swaps = 0
     for actions, share in itertools.product((ACTIONS, NO_RECOMPUTE), (0.05, 0.4, 0.8)):
         floor = (
-            least if actions is ACTIONS else smallest_peak(measured, actions=actions, time_limit_s=LONG_S).peak_bytes
+            least
+            if actions is ACTIONS
+            else smallest_peak(measured, Limits(actions=actions, time_limit_s=LONG_S)).peak_bytes
         )
         budget = floor + int(share * (kept - floor))
-        plan = solve_profile(measured, budget, actions=actions, time_limit_s=LONG_S)
+        plan = solve_profile(measured, budget, Limits(actions=actions, time_limit_s=LONG_S))
         assert leaner_choices(measured, plan) == []
         assert plan.choices[-1].moves == ()
         swaps += sum(bool(choice.moves) for choice in plan.choices)
@@ -578,8 +581,8 @@ def test_limits_that_cannot_be_used() -> None:
     for solve in (
         lambda: ckptplan.solve(without, 1.0, host_gb=1.0, disk_gb=1.0),
         lambda: ckptplan.frontier(without, host_gb=1.0, disk_gb=1.0),
-        lambda: solve_profile(without, 1000, host_bytes=10, disk_bytes=10),
-        lambda: smallest_peak(without, host_bytes=10, disk_bytes=10),
+        lambda: solve_profile(without, 1000, Limits(host_bytes=10, disk_bytes=10)),
+        lambda: smallest_peak(without, Limits(host_bytes=10, disk_bytes=10)),
     ):
         with pytest.raises(InvalidInputError, match=r"no disk tier.*swap_dir=.*host_gb=.*disk=Link"):
             solve()
@@ -588,7 +591,7 @@ def test_limits_that_cannot_be_used() -> None:
     with pytest.raises(InvalidInputError, match="disk_gb"):
         ckptplan.solve(profile, 1.0, host_gb=1.0, disk_gb=-1.0)
     with pytest.raises(InvalidInputError, match="disk_bytes=-1 must be"):
-        solve_profile(profile, 1000, host_bytes=1, disk_bytes=-1)
+        solve_profile(profile, 1000, Limits(host_bytes=1, disk_bytes=-1))
 
 
 def test_staging_buffers_count_against_the_host() -> None:
@@ -599,7 +602,7 @@ def test_staging_buffers_count_against_the_host() -> None:
     scaled = tuple(replace(s, nbytes=s.nbytes << 20) for s in small.storages)
     profile = replace(small, storages=scaled, fingerprint=replace(small.fingerprint, device="NVIDIA H100"))
     host_gb = (STAGING_BYTES + (10 << 20)) / GIB
-    budget = smallest_peak(profile, actions=NO_RECOMPUTE).peak_bytes / GIB
+    budget = smallest_peak(profile, Limits(actions=NO_RECOMPUTE)).peak_bytes / GIB
     plan = ckptplan.solve(profile, budget, actions=NO_RECOMPUTE, host_gb=host_gb, disk_gb=1.0)
     assert 0 < plan.host_bytes <= 10 << 20
     assert plan.disk_bytes > 0
@@ -612,7 +615,7 @@ def test_command_line_and_tables(tmp_path) -> None:  # type: ignore[no-untyped-d
     small = tight_chain()
     profile = replace(small, storages=tuple(replace(s, nbytes=s.nbytes << 20) for s in small.storages))
     profile.save(tmp_path / "profile.json")
-    budget = smallest_peak(profile, actions=NO_RECOMPUTE).peak_bytes / GIB
+    budget = smallest_peak(profile, Limits(actions=NO_RECOMPUTE)).peak_bytes / GIB
     limits = ["--host-gb", str((10 << 20) / GIB), "--disk-gb", "1", "--actions", "keep,swap"]
     runner, plan_file = CliRunner(), tmp_path / "plan.json"
     done = runner.invoke(
@@ -638,7 +641,7 @@ def test_command_line_and_tables(tmp_path) -> None:  # type: ignore[no-untyped-d
 
 def test_a_plan_names_its_space_and_tiers() -> None:
     profile = tight_chain()
-    plan = solve_profile(profile, 1000, host_bytes=10, disk_bytes=1000)
+    plan = solve_profile(profile, 1000, Limits(host_bytes=10, disk_bytes=1000))
     assert "to host or disk" in plan.space
-    assert "to host or disk" not in solve_profile(profile, 1000, host_bytes=10).space
+    assert "to host or disk" not in solve_profile(profile, 1000, Limits(host_bytes=10)).space
     assert {f.name for f in dataclasses.fields(plan)} >= {"host_bytes", "disk_bytes"}

@@ -36,6 +36,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+import ckptplan
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.runtime.patching import entry_point
 from ckptplan.runtime.recompute.selective import is_random
@@ -114,10 +115,10 @@ def _places(code: types.CodeType) -> tuple[tuple[int | None, ...], ...]:
 
 
 _TORCH = os.path.dirname(torch.__file__)
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OURS = os.path.dirname(os.path.abspath(ckptplan.__file__))
 _BETWEEN = (
     *(os.path.join(_OURS, *path) for path in (("profiling", ""), ("memory", ""))),
-    *(os.path.join(_OURS, "runtime", name) for name in ("selective.py", "measure.py")),
+    *(os.path.join(_OURS, "runtime", *path) for path in (("recompute", "selective.py"), ("observe", "measure.py"))),
     *(os.path.join(_TORCH, *path) for path in (("_subclasses",), ("_dynamo",), ("_compile.py",), ("_ops.py",))),
     contextlib.__file__,
 )

@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import nn
 
 from ckptplan.core.checks import is_int
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
-from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.plan import Plan, require_plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.request import ApplyKeywords, Limits, Training, require_known, tier_bytes
 from ckptplan.core.trace import Trace
 from ckptplan.core.units import format_bytes
 from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.planning.adviser import Adviser
 from ckptplan.planning.enlarging import Enlarger
-from ckptplan.planning.job import Job, PlanLimits, host_limit
+from ckptplan.planning.job import Job
 from ckptplan.profiling.profiler import outside_tensors, replayed_bytes, training_step
 from ckptplan.profiling.target import PLANNED, find_target
-from ckptplan.profiling.workload.optimizers import OptimizerLike
 from ckptplan.runtime.guard.check import When
 from ckptplan.runtime.guard.gradients import made_gradient_bytes, rewinding
 from ckptplan.runtime.handle import Handle, OnOom
@@ -33,7 +32,6 @@ from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
 from ckptplan.runtime.step import LossFn, fingerprint, make_step, training_config
-from ckptplan.solving.peak import check_request
 
 
 def apply(
@@ -41,8 +39,6 @@ def apply(
     plan: Plan,
     *,
     swap_dir: str | Path | None = None,
-    host_gb: float | None = None,
-    disk_gb: float | None = None,
     checksums: bool = False,
     synchronous: bool = False,
     check: When = "sampled",
@@ -50,14 +46,8 @@ def apply(
     profile: Profile | None = None,
     retries: int = 3,
     on_larger: Literal["raise", "replan"] = "raise",
-    actions: tuple[Action, ...] = ACTIONS,
-    segments: bool = True,
-    time_limit_s: float = 10.0,
     inputs: Any = None,
-    loss_fn: LossFn | None = None,
-    optimizer: OptimizerLike | None = None,
-    step: Callable[[], torch.Tensor] | None = None,
-    amp: torch.dtype | str | None = None,
+    **options: Unpack[ApplyKeywords],
 ) -> Handle:
     """Make every training forward of `model` follow `plan`.
 
@@ -72,11 +62,6 @@ def apply(
     swap_dir : path, optional
         Where the swap file of a CPU plan, or of a CUDA plan's disk tier, lives (unnamed, at most the plan's swapped
         bytes per living graph).
-    host_gb : float, optional
-        Limit on pinned host memory for a CUDA plan, in units of 2**30 bytes; new plans move no more on any device. A
-        disk tier's staging (64 MiB) counts.
-    disk_gb : float, optional
-        Limit on the swap file, in units of 2**30 bytes.
     checksums : bool
         Take a checksum of everything that leaves and compare it with what comes back: finds damage on any tier, and
         costs the time of reading all of it twice.
@@ -103,11 +88,14 @@ def apply(
         by a quarter by repeating the inputs, and a plan for the same budget takes the present one's place. It needs
         `loss_fn`, `optimizer` and `amp` as given to `solve` (autocast around the forward counts as `amp`), and a step
         of one forward.
-    actions, segments, time_limit_s
-        For new plans, as in `solve`.
-    inputs, loss_fn, optimizer, step, amp
-        As given to `solve`; `inputs` and `step` for a plan made for a device that wasn't there, which is checked again
+    inputs : tensor, tuple, dict, optional
+        As given to `solve`; needed (or `step`) for a plan made for a device that wasn't there, which is checked again
         here: it is replayed on this device's operations, and must keep its budget.
+    **options
+        As given to `solve`: `loss_fn`, `optimizer`, `step`, `amp` for such a check and for new plans; for new plans
+        `actions`, `segments`, `time_limit_s`, `seed`, `workers`, `on_progress`. `host_gb` limits pinned host memory of
+        a CUDA plan (a disk tier's staging of 64 MiB counts), `disk_gb` the swap file, both in units of 2**30 bytes; new
+        plans move no more on any device.
 
     Returns
     -------
@@ -123,14 +111,16 @@ def apply(
         If the swap directory can't be written or is too small, or an argument is impossible. The model is unchanged
         after any of these.
     """
+    require_known("apply", options, ApplyKeywords)
     require_plan(plan)
     if profile is not None and not isinstance(profile, Profile):
         raise InvalidInputError(f"profile is a {type(profile).__name__}; pass what ckptplan.profile returned")
-    check_request(actions, time_limit_s)
-    if not isinstance(segments, bool):
-        raise InvalidInputError(f"segments={segments!r}; it is True or False")
+    host_gb, disk_gb = options.get("host_gb"), options.pop("disk_gb", None)
+    disk_bytes = (plan.disk_bytes or None) if disk_gb is None else tier_bytes("disk_gb", disk_gb)
+    limits = replace(Limits.of(options), disk_bytes=disk_bytes)
+    training = Training.of(options, inputs)
     if plan.fingerprint.device.startswith(PLANNED):
-        plan = _arrived(model, plan, inputs, loss_fn, optimizer, step, amp)
+        plan = _arrived(model, plan, training)
     if on_oom not in ("raise", "report", "replan"):
         raise InvalidInputError(f"on_oom={on_oom!r}; it is 'raise', 'report' or 'replan'")
     if on_oom == "replan" and profile is None:
@@ -142,16 +132,14 @@ def apply(
         raise InvalidInputError(f"retries={retries!r}; give the number of plans to try for a step, 1 or more")
     if on_larger not in ("raise", "replan"):
         raise InvalidInputError(f"on_larger={on_larger!r}; it is 'raise' or 'replan'")
-    disk_bytes = (plan.disk_bytes or None) if disk_gb is None else host_limit(disk_gb, name="disk_gb")
-    limits = PlanLimits(tuple(actions), segments, host_limit(host_gb), time_limit_s, disk_bytes=disk_bytes)
     adviser = None
     if profile is not None:
         plan.require_profile(profile)
-        adviser = Adviser(Job(profile, None, False, *limits))
+        adviser = Adviser(Job(profile, limits))
     rule = None if on_oom == "raise" else OnOom(adviser, retries if on_oom == "replan" else 0)
     enlarger = None
     if on_larger == "replan":
-        enlarger = Enlarger(model, plan, limits, adviser, loss_fn, optimizer, amp, swap_dir)
+        enlarger = Enlarger(model, plan, limits, adviser, training, swap_dir)
     return apply_plan(
         model,
         plan,
@@ -215,7 +203,7 @@ def trace(
     require_plan(plan)
     if accumulate is None:
         accumulate = plan.fingerprint.accumulates
-    training = make_step(model, inputs, loss_fn=loss_fn, step=step, accumulate=accumulate)
+    training = make_step(model, Training(inputs, loss_fn, step=step, accumulate=accumulate))
     plan.fingerprint.require(fingerprint(training), ignore=("accumulates",))
     with (
         ParameterState(model.parameters()).restored(),
@@ -231,15 +219,7 @@ def trace(
         return handle.trace(lambda: run_step(training), inputs=training.tensors(), optimizer=optimizer)
 
 
-def _arrived(
-    model: nn.Module,
-    plan: Plan,
-    inputs: Any,
-    loss_fn: LossFn | None,
-    optimizer: OptimizerLike | None,
-    step: Callable[[], torch.Tensor] | None,
-    amp: torch.dtype | str | None,
-) -> Plan:
+def _arrived(model: nn.Module, plan: Plan, training: Training) -> Plan:
     """A plan made for a device that wasn't there, bound to the one that is here now.
 
     Raises
@@ -256,33 +236,25 @@ def _arrived(
             f"the plan was made for {planned_for!r}, the model is on {str(target.device)!r}, where other operations "
             "run; move the model to such a device, or solve again"
         )
-    if inputs is None and step is None:
+    if not training.has_forward:
         raise InvalidInputError(
             f"the plan was made for {planned_for!r} without having it; pass inputs= (and loss_fn=, optimizer=, step=, "
             "amp= as given to solve), so that it can be checked on this device"
         )
-    training, _ = training_step(
-        model,
-        inputs,
-        loss_fn=loss_fn,
-        step=step,
-        target=target,
-        amp=amp,
-        accumulate=plan.fingerprint.accumulates,
-    )
-    here = fingerprint(training)
+    step, _ = training_step(model, replace(training, accumulate=plan.fingerprint.accumulates), target)
+    here = fingerprint(step)
     plan.fingerprint.require(here, ignore=("device", "torch_version"))
     bound = replace(plan, fingerprint=here)
     if target.is_cuda:
-        peaks = TrainingBytes(model, target, optimizer=optimizer).peaks(training, bound)
+        peaks = TrainingBytes(model, target, Training(optimizer=training.optimizer)).peaks(step, bound)
         needs = peaks.reserved_bytes
         bound = replace(bound, allocated_bytes=peaks.allocated_bytes, reserved_bytes=needs)
     else:
-        outside = training.tensors() if step is None else outside_tensors(training, target)
+        outside = step.tensors() if step.fn is None else outside_tensors(step, target)
         held = unique_bytes([*model.parameters(), *model.buffers(), *outside])
-        if training.accumulates:
+        if step.accumulates:
             held += made_gradient_bytes(model.parameters())
-        needs = held + replayed_bytes(training, bound, target)
+        needs = held + replayed_bytes(step, bound, target)
     allowed = max(plan.budget_bytes, plan.reserved_bytes or 0)
     has = target.capacity_bytes
     if needs > allowed or (has is not None and needs + target.context_bytes > has):

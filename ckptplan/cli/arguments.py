@@ -1,0 +1,114 @@
+"""Arguments and options that several commands share, and their values from text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.option import ACTIONS, Action
+from ckptplan.core.units import budget_to_bytes
+
+EVERY_ACTION = ",".join(ACTIONS)
+
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL_OR_PROFILE",
+        help="A profile (docs/formats.md), or [bold]package.module:name[/bold] of a model, of a function that makes "
+        "one, or of one that makes model and inputs.",
+    ),
+]
+
+
+ModelSource = Annotated[
+    str,
+    typer.Argument(
+        metavar="ModelSource",
+        help="[bold]package.module:name[/bold] of a model, of a function that makes one, or of one that makes model "
+        "and inputs. A function may take the batch size, as [bold]n[/bold], [bold]batch[/bold] or "
+        "[bold]batch_size[/bold]; else the inputs' first dimension is the batch.",
+    ),
+]
+
+
+ProfileFile = Annotated[Path, typer.Argument(metavar="PROFILE.json", help="A profile (docs/formats.md).")]
+
+
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan made by [bold]ckptplan solve -o[/bold].")]
+
+
+# Taken as text, so that "12GB" meets the package's own message, which says the unit.
+Budget = Annotated[str | None, typer.Option("--budget-gb", metavar="X", help="Device budget in units of 2**30 bytes.")]
+
+
+HostLimit = Annotated[
+    str | None, typer.Option(metavar="X", help="Most bytes on the host tier, same unit; default: no limit.")
+]
+
+
+DiskLimit = Annotated[
+    str | None,
+    typer.Option(metavar="X", help="Most bytes on the disk tier, same unit: what the host can't hold; default: none."),
+]
+
+
+Actions = Annotated[str, typer.Option(help="What stages may do, separated by commas.")]
+
+
+Together = Annotated[bool, typer.Option("--segments/--no-segments", help="Whether stages may be recomputed together.")]
+
+
+TimeLimit = Annotated[float, typer.Option(min=0.1, help="Seconds the solver may take.")]
+
+
+Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="PLAN.json", help="Where to write the plan.")]
+
+
+Accumulate = Annotated[
+    bool | None,
+    typer.Option(
+        "--accumulate/--no-accumulate",
+        help="Steps start with gradients, as under accumulation; default: where the model has any.",
+    ),
+]
+
+
+OptimizerName = Annotated[
+    str | None, typer.Option(metavar="NAME", help="sgd, momentum, rmsprop, adagrad, adam, adamw or adafactor.")
+]
+
+
+Autocast = Annotated[str | None, typer.Option("--amp", metavar="TYPE", help="Autocast to float16 or bfloat16.")]
+
+
+def number(text: str | None, option: str, *, least: float | None = None) -> float | None:
+    """The number of GiB in `text`, a budget by the package's own rules or `least`."""
+    if text is None:
+        return None
+    try:
+        value: Any = float(text)
+    except ValueError:
+        value = text
+    if value != least:
+        budget_to_bytes(value, name=option)
+    return value  # type: ignore[no-any-return]
+
+
+def to_bytes(text: str, option: str) -> int:
+    """The bytes of `text`, in GiB."""
+    value = number(text, option)
+    assert value is not None
+    return budget_to_bytes(value, name=option)
+
+
+def to_actions(text: str) -> tuple[Action, ...]:
+    """The actions in `text`, separated by commas."""
+    wanted = [part.strip() for part in text.split(",") if part.strip()]
+    unknown = [part for part in wanted if part not in ACTIONS]
+    if unknown or not wanted:
+        raise InvalidInputError(f"--actions {text!r}: choose from {', '.join(get_args(Action))}, separated by commas")
+    return tuple(action for action in ACTIONS if action in wanted)

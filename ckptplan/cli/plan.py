@@ -1,0 +1,295 @@
+"""Commands that make plans: solve, frontier, explain, compare."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ckptplan.cli.arguments import (
+    EVERY_ACTION,
+    Accumulate,
+    Actions,
+    Budget,
+    DiskLimit,
+    HostLimit,
+    Output,
+    PlanFile,
+    ProfileFile,
+    Source,
+    TimeLimit,
+    Together,
+    number,
+    to_actions,
+    to_bytes,
+)
+from ckptplan.cli.output import save_plan, terminal, write_text
+from ckptplan.cli.subject import profile_of, subject_of
+from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
+from ckptplan.core.plan import KEEP, Plan
+from ckptplan.core.profile import Profile
+from ckptplan.core.request import Limits, SolveKeywords
+from ckptplan.core.units import format_bytes, format_seconds
+from ckptplan.referee import simulate, validate
+from ckptplan.report.tables import Row, frontier_table, planners_table
+
+OURS = "ckptplan"
+"""The solver's name among the planners."""
+
+
+def solve(
+    source: Source,
+    budget_gb: Budget = None,
+    max_overhead: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Instead: the smallest peak within this slowdown, 0.1 for 10 per cent."),
+    ] = None,
+    host_gb: HostLimit = None,
+    disk_gb: DiskLimit = None,
+    actions: Actions = EVERY_ACTION,
+    segments: Together = True,
+    accumulate: Accumulate = None,
+    time_limit: TimeLimit = 10.0,
+    output: Output = None,
+) -> None:
+    """Find the fastest plan that fits a budget, or the leanest within a slowdown, with a proven bound.
+
+    A model is profiled first, and its plan replayed on it. Exits with 2 if no plan fits; the message names the smallest
+    budget that works.
+
+    Example: [bold]ckptplan solve profile.json --budget-gb 12 -o plan.json[/bold]
+    """
+    if (budget_gb is None) == (max_overhead is None):
+        raise InvalidInputError("give either --budget-gb, in units of 2**30 bytes, or --max-overhead, 0.1 for 10 %")
+    options = SolveKeywords(
+        host_gb=number(host_gb, "--host-gb", least=0),
+        disk_gb=number(disk_gb, "--disk-gb", least=0),
+        actions=to_actions(actions),
+        segments=segments,
+        accumulate=accumulate,
+        time_limit_s=time_limit,
+    )
+    budget = number(budget_gb, "--budget-gb")
+    subject, inputs = subject_of(source)
+    from ckptplan.api import solve as solve_subject
+
+    with Console(stderr=True).status("solving") as status:
+        options["on_progress"] = status.update
+        plan = solve_subject(subject, budget, inputs=inputs, max_overhead=max_overhead, **options)
+    typer.echo(str(plan))
+    if output is not None:
+        save_plan(plan, output)
+
+
+def frontier(
+    source: Source,
+    points: Annotated[int, typer.Option(min=2, help="Most plans, both ends included.")] = 12,
+    host_gb: HostLimit = None,
+    disk_gb: DiskLimit = None,
+    actions: Actions = EVERY_ACTION,
+    segments: Together = True,
+    accumulate: Accumulate = None,
+    time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for all plans together.")] = 60.0,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FOLDER", help="Where to write the plans, one file each.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw slowdown over memory, with the proven bound.")
+    ] = None,
+) -> None:
+    """The whole trade-off between memory and time, from the smallest peak to everything kept.
+
+    Example: [bold]ckptplan frontier profile.json --points 8 --plot frontier.png[/bold]
+    """
+    options = SolveKeywords(
+        host_gb=number(host_gb, "--host-gb", least=0),
+        disk_gb=number(disk_gb, "--disk-gb", least=0),
+        actions=to_actions(actions),
+        segments=segments,
+        accumulate=accumulate,
+        time_limit_s=time_limit,
+    )
+    subject, inputs = subject_of(source)
+    from ckptplan.api import frontier as frontier_of
+
+    with Console(stderr=True).status("solving") as status:
+        options["on_progress"] = status.update
+        plans = frontier_of(subject, points=points, inputs=inputs, **options)
+    terminal().print(frontier_table(plans))
+    if plot is not None:
+        from ckptplan.report.plots import plot_frontier
+
+        plot_frontier(plans, plot, title=Path(source).stem)
+        typer.echo(f"drawn in {plot}")
+    if output is not None:
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidInputError(f"{output} can't be made a folder for the plans: {error}") from error
+        for plan in plans:
+            save_plan(plan, output / f"plan_{plan.budget_bytes}.json")
+
+
+def explain(
+    profile_file: ProfileFile,
+    plan_file: PlanFile,
+    host_gb: HostLimit = None,
+    time_limit: TimeLimit = 10.0,
+) -> None:
+    """Say why a plan is as it is: what binds, what more memory would save, each stage's next choices.
+
+    Example: [bold]ckptplan explain profile.json plan.json[/bold]
+    """
+    profile, plan = Profile.load(profile_file), Plan.load(plan_file)
+    from ckptplan.api import explain
+
+    found = explain(profile, plan, host_gb=number(host_gb, "--host-gb", least=0), time_limit_s=time_limit)
+    typer.echo(str(plan).partition("\n\n")[0])
+    typer.echo(str(found))
+
+
+def compare(
+    source: Source,
+    budget_gb: Budget = None,
+    budgets: Annotated[
+        str | None,
+        typer.Option(
+            metavar="P,Q,..",
+            help="Instead: percentages of the way from the smallest peak to that of keeping everything.",
+        ),
+    ] = None,
+    planners: Annotated[
+        str, typer.Option(metavar="A,B,..", help=f"Which planners; {OURS} is the solver, all is every one.")
+    ] = "all",
+    time_limit: TimeLimit = 10.0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE.json", help="Write the rows there too.")
+    ] = None,
+    csv_output: Annotated[
+        bool, typer.Option("--csv", help="Print comma-separated values instead of the table.")
+    ] = False,
+) -> None:
+    """Run the published planners and ours on a model or a profile, all under the same budgets and rules.
+
+    The solver always runs, since every plan's gap is measured against its bound. Every plan has passed the referee.
+
+    Example: [bold]ckptplan compare profile.json --budgets 20,40,60 --planners ckptplan,pooch,rotor[/bold]
+    """
+    wanted = _planners(planners)
+    if (budget_gb is None) == (budgets is None):
+        raise InvalidInputError("give either --budget-gb, in units of 2**30 bytes, or --budgets, in percent")
+    fixed = None if budget_gb is None else to_bytes(budget_gb, "--budget-gb")
+    shares = None if budgets is None else _percentages(budgets)
+    profile = profile_of(source)
+    rows = []
+    with Console(stderr=True).status("planning") as status:
+        limits = [fixed] if fixed is not None else _budgets(profile, shares or (), time_limit)
+        for limit in limits:
+            rows += _rows(profile, limit, wanted, time_limit, status.update)
+    if json_file is not None:
+        data = {"source": source, "stages": len(profile.stages), "rows": [_fields(row) for row in rows]}
+        write_text(json_file, json.dumps(data, indent=1) + "\n", "the rows")
+    if csv_output:
+        writer = csv.DictWriter(sys.stdout, list(_fields(rows[0])), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(_fields(row) for row in rows)
+        return
+    everything = simulate(profile, (KEEP,) * len(profile.stages))
+    terminal().print(
+        planners_table(
+            rows,
+            title=f"{len(profile.stages)} stages; everything kept: {format_seconds(profile.baseline_step_s)}, "
+            f"{format_bytes(everything.peak_bytes)}",
+        )
+    )
+
+
+def _budgets(profile: Profile, shares: Sequence[float], time_limit_s: float) -> list[int]:
+    """Bytes at each percentage between the smallest peak and that of keeping everything; 0 and 100 are the ends."""
+    from ckptplan.solving.planner import smallest_peak
+
+    least = smallest_peak(profile, Limits(time_limit_s=time_limit_s)).peak_bytes
+    most = simulate(profile, (KEEP,) * len(profile.stages)).peak_bytes
+    return [least + int((most - least) * share / 100) for share in shares]
+
+
+def _rows(
+    profile: Profile, budget_bytes: int, wanted: Sequence[str], time_limit_s: float, tell: Callable[[str], None]
+) -> list[Row]:
+    """What each planner reaches within one budget, and our bound on all of them."""
+    from ckptplan.baselines import BASELINES
+    from ckptplan.solving.planner import solve_profile
+
+    def ours(profile: Profile, budget_bytes: int) -> Plan:
+        return solve_profile(profile, budget_bytes, Limits(time_limit_s=time_limit_s))
+
+    bound_s = None
+    rows = []
+    for name in (OURS, *(name for name in wanted if name != OURS)):
+        tell(f"planning within {format_bytes(budget_bytes)}: {name}")
+        row = _row(profile, budget_bytes, name, ours if name == OURS else BASELINES[name])
+        if name == OURS:
+            bound_s = row.bound_s
+        if name in wanted:
+            rows.append(replace(row, bound_s=bound_s))
+    return rows
+
+
+def _row(profile: Profile, budget_bytes: int, name: str, planner: Callable[[Profile, int], Plan]) -> Row:
+    began = time.perf_counter()
+    try:
+        plan = planner(profile, budget_bytes)
+    except InfeasibleBudgetError as error:
+        took_s = time.perf_counter() - began
+        return Row(
+            name, budget_bytes, profile.baseline_step_s, None, needs_bytes=error.min_peak_bytes, planning_s=took_s
+        )
+    took_s = time.perf_counter() - began
+    broken = validate(profile, plan, budget_bytes)
+    if broken:
+        raise CkptPlanError(f"{name} gave a plan that the referee rejects, please report it: {broken[0]}")
+    return Row(
+        name,
+        budget_bytes,
+        profile.baseline_step_s,
+        plan.step_s,
+        peak_bytes=plan.peak_bytes,
+        host_bytes=plan.host_bytes,
+        bound_s=plan.lower_bound_s,
+        planning_s=took_s,
+    )
+
+
+def _fields(row: Row) -> dict[str, Any]:
+    return {**asdict(row), "overhead": row.overhead, "gap": row.gap}
+
+
+def _planners(text: str) -> tuple[str, ...]:
+    from ckptplan.baselines import BASELINES
+
+    known = (OURS, *BASELINES)
+    wanted = [part.strip() for part in text.split(",") if part.strip()]
+    if wanted == ["all"]:
+        return known
+    unknown = [name for name in wanted if name not in known]
+    if unknown or not wanted:
+        raise InvalidInputError(f"--planners {text!r}: choose from all, {', '.join(known)}, separated by commas")
+    return tuple(name for name in known if name in wanted)
+
+
+def _percentages(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0 <= share <= 100 for share in found):
+        raise InvalidInputError(f"--budgets {text!r}: give percentages from 0 to 100, separated by commas")
+    return found

@@ -1,0 +1,110 @@
+"""Models and profiles as they are named on the command line."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.profile import Profile
+
+_BATCH_NAMES = ("n", "batch", "batch_size")
+
+
+def subject_of(source: str) -> tuple[Any, Any]:
+    """A profile from its file, or the model named `module:name`; and the model's inputs where they come with it."""
+    path = Path(source)
+    module, colon, name = source.partition(":")
+    if path.exists() or not colon or "/" in source or not name.replace(".", "").isidentifier():
+        return Profile.load(path), None
+    found = _import(source, module, name)
+    # Here, since it imports torch, which no profile needs.
+    from torch import nn
+
+    made = found if isinstance(found, nn.Module) or not callable(found) else found()
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise InvalidInputError(
+            f"{source} gives {type(model).__name__}; want a torch.nn.Module, or a function that returns one, alone or "
+            "with its inputs"
+        )
+    return model, inputs
+
+
+def model_of(source: str) -> tuple[Any, Any]:
+    """The model named `module:name` and its inputs, None where they don't come with it."""
+    if ":" not in source or Path(source).exists():
+        raise InvalidInputError(
+            f"{source} is no model; give package.module:name of a model or of a function that makes one"
+        )
+    return subject_of(source)
+
+
+def batches_of(source: str) -> tuple[Any, Callable[[int], Any], int]:
+    """A model, its inputs by the size of the batch, and the size of what it came with."""
+    import inspect
+
+    from torch import nn
+    from torch.utils import _pytree as pytree
+
+    from ckptplan.profiling.workload.inputs import find_inputs, resized
+
+    model, inputs = model_of(source)
+    if inputs is None:
+        import torch
+
+        args, kwargs, _ = find_inputs(model, torch.device("cpu"))
+        inputs = args or kwargs
+    builder = _import(source, *source.split(":", 1))
+    parameter = None
+    if callable(builder) and not isinstance(builder, nn.Module):
+        names = inspect.signature(builder).parameters
+        parameter = next((name for name in _BATCH_NAMES if name in names), None)
+    sizes = [t.shape[0] for t in pytree.tree_leaves(inputs) if hasattr(t, "shape") and len(t.shape)]
+    if not sizes:
+        raise InvalidInputError(f"{source}: none of the inputs is a tensor with a first dimension to be the batch")
+
+    def make(n: int) -> Any:
+        if parameter is None:
+            return resized(inputs, n)
+        made = builder(**{parameter: n})
+        if not (isinstance(made, tuple) and len(made) == 2):
+            raise InvalidInputError(f"{source}({parameter}={n}) gives no pair of model and inputs")
+        return made[1]
+
+    return model, make, int(sizes[0])
+
+
+def profile_of(source: str) -> Profile:
+    """The profile in a file, or that of a model."""
+    subject, inputs = subject_of(source)
+    if isinstance(subject, Profile):
+        return subject
+    from ckptplan.profiling.profiler import profile
+
+    with Console(stderr=True).status("profiling") as status:
+        return profile(subject, inputs, on_progress=status.update)
+
+
+def _import(source: str, module: str, name: str) -> Any:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as python -m does; an installed command has it not
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and is_torch(error):
+            raise
+        raise InvalidInputError(f"{source} can't be imported: {error}; want package.module:name") from error
+    return found
+
+
+def is_torch(error: ImportError) -> bool:
+    """Whether PyTorch is what is missing."""
+    return (error.name or "").partition(".")[0] == "torch"

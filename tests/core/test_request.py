@@ -1,0 +1,101 @@
+"""What is trained and what a plan may use: checked once, whichever call they are given to."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+import ckptplan
+from ckptplan.core import request
+from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.profile import Profile
+from ckptplan.core.request import Limits, PlanKeywords, SolveKeywords, StepKeywords, Training, require_known
+from ckptplan.core.units import GIB
+
+pytestmark = pytest.mark.planning
+
+CHAIN = Profile.from_chain([0.01] * 3, [0.02] * 3, [1 << 20] * 3, [4 << 20] * 3, input_bytes=1 << 20)
+PLANNING_CALLS = ("solve", "frontier", "explain")
+
+
+def test_keywords_name_the_fields_of_the_objects() -> None:
+    """Tiers are given in units of 2**30 bytes, and `inputs` stands first in most calls."""
+    of_limits = {field.name.replace("_bytes", "_gb") for field in fields(Limits)}
+    assert PlanKeywords.__optional_keys__ == of_limits  # type: ignore[attr-defined]
+    of_training = {field.name for field in fields(Training)}
+    assert StepKeywords.__optional_keys__ == of_training - {"inputs"}  # type: ignore[attr-defined]
+    both = StepKeywords.__optional_keys__ | PlanKeywords.__optional_keys__  # type: ignore[attr-defined]
+    assert SolveKeywords.__optional_keys__ == both  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("described", [Training, Limits])
+def test_every_option_is_documented(described: type) -> None:
+    text = inspect.getdoc(described) or ""
+    assert [f.name for f in fields(described) if f"\n{f.name} : " not in text] == []  # type: ignore[arg-type]
+
+
+def test_no_public_call_has_more_than_twelve_parameters() -> None:
+    for name in PLANNING_CALLS:
+        assert len(inspect.signature(getattr(ckptplan, name)).parameters) <= 12, name
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("host_gbs", "host_gb"), ("segment", "segments"), ("time_limit", "time_limit_s")]
+)
+def test_an_unknown_keyword_names_the_nearest(name: str, near: str) -> None:
+    with pytest.raises(InvalidInputError, match=rf"solve\(\) has no option '{name}'; did you mean '{near}'\?"):
+        ckptplan.solve(CHAIN, 1, **{name: 1})  # type: ignore[call-overload]
+
+
+def test_a_keyword_unlike_any_lists_them_all() -> None:
+    with pytest.raises(InvalidInputError, match=r"explain\(\) has no option 'zzz'; its options are actions, host_gb"):
+        require_known("explain", {"zzz": 1}, request.SearchKeywords)
+
+
+def test_options_become_the_objects() -> None:
+    options: dict[str, Any] = {"host_gb": 0.5, "actions": ["keep", "swap"], "on_progress": None, "amp": "bfloat16"}
+    limits, training = Limits.of(options), Training.of(options, "tokens")
+    assert (limits.host_bytes, limits.disk_bytes, limits.actions) == (GIB // 2, None, ("keep", "swap"))
+    limits.on_progress("nobody listens")
+    assert (training.inputs, training.amp, training.given()) == ("tokens", "bfloat16", ["inputs", "amp"])
+    assert Limits.of({"host_gb": 0}).host_bytes == 0
+    assert not Training().has_forward
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"actions": ("swap",)}, "'keep' is missing"),
+        ({"actions": 3}, "actions=3: give 'keep'"),
+        ({"segments": "no"}, "segments='no'; it is True or False"),
+        ({"menus": None}, "menus=None; it is True or False"),
+        ({"host_gb": False}, "host_gb=False"),
+        ({"host_gb": "12GB"}, "host_gb='12GB'"),
+        ({"disk_gb": 1}, "disk_gb=1 without host_gb"),
+        ({"time_limit_s": True}, "time_limit_s=True must be"),
+        ({"seed": -1}, "seed=-1 must be a whole number from 0 to 2147483647"),
+        ({"seed": 1 << 31}, "seed=2147483648"),
+        ({"workers": 0}, "workers=0 must be"),
+    ],
+)
+def test_limits_that_cannot_be_used(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        ckptplan.solve(CHAIN, 1, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step": print, "inputs": 1}, "leave out inputs= and loss_fn="),
+        ({"step": 1}, "step=1 is not callable"),
+        ({"loss_fn": 1}, "loss_fn=1 is not callable"),
+        ({"amp": "float64"}, "amp='float64': autocast goes to"),
+        ({"accumulate": "yes"}, "accumulate='yes'; it is True, False or None"),
+    ],
+)
+def test_trainings_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        Training(**options)
