@@ -60,7 +60,7 @@ def measured(make: Callable[[], models.Made], rounds: int) -> dict[str, Any]:
             nonlocal compared
             with apply(model, plan, check=check) as handle, handle.unmetered():
                 if check == "sampled":
-                    handle._controller.checks._seen = FIRST  # the steps that come aren't checked
+                    handle._applied.controller.checks._seen = FIRST  # the steps that come aren't checked
                 step()
                 before = handle.stats().compared_tensors
                 yield

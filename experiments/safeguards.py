@@ -1618,7 +1618,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         30,
         "other paths than profiled are reported",
-        "Handle._counted",
+        "Applied.counted",
         "other_paths=counters.other_paths",
         "other_paths=0",
         ("tests/runtime/test_verify.py::test_other_paths_than_profiled_are_reported",),
@@ -1669,7 +1669,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         30,
         "rounding of blocks is no overrun of a plan",
-        "Handle._shortage",
+        "Retry._shortage",
         "live_bytes=None if live is None else live.requested_bytes",
         "live_bytes=None if live is None else live.allocated_bytes",
         ("tests/runtime/test_oom.py::test_a_report_on_cuda_counts_tensors",),
@@ -1846,15 +1846,15 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         33,
         "gradients are looked at when a pass begins",
-        "Controller._begin",
-        "            self._gradients.check()",
-        "            pass",
+        "apply.place",
+        "GradientGuard(model, plan), ",
+        "",
         ("tests/runtime/test_accumulation.py::test_gradients_that_were_not_planned_are_an_error_at_the_first_forward",),
     ),
     Safeguard(
         33,
         "by bytes: what fits below the budget is no error",
-        "GradientGuard.check",
+        "GradientGuard.pass_begins",
         "if more > 0 and self._needs_bytes + more > self._budget_bytes:",
         "if more > 0:",
         ("tests/runtime/test_accumulation.py::test_gradients_that_fit_below_the_budget_are_none",),
@@ -1870,7 +1870,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         33,
         "gradients that come later are seen beside those that were in order",
-        "GradientGuard.check",
+        "GradientGuard.pass_begins",
         "if seen == self._seen:",
         "if self._seen:",
         ("tests/runtime/test_accumulation.py::test_gradients_that_grow_later_are_noticed",),
@@ -1878,7 +1878,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         33,
         "parameters that took others' places are looked at",
-        "GradientGuard.check",
+        "GradientGuard.pass_begins",
         "if len(now) != len(self._all) or not all(map(operator.is_, now, self._all)):",
         "if not self._all:",
         ("tests/runtime/test_accumulation.py::test_parameters_that_were_replaced_are_looked_at",),
@@ -1910,7 +1910,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         33,
         "a parameter that is thawed behind apply is an error",
-        "Unplanned.begins",
+        "Unplanned.pass_begins",
         "            if p.requires_grad:\n",
         "            if False:\n",
         ("tests/runtime/test_unplanned.py::test_thawed_parameters_are_an_error",),
@@ -1934,15 +1934,15 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         33,
         "autocast that lasts into backward is noticed",
-        "Controller._watch_backward",
-        "                    self._unplanned.backward(self._device)\n",
-        "                    pass\n",
+        "Unplanned.backward_begins",
+        "        if self._autocast != kind",
+        "        if False and self._autocast != kind",
         ("tests/runtime/test_unplanned.py::test_what_is_noticed_and_told_once",),
     ),
     Safeguard(
         33,
         "an output that is still held when the next forward begins is noticed",
-        "HeldOver.check",
+        "HeldOver.pass_begins",
         "        if self._forward_peak_bytes + more > self._budget_bytes:\n            self._warned",
         "        if False:\n            self._warned",
         ("tests/runtime/test_held_over.py::test_an_output_that_is_held",),
@@ -1950,7 +1950,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         33,
         "a second forward before the first one's backward is an error where there is no room",
-        "HeldOver.check",
+        "HeldOver.pass_begins",
         "            if self._forward_peak_bytes + more > self._budget_bytes:\n",
         "            if False:\n",
         ("tests/runtime/test_held_over.py::test_two_forwards_before_a_backward",),

@@ -287,7 +287,7 @@ def test_clean_step_after_an_exception_in_backward(mix: str, slow_copies: None) 
         hook.remove()
         assert_same([step(model, x, 5)], [wanted])
         gc.collect()
-        stores = handle._stores  # a plan that moves nothing has none
+        stores = handle._applied.stores  # a plan that moves nothing has none
         assert sorted(stores) == (["host"] if plan.host_bytes else [])
         assert not any(store.used_bytes for store in stores.values())
 
@@ -302,14 +302,14 @@ def test_graphs_that_are_dropped_half_way(slow_copies: None) -> None:
             out = model(x)  # copies are under way when it goes
             del out
             assert_same([step(model, x, 1)], [wanted])
-        assert len(handle._stores["host"]._areas) == 1  # type: ignore[attr-defined]
+        assert len(handle._applied.stores["host"]._areas) == 1  # type: ignore[attr-defined]
 
 
 def test_remove_gives_pinned_memory_back() -> None:
     model, x = make()
     plan = plan_for(profiled(model, x), "swap")
     handle = ckptplan.apply(model, plan)
-    area = handle._stores["host"]._areas[0].memory  # type: ignore[attr-defined]
+    area = handle._applied.stores["host"]._areas[0].memory  # type: ignore[attr-defined]
     assert area.is_pinned()
     assert area.numel() == plan.host_bytes
     loss = loss_of(model(x))
@@ -327,7 +327,7 @@ def test_a_plan_needs_no_more_pinned_memory_than_it_says() -> None:
     with ckptplan.apply(model, plan, host_gb=plan.host_bytes / 2**30) as handle:
         for seed in range(3):
             step(model, x, seed)
-        assert sum(area.nbytes for area in handle._stores["host"]._areas) == plan.host_bytes  # type: ignore[attr-defined]
+        assert sum(area.nbytes for area in handle._applied.stores["host"]._areas) == plan.host_bytes  # type: ignore[attr-defined]
 
 
 # --- the store alone ---
@@ -467,7 +467,7 @@ def test_gradients_with_a_disk_tier(mix: str, mode: dict[str, bool], tiers: tupl
     plan = dataclasses.replace(plan, choices=tuple(choices), disk_bytes=plan.host_bytes)
     with ckptplan.apply(model, plan, swap_dir=tmp_path, **mode) as handle:  # type: ignore[arg-type]
         assert_same(train(model, x), wanted)
-        assert handle._stores["disk"].peak_bytes > 0
+        assert handle._applied.stores["disk"].peak_bytes > 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -477,7 +477,7 @@ def test_damage_in_pinned_memory_is_found() -> None:
     with ckptplan.apply(model, plan, checksums=True) as handle:
         loss = loss_of(model(x))
         torch.cuda.synchronize()
-        handle._stores["host"].inner._areas[0].memory.bitwise_not_()  # type: ignore[attr-defined]
+        handle._applied.stores["host"].inner._areas[0].memory.bitwise_not_()  # type: ignore[attr-defined]
         with pytest.raises(ckptplan.SwapError, match="damaged"):
             loss.backward()
 

@@ -25,7 +25,8 @@ from ckptplan.profiling.profiler import outside_tensors, replayed_bytes, trainin
 from ckptplan.profiling.target import PLANNED, find_target
 from ckptplan.runtime.guard.check import When
 from ckptplan.runtime.guard.gradients import made_gradient_bytes, rewinding
-from ckptplan.runtime.handle import Handle, OnOom
+from ckptplan.runtime.guard.retry import OnOom
+from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.handle import apply as apply_plan
 from ckptplan.runtime.observe.measure import run_step, unique_bytes
 from ckptplan.runtime.state.parameters import ParameterState

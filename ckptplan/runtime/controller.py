@@ -15,7 +15,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,11 +29,9 @@ from ckptplan.core.segment import Segment
 from ckptplan.core.stage import InputTensor, Phase
 from ckptplan.runtime.guard.check import Checks, StageCheck
 from ckptplan.runtime.guard.engine import OldGraph
-from ckptplan.runtime.guard.gradients import GradientGuard
-from ckptplan.runtime.guard.held_over import HeldOver
 from ckptplan.runtime.guard.shapes import Limits
-from ckptplan.runtime.guard.unplanned import Unplanned
 from ckptplan.runtime.observe.meter import BACKWARD, KINDS
+from ckptplan.runtime.observer import Observer, listeners
 from ckptplan.runtime.patching import PatchedForward
 from ckptplan.runtime.recompute.call import Call
 from ckptplan.runtime.recompute.frames import run_recomputed
@@ -41,19 +39,6 @@ from ckptplan.runtime.recompute.segments import OpenSegment
 from ckptplan.runtime.swap.own import OwnNames, OwnStorages
 from ckptplan.runtime.swap.session import Counters, State, SwapSession
 from ckptplan.runtime.swap.stores import Store
-
-
-class Observer(Protocol):
-    """Told where the program is: used to count bytes and to take times."""
-
-    def enter(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The forward of `stage` begins."""
-
-    def exit(self, stage: int, output: Any) -> None:
-        """It has ended."""
-
-    def backward(self, stage: int) -> None:
-        """Its backward is about to begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +97,13 @@ class Controller:
         Per stage, the largest tensors that the choices hold for, None: any.
     saved : sequence of sequences of int, optional
         Per stage, the bytes of each storage that it was planned to save, in order.
-    observer : Observer, optional
+    observers : sequence of Observer
     one_forward : bool
         A step calls the model's own forward once, so such a call begins a pass. Else passes are told by their calls.
     counters : Counters, optional
         To go on counting in.
     old_graph : OldGraph, optional
         To free what a failed backward leaves.
-    gradients, held_over, unplanned : GradientGuard, HeldOver, Unplanned, optional
-        Look, when a pass begins or on its way, at what the plan didn't reckon with.
     checks : Checks, optional
         Compares in some passes what comes back with what was there in forward.
 
@@ -143,13 +126,10 @@ class Controller:
         segments: Sequence[Segment] = (),
         inputs: Sequence[Sequence[InputTensor] | None] | None = None,
         saved: Sequence[Sequence[int]] = (),
-        observer: Observer | None = None,
+        observers: Sequence[Observer] = (),
         one_forward: bool = True,
         counters: Counters | None = None,
         old_graph: OldGraph | None = None,
-        gradients: GradientGuard | None = None,
-        held_over: HeldOver | None = None,
-        unplanned: Unplanned | None = None,
         checks: Checks | None = None,
     ) -> None:
         self._model = model
@@ -163,7 +143,13 @@ class Controller:
         self._device = device
         self._limits = [Limits(planned) for planned in inputs or [None] * len(self._stages)]
         self._saved = saved
-        self._observer = observer
+        self._pass_begins = listeners(observers, "pass_begins")
+        self._inputs = listeners(observers, "inputs")
+        self._enter = listeners(observers, "enter")
+        self._exit = listeners(observers, "exit")
+        self._output = listeners(observers, "output")
+        self._backward_begins = listeners(observers, "backward_begins")
+        self._backward = listeners(observers, "backward")
         self._training = model.training
         self._pass: _Pass | None = None
         self._session: SwapSession | None = None
@@ -177,9 +163,6 @@ class Controller:
         self.place = Place("forward", 0)
         self.on_backward: Callable[[], None] | None = None
         self._old_graph = old_graph
-        self._gradients = gradients
-        self._held_over = held_over
-        self._unplanned = unplanned
         self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], Controller] | None = None
         self._task = -1
         self._indices: dict[nn.Module, list[int]] = {}
@@ -219,10 +202,10 @@ class Controller:
         self._sees_model = one_forward and model not in self._indices
         if self._sees_model:
             self._patches.append(PatchedForward(model, self._run_model))
-        if unplanned is not None:
-            self._patches += unplanned.patches(self._active)
+        for observer in observers:
+            self._patches += observer.patches(self._active)
         self._always_watched = frozenset((*self._prefetch_at, self._last))
-        self._watches = bool(self._segments) or observer is not None
+        self._watches = bool(self._segments) or bool(self._enter or self._exit or self._backward)
 
     def _check_segment(self, segment: Segment, inside: tuple[int, ...]) -> None:
         waiting = [segment]
@@ -299,18 +282,14 @@ class Controller:
             self._watches |= not former.watched
             waiting = weakref.ref(former)
         del former  # its graph alone holds it now
-        if self._held_over is not None:
-            self._held_over.check(waiting)
+        for pass_begins in self._pass_begins:
+            pass_begins(waiting)
         bypassed = next((patch.module for patch in self._compiled if patch.bypassed), None)
         if bypassed is not None:
             raise UnsupportedModelError(
                 f"a {type(bypassed).__name__} that is a stage of the plan was compiled anew, or no longer is, since "
                 "the plan was applied; call remove() on its handle, then solve and apply again"
             )
-        if self._gradients is not None:
-            self._gradients.check()
-        if self._unplanned is not None:
-            self._unplanned.begins()
         checks = None if self.checks is None else self.checks.begin(self._stages)
         own = OwnStorages(self._own_names)
         self.counters.forwards += 1
@@ -328,12 +307,12 @@ class Controller:
             if now is not self:
                 return now._run_model(original, args, kwargs)
             current = self._begin()
-            if self._unplanned is not None:
-                self._unplanned.inputs(args, kwargs)
+            for inputs in self._inputs:
+                inputs(args, kwargs)
             output = original(*args, **kwargs)
             self._release_until(current, len(self._stages))
-            if self._held_over is not None:
-                self._held_over.output(output, (args, kwargs))
+            for ended in self._output:
+                ended(output, (args, kwargs))
             return output
         return original(*args, **kwargs)
 
@@ -366,14 +345,14 @@ class Controller:
             self._release_until(current, index)
             for stage in self._release_before.get(index, ()):
                 current.session.release(stage)
-            if self._observer is not None:
-                self._observer.enter(index, args, kwargs)
+            for enter in self._enter:
+                enter(index, args, kwargs)
             output = self._run_choice(current, index, module, original, args, kwargs)
             del args, kwargs
             for stage in self._release_after.get(index, ()):
                 current.session.release(stage)
-            if self._observer is not None:
-                self._observer.exit(index, output)
+            for leave in self._exit:
+                leave(index, output)
         except BaseException:
             current.open = self._pass = None
             raise
@@ -381,8 +360,9 @@ class Controller:
         if current.watched or not current.first_watched or index in self._always_watched:
             current.first_watched |= self._watch_backward(current, index, output)
         self.counters.meter.mark(min(index + 1, len(self._stages) - 1) * KINDS)
-        if index == self._last and not self._sees_model and self._held_over is not None:
-            self._held_over.output(output, ())
+        if index == self._last and not self._sees_model:
+            for ended in self._output:
+                ended(output, ())
         return output
 
     def _run_choice(
@@ -453,15 +433,15 @@ class Controller:
             if not current.backward_begun:
                 current.backward_begun = True
                 self._release_until(current, len(self._stages))
-                if self._unplanned is not None:
-                    self._unplanned.backward(self._device)
+                for backward_begins in self._backward_begins:
+                    backward_begins()
                 if current.checks is not None:
                     current.checks.backward_begins()
             current.open = None
             self.counters.meter.mark(index * KINDS + BACKWARD)
             self._enter_backward(index)
-            if self._observer is not None:
-                self._observer.backward(index)
+            for backward in self._backward:
+                backward(index)
             for stage in self._prefetch_at.get(index, ()):
                 current.session.prefetch(stage)
 

@@ -3,150 +3,66 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
-import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from ckptplan.core.allocator_settings import allocator_conf
-from ckptplan.core.checks import is_int
-from ckptplan.core.errors import CkptPlanError, InvalidInputError, OutOfMemoryError, PlanMismatchError
+from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.link import Tier
-from ckptplan.core.measured import Measured, StageTimes
 from ckptplan.core.plan import Plan
-from ckptplan.core.shortage import Shortage
-from ckptplan.core.stage import Phase
-from ckptplan.core.trace import DrawnStep, Trace
-from ckptplan.core.units import budget_to_bytes, format_bytes
-from ckptplan.runtime.controller import Controller, is_glue
-from ckptplan.runtime.guard import oom
+from ckptplan.core.trace import Trace
+from ckptplan.core.units import budget_to_bytes
+from ckptplan.runtime.adviser import Adviser
+from ckptplan.runtime.applied import Applied, Replan
+from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.guard.check import WHEN, Checks, When
 from ckptplan.runtime.guard.engine import OldGraph
 from ckptplan.runtime.guard.fused_steps import STEPS
 from ckptplan.runtime.guard.gradients import GradientGuard
 from ckptplan.runtime.guard.held_over import HeldOver
-from ckptplan.runtime.guard.shapes import Larger, OnLarger
+from ckptplan.runtime.guard.larger import LargerInputs
+from ckptplan.runtime.guard.retry import OnOom, Retry
+from ckptplan.runtime.guard.shapes import OnLarger
 from ckptplan.runtime.guard.unplanned import Unplanned
-from ckptplan.runtime.observe.measure import device_bytes, held_tensors, optimizer_tensors, tensors_in, unique_bytes
 from ckptplan.runtime.observe.meter import Meter
-from ckptplan.runtime.observe.refine import Refinement, checked_threshold, measured_steps
-from ckptplan.runtime.observe.stats import Peaks, Stats, stage_stats
-from ckptplan.runtime.observe.traced import record_step
+from ckptplan.runtime.observe.refine import Refinement
+from ckptplan.runtime.observe.report import Report
+from ckptplan.runtime.observe.stats import Stats
 from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint, model_device, training_config
 from ckptplan.runtime.swap.session import Counters
-from ckptplan.runtime.swap.stores import Store, close_all, handing_over, make_stores
+from ckptplan.runtime.swap.stores import Store, close_all, make_stores
 
 Result = TypeVar("Result")
 
 
-class Adviser(Protocol):
-    """What the runtime asks of those who know profiles and can solve."""
-
-    def planned(self, plan: Plan, phase: Phase, stage: int | None) -> tuple[int, int] | None:
-        """Bytes at the start and at the worst moment of a stage, None for the glue behind the last; None: not known."""
-
-    def replan(self, plan: Plan, shortage: Shortage) -> Plan:
-        """A plan that is leaner where `plan` ran short."""
-
-    def stage_times(self, plan: Plan) -> tuple[StageTimes, ...]:
-        """What each stage is to take, told as a running step tells it."""
-
-    def drawn(self, plan: Plan) -> DrawnStep:
-        """The step as it is to run."""
-
-    def refined(self, plan: Plan, measured: Measured) -> tuple[Plan, Plan]:
-        """The best plan by what was measured, and `plan` with the predictions that this gives."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Replan:
-    """A plan that took another's place.
-
-    Attributes
-    ----------
-    shortage : Shortage or None
-        Why, where a step ran out of memory.
-    before, after : Plan
-    larger : Larger or None
-        Why, where a forward's inputs were larger than planned.
-    """
-
-    shortage: Shortage | None
-    before: Plan
-    after: Plan
-    larger: Larger | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class OnOom:
-    """What to do when a step runs out of memory.
-
-    Parameters
-    ----------
-    adviser : Adviser, optional
-        Puts predictions into reports.
-    retries : int
-        So many plans are tried for one step before the error is raised; 0: it is reported alone.
-    """
-
-    adviser: Adviser | None = None
-    retries: int = 0
-
-    def __post_init__(self) -> None:
-        if not is_int(self.retries) or self.retries < 0:
-            raise InvalidInputError(f"retries={self.retries!r}; give the number of plans to try for a step, 0 or more")
-        if self.retries and self.adviser is None:
-            raise InvalidInputError(f"retries={self.retries} without an adviser that could plan again")
-
-
 class Handle:
-    """An applied plan; `remove()` it, or use it as a context manager.
+    """An applied plan; `remove()` it, or use it as a context manager."""
 
-    Attributes
-    ----------
-    plan : Plan
-        The one that is applied now.
-    replans : tuple of Replan
-        Plans that took another's place after a step ran out of memory, or for larger inputs, in order.
-    returns : int
-        How often a plan that was made before took another's place again, its inputs going beyond that one.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        place: Callable[[Plan, Controller | None], tuple[Controller, Mapping[Tier, Store]]],
-        on_oom: OnOom | None,
-        adviser: Adviser | None,
-        on_larger: OnLarger | None = None,
-    ) -> None:
-        self.plan = plan
-        self.replans: tuple[Replan, ...] = ()
-        self.returns = 0
-        self._model = model
-        self._device = model_device(model)
-        self._place = place
-        self._on_oom = on_oom
-        self._adviser = adviser
-        self._on_larger = on_larger
-        self._undo = oom.Undo(model, rewinds=on_oom is not None and on_oom.retries > 0)
-        self._controller, self._stores = place(plan, None)
-        self._watch_forwards()
-        self._peaks = Peaks(self._device)
+    def __init__(self, applied: Applied, report: Report, retry: Retry | None) -> None:
+        self._applied, self._report, self._retry = applied, report, retry
         self._config = contextlib.ExitStack()
-        self._config.enter_context(training_config(model))
+        self._config.enter_context(training_config(applied.model))
         self._config.enter_context(STEPS.watched())
-        self._removed = False
-        self._applied = True
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that is applied now."""
+        return self._applied.plan
+
+    @property
+    def replans(self) -> tuple[Replan, ...]:
+        """Plans that took another's place after a step ran out of memory, or for larger inputs, in order."""
+        return self._applied.replans
+
+    @property
+    def returns(self) -> int:
+        """How often a plan that was made before took another's place again, its inputs going beyond that one."""
+        return self._applied.returns
 
     def step(self, run: Callable[[], Result]) -> Result:
         """Run one step under the handle's rule for out-of-memory errors.
@@ -173,192 +89,20 @@ class Handle:
         InfeasibleBudgetError
             If no plan fits what there is, from an OutOfMemoryError. The former plan goes on.
         """
-        if self._on_oom is None or not self._applied:
-            return run()
-        outer = sys.exc_info()[1]
-        tried = 0
-        while True:
-            with self._undo.step() as start:
-                done, failed = self._attempt(run, start, tried)
-            if failed is None:
-                return done[0]
-            assert failed.__cause__ is not None
-            oom.drop_frames(failed.__cause__, self._device, outer)
-            if tried >= self._on_oom.retries or failed.shortage.tier == "host" or failed.shortage.phase == "update":
-                raise failed
-            self._replan(failed)
-            tried += 1
-            if not failed.shortage.repeatable:
-                raise OutOfMemoryError(
-                    failed.shortage, replans=tried, note="\n  next      a leaner plan is applied from the next step on"
-                ) from failed.__cause__
-
-    def _attempt(
-        self, run: Callable[[], Result], start: oom.StepStart, tried: int
-    ) -> tuple[tuple[Result, ...], OutOfMemoryError | None]:
-        """The result, or what went wrong for want of memory; the step is undone then."""
-        before, controller = self._counted(), self._controller
-        live_before = device_bytes(self._device).requested_bytes if self._device.type == "cuda" else None
-        controller.at_step_begin(start.backward_begins)
-        try:
-            return (run(),), None
-        except (RuntimeError, MemoryError, CkptPlanError) as error:
-            cause = oom.exhaustion(error)
-            if cause is None or isinstance(error, OutOfMemoryError):
-                raise
-            shortage = self._shortage(error, cause, start.updating, before, live_before)
-            self._controller.forget()
-            lost, half = start.undo()
-            failed = OutOfMemoryError(
-                dataclasses.replace(shortage, gradients_lost=lost, half_updated=half), replans=tried
-            )
-            failed.__cause__ = error
-            return (), failed
-        finally:
-            controller.on_backward = self._controller.on_backward = None
-
-    def _shortage(
-        self, error: BaseException, cause: BaseException, updating: bool, before: Stats, live_before: int | None
-    ) -> Shortage:
-        assert self._on_oom is not None
-        phase, index, doing = oom.located(error, self._controller.place, updating)
-        last = len(self.plan.stages) - 1
-        adviser = self._on_oom.adviser
-        planned = None if adviser is None else adviser.planned(self.plan, phase, index)
-        done = self._counted().since(before)
-        live, asked = oom.live_bytes(cause, self._device), oom.requested_bytes(cause)
-        return Shortage(
-            phase=phase,
-            stage=self.plan.stages[last if index is None else index],
-            doing=doing,
-            tier="host" if live is not None and oom.is_host_memory(cause) else "device",
-            requested_bytes=None if asked is None else asked[1],
-            requested_least_bytes=None if asked is None else asked[0],
-            budget_bytes=self.plan.budget_bytes,
-            planned_bytes=self.plan.peak_bytes if planned is None else planned[1],
-            planned_start_bytes=None if planned is None else planned[0],
-            live_bytes=None if live is None else live.requested_bytes,
-            allocated_bytes=None if live is None else live.allocated_bytes,
-            reserved_bytes=None if live is None else live.reserved_bytes,
-            expandable_segments="expandable_segments:True" in allocator_conf(),
-            capacity_bytes=oom.capacity_bytes(self._device),
-            live_before_bytes=live_before,
-            model_bytes=oom.model_bytes(self._model, self._device),
-            process_bytes=oom.process_bytes(),
-            swapped=tuple(
-                (state.name.lower().replace("_", " "), len(sizes), sum(sizes))
-                for state, sizes in sorted(self._controller.swapped().items(), key=lambda item: item[0].value)
-            ),
-            recomputed_stages=done.recomputed_stages,
-            planned_recomputed_stages=done.planned_recomputed_stages,
-            swapped_out_bytes=done.swapped_out_bytes,
-            swapped_in_bytes=done.swapped_in_bytes,
-            planned_swapped_bytes=done.planned_swapped_bytes,
-            gradients_lost=False,
-            half_updated=False,
-        )
-
-    def _replan(self, failed: OutOfMemoryError) -> None:
-        """Put a leaner plan in the present one's place; if there is none, that one stays."""
-        assert self._on_oom is not None
-        assert self._on_oom.adviser is not None
-        before = self.plan
-        try:
-            plan = self._on_oom.adviser.replan(before, failed.shortage)
-        except CkptPlanError as error:
-            raise error from failed
-        self._take(plan)
-        self.replans += (Replan(failed.shortage, before, plan),)
-        longer = f"{plan.step_s / before.step_s:.2f} times as long" if before.step_s else "as long as it does"
-        warnings.warn(
-            f"out of memory in {failed.shortage.phase} of {failed.shortage.stage!r}; went on with a plan of "
-            f"{format_bytes(plan.peak_bytes)} in place of {format_bytes(before.peak_bytes)} whose step takes {longer} "
-            "(handle.replans has the reports)",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-
-    def _take(self, plan: Plan) -> None:
-        """Put `plan` in the present one's place, which stays where that fails."""
-        self._controller.remove()
-        self._put(plan)
-
-    def _put(self, plan: Plan) -> None:
-        """Apply `plan`; the present one, which is off the model, goes back on if that fails."""
-        former, stores = self._controller, self._stores
-        with handing_over(stores):
-            try:
-                self._controller, self._stores = self._place(plan, former)
-            except BaseException:
-                former.install()
-                raise
-            close_all(stores)
-        self.plan = plan
-        self._controller.counters.meter.restart()
-        self._peaks = Peaks(self._device, self._peaks)
-        self._watch_forwards()
-
-    def _watch_forwards(self) -> None:
-        if self._on_larger is not None:
-            self._controller.before_forward = self._before_forward
-
-    def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Controller:
-        """The controller to run this forward under: another one if its inputs are larger than planned.
-
-        Raises
-        ------
-        InfeasibleBudgetError
-            If no plan for them fits the budget. The former plan goes on, here and below.
-        PlanMismatchError
-            If they can't be planned for.
-        """
-        assert self._on_larger is not None
-        before, former = self.plan, self._controller
-        if not self._on_larger.beyond(before, args, kwargs):
-            return former
-        former.remove()
-        try:
-            plan, larger = self._on_larger.enlarged(before, args, kwargs)
-        except BaseException:
-            former.install()
-            raise
-        self._put(plan)
-        if plan.stages != before.stages:
-            self._controller.counters.runs.clear()  # they count by a stage's place
-        if former.on_backward is not None:
-            self._controller.at_step_begin(former.on_backward)
-        if larger is None:
-            self.returns += 1
-            return self._controller
-        self.replans += (Replan(None, before, plan, larger),)
-        warnings.warn(f"{larger} (handle.replans has the plans)", RuntimeWarning, stacklevel=2)
-        return self._controller
+        return run() if self._retry is None or not self._applied.is_on else self._retry.step(run)
 
     def remove(self) -> None:
         """Restore the model exactly; calling it again does nothing.
 
         Graphs that are still alive keep what they need: their swap space goes when they go.
         """
-        if self._removed:
-            return
-        self._removed, self._applied = True, False
-        self._controller.remove()
-        if self._controller.checks is not None:
-            self._controller.checks.close()
-        self._config.close()
-        close_all(self._stores)
+        if self._applied.remove():
+            self._config.close()
+            close_all(self._applied.stores)
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> contextlib.AbstractContextManager[None]:
         """The plain model inside; the plan goes on afterwards."""
-        was_applied, self._applied = self._applied, False
-        self._controller.remove()
-        try:
-            yield
-        finally:
-            if was_applied and not self._removed:
-                self._controller.install()
-                self._applied = True
+        return self._applied.paused()
 
     def unmetered(self) -> contextlib.AbstractContextManager[None]:
         """No step inside is measured for `stats`, so that each takes what most steps of a training take.
@@ -366,17 +110,14 @@ class Handle:
         Use it around steps that something else times: a measured step has a mark, on CUDA an event, wherever a stage,
         a recompute or a wait begins, and a hook on every stage's output.
         """
-        return self._controller.counters.meter.off()
+        return self._applied.controller.counters.meter.off()
 
     def stats(self) -> Stats:
         """What happened since the plan was applied, and what a step takes, beside the plan.
 
         On CUDA this waits for the device.
         """
-        meter, adviser = self._controller.counters.meter, self._adviser
-        predicted = None if adviser is None else adviser.stage_times(self.plan)
-        found = stage_stats(self._counted(), self.plan, meter.steps(), predicted, self._stores)
-        return self._peaks.told(found, self.plan)
+        return self._report.stats()
 
     def trace(
         self, run: Callable[[], Any], *, inputs: Any = None, optimizer: torch.optim.Optimizer | None = None
@@ -397,23 +138,7 @@ class Handle:
         InvalidInputError
             If the plan isn't applied now, or `run` isn't one forward followed by its backward.
         """
-        if not self._applied:
-            raise InvalidInputError("the plan isn't applied now, so no step of it can be traced")
-        # In no variable: gradients that the step drops must go.
-        held = unique_bytes(
-            [*held_tensors(self._model), *optimizer_tensors(optimizer), *tensors_in(inputs)], self._device
-        )
-        before = [StorageWeakRef(p.grad.untyped_storage()) for p in self._model.parameters() if p.grad is not None]
-        step, notes = record_step(self._controller.counters.meter, run, self._device, held, self.plan.stages)
-        if self._device.type == "cpu":
-            if any(gradient.expired() for gradient in before):
-                notes += (
-                    "gradients from before the step went in it, unrecorded, so memory is drawn too high from then on; "
-                    "call zero_grad() before the traced step",
-                )
-            elif inputs is not None:
-                self._peaks.traced(step.peak_bytes)
-        return Trace(step, None if self._adviser is None else self._adviser.drawn(self.plan), notes)
+        return self._report.trace(run, inputs=inputs, optimizer=optimizer)
 
     def refine(self, threshold: float = 0.1) -> Refinement:
         """Plan again from what the last steps took, if that differs from the prediction.
@@ -435,43 +160,7 @@ class Handle:
         InfeasibleBudgetError
             If by the measured bytes no plan keeps the budget. The former plan goes on.
         """
-        limit = checked_threshold(threshold)
-        if not self._applied:
-            raise InvalidInputError("the plan isn't applied now, so there is nothing to refine")
-        if self._adviser is None:
-            raise InvalidInputError(
-                "refine corrects the profile that the plan was made from, which isn't known: pass it to apply, "
-                "ckptplan.apply(model, plan, profile=profile)"
-            )
-        before = self.plan
-        measured = measured_steps(self._controller.counters.meter.steps(), before, self._peaks.bytes)
-        over = measured.peak_bytes is not None and measured.peak_bytes > before.budget_bytes
-        if not over and abs(measured.step_s - before.step_s) <= limit * before.step_s:
-            return Refinement(limit, measured, before, before, before)
-        after, told = self._adviser.refined(before, measured)
-        if (after.choices, after.segments) == (before.choices, before.segments):
-            self.plan = after
-        else:
-            self._take(after)
-        return Refinement(limit, measured, before, told, after)
-
-    def _counted(self) -> Stats:
-        counters, checks = self._controller.counters, self._controller.checks
-        planned = planned_runs(self.plan)
-        return Stats(
-            forwards=counters.forwards,
-            recomputed_stages=counters.recomputed_stages,
-            planned_recomputed_stages=sum(max(runs - 1, 0) for runs in planned),
-            swapped_out_bytes=counters.swapped_out_bytes,
-            swapped_in_bytes=counters.swapped_in_bytes,
-            planned_swapped_bytes=self.plan.host_bytes,
-            runs=tuple(counters.runs[i] for i in range(len(planned))),
-            planned_runs=planned,
-            host_wait_s=counters.host_wait_s,
-            other_paths=counters.other_paths,
-            checked_forwards=0 if checks is None else checks.passes,
-            compared_tensors=0 if checks is None else checks.tensors,
-        )
+        return self._report.refine(threshold)
 
     def __enter__(self) -> Handle:
         return self
@@ -480,17 +169,6 @@ class Handle:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.remove()
-
-
-def planned_runs(plan: Plan) -> tuple[int, ...]:
-    """Per stage, how often its forward runs in one step; 0 for glue."""
-    runs = [
-        0 if is_glue(name) else 1 + (c.action == "recompute") for name, c in zip(plan.stages, plan.choices, strict=True)
-    ]
-    for segment in plan.segments:
-        for i in range(segment.first, segment.last + 1):
-            runs[i] = 0 if is_glue(plan.stages[i]) else 1 + segment.depth(i)
-    return tuple(runs)
 
 
 def apply(
@@ -596,9 +274,7 @@ def apply(
                 one_forward=plan.fingerprint.inputs != "step()",
                 counters=Counters(meter=Meter(device)) if former is None else former.counters,
                 old_graph=old_graph,
-                gradients=GradientGuard(model, plan),
-                held_over=HeldOver(plan),
-                unplanned=Unplanned(model, plan),
+                observers=(HeldOver(plan), GradientGuard(model, plan), Unplanned(model, plan, device)),
                 checks=checks,
             )
             controller.install()
@@ -607,4 +283,8 @@ def apply(
             raise
         return controller, stores
 
-    return Handle(model, plan, place, on_oom, adviser, on_larger)
+    applied = Applied(model, device, plan, place)
+    if on_larger is not None:
+        LargerInputs(applied, on_larger)
+    retry = None if on_oom is None else Retry(applied, on_oom)
+    return Handle(applied, Report(applied, adviser), retry)

@@ -19,7 +19,7 @@ from ckptplan.profiling.bytes.fake import fake_parameters
 from ckptplan.profiling.bytes.trace import _Names
 from ckptplan.profiling.bytes.tracker import Tracker
 from ckptplan.profiling.target import Target, find_target, with_index
-from ckptplan.runtime.swap.session import session as swap
+from ckptplan.runtime.swap import session as swap
 from ckptplan.runtime.swap.stores import NULL_STORES
 
 HERE = torch.device("meta")  # a device beside the CPU that needs no memory
@@ -201,7 +201,7 @@ def test_the_whole_menu_keeps_to_the_profiled_positions(
                 with torch.autocast(device, torch.bfloat16, enabled=amp is not None):
                     loss = model(x).float().mean()
                 loss.backward()
-            assert handle._controller.counters.other_paths == 0, name
+            assert handle._applied.controller.counters.other_paths == 0, name
 
 
 @pytest.mark.parametrize("name", ["unet", "views"])
@@ -215,7 +215,7 @@ def test_profiled_inputs_take_the_profiled_path(name: str) -> None:
         with ckptplan.apply(model, plan) as handle:
             for _ in range(2):
                 step(model, inputs).backward()
-            assert handle._controller.counters.other_paths == 0, wanted
+            assert handle._applied.controller.counters.other_paths == 0, wanted
 
 
 def step(model: nn.Module, inputs: Any) -> torch.Tensor:

@@ -31,11 +31,11 @@ from ckptplan.runtime.guard import check
 from ckptplan.runtime.guard.check import Checks
 from ckptplan.runtime.handle import apply
 from ckptplan.runtime.observe.measure import peak_above_start, recorded_allocations
-from ckptplan.runtime.recompute.call import call as recompute
+from ckptplan.runtime.recompute import call as recompute
+from ckptplan.runtime.state import surroundings
 from ckptplan.runtime.state.cells import Snapshot
-from ckptplan.runtime.state.restore import surroundings
 from ckptplan.runtime.step import default_loss
-from ckptplan.runtime.swap.session import session as swap
+from ckptplan.runtime.swap import session as swap
 from ckptplan.runtime.swap.stores import disk
 
 CPU = torch.device("cpu")
@@ -295,7 +295,7 @@ def test_checks_go_with_the_plan() -> None:
     model, inputs = build("mlp")
     handle = apply(model, swapped_and_recomputed("mlp", "recompute"), check="always")
     loss = default_loss(model(inputs))
-    checks = weakref.ref(handle._controller.checks)
+    checks = weakref.ref(handle._applied.controller.checks)
     handle.remove()
     assert checks()._benches == {}  # type: ignore[union-attr]
     loss.backward()  # a graph that is alive goes on
@@ -510,7 +510,7 @@ def test_later_callbacks_of_that_backward_still_run(unguarded: None) -> None:
         loss = model(x).mean()
         with pytest.raises(CheckError):
             loss.backward(retain_graph=True)
-        assert handle._controller.place.phase == "update"
+        assert handle._applied.controller.place.phase == "update"
         frames = [o for o in gc.get_objects() if type(o).__name__ == "LoneFrame"]
         assert frames
         assert [frame._tables for frame in frames] == [{}] * len(frames)
@@ -523,11 +523,11 @@ def test_what_a_failed_backward_has_compared_is_forgotten() -> None:
         x.register_hook(lambda _: 1 / 0)  # type: ignore[func-returns-value]
         with pytest.raises(ZeroDivisionError):
             output.mean().backward()
-        assert handle._controller.checks._pairs
+        assert handle._applied.controller.checks._pairs
         with torch.no_grad():
             model(x)
         model(x)
-        assert handle._controller.checks._pairs == []
+        assert handle._applied.controller.checks._pairs == []
 
 
 # Without what else keeps the promise, the check alone finds it in the first step

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptplan.runtime.state import generators
 from ckptplan.runtime.state.generators import Access, Generators, numpys, pythons
-from ckptplan.runtime.state.restore import generators
 
 PYTHONS: dict[str, Callable[[random.Random], Any]] = {
     "random": lambda g: g.random(),

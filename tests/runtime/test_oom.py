@@ -195,8 +195,8 @@ def test_reported_undone_and_the_next_step_is_right(where: str, earlier: int, mo
             handle.step(step)
         assert_same(state(model), before, but=("random",))
         assert [ref() for ref in graphs] == [None] * len(graphs)
-        assert handle._controller.swapped() == {}
-        assert all(store.used_bytes == 0 for store in handle._stores.values())  # type: ignore[attr-defined]
+        assert handle._applied.controller.swapped() == {}
+        assert all(store.used_bytes == 0 for store in handle._applied.stores.values())  # type: ignore[attr-defined]
         found = raised.value.shortage
         assert (found.phase, found.doing) == (phase, doing)
         assert stage is None or found.stage.startswith(stage)
@@ -412,7 +412,7 @@ def test_a_report_on_cuda_counts_tensors(monkeypatch: pytest.MonkeyPatch) -> Non
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
     with ckptplan.apply(model, planned("mlp", "keep"), on_oom="report") as handle, memory.installed():
-        handle._device = DEVICE
+        handle._applied.device = DEVICE
         before = memory.allocate(3 * MIB + 100)
         with pytest.raises(OutOfMemoryError) as raised:
             handle.step(step)

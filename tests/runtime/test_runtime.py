@@ -33,8 +33,8 @@ from ckptplan.profiling.profiler import profile
 from ckptplan.runtime.handle import apply
 from ckptplan.runtime.observe.measure import held_tensors, peak_above_start, unique_bytes
 from ckptplan.runtime.step import default_loss
+from ckptplan.runtime.swap import session as swap
 from ckptplan.runtime.swap.session import Counters, State, SwapSession
-from ckptplan.runtime.swap.session import session as swap
 from ckptplan.runtime.swap.stores import NULL_STORES, Store, disk
 from ckptplan.runtime.verify import verify
 
@@ -609,8 +609,8 @@ def test_steps_leave_nothing_behind() -> None:
             clean_step(model, inputs)
             call(model, inputs)
         assert alive() == before
-        assert not handle._stores["host"].used_bytes  # type: ignore[attr-defined]
-        assert handle._stores["host"].peak_bytes <= 2 * handle.plan.host_bytes + (1 << 18)  # type: ignore[attr-defined]
+        assert not handle._applied.stores["host"].used_bytes  # type: ignore[attr-defined]
+        assert handle._applied.stores["host"].peak_bytes <= 2 * handle.plan.host_bytes + (1 << 18)  # type: ignore[attr-defined]
     watch = weakref.ref(model)
     del model, handle
     gc.collect()

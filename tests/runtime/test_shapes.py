@@ -145,7 +145,7 @@ def test_what_was_to_leave_has_left_when_the_forward_ends() -> None:
     with apply(model, plan) as handle:
         for count in (8, 6):
             output = model(x[:count])
-            assert handle._controller.swapped().keys() == {State.AWAY}
+            assert handle._applied.controller.swapped().keys() == {State.AWAY}
             output.sum().backward()
             model.zero_grad()
             del output
@@ -157,9 +157,9 @@ def test_one_sample_takes_another_path_within_the_planned_bytes() -> None:
     plan = planned("transformer", "swap")
     with apply(model, plan) as handle:
         results(model, inputs)
-        assert handle._controller.counters.other_paths == 0
+        assert handle._applied.controller.counters.other_paths == 0
         results(model, inputs[:1])
-        assert handle._controller.counters.other_paths > 0
+        assert handle._applied.controller.counters.other_paths > 0
     with (
         apply(model, dataclasses.replace(plan, saved_bytes=())),
         pytest.raises(PlanMismatchError, match="16 storages, the plan moves number 18"),
@@ -207,13 +207,13 @@ def test_selective_stages_on_another_path_hold_least() -> None:
     saved = [(8192, 8192) if choice.ops else () for choice in choices]
     with apply(model, dataclasses.replace(plan, choices=tuple(choices), saved_bytes=tuple(saved))) as handle:
         assert same(results(model, x), results(plain, x))
-        assert handle._controller.counters.other_paths == 0
+        assert handle._applied.controller.counters.other_paths == 0
         assert same(results(model, x[:31]), results(plain, x[:31]))
-        assert handle._controller.counters.other_paths == 0  # a sine of fewer rows holds no more
+        assert handle._applied.controller.counters.other_paths == 0  # a sine of fewer rows holds no more
     short = [(4096, 4096) if choice.ops else () for choice in choices]
     with apply(model, dataclasses.replace(plan, choices=tuple(choices), saved_bytes=tuple(short))) as handle:
         assert same(results(model, x[:31]), results(plain, x[:31]))
-        assert handle._controller.counters.other_paths == 3
+        assert handle._applied.controller.counters.other_paths == 3
 
 
 def session(planned: list[int]) -> SwapSession:

@@ -24,7 +24,7 @@ from ckptplan.referee import simulate
 from ckptplan.runtime.observe import meter as meters
 from ckptplan.runtime.observe.meter import BACKWARD, FORWARD, KINDS, RECOMPUTE, STALL, Meter
 from ckptplan.runtime.observe.stats import Peaks, Stats
-from ckptplan.runtime.swap.session import stores
+from ckptplan.runtime.swap import stores
 
 CPU = torch.device("cpu")
 
@@ -285,8 +285,8 @@ def test_a_backward_by_few_stages_is_noticed_also_when_not_all_are_watched(
     profile = ckptplan.profile(model, inputs, loss_fn=loss_of, menus=False)
     with ckptplan.apply(model, plan_of(profile, [action] * len(profile.stages))) as handle:
         assert_same(steps(model), wanted)
-        assert handle._controller.place.phase == "update"
-        assert len(handle._controller.counters.meter.steps()) >= 10
+        assert handle._applied.controller.place.phase == "update"
+        assert len(handle._applied.controller.counters.meter.steps()) >= 10
 
 
 def test_a_wait_inside_a_recompute_goes_to_the_stage_that_asked() -> None:
@@ -328,9 +328,9 @@ def test_no_other_thread_s_wait_is_a_stall(made: Made) -> None:
     """A graph freed with copies under way waits for them, but in nobody's name."""
     with ckptplan.apply(made.model, made.plan("swap", "swap", "swap", "swap")) as handle:
         made.step()
-        meter = handle._controller.counters.meter
+        meter = handle._applied.controller.counters.meter
         output = made.model(made.inputs)
-        session = handle._controller._session
+        session = handle._applied.controller._session
         assert session is not None
         for i in made.modules:
             session.prefetch(i)
@@ -361,13 +361,13 @@ def test_refine_changes_nothing_within_the_threshold(made: Made) -> None:
     with ckptplan.apply(made.model, made.plan("keep", "recompute", "keep", "keep"), profile=made.profile) as handle:
         for _ in range(5):
             made.step()
-        plan, controller = handle.plan, handle._controller
+        plan, controller = handle.plan, handle._applied.controller
         found = handle.refine(0.01)
         assert not found.corrected
         assert not found.changed
         assert "nothing was changed" in str(found)
         assert handle.plan is plan
-        assert handle._controller is controller
+        assert handle._applied.controller is controller
 
 
 def test_refine_puts_the_better_plan_in_place(made: Made) -> None:

@@ -294,7 +294,7 @@ def test_a_thread_that_dies_leaves_nobody_waiting(
 def test_a_step_after_a_thread_died(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = build("mlp")
     with apply(model, planned("mlp", "swap")) as handle:
-        store: Any = handle._stores["host"]
+        store: Any = handle._applied.stores["host"]
         with monkeypatch.context() as patch:
             start, started = DiskStore.start_out, []
 
@@ -332,7 +332,7 @@ def test_an_interrupt_while_waiting(name: str, monkeypatch: pytest.MonkeyPatch) 
         interrupted.set()
 
     with apply(model, planned("mlp", "swap")) as handle:
-        store: Any = handle._stores["host"]
+        store: Any = handle._applied.stores["host"]
         thread = threading.Thread(target=interrupt)
         with monkeypatch.context() as patch:
             patch.setattr(disk, name, slow)
@@ -460,7 +460,7 @@ FORK = """
 
     model, inputs = build("mlp")
     handle = apply(model, planned("mlp", "swap"))
-    store = handle._stores["host"]
+    store = handle._applied.stores["host"]
     loss = model(inputs).sum()
     store._out.submit(lambda: None).settle()  # behind all the others
 

@@ -14,7 +14,7 @@ from fake_memory import DEVICE, WORKSPACE_BYTES, FakeMemory
 from small_models import build, measured, plan_of
 from torch import nn
 
-from ckptplan.cli.app import demo
+from ckptplan.cli import demo
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Training

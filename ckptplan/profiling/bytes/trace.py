@@ -46,6 +46,7 @@ from ckptplan.profiling.values.watched import Watched
 from ckptplan.profiling.workload.discover import Found, discover_stages
 from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.guard.shapes import input_tensors
+from ckptplan.runtime.observer import Observer
 from ckptplan.runtime.recompute.call import cached_weights, shares_containers
 from ckptplan.runtime.state.cells import Snapshot, below
 from ckptplan.runtime.state.generators import Generators, SystemDraws
@@ -178,7 +179,7 @@ class _Saved(NamedTuple):
     tensor: Callable[[], torch.Tensor]
 
 
-class _Watcher:
+class _Watcher(Observer):
     """Tells the tracker where the program is, and notes what goes into stages and comes out.
 
     Parameters
@@ -390,7 +391,7 @@ def replay(
             NULL_STORES,
             device,
             segments=segments,
-            observer=watcher,
+            observers=(watcher,),
             one_forward=one_forward,
         )
 

@@ -11,7 +11,9 @@ budget all the same.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.plan import Plan
 from ckptplan.core.units import format_bytes
+from ckptplan.runtime.observer import Observer
 from ckptplan.runtime.swap.own import storages_of
 
 
@@ -100,7 +103,7 @@ def rewinding(model: nn.Module, rewind: Callable[[], None], *, accumulates: bool
     return rewound
 
 
-class GradientGuard:
+class GradientGuard(Observer):
     """Notices gradients that a plan didn't reckon with (NOTE [Gradients from before])."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
@@ -112,7 +115,7 @@ class GradientGuard:
         self._needs_bytes = max(plan.peak_bytes, plan.reserved_bytes or 0)
         self._budget_bytes = plan.budget_bytes
 
-    def check(self) -> None:
+    def pass_begins(self, waiting: weakref.ref[Any] | None) -> None:
         """Raise if more bytes of gradients exist than the budget has room for.
 
         Raises

@@ -23,6 +23,7 @@ from ckptplan.core.errors import PlanMismatchError
 from ckptplan.core.plan import Plan
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.observe.measure import tensors_in
+from ckptplan.runtime.observer import Observer
 from ckptplan.runtime.swap.own import storages_of
 
 _LEAST_BYTES = 512
@@ -47,7 +48,7 @@ class Warned:
             warnings.warn(f"the peak may exceed the budget: {text}", RuntimeWarning, stacklevel=3)
 
 
-class HeldOver:
+class HeldOver(Observer):
     """Notices what a plan didn't reckon with of the forwards before (NOTE [Held over])."""
 
     def __init__(self, plan: Plan) -> None:
@@ -68,7 +69,7 @@ class HeldOver:
             given = {s._cdata for s in _storages(inputs)}
             self._output = [weakref.ref(storage) for key, storage in made.items() if key not in given]
 
-    def check(self, waiting: weakref.ref[Any] | None) -> None:
+    def pass_begins(self, waiting: weakref.ref[Any] | None) -> None:
         """A forward begins: raise or warn if there is no room for what is alive of those before.
 
         Parameters

@@ -15,6 +15,7 @@ How much the last three need isn't known, and it may fit, so they are warnings, 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,11 +26,12 @@ from ckptplan.core.errors import PlanMismatchError
 from ckptplan.core.plan import Plan
 from ckptplan.runtime.guard.held_over import Warned
 from ckptplan.runtime.guard.shapes import ByName, Limits
+from ckptplan.runtime.observer import Observer
 from ckptplan.runtime.patching import PatchedForward, is_patchable
 from ckptplan.runtime.state.cells import below
 
 
-class Unplanned:
+class Unplanned(Observer):
     """Notices what `plan` was made without (NOTE [Unplanned]).
 
     Parameters
@@ -38,8 +40,8 @@ class Unplanned:
         Without the plan.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, plan: Plan, device: torch.device) -> None:
+        self._model, self._device = model, device
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._warned = Warned()
         # One that is around all of this was around profiling, and counts.
@@ -51,7 +53,7 @@ class Unplanned:
         self._outside = None if plan.outside is None else set(plan.outside)
         self._stages = {name.partition("#")[0] for name in plan.stages}
 
-    def begins(self) -> None:
+    def pass_begins(self, waiting: weakref.ref[Any] | None) -> None:
         """A forward begins.
 
         Raises
@@ -76,13 +78,10 @@ class Unplanned:
                 "inputs", f"the model gets {beyond[0]}, and the plan was made without; solve with these inputs"
             )
 
-    def backward(self, device: torch.device) -> None:
+    def backward_begins(self) -> None:
         """A backward begins."""
-        if (
-            self._autocast != device.type
-            and torch.is_autocast_enabled(device.type)
-            and torch.is_autocast_cache_enabled()
-        ):
+        kind = self._device.type
+        if self._autocast != kind and torch.is_autocast_enabled(kind) and torch.is_autocast_cache_enabled():
             self._warned.once(
                 "autocast",
                 "autocast is still on when backward begins, so the casts of the weights that it has made stay until it "

@@ -1,0 +1,146 @@
+"""A plan on a model: its controller and its stores, and how another plan takes its place."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from ckptplan.core.link import Tier
+from ckptplan.core.plan import Plan
+from ckptplan.core.shortage import Shortage
+from ckptplan.runtime.controller import Controller, is_glue
+from ckptplan.runtime.guard.shapes import Larger
+from ckptplan.runtime.observe.stats import Peaks, Stats
+from ckptplan.runtime.swap.stores import Store, close_all, handing_over
+
+Place = Callable[[Plan, Controller | None], tuple[Controller, Mapping[Tier, Store]]]
+"""Puts a plan on the model, going on where the controller of the former plan stopped."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Replan:
+    """A plan that took another's place.
+
+    Attributes
+    ----------
+    shortage : Shortage or None
+        Why, where a step ran out of memory.
+    before, after : Plan
+    larger : Larger or None
+        Why, where a forward's inputs were larger than planned.
+    """
+
+    shortage: Shortage | None
+    before: Plan
+    after: Plan
+    larger: Larger | None = None
+
+
+class Applied:
+    """A plan on a model.
+
+    Attributes
+    ----------
+    plan : Plan
+        The one that is applied now.
+    controller : Controller
+    stores : mapping of tier to Store
+    is_on : bool
+        False while it is paused and after it was removed.
+    replans : tuple of Replan
+        Plans that took another's place, in order.
+    returns : int
+        How often a plan that was made before took another's place again.
+    peaks : Peaks
+        Of the device's memory, since the present plan was applied and before.
+    on_change : list of callable
+        Called after another plan has taken the present one's place.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, plan: Plan, place: Place) -> None:
+        self.model, self.device, self.plan = model, device, plan
+        self.replans: tuple[Replan, ...] = ()
+        self.returns = 0
+        self.on_change: list[Callable[[], None]] = []
+        self._place = place
+        self.controller, self.stores = place(plan, None)
+        self.peaks = Peaks(device)
+        self.is_on = True
+        self._removed = False
+
+    def take(self, plan: Plan) -> None:
+        """Put `plan` in the present one's place, which stays where that fails."""
+        self.controller.remove()
+        self.put(plan)
+
+    def put(self, plan: Plan) -> None:
+        """Apply `plan`; the present one, which is off the model, goes back on if that fails."""
+        former, stores = self.controller, self.stores
+        with handing_over(stores):
+            try:
+                self.controller, self.stores = self._place(plan, former)
+            except BaseException:
+                former.install()
+                raise
+            close_all(stores)
+        self.plan = plan
+        self.controller.counters.meter.restart()
+        self.peaks = Peaks(self.device, self.peaks)
+        for changed in self.on_change:
+            changed()
+
+    def remove(self) -> bool:
+        """Restore the model exactly; returns whether it wasn't before."""
+        if self._removed:
+            return False
+        self._removed, self.is_on = True, False
+        self.controller.remove()
+        if self.controller.checks is not None:
+            self.controller.checks.close()
+        return True
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """The plain model inside; the plan goes on afterwards."""
+        was_on, self.is_on = self.is_on, False
+        self.controller.remove()
+        try:
+            yield
+        finally:
+            if was_on and not self._removed:
+                self.controller.install()
+                self.is_on = True
+
+    def counted(self) -> Stats:
+        """Counts since the plan was applied, beside those of the plan."""
+        counters, checks = self.controller.counters, self.controller.checks
+        planned = planned_runs(self.plan)
+        return Stats(
+            forwards=counters.forwards,
+            recomputed_stages=counters.recomputed_stages,
+            planned_recomputed_stages=sum(max(runs - 1, 0) for runs in planned),
+            swapped_out_bytes=counters.swapped_out_bytes,
+            swapped_in_bytes=counters.swapped_in_bytes,
+            planned_swapped_bytes=self.plan.host_bytes,
+            runs=tuple(counters.runs[i] for i in range(len(planned))),
+            planned_runs=planned,
+            host_wait_s=counters.host_wait_s,
+            other_paths=counters.other_paths,
+            checked_forwards=0 if checks is None else checks.passes,
+            compared_tensors=0 if checks is None else checks.tensors,
+        )
+
+
+def planned_runs(plan: Plan) -> tuple[int, ...]:
+    """Per stage, how often its forward runs in one step; 0 for glue."""
+    runs = [
+        0 if is_glue(name) else 1 + (c.action == "recompute") for name, c in zip(plan.stages, plan.choices, strict=True)
+    ]
+    for segment in plan.segments:
+        for i in range(segment.first, segment.last + 1):
+            runs[i] = 0 if is_glue(plan.stages[i]) else 1 + segment.depth(i)
+    return tuple(runs)

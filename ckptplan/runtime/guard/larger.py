@@ -1,0 +1,53 @@
+"""Forwards with larger inputs than planned: another plan takes the present one's place before they run."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from ckptplan.runtime.applied import Applied, Replan
+from ckptplan.runtime.controller import Controller
+from ckptplan.runtime.guard.shapes import OnLarger
+
+
+class LargerInputs:
+    """Has every forward of an applied plan looked at before it runs."""
+
+    def __init__(self, applied: Applied, planner: OnLarger) -> None:
+        self._applied, self._planner = applied, planner
+        applied.on_change.append(self._watch)
+        self._watch()
+
+    def _watch(self) -> None:
+        self._applied.controller.before_forward = self._before_forward
+
+    def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Controller:
+        """The controller to run this forward under: another one if its inputs are larger than planned.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If no plan for them fits the budget. The former plan goes on, here and below.
+        PlanMismatchError
+            If they can't be planned for.
+        """
+        before, former = self._applied.plan, self._applied.controller
+        if not self._planner.beyond(before, args, kwargs):
+            return former
+        former.remove()
+        try:
+            plan, larger = self._planner.enlarged(before, args, kwargs)
+        except BaseException:
+            former.install()
+            raise
+        self._applied.put(plan)
+        if plan.stages != before.stages:
+            self._applied.controller.counters.runs.clear()  # they count by a stage's place
+        if former.on_backward is not None:
+            self._applied.controller.at_step_begin(former.on_backward)
+        if larger is None:
+            self._applied.returns += 1
+            return self._applied.controller
+        self._applied.replans += (Replan(None, before, plan, larger),)
+        warnings.warn(f"{larger} (handle.replans has the plans)", RuntimeWarning, stacklevel=2)
+        return self._applied.controller
