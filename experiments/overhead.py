@@ -38,7 +38,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ckptplan.core.plan import Decision, Plan
+from ckptplan.core.plan import Decision, Decisions, Plan
 from ckptplan.core.segment import Segment
 from ckptplan.profiling.profiler import profile
 from ckptplan.runtime.controller import Controller, is_glue
@@ -318,11 +318,10 @@ def per_recomputed_block(make: Callable[[], tuple[_Blocks, torch.Tensor]], round
         return entered
 
     def planned(decision: Decision, segments: tuple[Segment, ...] = ()) -> Callable[[], Any]:
-        names = [f"blocks.{i}" for i in range(DEPTH)]
+        names = tuple(f"blocks.{i}" for i in range(DEPTH))
         counters = Counters(meter=Meter(device))
-        controller = Controller(
-            model, names, [decision] * DEPTH, NULL_STORES, device, segments=segments, counters=counters
-        )
+        decisions = Decisions(names, (decision,) * DEPTH, segments)
+        controller = Controller(model, decisions, NULL_STORES, device, counters=counters)
 
         @contextlib.contextmanager
         def entered() -> Iterator[None]:

@@ -79,6 +79,31 @@ KEEP = Decision("keep")
 
 
 @dataclass(frozen=True, slots=True)
+class Decisions:
+    """What is decided about a step, without budget or predictions: what a controller carries out.
+
+    Parameters
+    ----------
+    stages : tuple of str
+        Names in forward order; glue in parentheses.
+    choices : tuple of Decision
+        One per stage.
+    segments : tuple of Segment
+        Stages recomputed together, by index.
+    inputs : tuple of (tuple of InputTensor, or None), optional
+        Per stage, the largest tensors that the choices hold for; None: any.
+    saved_bytes : tuple of (tuple of int)
+        Per stage, the bytes of each storage that it was planned to save, in order; empty: not known.
+    """
+
+    stages: tuple[str, ...]
+    choices: tuple[Decision, ...]
+    segments: tuple[Segment, ...] = ()
+    inputs: tuple[tuple[InputTensor, ...] | None, ...] | None = None
+    saved_bytes: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A decision for every stage of a profile, with its predictions and its certificate.
 
@@ -147,6 +172,11 @@ class Plan:
     forward_peak_bytes: int | None = None
     between_bytes: int | None = None
     outside: tuple[str, ...] | None = None
+
+    @property
+    def decided(self) -> Decisions:
+        """What it decides."""
+        return Decisions(self.stages, self.choices, self.segments, self.inputs, self.saved_bytes)
 
     @property
     def expected_step_s(self) -> float:

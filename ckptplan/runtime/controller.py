@@ -24,9 +24,9 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.core.link import Tier
-from ckptplan.core.plan import Decision
+from ckptplan.core.plan import Decisions
 from ckptplan.core.segment import Segment
-from ckptplan.core.stage import InputTensor, Phase
+from ckptplan.core.stage import Phase
 from ckptplan.runtime.guard.check import Checks, StageCheck
 from ckptplan.runtime.guard.engine import OldGraph
 from ckptplan.runtime.guard.shapes import Limits
@@ -81,22 +81,15 @@ class _Pass:
 
 
 class Controller:
-    """Patches the stages' modules so that every training forward follows `choices`.
+    """Patches the stages' modules so that every training forward follows `decisions`.
 
     Parameters
     ----------
     model : nn.Module
-    stages : sequence of str
-        Names in forward order; glue in parentheses.
-    choices : sequence of Decision
+    decisions : Decisions
     stores : mapping of tier to Store
-        Those that `choices` move anything to.
-    segments : sequence of Segment
-        Stages recomputed together, by index.
-    inputs : sequence, optional
-        Per stage, the largest tensors that the choices hold for, None: any.
-    saved : sequence of sequences of int, optional
-        Per stage, the bytes of each storage that it was planned to save, in order.
+        Those that the decisions move anything to.
+    device : torch.device
     observers : sequence of Observer
     one_forward : bool
         A step calls the model's own forward once, so such a call begins a pass. Else passes are told by their calls.
@@ -118,14 +111,10 @@ class Controller:
     def __init__(
         self,
         model: nn.Module,
-        stages: Sequence[str],
-        choices: Sequence[Decision],
+        decisions: Decisions,
         stores: Mapping[Tier, Store],
         device: torch.device,
         *,
-        segments: Sequence[Segment] = (),
-        inputs: Sequence[Sequence[InputTensor] | None] | None = None,
-        saved: Sequence[Sequence[int]] = (),
         observers: Sequence[Observer] = (),
         one_forward: bool = True,
         counters: Counters | None = None,
@@ -133,16 +122,15 @@ class Controller:
         checks: Checks | None = None,
     ) -> None:
         self._model = model
-        self._stages = tuple(stages)
-        self._choices = tuple(choices)
+        self._stages, self._choices, segments = decisions.stages, decisions.choices, decisions.segments
         # What one stage moves, stages before it may hold too, and all must hold it by the same record.
         self._moves = any(choice.moves for choice in self._choices)
         asks_what_is_own = self._moves or bool(segments) or any(c.action == "swap" for c in self._choices)
         self._own_names = OwnNames(model) if asks_what_is_own else None
         self._stores = stores
         self._device = device
-        self._limits = [Limits(planned) for planned in inputs or [None] * len(self._stages)]
-        self._saved = saved
+        self._limits = [Limits(planned) for planned in decisions.inputs or [None] * len(self._stages)]
+        self._saved = decisions.saved_bytes
         self._pass_begins = listeners(observers, "pass_begins")
         self._inputs = listeners(observers, "inputs")
         self._enter = listeners(observers, "enter")

@@ -264,13 +264,9 @@ def apply(
         try:
             controller = Controller(
                 model,
-                plan.stages,
-                plan.choices,
+                plan.decided,
                 stores,
                 torch.device(device),
-                segments=plan.segments,
-                inputs=plan.inputs,
-                saved=plan.saved_bytes,
                 one_forward=plan.fingerprint.inputs != "step()",
                 counters=Counters(meter=Meter(device)) if former is None else former.counters,
                 old_graph=old_graph,

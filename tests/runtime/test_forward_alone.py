@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
-from ckptplan.core.plan import Decision
+from ckptplan.core.plan import Decision, Decisions
 from ckptplan.core.segment import Segment
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.guard.fused_steps import STEPS
@@ -69,9 +69,8 @@ def product(stage: Stage, x: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def planned(model: nn.Module, plan: str) -> Iterator[Counters]:
     choice, segments = PLANS[plan]
-    controller = Controller(
-        model, [str(i) for i in range(DEPTH)], [choice] * DEPTH, NULL_STORES, CPU, segments=segments
-    )
+    stages = tuple(map(str, range(DEPTH)))
+    controller = Controller(model, Decisions(stages, (choice,) * DEPTH, tuple(segments)), NULL_STORES, CPU)
     controller.install()
     with STEPS.watched():
         yield controller.counters

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
-from ckptplan.core.plan import KEEP, Decision, Plan
+from ckptplan.core.plan import KEEP, Decision, Decisions, Plan
 from ckptplan.core.request import Training
 from ckptplan.core.segment import Segment
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
@@ -49,7 +49,12 @@ def applied(
 ) -> Iterator[Controller]:
     device = model_device(model)
     store = make_store(device, capacity_bytes=1 << 24, directory=None, limit_bytes=None)
-    controller = Controller(model, stages, choices or [AGAIN] * len(stages), {"host": store}, device, segments=segments)
+    controller = Controller(
+        model,
+        Decisions(tuple(stages), tuple(choices or [AGAIN] * len(stages)), tuple(segments)),
+        {"host": store},
+        device,
+    )
     controller.install()
     try:
         yield controller
@@ -624,7 +629,7 @@ def test_without_memory(name: str) -> None:
     found = [Segment(1, n - 1, (Segment(1, n - 2, (Segment(1, 1),)),))]
     torch.set_rng_state(state)
     world = FakeWorld()
-    controller = Controller(model, stages, choices, NULL_STORES, CPU, segments=found)
+    controller = Controller(model, Decisions(tuple(stages), tuple(choices), tuple(found)), NULL_STORES, CPU)
     controller.install()
     try:
         with fake_parameters(model, world), world:
@@ -1031,12 +1036,12 @@ def test_segments_that_cannot_be() -> None:
     model, _, stages = make("glued")
     again = [AGAIN if i % 2 == 0 else KEEP for i in range(12)]
     with pytest.raises(PlanMismatchError, match=r"ends in '\(after layers.1\)', which is no module's call"):
-        Controller(model, stages, again, NULL_STORES, CPU, segments=[Segment(0, 3)])
+        Controller(model, Decisions(tuple(stages), tuple(again), (Segment(0, 3),)), NULL_STORES, CPU)
     with pytest.raises(PlanMismatchError, match="ends in number 20 of 12"):
-        Controller(model, stages, again, NULL_STORES, CPU, segments=[Segment(0, 20)])
+        Controller(model, Decisions(tuple(stages), tuple(again), (Segment(0, 20),)), NULL_STORES, CPU)
     again[2] = KEEP
     with pytest.raises(PlanMismatchError, match=r"'layers.1' is to keep; a segment's stages recompute"):
-        Controller(model, stages, again, NULL_STORES, CPU, segments=[Segment(0, 4)])
+        Controller(model, Decisions(tuple(stages), tuple(again), (Segment(0, 4),)), NULL_STORES, CPU)
 
 
 # Moved inputs

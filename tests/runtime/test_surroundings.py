@@ -13,7 +13,7 @@ from fake_cuda import FakeCuda
 from small_models import assert_same, gradients
 from torch import nn
 
-from ckptplan.core.plan import Decision
+from ckptplan.core.plan import Decision, Decisions
 from ckptplan.core.segment import Segment
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.recompute.put_back import Steps, put_back
@@ -100,8 +100,8 @@ class Chain(nn.Module):
 @contextlib.contextmanager
 def planned(model: nn.Module, plan: str, device: torch.device) -> Iterator[None]:
     choice, segments = PLANS[plan]
-    stages = [f"layers.{i}" for i in range(DEPTH)]
-    controller = Controller(model, stages, [choice] * DEPTH, NULL_STORES, device, segments=segments)
+    stages = tuple(f"layers.{i}" for i in range(DEPTH))
+    controller = Controller(model, Decisions(stages, (choice,) * DEPTH, tuple(segments)), NULL_STORES, device)
     controller.install()
     yield
     controller.remove()

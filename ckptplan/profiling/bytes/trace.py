@@ -30,7 +30,7 @@ from ckptplan.core.device import Device
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
-from ckptplan.core.plan import KEEP, Decision
+from ckptplan.core.plan import KEEP, Decision, Decisions
 from ckptplan.core.profile import Fingerprint, Profile
 from ckptplan.core.schedule import residency
 from ckptplan.core.segment import Segment
@@ -386,11 +386,9 @@ def replay(
         watcher = _Watcher(tracker, names, out, step.model, stages, saves=saves)
         controller = Controller(
             step.model,
-            stages,
-            choices,
+            Decisions(stages, choices, segments),
             NULL_STORES,
             device,
-            segments=segments,
             observers=(watcher,),
             one_forward=one_forward,
         )

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptplan.core.errors import UnsupportedModelError
-from ckptplan.core.plan import KEEP, Decision
+from ckptplan.core.plan import KEEP, Decision, Decisions
 from ckptplan.profiling.bytes.operations import writes
 from ckptplan.profiling.bytes.trace import find_stages, replay
 from ckptplan.profiling.target import Target
@@ -122,7 +122,9 @@ def _witness(phase: Phase, answers: Answers, step: TrainingStep, target: Target,
         rewind()
         choices = tuple(KEEP if 2 * j + 1 in fixed else Decision("recompute") for j in range(len(names)))
         one_forward = step.fn is None
-        controller = Controller(step.model, names, choices, NULL_STORES, target.device, one_forward=one_forward)
+        controller = Controller(
+            step.model, Decisions(names, choices), NULL_STORES, target.device, one_forward=one_forward
+        )
         modules = dict(step.model.named_modules())
         with around_forwards([modules[name.partition("#")[0]] for name in names], witness.stage):
             controller.install()
