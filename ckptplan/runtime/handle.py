@@ -26,6 +26,7 @@ from ckptplan.core.shortage import Shortage
 from ckptplan.core.stage import Phase
 from ckptplan.core.trace import DrawnStep, Trace
 from ckptplan.core.units import budget_to_bytes, format_bytes
+from ckptplan.runtime.accelerator import capacity_bytes, device_bytes, is_accelerator
 from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.guard import oom
 from ckptplan.runtime.guard.check import WHEN, Checks, When
@@ -35,7 +36,7 @@ from ckptplan.runtime.guard.gradients import GradientGuard
 from ckptplan.runtime.guard.held_over import HeldOver
 from ckptplan.runtime.guard.shapes import Larger, OnLarger
 from ckptplan.runtime.guard.unplanned import Unplanned
-from ckptplan.runtime.observe.measure import device_bytes, held_tensors, optimizer_tensors, tensors_in, unique_bytes
+from ckptplan.runtime.observe.measure import held_tensors, optimizer_tensors, tensors_in, unique_bytes
 from ckptplan.runtime.observe.meter import Meter
 from ckptplan.runtime.observe.refine import Refinement, checked_threshold, measured_steps
 from ckptplan.runtime.observe.stats import Peaks, Stats, stage_stats
@@ -198,7 +199,7 @@ class Handle:
     ) -> tuple[tuple[Result, ...], OutOfMemoryError | None]:
         """The result, or what went wrong for want of memory; the step is undone then."""
         before, controller = self._counted(), self._controller
-        live_before = device_bytes(self._device).requested_bytes if self._device.type == "cuda" else None
+        live_before = device_bytes(self._device).requested_bytes if is_accelerator(self._device) else None
         controller.at_step_begin(start.backward_begins)
         try:
             return (run(),), None
@@ -241,7 +242,7 @@ class Handle:
             allocated_bytes=None if live is None else live.allocated_bytes,
             reserved_bytes=None if live is None else live.reserved_bytes,
             expandable_segments="expandable_segments:True" in allocator_conf(),
-            capacity_bytes=oom.capacity_bytes(self._device),
+            capacity_bytes=capacity_bytes(self._device),
             live_before_bytes=live_before,
             model_bytes=oom.model_bytes(self._model, self._device),
             process_bytes=oom.process_bytes(),
@@ -405,7 +406,7 @@ class Handle:
         )
         before = [StorageWeakRef(p.grad.untyped_storage()) for p in self._model.parameters() if p.grad is not None]
         step, notes = record_step(self._controller.counters.meter, run, self._device, held, self.plan.stages)
-        if self._device.type == "cpu":
+        if not is_accelerator(self._device):
             if any(gradient.expired() for gradient in before):
                 notes += (
                     "gradients from before the step went in it, unrecorded, so memory is drawn too high from then on; "

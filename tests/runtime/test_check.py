@@ -31,11 +31,11 @@ from ckptplan.runtime.guard import check
 from ckptplan.runtime.guard.check import Checks
 from ckptplan.runtime.handle import apply
 from ckptplan.runtime.observe.measure import peak_above_start, recorded_allocations
-from ckptplan.runtime.recompute.call import call as recompute
+from ckptplan.runtime.recompute import call as recompute
 from ckptplan.runtime.state.cells import Snapshot
 from ckptplan.runtime.state.restore import surroundings
 from ckptplan.runtime.step import default_loss
-from ckptplan.runtime.swap.session import session as swap
+from ckptplan.runtime.swap import session as swap
 from ckptplan.runtime.swap.stores import disk
 
 CPU = torch.device("cpu")

@@ -33,8 +33,8 @@ from ckptplan.profiling.profiler import profile
 from ckptplan.runtime.handle import apply
 from ckptplan.runtime.observe.measure import held_tensors, peak_above_start, unique_bytes
 from ckptplan.runtime.step import default_loss
+from ckptplan.runtime.swap import session as swap
 from ckptplan.runtime.swap.session import Counters, State, SwapSession
-from ckptplan.runtime.swap.session import session as swap
 from ckptplan.runtime.swap.stores import NULL_STORES, Store, disk
 from ckptplan.runtime.verify import verify
 

@@ -19,6 +19,7 @@ import torch
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.core.link import STAGING_BYTES
 from ckptplan.core.units import format_bytes
+from ckptplan.runtime.accelerator import is_accelerator, own_module
 from ckptplan.runtime.observe.meter import OnCopy, Way
 from ckptplan.runtime.swap.stores.areas import CUDA_ALIGN, HostArea
 from ckptplan.runtime.swap.stores.base import Extent, Extents, OfOneProcess, Space, Ticket, bytes_of
@@ -42,7 +43,7 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, area: torch.Tensor) -> None:
-        self._streams = torch.get_device_module(device)
+        self._streams = own_module(device)
         self._stream = self._streams.Stream(device)
         self._chunks = area.chunk(2)
         self._chunk = self._chunks[0].numel()
@@ -156,7 +157,7 @@ class DiskStore(OfOneProcess):
         self._device = device or torch.device("cpu")
         super().__init__()
         # On CUDA sizes are multiples of that already, so a plan's bytes are exactly what is taken.
-        self._extents = Extents(DISK_BLOCK_BYTES if self._device.type == "cpu" else CUDA_ALIGN)
+        self._extents = Extents(CUDA_ALIGN if is_accelerator(self._device) else DISK_BLOCK_BYTES)
         where = Path(directory) if directory is not None else Path(tempfile.gettempdir())
         try:
             self._file = tempfile.TemporaryFile(dir=where, buffering=0)  # noqa: SIM115 - closed by close()
@@ -170,7 +171,7 @@ class DiskStore(OfOneProcess):
         self._stages: tuple[Staging, Staging] | None = None
         try:
             self._reserve(capacity_bytes)
-            if chunk_bytes is not None or self._device.type != "cpu":
+            if chunk_bytes is not None or is_accelerator(self._device):
                 area = HostArea(4 * (chunk_bytes or CHUNK_BYTES), self._device)
                 self._open().areas.append(area)
                 out, back = area.memory.chunk(2)
@@ -215,7 +216,7 @@ class DiskStore(OfOneProcess):
 
     def _ready(self) -> Any:
         """What the computing stream has been given so far."""
-        streams = torch.get_device_module(self._device)
+        streams = own_module(self._device)
         event = streams.Event()
         event.record(streams.current_stream(self._device))
         return event
