@@ -118,9 +118,9 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         1,
         "a staged copy waits for what compute was given when it was asked for",
-        "DiskStore._ready",
-        "        event.record(streams.current_stream(self._device))\n",
-        "",
+        "DiskStore._submit",
+        "recorded_event(self._device)",
+        "own_module(self._device).Event()",
         (
             "tests/runtime/test_streams.py::test_records_in_random_order",
             "tests/runtime/test_streams.py::test_copies_in_any_order",

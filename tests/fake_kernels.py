@@ -346,7 +346,6 @@ class Device(FakeCuda):
         real = torch.autograd._engine_run_backward
         with super().installed(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "_lazy_init", lambda: None)  # called where an operation is given the device
-            patch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
             patch.setattr(torch.autograd, "_engine_run_backward", functools.partial(self._run_backward, real))
             patch.setattr(check, "undisturbed", self._only_kernels)
             with _Kernels(self):

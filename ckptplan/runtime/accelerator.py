@@ -20,7 +20,6 @@ from ckptplan.core.measured import DeviceBytes
 module: Any = torch.get_device_module("cuda")
 """PyTorch's module for the accelerator. An emulated device takes its place as a whole."""
 IS_BUILT = torch.backends.cuda.is_built()
-_HOST = torch.device("cpu")
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
 
 
@@ -35,13 +34,10 @@ def own_module(device: torch.device) -> Any:
     return module if is_accelerator(device) else torch.get_device_module(device)
 
 
-# --- which devices there are ---
-
-
 def default_device() -> torch.device:
     """The accelerator of this machine, where it is a supported one, or else the CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    return found if found is not None and is_accelerator(found) else _HOST
+    return found if found is not None and is_accelerator(found) else torch.device("cpu")
 
 
 def device_count() -> int:
@@ -66,22 +62,9 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
     return module.get_device_capability(device) if is_accelerator(device) else None
 
 
-def is_started() -> bool:
-    """Whether this process uses the accelerator already; reading a generator's state would start it."""
-    return bool(module.is_initialized())
-
-
 def current_index() -> int:
-    """The index of the current accelerator; -1 before the first use, which `set_current_index` takes for no change."""
+    """The index of the current accelerator; -1 before the first use, which `set_device` takes for no change."""
     return torch._C._cuda_getDevice() if module.is_initialized() else -1
-
-
-def set_current_index(index: int) -> None:
-    """Make this the current accelerator."""
-    module.set_device(index)
-
-
-# --- streams and events ---
 
 
 def current_stream(device: torch.device) -> Any:
@@ -112,8 +95,16 @@ def run_on(stream: Any, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         now.wait_stream(stream)
 
 
+def recorded_event(device: torch.device) -> Any:
+    """An event of the stream that computes now: it happens when that has done what it was given so far."""
+    own = own_module(device)
+    event = own.Event()
+    event.record(own.current_stream(device))
+    return event
+
+
 def timing_event(device: torch.device) -> Any:
-    """An event with a time, recorded on the stream that computes now on an accelerator."""
+    """The like with a time, on an accelerator."""
     event = module.Event(enable_timing=True)
     event.record(module.current_stream(device))
     return event
@@ -134,9 +125,6 @@ def delay(device: torch.device, cycles: int) -> None:
     """Launch a CUDA kernel that does nothing for so many of the device's clock cycles."""
     with module.device(device):
         module._sleep(cycles)
-
-
-# --- memory ---
 
 
 def device_bytes(device: torch.device, when: Literal["current", "peak"] = "current") -> DeviceBytes:
@@ -181,10 +169,7 @@ def foreign_bytes(device: torch.device) -> int:
 
 
 def capacity_bytes(device: torch.device) -> int | None:
-    """Bytes that this process's allocator could have on a device: its own, what is free, within CUDA's memory fraction.
-
-    None on the CPU.
-    """
+    """Bytes that this process's allocator could have: its own, what is free, within its fraction; None on the CPU."""
     if not is_accelerator(device):
         return None
     free, total = module.mem_get_info(device)
@@ -193,11 +178,8 @@ def capacity_bytes(device: torch.device) -> int | None:
 
 
 def clear_library_workspaces(device: torch.device) -> int | None:
-    """Free what cuBLAS keeps for its products, and return its bytes.
-
-    None where it stays, since memory pools of CUDA graphs are alive: replays write to workspaces from before their
-    capture.
-    """
+    """Free what cuBLAS keeps for its products, and return its bytes; None where captured graphs still use it."""
+    # Replays write to workspaces from before their capture, as long as the graphs' memory pools are alive.
     index = with_index(device).index
     segments = module.memory_snapshot()
     if any(s["device"] == index and tuple(s.get("segment_pool_id", (0, 0))) != (0, 0) for s in segments):
@@ -222,18 +204,17 @@ def unlock_pages(memory: torch.Tensor) -> None:
     module.cudart().cudaHostUnregister(memory.data_ptr())
 
 
-# --- generators and precision ---
+def has_generator(device: torch.device) -> bool:
+    """Whether `device` has a generator that is in use; reading the state of another one would start CUDA."""
+    return is_accelerator(device) and module.is_initialized()
 
 
 def generator_states(device: torch.device) -> list[bytes]:
-    """States of the generators of PyTorch that operations on `device` may draw from.
-
-    As Python's bytes, which take no memory of a step's.
-    """
+    """States of PyTorch's generators that operations on `device` may draw from."""
     states = [torch.get_rng_state()]
     if is_accelerator(device):
         states.append(module.get_rng_state(device))
-    return [state.numpy().tobytes() for state in states]
+    return [state.numpy().tobytes() for state in states]  # held by Python, which takes no memory of a step's
 
 
 def keep_generators() -> Callable[[], None]:

@@ -32,8 +32,8 @@ from ckptplan.runtime.guard.check import Checks
 from ckptplan.runtime.handle import apply
 from ckptplan.runtime.observe.measure import peak_above_start, recorded_allocations
 from ckptplan.runtime.recompute import call as recompute
+from ckptplan.runtime.state import surroundings
 from ckptplan.runtime.state.cells import Snapshot
-from ckptplan.runtime.state.restore import surroundings
 from ckptplan.runtime.step import default_loss
 from ckptplan.runtime.swap import session as swap
 from ckptplan.runtime.swap.stores import disk
@@ -240,7 +240,7 @@ def test_a_checked_step_takes_no_more_memory(name: str, what: str) -> None:
         with apply(model, swapped_and_recomputed(name, what), check=when) as handle:  # type: ignore[arg-type]
             step(model, inputs)
             model.zero_grad()
-            peaks[when] = peak_above_start(lambda: step(model, inputs), CPU)
+            peaks[when] = peak_above_start(lambda: step(model, inputs))
             assert (handle.stats().compared_tensors > 0) == (when == "always")
     assert peaks["always"] <= peaks["off"]
 

@@ -310,7 +310,7 @@ def test_a_wait_inside_a_recompute_goes_to_the_stage_that_asked() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_only_some_steps_are_measured(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Marks cost time. Without a CUDA device, with a clock in its events' place."""
-    monkeypatch.setattr(accelerator, "timing_event", lambda device: 0.0)
+    monkeypatch.setattr(meters, "timing_event", lambda device: 0.0)
     monkeypatch.setattr(accelerator, "module", SimpleNamespace(is_current_stream_capturing=lambda: False))
     meter = Meter(torch.device(device))
     measured = []

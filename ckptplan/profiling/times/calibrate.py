@@ -106,12 +106,14 @@ def _calibrate(
     tell("the way to the host tier and back")
     link = measure_link(where, (64 if cuda else 16) << 20, swap_dir)
     properties = accelerator.properties(where) if cuda else None
+    accelerator.synchronize(where)
+    accelerator.empty_cache(where)
     description = properties.name if properties is not None else _cpu_name()
     found = Device(
         name=name or "-".join(description.lower().split()),
         description=description if cuda else f"{description}, {torch.get_num_threads()} threads",
         memory_bytes=properties.total_memory if properties is not None else psutil.virtual_memory().total,
-        context_bytes=_context_bytes(where),
+        context_bytes=accelerator.foreign_bytes(where),  # after the measurements: the libraries are loaded
         bytes_per_s=bytes_per_s,
         flops_per_s=flops_per_s,
         out_bytes_per_s=link.out_bytes_per_s,
@@ -140,13 +142,6 @@ def _cpu_name() -> str:
         lines = []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, "") or platform.processor() or platform.machine() or "CPU"
-
-
-def _context_bytes(where: torch.device) -> int:
-    """What is taken of the device after the measurements, when the libraries are loaded, and isn't the allocator's."""
-    accelerator.synchronize(where)
-    accelerator.empty_cache(where)
-    return accelerator.foreign_bytes(where)
 
 
 # --- peaks ---

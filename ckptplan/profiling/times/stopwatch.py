@@ -53,12 +53,7 @@ class Span:
 
 
 class Stopwatch:
-    """Times spans on one device; a span that begins drops nothing of those before it.
-
-    Parameters
-    ----------
-    device : torch.device
-    """
+    """Times spans on one device; a span that begins drops nothing of those before it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

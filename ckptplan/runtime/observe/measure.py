@@ -109,19 +109,8 @@ def peaks_within(events: list[tuple[int, int]], spans: Mapping[T, tuple[int, int
     return peaks
 
 
-def peak_above_start(run: Callable[[], Any], device: torch.device) -> int:
-    """Most bytes asked for above the level at the start while `run` runs.
-
-    CPU: the allocator's events. CUDA: its peak counter.
-    """
-    if accelerator.is_accelerator(device):
-        accelerator.synchronize(device)
-        before = accelerator.device_bytes(device).requested_bytes
-        accelerator.reset_peaks(device)
-        with no_cycles_collected():
-            run()
-        accelerator.synchronize(device)
-        return accelerator.device_bytes(device, "peak").requested_bytes - before
+def peak_above_start(run: Callable[[], Any]) -> int:
+    """Most bytes on the CPU above the level at the start while `run` runs, by the allocator's events."""
     level = peak = 0
     for _, nbytes in recorded_allocations(run)[0]:
         level += nbytes
@@ -169,7 +158,7 @@ def step_peaks(
     the segments that the first left; they begin with an empty cache and without cuBLAS's workspaces.
     """
     if not accelerator.is_accelerator(device):
-        return StepPeaks(held_bytes + peak_above_start(run, device))
+        return StepPeaks(held_bytes + peak_above_start(run))
     with no_cycles_collected():
         accelerator.synchronize(device)
         accelerator.clear_library_workspaces(device)

@@ -29,7 +29,7 @@ import torch
 
 from ckptplan.core.link import Tier
 from ckptplan.core.measured import Copied, StageTimes
-from ckptplan.runtime import accelerator
+from ckptplan.runtime.accelerator import device_bytes, is_accelerator, is_capturing, timing_event
 
 FORWARD, RECOMPUTE, BACKWARD, STALL = range(4)
 KINDS = 4
@@ -112,10 +112,8 @@ class Meter:
 
     def __init__(self, device: torch.device | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._device = device
-        self._clock: Callable[[], Any] = clock
-        self._cuda = False
-        if device is not None and accelerator.is_accelerator(device):
-            self._cuda, self._clock = True, functools.partial(accelerator.timing_event, device)
+        self._cuda = device is not None and is_accelerator(device)
+        self._clock: Callable[[], Any] = functools.partial(timing_event, device) if device and self._cuda else clock
         self._off = False
         self.restart()
 
@@ -143,7 +141,7 @@ class Meter:
         left_out = _FIRST < self._passes < self._next
         if self._passes == self._next:
             self._next += self._random.randint(EVERY // 2, EVERY + EVERY // 2)
-        if not self._every and (self._off or left_out or accelerator.is_capturing(self._device)):
+        if not self._every and (self._off or left_out or is_capturing(self._device)):
             self._now = FORWARD  # so that the next pass sees whether this one has ended
             return None
         self._step = Step(regular=not unfinished, memory=[] if self._cuda and self._every else None)
@@ -163,7 +161,7 @@ class Meter:
             return before
         step.marks.append((account, self._clock()))
         if step.memory is not None and self._device is not None:
-            step.memory.append(accelerator.device_bytes(self._device).allocated_bytes)
+            step.memory.append(device_bytes(self._device).allocated_bytes)
         return before
 
     def stall(self) -> int:

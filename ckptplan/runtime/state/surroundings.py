@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from ckptplan.runtime.accelerator import current_stream, is_accelerator, is_started, own_module, run_on
+from ckptplan.runtime.accelerator import current_stream, has_generator, own_module, run_on
 from ckptplan.runtime.recompute.put_back import Steps, enter
 from ckptplan.runtime.state.flags import flags, set_flags
 from ckptplan.runtime.state.modes import Modes
@@ -36,7 +36,7 @@ class Surroundings:
         devices = {device, *[t.device for t in tensors]}
         self._stream = current_stream(device)
         self._random = torch.get_rng_state()
-        self._device_random = _device_states([d for d in devices if is_accelerator(d) and is_started()])
+        self._device_random = _device_states([d for d in devices if has_generator(d)])
         self._flags = flags()
         self._modes = Modes()
         self._variables = contextvars.copy_context()

@@ -154,7 +154,8 @@ class Counters:
 
 
 def _home_of(tensor: torch.Tensor) -> Any:
-    return None if isinstance(tensor, FakeTensor) else current_stream(tensor.device)
+    device = tensor.device
+    return current_stream(device) if is_accelerator(device) and not isinstance(tensor, FakeTensor) else None
 
 
 class _Group:

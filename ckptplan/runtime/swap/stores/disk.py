@@ -19,7 +19,7 @@ import torch
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.core.link import STAGING_BYTES
 from ckptplan.core.units import format_bytes
-from ckptplan.runtime.accelerator import is_accelerator, own_module
+from ckptplan.runtime.accelerator import is_accelerator, own_module, recorded_event
 from ckptplan.runtime.observe.meter import OnCopy, Way
 from ckptplan.runtime.swap.stores.areas import CUDA_ALIGN, HostArea
 from ckptplan.runtime.swap.stores.base import Extent, Extents, OfOneProcess, Space, Ticket, bytes_of
@@ -43,15 +43,10 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, area: torch.Tensor) -> None:
-        self._streams = own_module(device)
+        self._device, self._streams = device, own_module(device)
         self._stream = self._streams.Stream(device)
         self._chunks = area.chunk(2)
         self._chunk = self._chunks[0].numel()
-
-    def _mark(self) -> Any:
-        event = self._streams.Event()
-        event.record(self._stream)
-        return event
 
     def out(self, ready: Any, parts: Iterable[Part], write: Callable[[memoryview, int], None]) -> None:
         """Write `parts`, which are there once `ready` has happened, a chunk at a time."""
@@ -63,7 +58,7 @@ class Staging:
                     chunk = self._chunks[number % 2][: end - begin]
                     for piece, at in pieces:
                         chunk[at - begin : at - begin + piece.numel()].copy_(piece, non_blocking=True)
-                    copied = self._mark()
+                    copied = recorded_event(self._device)
                     if waiting is not None:
                         write(*waiting)
                     copied.synchronize()
@@ -72,7 +67,7 @@ class Staging:
                     write(*waiting)
             finally:
                 # Also where a write failed: once this returns, others may write to the sources and to the chunks.
-                self._mark().synchronize()
+                recorded_event(self._device).synchronize()
 
     def back(self, ready: Any, parts: Iterable[Part], read: Callable[[memoryview, int], None]) -> None:
         """Read into `parts`, which may be written to once `ready` has happened, a chunk at a time."""
@@ -87,9 +82,9 @@ class Staging:
                     read(memoryview(chunk.numpy()), begin)  # type: ignore[arg-type]
                     for piece, at in pieces:
                         piece.copy_(chunk[at - begin : at - begin + piece.numel()], non_blocking=True)
-                    used[number % 2] = self._mark()
+                    used[number % 2] = recorded_event(self._device)
             finally:
-                self._mark().synchronize()
+                recorded_event(self._device).synchronize()
 
 
 def _chunks(parts: Iterable[Part], most_bytes: int) -> Iterator[tuple[int, int, list[Part]]]:
@@ -214,13 +209,6 @@ class DiskStore(OfOneProcess):
             ) from error
         self._reserved = nbytes
 
-    def _ready(self) -> Any:
-        """What the computing stream has been given so far."""
-        streams = own_module(self._device)
-        event = streams.Event()
-        event.record(streams.current_stream(self._device))
-        return event
-
     def start_out(self, *sources: torch.Tensor, place: Hashable = None) -> Ticket:
         space = self._open()
         sizes = [source.nbytes for source in sources]
@@ -243,10 +231,9 @@ class DiskStore(OfOneProcess):
         if self._stages is None:
             views = [(memoryview(data.numpy()), at) for data, at in blocks]  # type: ignore[arg-type]
             work = functools.partial(_each, _write if way == "out" else _read, fd, views)
-        elif way == "out":
-            work = functools.partial(_staged_out, self._stages[0], self._ready(), blocks, fd)
         else:
-            work = functools.partial(_staged_in, self._stages[1], self._ready(), blocks, fd)
+            run, stage = (_staged_out, self._stages[0]) if way == "out" else (_staged_in, self._stages[1])
+            work = functools.partial(run, stage, recorded_event(self._device), blocks, fd)
         nbytes = sum(self._extents.size(data.numel()) for data, _ in blocks)
         worker, after = (self._out, None) if way == "out" else (self._in, ticket.out_done)
         return worker.submit(_timed, self.on_copy, way, nbytes, (ticket.extent, ticket.space), work, after)
