@@ -109,7 +109,7 @@ def measured_bytes(made: nn.Module, x: torch.Tensor, optimizer: str, loop: str, 
     held = unique_bytes([*held_tensors(model), x])
     training = steps(model, x, OPTIMIZERS[optimizer](model.parameters()), loop)
     with ckptplan.apply(model, plan):
-        return held + peak_above_start(lambda: collections.deque(training, maxlen=0), torch.device("cpu"))
+        return held + peak_above_start(lambda: collections.deque(training, maxlen=0))
 
 
 def profiled(made: nn.Module, x: torch.Tensor, optimizer: str, *, accumulate: bool) -> Profile:

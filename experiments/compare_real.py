@@ -199,7 +199,7 @@ def enter(name: str, model: nn.Module, forward: Forward, inputs: Inputs) -> Cont
         contender.flops = counter.get_total_flops()
     model.zero_grad(set_to_none=True)
     held_bytes = unique_bytes([*held_tensors(model), *inputs.values()])
-    contender.peak_bytes = held_bytes + peak_above_start(contender.step, CPU)
+    contender.peak_bytes = held_bytes + peak_above_start(contender.step)
     return contender
 
 

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint_sequential
 
+from ckptplan.runtime.accelerator import is_accelerator, own_module
+
 Forward = Callable[[], Any]
 Enter = Callable[[nn.Module, Forward], AbstractContextManager[Forward]]
 
@@ -210,9 +212,10 @@ class Offloader:
 
     def __init__(self, model: nn.Module, device: torch.device, *, least_bytes: int = LEAST_BYTES) -> None:
         self.model, self.device, self.least_bytes = model, device, least_bytes
-        self.asynchronous = device.type == "cuda"
+        self.asynchronous = is_accelerator(device)
+        self.module = own_module(device)
         if self.asynchronous:
-            self.out, self.into = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self.out, self.into = self.module.Stream(device), self.module.Stream(device)
         self.pool: dict[int, list[tuple[Tensor, Any]]] = {}
         self.begin()
 
@@ -230,7 +233,7 @@ class Offloader:
     def settle(self) -> None:
         """Wait for every copy, and let the pool's memory go."""
         if self.asynchronous:
-            torch.cuda.synchronize(self.device)
+            self.module.synchronize(self.device)
         self.pool.clear()
 
     def take(self, nbytes: int) -> tuple[Tensor, Any]:
@@ -246,7 +249,7 @@ class Offloader:
     def wait(self, event: Any) -> None:
         """Let the stream that computes now wait."""
         if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
+            self.module.current_stream(self.device).wait_event(event)
 
     def worth_it(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()
@@ -272,10 +275,10 @@ class Offloader:
         """Begin the copy out; the oldest of a full stash leaves the device."""
         whole = _bytes_of(tensor)
         if self.asynchronous:
-            self.out.wait_stream(torch.cuda.current_stream(self.device))
+            self.out.wait_stream(self.module.current_stream(self.device))
             if saved.touched is not None:
                 self.out.wait_event(saved.touched)
-            with torch.cuda.stream(self.out):
+            with self.module.stream(self.out):
                 saved.host.copy_(whole, non_blocking=True)
             saved.left = saved.touched = self.out.record_event()
         else:
@@ -328,9 +331,9 @@ class Offloader:
             return
         target = torch.empty(saved.nbytes, dtype=torch.uint8, device=self.device)
         if self.asynchronous:
-            self.into.wait_stream(torch.cuda.current_stream(self.device))
+            self.into.wait_stream(self.module.current_stream(self.device))
             self.into.wait_event(saved.left)
-            with torch.cuda.stream(self.into):
+            with self.module.stream(self.into):
                 target.copy_(saved.host, non_blocking=True)
             saved.arrived = saved.touched = self.into.record_event()
         else:

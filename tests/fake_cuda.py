@@ -1,11 +1,11 @@
 """A stand-in for a CUDA device: streams that run late and in any order their waits allow, and an allocator that reuses.
 
-Code for CUDA runs on it as it is, with CPU tensors: `torch.cuda`'s streams and events and asynchronous copies are
-replaced. What is issued on a stream waits in its queue and runs when somebody waits on the host, or by chance before;
-among streams that could go on, chance decides, and has its favourites. Device memory is one arena. As with the caching
-allocator a freed block is handed out again at once on the stream that it was allocated on, which is all it orders, and
-later if others were told of with `record_stream`. New memory is written over by its stream, as by whoever had it last.
-So whoever leaves out a wait finds wrong bytes.
+Code for CUDA runs on it as it is, with CPU tensors: it takes the place of `ckptplan.runtime.accelerator.module`, and
+asynchronous copies are replaced. What is issued on a stream waits in its queue and runs when somebody waits on the
+host, or by chance before; among streams that could go on, chance decides, and has its favourites. Device memory is one
+arena. As with the caching allocator a freed block is handed out again at once on the stream that it was allocated on,
+which is all it orders, and later if others were told of with `record_stream`. New memory is written over by its stream,
+as by whoever had it last. So whoever leaves out a wait finds wrong bytes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from ckptplan.runtime import accelerator
 
 _device_of = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
 DEVICE = torch.device("cuda", 0)
@@ -106,7 +108,7 @@ class Block:
 
 
 class FakeCuda:
-    """The device; `installed` puts it in `torch.cuda`'s place."""
+    """The device; `installed` puts it in the place of PyTorch's module, whose names it has."""
 
     __module__ = "torch.cuda"  # as of what it stands for, which is no state of a model's
 
@@ -114,7 +116,7 @@ class FakeCuda:
         self.rng = random.Random(seed)
         self.lock = threading.RLock()
         self.streams: list[FakeStream] = []
-        self.default = self.new_stream()
+        self.default = self.Stream()
         self._current = threading.local()
         self._eager = self.rng.choice([0.0, 0.3, 0.9])
         self._arena = (ctypes.c_char * (arena_bytes + ALIGN))()
@@ -130,9 +132,24 @@ class FakeCuda:
         self.registered: dict[int, int] = {}  # address: bytes
         self.registrations = 0
 
-    # streams
+    # PyTorch's module for the device
 
-    def new_stream(self, device: Any = None) -> FakeStream:
+    def is_available(self) -> bool:
+        return False  # devices without an index are the first
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def device(self, device: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def cudart(self) -> Any:
+        return SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self._unregister)
+
+    def Event(self, enable_timing: bool = False) -> FakeEvent:
+        return FakeEvent(self)
+
+    def Stream(self, device: Any = None) -> FakeStream:
         stream = FakeStream(self)
         with self.lock:
             self.streams.append(stream)
@@ -275,7 +292,7 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[FakeCuda]:
-        """`torch.cuda` is this device inside, and `torch.empty` on it takes memory from the arena."""
+        """The package's accelerator is this device inside, and `torch.empty` on it takes memory from the arena."""
         copy_, empty, zeros = torch.Tensor.copy_, torch.empty, torch.zeros
 
         def copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -293,17 +310,9 @@ class FakeCuda:
         def zeroed(*size: Any, device: Any = None, **options: Any) -> torch.Tensor:
             return zeros(*size, **options) if getattr(device, "type", "cpu") == "cuda" else zeros(*size, device=device)
 
-        runtime = SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self._unregister)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.cuda, "Stream", self.new_stream)
-            patch.setattr(torch.cuda, "Event", lambda enable_timing=False: FakeEvent(self))
-            patch.setattr(torch.cuda, "current_stream", self.current_stream)
-            if hasattr(torch._C, "_cuda_getDevice"):  # built with CUDA, and maybe without a driver
-                patch.setattr(torch._C, "_cuda_getDevice", lambda: 0)
-            patch.setattr(torch.cuda, "stream", self.stream)
-            patch.setattr(torch.cuda, "synchronize", self.synchronize)
-            patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-            patch.setattr(torch.cuda, "cudart", lambda: runtime)
+            patch.setattr(accelerator, "module", self)
+            patch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
             patch.setattr(torch.Tensor, "copy_", copied)
             patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self.record_stream(tensor, stream))
             patch.setattr(torch.Tensor, "device", property(self._device))

@@ -12,6 +12,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -307,31 +308,44 @@ class Device(FakeCuda):
         with _disable_current_modes(), torch._C.DisableTorchFunction(), _Kernels(self):
             yield
 
+    # PyTorch's module for the device
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_device_properties(self, device: Any) -> Any:
+        return SimpleNamespace(name="emulated")
+
+    def get_rng_state(self, device: Any) -> torch.Tensor:
+        return self.generator.get_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any) -> None:
+        self.generator.set_state(state)
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        return [self.generator.get_state()]
+
+    def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
+        self.generator.set_state(states[0])
+
+    def is_current_stream_capturing(self) -> bool:
+        return False
+
+    def memory_stats(self, device: Any) -> dict[str, int]:
+        counted = ("requested_bytes", "allocated_bytes", "reserved_bytes")
+        return {f"{name}.all.{when}": self.in_use for name in counted for when in ("current", "peak")}
+
+    def reset_peak_memory_stats(self, device: Any) -> None:
+        """Its peaks are what is held."""
+
+    def empty_cache(self) -> None:
+        """It has none."""
+
     @contextlib.contextmanager
     def installed(self) -> Iterator[Device]:
         real = torch.autograd._engine_run_backward
-
-        def set_state(state: torch.Tensor, device: Any = None) -> None:
-            self.generator.set_state(state)
-
         with super().installed(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.cuda, "_lazy_init", lambda: None)
-            patch.setattr(torch.cuda, "_initialized", True)
-            patch.setattr(torch.cuda, "get_device_name", lambda device=None: "emulated")
-            patch.setattr(torch.cuda, "get_rng_state", lambda device=None: self.generator.get_state())
-            patch.setattr(torch.cuda, "set_rng_state", set_state)
-            patch.setattr(torch.cuda, "current_device", lambda: 0)
-            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-            counted = ("requested_bytes", "allocated_bytes", "reserved_bytes")
-            patch.setattr(
-                torch.cuda,
-                "memory_stats",
-                lambda device=None: {f"{n}.all.{w}": self.in_use for n in counted for w in ("current", "peak")},
-            )
-            for name in ("empty_cache", "reset_peak_memory_stats"):
-                patch.setattr(torch.cuda, name, lambda device=None: None)
-            for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-                patch.setattr(torch.cuda, name, lambda device=None: self.in_use)
+            patch.setattr(torch.cuda, "_lazy_init", lambda: None)  # called where an operation is given the device
             patch.setattr(torch.autograd, "_engine_run_backward", functools.partial(self._run_backward, real))
             patch.setattr(check, "undisturbed", self._only_kernels)
             with _Kernels(self):

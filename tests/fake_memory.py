@@ -1,4 +1,4 @@
-"""`torch.cuda`'s account of a device's memory, kept by our model of the caching allocator for tensors on the CPU."""
+"""An account of a device's memory, kept by our model of the caching allocator for tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptplan.core.device import library_workspaces
 from ckptplan.memory.allocator import CachingAllocator
+from ckptplan.runtime import accelerator
 
 DEVICE = torch.device("cuda", 0)
 WORKSPACES = tuple(filter(None, library_workspaces((8, 0), torch.__version__)))
@@ -64,15 +65,30 @@ class FakeMemory(TorchDispatchMode):
             self.hold(*(t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)))
         return result
 
-    # --- what torch.cuda says of it ---
+    # --- PyTorch's module for the device ---
 
-    def stats(self, device: Any = None) -> dict[str, int]:
+    def memory_stats(self, device: Any) -> dict[str, int]:
         a = self.allocator
         return {
             f"{kind}_bytes.all.{when}": getattr(a, f"{'peak_' if when == 'peak' else ''}{kind}_bytes")
             for kind in ("requested", "allocated", "reserved", "inactive_split")
             for when in ("current", "peak")
         }
+
+    def reset_peak_memory_stats(self, device: Any) -> None:
+        self.allocator.reset_peaks()
+
+    def empty_cache(self) -> None:
+        self.allocator.empty_cache()
+
+    def synchronize(self, device: Any) -> None:
+        """All is done."""
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def memory_snapshot(self) -> list[dict[str, Any]]:
+        return [{"device": DEVICE.index, "segment_pool_id": self.pool_id}]
 
     def clear_workspaces(self) -> None:
         for number in (n for numbers in self._workspaces.values() for n in numbers):
@@ -81,15 +97,9 @@ class FakeMemory(TorchDispatchMode):
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[FakeMemory]:
-        """`torch.cuda` speaks of it inside, and tensors are its blocks."""
+        """The package's accelerator is it inside, and tensors are its blocks."""
         with pytest.MonkeyPatch.context() as patch:
-            for module in (torch.cuda, torch.cuda.memory):
-                patch.setattr(module, "memory_stats", self.stats)
-            patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: self.allocator.reset_peaks())
-            patch.setattr(torch.cuda, "empty_cache", self.allocator.empty_cache)
-            patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-            segment = {"device": 0, "segment_pool_id": self.pool_id}
-            patch.setattr(torch.cuda, "memory_snapshot", lambda: [segment])
+            patch.setattr(accelerator, "module", self)
             patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", self.clear_workspaces, raising=False)
             with self:
                 yield self

@@ -23,6 +23,7 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.rules import enforceable_points
 from ckptplan.core.schedule import residency
 from ckptplan.core.segment import Segment
+from ckptplan.runtime.accelerator import current_stream, on_stream
 
 WIDTH = 64
 
@@ -41,16 +42,16 @@ class Streams:
         if not self.all:
             return contextlib.nullcontext()
         stream = self.all[number]
-        stream.wait_stream(torch.cuda.current_stream())  # type: ignore[arg-type]
+        stream.wait_stream(current_stream(stream.device))
         for tensor in tensors:
             tensor.record_stream(stream)  # type: ignore[arg-type]
-        return torch.cuda.stream(stream)  # type: ignore[arg-type]
+        return on_stream(stream)
 
     def join(self, number: int, *tensors: torch.Tensor) -> None:
         """Go on behind what the stream has been given; `tensors` are used here."""
         if self.all:
-            here = torch.cuda.current_stream()
-            here.wait_stream(self.all[number])  # type: ignore[arg-type]
+            here = current_stream(self.all[number].device)
+            here.wait_stream(self.all[number])
             for tensor in tensors:
                 tensor.record_stream(here)
 
@@ -199,7 +200,7 @@ def train(gpu: Device, seed: int, plan: Plan | None, steps: int = 2) -> Run:
             p.data = gpu.put(p)
         inputs = gpu.put(x)
         streams = model.streams
-        streams.all = [gpu.default, gpu.new_stream(), gpu.new_stream(), gpu.new_stream()]
+        streams.all = [gpu.default, gpu.Stream(), gpu.Stream(), gpu.Stream()]
         values: list[torch.Tensor] = []
         try:
             with contextlib.nullcontext() if plan is None else ckptplan.apply(model, plan) as handle:

@@ -27,6 +27,7 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits
 from ckptplan.core.units import GIB, format_bytes, format_seconds
 from ckptplan.referee import simulate
+from ckptplan.runtime.accelerator import default_device, is_accelerator
 from ckptplan.solving.planner import smallest_peak
 
 VOCABULARY = 256
@@ -215,8 +216,8 @@ def run(
     # The profiler that counts the allocator's bytes writes a line to stderr at each start and stop below this level.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     console = console or Console(highlight=False)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    size = size or (GPU_SIZE if where.type == "cuda" else Size())
+    where = torch.device(device or default_device())
+    size = size or (GPU_SIZE if is_accelerator(where) else Size())
     torch.manual_seed(SEED)
     model = GPT(size).to(where)
     data = batches(read_text(), size, steps, where)

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
-import torch
 from torch import nn
 
 from ckptplan.core.measured import DeviceBytes
@@ -18,6 +16,7 @@ from ckptplan.planning.job import Job, staged
 from ckptplan.profiling.profiler import profile_step, replayed_bytes, training_step
 from ckptplan.profiling.target import DeviceLike, Target, find_target
 from ckptplan.profiling.workload.optimizers import OptimizerLike
+from ckptplan.runtime import accelerator
 from ckptplan.runtime.observe.measure import held_tensors, unique_bytes
 from ckptplan.runtime.step import TrainingStep, check_supported
 from ckptplan.solving.tiers import check_disk
@@ -79,7 +78,7 @@ def free_bytes(model: nn.Module, target: Target) -> int:
     if target.spec is not None:
         return target.spec.usable_bytes
     device, held = target.device, unique_bytes(held_tensors(model), target.device)
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + cached + held
-    return int(psutil.virtual_memory().available) + held
+    if accelerator.is_accelerator(device):
+        now = accelerator.device_bytes(device)
+        held += now.reserved_bytes - now.allocated_bytes
+    return accelerator.free_bytes(device) + held

@@ -29,6 +29,7 @@ from ckptplan.profiling.times.timing import Again, Times, time_stages
 from ckptplan.profiling.values.real_run import answered
 from ckptplan.profiling.workload.inputs import find_inputs
 from ckptplan.profiling.workload.optimizers import OptimizerLike, make_optimizer, trace_updates
+from ckptplan.runtime.accelerator import empty_cache, is_accelerator
 from ckptplan.runtime.guard.gradients import made_gradient_bytes
 from ckptplan.runtime.observe.measure import Outside, held_tensors, optimizer_tensors, unique_bytes
 from ckptplan.runtime.state.parameters import ParameterState
@@ -120,8 +121,7 @@ def profile_step(
         rewind()
         with as_ours(training, "tracing"):
             found = _profile(training, optimizer, target, swap_dir, menus, list(notes), on_progress, rewind)
-    if target.device.type == "cuda":
-        torch.cuda.empty_cache()  # what stages took alone lies otherwise than what steps take
+    empty_cache(target.device)  # what stages took alone lies otherwise than what steps take
     return found
 
 
@@ -215,9 +215,9 @@ def _profile(
     link, shared = measure_links(target.device, block, swap_dir)
     if costs is not None:
         link = dataclasses.replace(link, latency_s=costs.latency_s, copy_s=costs.copy_s)
-    notes = [*notes, *filter(None, [sharing_note("host", link, shared)])] if target.device.type == "cuda" else notes
+    notes = [*notes, *filter(None, [sharing_note("host", link, shared)])] if is_accelerator(target.device) else notes
     disk = None
-    if target.device.type == "cuda" and swap_dir is not None:
+    if is_accelerator(target.device) and swap_dir is not None:
         disk, shared = measure_links(target.device, block, swap_dir, "disk")
         notes = [*notes, *filter(None, [sharing_note("disk", disk, shared)])]
     return _with_times(
@@ -470,6 +470,6 @@ _UNTRACEABLE = {
 def _failed(step: TrainingStep, doing: str, error: Exception) -> InvalidInputError:
     what = "step()" if step.fn is not None else f"{type(step.model).__name__}'s forward with these inputs"
     device = next(step.model.parameters()).device
-    on_host = device.type == "cuda" and any(t.device.type == "cpu" for t in step.tensors())
+    on_host = is_accelerator(device) and any(t.device.type == "cpu" for t in step.tensors())
     beside = f" (the model is on {device}, and some of its inputs are on the CPU)" if on_host else ""
     return InvalidInputError(f"{what} failed while {doing}: {type(error).__name__}: {error}{beside}")

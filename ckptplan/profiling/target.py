@@ -18,6 +18,7 @@ from ckptplan.profiling.bytes.kernels import real_choices
 from ckptplan.profiling.bytes.workspace import cuda_workspaces, measure_times, measure_workspaces
 from ckptplan.profiling.times.roofline import op_seconds
 from ckptplan.profiling.values.answers import Answers, seen_in, without_seen
+from ckptplan.runtime import accelerator
 from ckptplan.runtime.step import model_device
 from ckptplan.runtime.swap.session import MIN_SWAP_BYTES
 
@@ -29,13 +30,6 @@ PLANNED = "planned for "
 
 CUDA_BLOCK = 512
 """The caching allocator rounds every request up to a multiple of this many bytes."""
-
-
-def with_index(device: torch.device) -> torch.device:
-    """`device` with the index that PyTorch gives to its tensors, as devices are compared: "cuda" isn't "cuda:0"."""
-    if device.type != "cuda" or device.index is not None:
-        return device
-    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +55,7 @@ class Target:
     least_moved_bytes: int = MIN_SWAP_BYTES
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "device", with_index(self.device))
+        object.__setattr__(self, "device", accelerator.with_index(self.device))
 
     @property
     def without_answers(self) -> Target:
@@ -76,21 +70,19 @@ class Target:
     @property
     def is_cuda(self) -> bool:
         """Whether the step runs on CUDA there."""
-        return self.device.type == "cuda" if self.spec is None else self.spec.is_cuda
+        return accelerator.is_accelerator(self.device) if self.spec is None else self.spec.is_cuda
 
     @property
     def description(self) -> str:
         """For people: the device's name."""
         if self.spec is not None:
             return self.spec.description
-        return torch.cuda.get_device_name(self.device) if self.is_cuda else str(self.device)
+        return accelerator.properties(self.device).name if self.is_cuda else str(self.device)
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
         """CUDA's (major, minor)."""
-        if self.spec is not None:
-            return self.spec.compute_capability
-        return torch.cuda.get_device_capability(self.device) if self.is_cuda else None
+        return accelerator.compute_capability(self.device) if self.spec is None else self.spec.compute_capability
 
     @property
     def byte_class(self) -> tuple[object, ...] | None:
@@ -106,7 +98,7 @@ class Target:
         """What the device has in all; None for the machine's main memory."""
         if self.spec is not None:
             return self.spec.memory_bytes
-        return torch.cuda.get_device_properties(self.device).total_memory if self.is_cuda else None
+        return accelerator.properties(self.device).total_memory if self.is_cuda else None
 
     @property
     def context_bytes(self) -> int:
@@ -114,12 +106,7 @@ class Target:
 
         Measured for the device that is here: what isn't free and isn't reserved. Other programs' memory is in it.
         """
-        if self.spec is not None:
-            return self.spec.context_bytes
-        if not self.is_cuda:
-            return 0
-        free, total = torch.cuda.mem_get_info(self.device)
-        return max(total - free - torch.cuda.memory_reserved(self.device), 0)
+        return accelerator.foreign_bytes(self.device) if self.spec is None else self.spec.context_bytes
 
     @property
     def round_to(self) -> int:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
 from ckptplan.core.profile import Fingerprint
 from ckptplan.core.request import Training
+from ckptplan.runtime import accelerator
 from ckptplan.runtime.guard.gradients import accumulates
 from ckptplan.runtime.state.compiled import check_compiled, compiled_modules
 
@@ -264,7 +265,7 @@ def fingerprint(step: TrainingStep, device_name: str | None = None) -> Fingerpri
         if isinstance(t, torch.Tensor)
     )
     device = model_device(model)
-    name = device_name or (torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
+    name = device_name or (accelerator.properties(device).name if accelerator.is_accelerator(device) else device.type)
     compiled = ", ".join(compiled_modules(model))
     return Fingerprint(
         model=_class_name(model) + (f" with {compiled} compiled" if compiled else ""),

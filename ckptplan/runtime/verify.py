@@ -17,6 +17,7 @@ from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Plan, require_plan
 from ckptplan.core.request import Training
 from ckptplan.core.units import format_bytes, format_seconds
+from ckptplan.runtime.accelerator import empty_cache, is_accelerator
 from ckptplan.runtime.guard.gradients import rewinding
 from ckptplan.runtime.handle import apply
 from ckptplan.runtime.observe.measure import (
@@ -257,9 +258,9 @@ def verify(
                     plain_peaks = measured(step_peaks, held_bytes, rewind)
             except torch.OutOfMemoryError:
                 plain_loss, reference = None, {}
-        if plain_loss is None and device.type == "cuda":
+        if plain_loss is None:
             gc.collect()
-            torch.cuda.empty_cache()
+            empty_cache(device)
         before = handle.stats()
         rewind()
         loss = once().cpu()
@@ -268,7 +269,7 @@ def verify(
         found = _results(model)
         planned_peaks = measured(step_peaks, held_bytes, rewind)
         planned_s, plain_s = [], []
-        warm_up = int(device.type == "cuda")  # its cache was emptied
+        warm_up = int(is_accelerator(device))  # its cache was emptied
         with handle.unmetered():
             for _ in range(warm_up + repeats):
                 if plain_loss is not None:

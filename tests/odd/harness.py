@@ -297,7 +297,7 @@ def _peak(odd: Odd) -> int:
     held = unique_bytes([*held_tensors(odd.model), *inputs])
     steps = itertools.islice(odd.loop(odd.model, odd.inputs), 2)
     # Both steps are recorded, since a recording has no releases of what was allocated before it.
-    return held + peak_above_start(lambda: collections.deque(steps, maxlen=0), torch.device("cpu"))
+    return held + peak_above_start(lambda: collections.deque(steps, maxlen=0))
 
 
 def _left(odd: Odd, extras: Extras) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.profiling.bytes.fake import fake_parameters
 from ckptplan.profiling.bytes.trace import _Names
 from ckptplan.profiling.bytes.tracker import Tracker
-from ckptplan.profiling.target import Target, find_target, with_index
+from ckptplan.profiling.target import Target, find_target
+from ckptplan.runtime.accelerator import with_index
 from ckptplan.runtime.swap import session as swap
 from ckptplan.runtime.swap.stores import NULL_STORES
 

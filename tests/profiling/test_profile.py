@@ -155,7 +155,7 @@ def measured_peak(model: nn.Module, inputs: Any, **kwargs: Any) -> int:
     run_step(step)
     model.zero_grad(set_to_none=True)
     held = unique_bytes([*held_tensors(model), *step.tensors()])
-    peak = held + peak_above_start(lambda: run_step(step), CPU)
+    peak = held + peak_above_start(lambda: run_step(step))
     model.zero_grad(set_to_none=True)
     return peak
 
@@ -288,7 +288,7 @@ def test_forward_peaks_are_predicted_too(name: str) -> None:
     predicted = max(residency(profile, [stage.keep for stage in profile.stages]).forward_bytes)
     graph: list[Any] = []  # as long as the measurement lasts
     held = unique_bytes([*held_tensors(model), *step.tensors()])
-    measured = held + peak_above_start(lambda: graph.append(step.forward()), CPU)
+    measured = held + peak_above_start(lambda: graph.append(step.forward()))
     assert measured <= predicted
     # 5 KB of random state and copies of buffers, which a stage would need again in a segment.
     copies = sum(b.untyped_storage().nbytes() for b in model.buffers())
@@ -418,7 +418,7 @@ def test_tensors_that_leave_a_stage_by_the_side(where: str) -> None:
         assert all(map(torch.equal, found, expected))
         model, x = made()
         with ckptplan.apply(model, plan):
-            peak = held + peak_above_start(functools.partial(stepped, model, x), CPU)
+            peak = held + peak_above_start(functools.partial(stepped, model, x))
         assert peak <= plan.peak_bytes, [choice.option for choice in plan.choices]
 
 
@@ -684,7 +684,7 @@ def test_profiling_stays_below_the_smallest_feasible_peak(monkeypatch: pytest.Mo
 
     def measured(*args: Any) -> Any:
         times: list[Any] = []
-        peaks.append(peak_above_start(lambda: times.append(plain(*args)), CPU))  # recordings can't be nested
+        peaks.append(peak_above_start(lambda: times.append(plain(*args))))  # recordings can't be nested
         return times[0]
 
     monkeypatch.setattr(profiler, "time_stages", measured)

@@ -21,6 +21,7 @@ from ckptplan.core.request import Training
 from ckptplan.core.segment import Segment
 from ckptplan.profiling.times import stopwatch, timing
 from ckptplan.profiling.times.stopwatch import Stopwatch, Took
+from ckptplan.runtime import accelerator
 from ckptplan.runtime.step import make_step
 
 DEVICE = torch.device("cuda", 0)
@@ -67,14 +68,15 @@ class Event:
 @pytest.fixture
 def lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lanes]:
     made = Lanes()
-    for name, value in {
-        "_sleep": made.sleep,
-        "synchronize": made.synchronize,
-        "device": lambda device: contextlib.nullcontext(),
-        "current_stream": lambda device: None,
-        "Event": lambda enable_timing: Event(made),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
+    device = SimpleNamespace(
+        _sleep=made.sleep,
+        synchronize=made.synchronize,
+        device=lambda device: contextlib.nullcontext(),
+        current_stream=lambda device: None,
+        is_initialized=lambda: False,
+        Event=lambda enable_timing: Event(made),
+    )
+    monkeypatch.setattr(accelerator, "module", device)
     monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: made.host_s))
     stopwatch._cycles_per_s.cache_clear()
     yield made

@@ -73,7 +73,7 @@ def measured_bytes(model: nn.Module, x: torch.Tensor, plan: Plan, run: Callable[
     """Most bytes that `run` holds at once; it must start without gradients, whose release isn't recorded."""
     held = unique_bytes([*held_tensors(model), x])
     with ckptplan.apply(model, plan):
-        return held + peak_above_start(run, torch.device("cpu"))
+        return held + peak_above_start(run)
 
 
 # ---------------------------------------------------------------- profile and plan

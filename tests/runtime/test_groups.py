@@ -163,7 +163,7 @@ def test_groups_in_random_order(seed: int, kind: str, tmp_path: Path) -> None:
     looks: list[Callable[[], bool]] = []
     with on_device(seed, kind, tmp_path) as (gpu, store):
         gpu.poison = True
-        streams = [gpu.default, gpu.new_stream()]
+        streams = [gpu.default, gpu.Stream()]
         values = itertools.cycle(range(1, 200))
         groups: list[tuple[list[tuple[Record, int]], fake_cuda.FakeStream]] = []
         for _ in range(40 if kind == "pinned" else 20):

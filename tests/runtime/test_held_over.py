@@ -113,9 +113,9 @@ def test_bytes_of_forward_are_those_measured(solved: tuple[Model, torch.Tensor, 
     held: list[Any] = []
     before = unique_bytes([*held_tensors(model), x])
     with ckptplan.apply(model, plan):
-        peak_bytes = before + peak_above_start(lambda: held.append(model(x)), torch.device("cpu"))
-        one = peak_above_start(lambda: held.append(model(x)), torch.device("cpu"))
-        two = peak_above_start(lambda: held.extend((model(x), model(x))), torch.device("cpu"))
+        peak_bytes = before + peak_above_start(lambda: held.append(model(x)))
+        one = peak_above_start(lambda: held.append(model(x)))
+        two = peak_above_start(lambda: held.extend((model(x), model(x))))
     assert 0.97 * plan.forward_peak_bytes <= peak_bytes <= plan.forward_peak_bytes
     assert 0.97 * plan.between_bytes <= two - one <= plan.between_bytes
 

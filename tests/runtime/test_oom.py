@@ -27,8 +27,9 @@ from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.shortage import Shortage
 from ckptplan.memory.allocator import CachingAllocator
 from ckptplan.report.shortage import Correction, corrections, planned_bytes
+from ckptplan.runtime.accelerator import device_bytes
 from ckptplan.runtime.guard import oom
-from ckptplan.runtime.observe.measure import device_bytes, held_tensors
+from ckptplan.runtime.observe.measure import held_tensors
 from ckptplan.runtime.step import default_loss
 from ckptplan.runtime.swap.stores import disk
 
@@ -399,12 +400,12 @@ def test_what_was_held_then(text: str) -> None:
         assert oom.live_bytes(error, DEVICE) == device_bytes(DEVICE)
 
 
-def test_a_report_on_cuda_counts_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_on_cuda_counts_tensors() -> None:
     """Not the blocks that they lie in; the handle takes its device for one on CUDA."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (11 * MIB, 24 << 30))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
     model, inputs = build("mlp")
-    memory = FakeMemory()
+    memory: Any = FakeMemory()
+    memory.mem_get_info = lambda device: (11 * MIB, 24 << 30)
+    memory.get_per_process_memory_fraction = lambda device: 1.0
 
     def step() -> None:
         step_of(model, inputs)()

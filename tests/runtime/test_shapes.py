@@ -100,7 +100,7 @@ def test_smaller_inputs_are_bitwise_right_and_within_the_peak(name: str, what: s
             model.zero_grad(set_to_none=True)
             held = unique_bytes([*held_tensors(model), x])
             step = make_step(model, Training(x))
-            peak = held + peak_above_start(lambda step=step: run_step(step), torch.device("cpu"))  # type: ignore[misc]
+            peak = held + peak_above_start(lambda step=step: run_step(step))  # type: ignore[misc]
             assert peak <= plan.peak_bytes, x.shape
 
 
@@ -131,7 +131,7 @@ def test_fewer_calls_keep_the_peak_although_stages_with_release_points_are_left_
             for count in (8, 7, 6, 5, 2):
                 step = make_step(model, Training(x[:count]))
                 held = unique_bytes([*held_tensors(model), x[:count]])
-                peak = held + peak_above_start(lambda step=step: run_step(step), torch.device("cpu"))  # type: ignore[misc]
+                peak = held + peak_above_start(lambda step=step: run_step(step))  # type: ignore[misc]
                 assert peak <= plan.peak_bytes, count
                 assert same(results(model, x[:count]), results(plain, x[:count]))
                 model.zero_grad(set_to_none=True)
@@ -433,7 +433,7 @@ def test_larger_inputs_are_planned_for(profiles: list[str]) -> None:
         model.zero_grad()
         held = unique_bytes([*held_tensors(model), text(4, 25)])
         step = make_step(model, Training(text(4, 25)))
-        assert held + peak_above_start(lambda: run_step(step), torch.device("cpu")) <= plan.budget_bytes
+        assert held + peak_above_start(lambda: run_step(step)) <= plan.budget_bytes
         for shape in [(4, 16), (3, 25), (1, 1), (4, 25)]:
             assert same(results(model, text(*shape)), results(plain, text(*shape)))
         assert len(handle.replans) == 1

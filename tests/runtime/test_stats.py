@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
 from ckptplan.profiling.profiler import profile
 from ckptplan.referee import simulate
+from ckptplan.runtime import accelerator
 from ckptplan.runtime.observe import meter as meters
 from ckptplan.runtime.observe.meter import BACKWARD, FORWARD, KINDS, RECOMPUTE, STALL, Meter
 from ckptplan.runtime.observe.stats import Peaks, Stats
@@ -308,8 +310,8 @@ def test_a_wait_inside_a_recompute_goes_to_the_stage_that_asked() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_only_some_steps_are_measured(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Marks cost time. Without a CUDA device, with a clock in its events' place."""
-    monkeypatch.setattr(Meter, "_event", lambda self: 0.0)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(meters, "timing_event", lambda device: 0.0)
+    monkeypatch.setattr(accelerator, "module", SimpleNamespace(is_current_stream_capturing=lambda: False))
     meter = Meter(torch.device(device))
     measured = []
     for k in range(1, 1610):
@@ -485,6 +487,6 @@ def test_peaks_are_those_since_the_plan_was_applied() -> None:
         assert found.earlier is not None
         assert found.earlier.reserved_bytes == 60 << 20
         # The user's own reset: since then.
-        torch.cuda.reset_peak_memory_stats()
+        memory.reset_peak_memory_stats(DEVICE)
         assert after.bytes == 3 << 20
         memory.allocator.free(model)

@@ -60,7 +60,7 @@ def on_device(seed: int, kind: str, directory: Path, **limits: Any) -> Iterator[
             store = PinnedStore(fake_cuda.DEVICE, capacity_bytes=8192, **limits)
         else:
             store = DiskStore(directory, capacity_bytes=8192, device=fake_cuda.DEVICE, chunk_bytes=1024, **limits)
-        compute = gpu.rng.choice([gpu.default, gpu.new_stream()])  # not always the one that was current before
+        compute = gpu.rng.choice([gpu.default, gpu.Stream()])  # not always the one that was current before
         try:
             with gpu.stream(compute):
                 yield gpu, store
@@ -90,7 +90,7 @@ def test_records_in_random_order(seed: int, kind: str, tmp_path: Path) -> None:
     """Several graphs alive, each record at another point of its life, memory taken again as soon as it is free."""
     looks: list[Callable[[], bool]] = []
     with on_device(seed, kind, tmp_path) as (gpu, store):
-        other = gpu.new_stream()
+        other = gpu.Stream()
         values = itertools.cycle(range(1, 200))
         living: list[tuple[Record, int]] = []
         record: Record | None
@@ -138,7 +138,7 @@ def test_records_of_several_streams(seed: int, kind: str, tmp_path: Path) -> Non
     looks: list[Callable[[], bool]] = []
     with on_device(seed, kind, tmp_path) as (gpu, store):
         gpu.poison = True
-        streams = [gpu.default, *(gpu.new_stream() for _ in range(3))]
+        streams = [gpu.default, *(gpu.Stream() for _ in range(3))]
         values = itertools.cycle(range(1, 200))
         living: list[tuple[Record, int, fake_cuda.FakeStream, fake_cuda.FakeStream | None]] = []
         record: Record | None
@@ -213,7 +213,7 @@ def test_memory_given_back_under_a_copy_is_written_only_behind_it(seed: int, tmp
             targets.append((ticket.in_done, target, value))
             store.free(ticket)  # the next copy out takes this memory
         for in_done, target, value in targets:
-            torch.cuda.current_stream(fake_cuda.DEVICE).wait_event(in_done)
+            gpu.current_stream().wait_event(in_done)
             looks.append(gpu.look(target, value))
         gpu.synchronize()
         del targets, target, source
@@ -415,7 +415,7 @@ def test_the_stream_that_computes_now_is_asked(seed: int, kind: str, tmp_path: P
     """Each record has its compute stream; none may wait for another one's work instead of its own."""
     looks: list[Callable[[], bool]] = []
     with on_device(seed, kind, tmp_path) as (gpu, store):
-        streams = [gpu.new_stream() for _ in range(3)]
+        streams = [gpu.Stream() for _ in range(3)]
         memory = [[gpu.empty(3000, torch.uint8) for _ in range(3)] for _ in streams]  # the allocator has one list
         for number in range(20):
             which = gpu.rng.randrange(3)
@@ -641,7 +641,7 @@ def test_memory_goes_when_all_devices_that_copied_are_done(monkeypatch: pytest.M
     gpu, devices = FakeCuda(0), [torch.device("cuda", 0), torch.device("cuda", 1)]
     with gpu.installed():
         waited: list[Any] = []
-        monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+        monkeypatch.setattr(gpu, "synchronize", lambda device=None: waited.append(device))
         with keep_pinned_memory():
             PinnedStore(devices[0], capacity_bytes=4096).close()
             store = PinnedStore(devices[1], capacity_bytes=4096)

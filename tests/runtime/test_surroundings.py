@@ -52,10 +52,10 @@ class Generators:
 
     @contextlib.contextmanager
     def installed(self, *, running: bool = True) -> Iterator[None]:
-        with pytest.MonkeyPatch.context() as patch, FakeCuda(0).installed():
-            patch.setattr(torch.cuda, "is_initialized", lambda: running)
-            patch.setattr(torch.cuda, "get_rng_state", self.get_rng_state)
-            patch.setattr(torch.cuda, "set_rng_state", self.set_rng_state)
+        gpu: Any = FakeCuda(0)
+        gpu.is_initialized = lambda: running
+        gpu.get_rng_state, gpu.set_rng_state = self.get_rng_state, self.set_rng_state
+        with gpu.installed():
             yield
 
 

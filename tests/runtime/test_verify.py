@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.profiling import profiler
 from ckptplan.profiling.profiler import profile
 from ckptplan.profiling.target import Target, find_target
+from ckptplan.runtime import accelerator
 from ckptplan.runtime import verify as verifying
 from ckptplan.runtime.handle import apply
 from ckptplan.runtime.observe.measure import StepPeaks, held_tensors, same_bits, step_peaks, unique_bytes
@@ -243,7 +245,9 @@ def test_on_the_cpu_there_is_one_account(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_profiling_leaves_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[None] = []
     found = chain()
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(None))
+    monkeypatch.setattr(
+        accelerator, "module", SimpleNamespace(empty_cache=lambda: given.append(None), is_initialized=lambda: False)
+    )
     monkeypatch.setattr(profiler, "_profile", lambda *args: found)
     model, x = subject()
     for device, count in ((torch.device("cpu"), 0), (DEVICE, 1)):

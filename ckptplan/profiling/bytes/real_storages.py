@@ -28,6 +28,7 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
 from ckptplan.core.units import format_bytes
+from ckptplan.runtime.accelerator import is_accelerator
 from ckptplan.runtime.swap.session import has_position, unowned
 
 
@@ -113,7 +114,7 @@ class RealStorages:
         return [numbers[storage._cdata] for storage in storages]
 
     def _bytes_of(self, storage: torch.UntypedStorage) -> int:
-        if self._device.type == "cuda" and storage.device != self._device:
+        if is_accelerator(self._device) and storage.device != self._device:
             return 0
         return -(-storage.nbytes() // self._round_to) * self._round_to
 

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from ckptplan.profiling.bytes.operations import TensorSpec
 from ckptplan.profiling.bytes.storages import new_storages
 from ckptplan.profiling.times.stopwatch import Stopwatch
+from ckptplan.runtime.accelerator import allocated_by, is_accelerator
 from ckptplan.runtime.observe.measure import peaks_within, recorded_allocations
 
 _MIN_BYTES = 1
@@ -44,7 +45,7 @@ def measure_workspaces(
     wanted = [key for key in dict.fromkeys(keys) if key is not None and _worth_measuring(key)]
     failed: list[str] = []
     storages: dict[Hashable, tuple[int, ...]] = {}
-    if device.type == "cuda":
+    if is_accelerator(device):
         on_cuda = ((key, _cuda_peak(key, device, failed, storages)) for key in wanted)
         return {key: peak for key, peak in on_cuda if peak is not None}, failed, storages
     done: set[int] = set()
@@ -216,10 +217,7 @@ def _cuda_peak(
             func(*args, **kwargs)
             del args, kwargs  # an operation may have written to them; two sets would be more than the step holds
             args, kwargs = _operands(key, device)
-            before = torch.cuda.memory_allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            result = func(*args, **kwargs)
-            peak = torch.cuda.max_memory_allocated(device) - before
+            result, peak = allocated_by(device, func, *args, **kwargs)
             storages[key] = _begun(args, kwargs, result)
             del result
             return peak

@@ -11,8 +11,7 @@ from __future__ import annotations
 import itertools
 import platform
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,9 @@ from ckptplan.core.device import Device
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.units import format_bytes
 from ckptplan.profiling.bytes.operations import SeenOperations
-from ckptplan.profiling.target import with_index
 from ckptplan.profiling.times.links import measure_link
 from ckptplan.profiling.times.roofline import flops_rate, op_cost, op_seconds
+from ckptplan.runtime import accelerator
 from ckptplan.runtime.observe.measure import timed
 
 _LEAST_SIDE = 256
@@ -74,48 +73,47 @@ def calibrate(
     if not 0 < effort_s <= 60:
         raise InvalidInputError(f"effort_s={effort_s!r} must be above 0 and at most 60 seconds per quantity")
     tell = on_progress or (lambda text: None)
-    with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []), torch.enable_grad():
+    with torch.random.fork_rng(devices=[where] if accelerator.is_accelerator(where) else []), torch.enable_grad():
         return _calibrate(where, name, swap_dir, effort_s, tell)
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        where = torch.device(device)
+        where = accelerator.default_device() if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InvalidInputError(f"device {device!r} is none that PyTorch knows; give 'cpu' or 'cuda'") from error
-    if where.type not in ("cpu", "cuda"):
+    if where.type != "cpu" and not accelerator.is_accelerator(where):
         raise InvalidInputError(f"device {device!r} can't be measured; 'cpu' and 'cuda' can")
-    if where.type == "cuda" and (not torch.cuda.is_available() or (where.index or 0) >= torch.cuda.device_count()):
-        raise InvalidInputError(
-            f"device {device!r} is not there: PyTorch sees {torch.cuda.device_count()} CUDA devices"
-        )
-    return with_index(where)
+    count = accelerator.device_count()
+    if accelerator.is_accelerator(where) and (where.index or 0) >= count:
+        raise InvalidInputError(f"device {device!r} is not there: PyTorch sees {count} CUDA devices")
+    return accelerator.with_index(where)
 
 
 def _calibrate(
     where: torch.device, name: str | None, swap_dir: str | Path | None, effort_s: float, tell: Callable[[str], None]
 ) -> Device:
-    cuda = where.type == "cuda"
+    cuda = accelerator.is_accelerator(where)
     tell("memory bandwidth")
     bytes_per_s = _copy_rate(where, effort_s)
     flops_per_s = {}
     for label, dtype in _types(where):
         tell(f"matrix products of {label}")
-        with _tf32(label == "tf32"):
+        with accelerator.tf32_products(label == "tf32"):
             flops_per_s[label] = _product_rate(where, dtype, effort_s)
     tell("time between operations")
     launch_s = _launch_s(where)
     tell("the way to the host tier and back")
     link = measure_link(where, (64 if cuda else 16) << 20, swap_dir)
-    properties = torch.cuda.get_device_properties(where) if cuda else None
+    properties = accelerator.properties(where) if cuda else None
+    accelerator.synchronize(where)
+    accelerator.empty_cache(where)
     description = properties.name if properties is not None else _cpu_name()
     found = Device(
         name=name or "-".join(description.lower().split()),
         description=description if cuda else f"{description}, {torch.get_num_threads()} threads",
         memory_bytes=properties.total_memory if properties is not None else psutil.virtual_memory().total,
-        context_bytes=_context_bytes(where),
+        context_bytes=accelerator.foreign_bytes(where),  # after the measurements: the libraries are loaded
         bytes_per_s=bytes_per_s,
         flops_per_s=flops_per_s,
         out_bytes_per_s=link.out_bytes_per_s,
@@ -146,16 +144,6 @@ def _cpu_name() -> str:
     return next(named, "") or platform.processor() or platform.machine() or "CPU"
 
 
-def _context_bytes(where: torch.device) -> int:
-    """What is taken of the device after the measurements, when the libraries are loaded, and isn't the allocator's."""
-    if where.type != "cuda":
-        return 0
-    torch.cuda.synchronize(where)
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(where)
-    return max(total - free - torch.cuda.memory_reserved(where), 0)
-
-
 # --- peaks ---
 
 
@@ -170,37 +158,21 @@ def _median_s(run: Callable[[], Any], where: torch.device, effort_s: float) -> f
 
 def _copy_rate(where: torch.device, effort_s: float) -> float:
     """Bytes read and written a second by copies of a block well beyond caches."""
-    nbytes = min(512 << 20, _free_bytes(where) // 8)
+    nbytes = min(512 << 20, accelerator.free_bytes(where) // 8)
     source = torch.ones(nbytes, dtype=torch.uint8, device=where)
     target = torch.zeros_like(source)
     return 2 * nbytes / _median_s(lambda: target.copy_(source), where, effort_s)
 
 
-def _free_bytes(where: torch.device) -> int:
-    if where.type == "cuda":
-        return int(torch.cuda.mem_get_info(where)[0])
-    return int(psutil.virtual_memory().available)
-
-
 def _types(where: torch.device) -> list[tuple[str, torch.dtype]]:
     """Types of products, by the names that device files use."""
     types = [("float32", torch.float32), ("float16", torch.float16)]
-    if where.type != "cuda" or torch.cuda.get_device_capability(where) >= (8, 0):
+    capability = accelerator.compute_capability(where)
+    if capability is None or capability >= (8, 0):
         types.append(("bfloat16", torch.bfloat16))
-    if where.type == "cuda" and torch.cuda.get_device_capability(where) >= (8, 0):
+    if capability is not None and capability >= (8, 0):
         types.append(("tf32", torch.float32))
     return [*types, ("float64", torch.float64)]
-
-
-@contextmanager
-def _tf32(allowed: bool) -> Iterator[None]:
-    """Products of float32 in TF32, or not, whatever the program has set."""
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else "ieee"
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def _product_rate(where: torch.device, dtype: torch.dtype, effort_s: float) -> float:
@@ -214,7 +186,7 @@ def _product_rate(where: torch.device, dtype: torch.dtype, effort_s: float) -> f
             torch.mm(a, a, out=out)
 
         run()
-        largest = 2 * side > _MOST_SIDE or 12 * side * side * dtype.itemsize > _free_bytes(where)
+        largest = 2 * side > _MOST_SIDE or 12 * side * side * dtype.itemsize > accelerator.free_bytes(where)
         if largest or timed(run, where) >= effort_s / 16:  # the next size takes eight times as long
             return float(2 * side**3) / _median_s(run, where, effort_s)
     raise AssertionError  # the loop only ends by returning
@@ -241,9 +213,7 @@ Trial = Callable[[int], Callable[[], Any]]
 
 def _trials(where: torch.device) -> dict[str, list[Trial]]:
     """Layers that stand for each class, in the type that training on the device mostly has."""
-    dtype = (
-        torch.float16 if where.type == "cuda" and torch.cuda.get_device_capability(where) >= (7, 0) else torch.float32
-    )
+    dtype = torch.float16 if (accelerator.compute_capability(where) or (0, 0)) >= (7, 0) else torch.float32
 
     def tensor(*size: int) -> torch.Tensor:
         return torch.full(size, 0.5, dtype=dtype, device=where, requires_grad=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ckptplan.core.link import Link, Tier
+from ckptplan.runtime.accelerator import synchronize
 from ckptplan.runtime.swap.stores import make_store
 
 _BLOCKS = 4
@@ -166,6 +167,5 @@ def sharing_note(tier: Tier, alone: Link, together: Link) -> str | None:
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter()

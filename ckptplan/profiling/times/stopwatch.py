@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckptplan.runtime.accelerator import delay, is_accelerator, synchronize, timing_event
+
 _FIRST_DELAY_S = 2e-3  # a stage of a hundred operations launches in about a millisecond
 _MOST_DELAY_S = 0.2  # more than the host takes for a thousand launches, which is what the device's queue holds
 _SPARE = 2.0  # launching varies from run to run
@@ -51,12 +53,7 @@ class Span:
 
 
 class Stopwatch:
-    """Times spans on one device; a span that begins drops nothing of those before it.
-
-    Parameters
-    ----------
-    device : torch.device
-    """
+    """Times spans on one device; a span that begins drops nothing of those before it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -65,12 +62,11 @@ class Stopwatch:
 
     def begin(self, kind: Hashable = None) -> Span:
         """Wait for what runs, then time what is launched from here on."""
-        if self._device.type != "cuda":
+        if not is_accelerator(self._device):
             return Span(kind, time.perf_counter())
-        torch.cuda.synchronize(self._device)
-        with torch.cuda.device(self._device):
-            torch.cuda._sleep(int(self._delays_s.get(kind, _FIRST_DELAY_S) * _cycles_per_s(self._device)))
-        begin = _recorded(self._device)
+        synchronize(self._device)
+        delay(self._device, int(self._delays_s.get(kind, _FIRST_DELAY_S) * _cycles_per_s(self._device)))
+        begin = timing_event(self._device)
         return Span(kind, time.perf_counter(), begin)
 
     def end(self, span: Span) -> Took:
@@ -84,7 +80,7 @@ class Stopwatch:
         if span.begin is None:
             return Took(launch_s, 0.0)
         too_short = span.begin.query()
-        end = _recorded(self._device)
+        end = timing_event(self._device)
         end.synchronize()
         compute_s = span.begin.elapsed_time(end) / 1e3
         if too_short:
@@ -95,19 +91,12 @@ class Stopwatch:
         return Took(compute_s, launch_s)
 
 
-def _recorded(device: torch.device) -> Any:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
 @functools.cache
 def _cycles_per_s(device: torch.device) -> float:
     """Cycles of the delay kernel in a second."""
-    with torch.cuda.device(device):
-        torch.cuda._sleep(_CALIBRATION_CYCLES)  # the first launch of a kernel loads it
-        begin = _recorded(device)
-        torch.cuda._sleep(_CALIBRATION_CYCLES)
-        end = _recorded(device)
+    delay(device, _CALIBRATION_CYCLES)  # the first launch of a kernel loads it
+    begin = timing_event(device)
+    delay(device, _CALIBRATION_CYCLES)
+    end = timing_event(device)
     end.synchronize()
     return _CALIBRATION_CYCLES / (begin.elapsed_time(end) / 1e3)

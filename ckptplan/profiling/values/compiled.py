@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.profiling.values.answers import VALUES_LIMIT, Layout
+from ckptplan.runtime import accelerator
 from ckptplan.runtime.observe.measure import no_cycles_collected, recorded_allocations
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.state.compiled import compiled_modules, out_of_sight
@@ -444,19 +445,18 @@ class _Meter:
 
     def mark(self) -> None:
         """A span ends here and the next begins."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            self._levels.append(
-                (torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device))
-            )
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if accelerator.is_accelerator(self._device):
+            accelerator.synchronize(self._device)
+            now, peak = accelerator.device_bytes(self._device), accelerator.device_bytes(self._device, "peak")
+            self._levels.append((now.allocated_bytes, peak.allocated_bytes))
+            accelerator.reset_peaks(self._device)
             return
         with record_function(f"ckptplan mark {self._count}"):
             self._count += 1
 
     def spans(self, run: Callable[[], None]) -> list[tuple[int, int]]:
         """Between the marks that `run` sets: the peak above each span's start, and the change to its end."""
-        if self._device.type == "cuda":
+        if accelerator.is_accelerator(self._device):
             with no_cycles_collected():
                 run()
             pairs = itertools.pairwise(self._levels)

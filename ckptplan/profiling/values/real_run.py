@@ -38,6 +38,7 @@ from ckptplan.profiling.values.answers import (
     sizes_of,
 )
 from ckptplan.profiling.values.compiled import note_compiled, undisturbed
+from ckptplan.runtime.accelerator import allocated_by, is_accelerator
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.observe.measure import peaks_within, recorded_allocations
 from ckptplan.runtime.state.compiled import compiled_modules
@@ -168,10 +169,10 @@ class _Witness(TorchDispatchMode):
 
         peaks: dict[str, int] = {}
         try:
-            if self._device.type == "cpu":
-                peaks = peaks_within(*recorded_allocations(watched))
-            else:
+            if is_accelerator(self._device):
                 watched()
+            else:
+                peaks = peaks_within(*recorded_allocations(watched))
         finally:
             with torch.no_grad():
                 for tensor, before in self._written.values():
@@ -217,8 +218,8 @@ class _Witness(TorchDispatchMode):
         self._keep_written(func, args, kwargs)
         wanted = self._listens and self._answers.wants(func, args)
         sizes = sizes_of((args, kwargs)) if wanted else ()
-        if wanted and self._device.type == "cuda":
-            result, peak = self._on_cuda(func, args, kwargs)
+        if wanted and is_accelerator(self._device):
+            result, peak = allocated_by(self._device, func, *args, **kwargs)
         elif wanted:
             with record_function(_label(len(self._found))):
                 result, peak = func(*args, **kwargs), 0
@@ -234,12 +235,6 @@ class _Witness(TorchDispatchMode):
                 (self._question(func), Answer(sizes_of((args, kwargs)), _told(result, (args, kwargs)), values))
             )
         return result
-
-    def _on_cuda(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
-        before = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        result = func(*args, **kwargs)
-        return result, torch.cuda.max_memory_allocated(self._device) - before
 
     def _keep_written(self, func: Any, args: Any, kwargs: Any) -> None:
         for position, name in writes(func):

@@ -33,10 +33,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from ckptplan.core.errors import CheckError
+from ckptplan.runtime import accelerator
 from ckptplan.runtime.state.cells import Snapshot, below, changing
 from ckptplan.runtime.state.flags import FLAGS, flags
 from ckptplan.runtime.state.generators import Generators
-from ckptplan.runtime.streams import current_stream, on_stream
 
 When = Literal["sampled", "always", "off"]
 WHEN: tuple[When, ...] = ("sampled", "always", "off")
@@ -76,7 +76,7 @@ class _Bench:
         with torch.inference_mode(False), torch.no_grad():
             memory = functools.partial(torch.empty, dtype=torch.int64, device=device)
             self._slots = memory(_DIGESTS)
-            self._scratch = memory(_STREAMS if device.type == "cuda" else 1, 2, _SUMS)
+            self._scratch = memory(_STREAMS if accelerator.is_accelerator(device) else 1, 2, _SUMS)
             rng = random.Random(0)
             weights = [rng.getrandbits(63) * 2 + 1 - (1 << 63) for _ in range(_SUMS)]
             self._weights = torch.tensor(weights, dtype=torch.int64).to(device)
@@ -102,18 +102,17 @@ class _Bench:
     def read(self) -> None:
         """Give every digest its values; waits for the device."""
         if self._unread:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            accelerator.synchronize(self.device)
             for digest, value in zip(self._unread, self._slots[: len(self._unread)].tolist(), strict=True):
                 digest.values = [*(digest.values or ()), value]
             self._unread.clear()
 
     def _row(self) -> torch.Tensor:
-        stream = current_stream(self.device)
+        stream = accelerator.current_stream(self.device)
         row = self._rows.get(stream)
         if row is None:
             if len(self._rows) == len(self._scratch):
-                torch.cuda.synchronize(self.device)
+                accelerator.synchronize(self.device)
                 self._rows.clear()
             row = self._rows[stream] = self._scratch[len(self._rows)]
         return row
@@ -241,7 +240,7 @@ def can_be_digested(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided
-        and tensor.device.type in ("cpu", "cuda")
+        and (tensor.is_cpu or accelerator.is_accelerator(tensor.device))
         and not tensor.is_quantized
         and tensor.untyped_storage().nbytes() > 0
     )
@@ -308,7 +307,7 @@ class Checks:
             if self._seen < self._next:
                 return None
             self._next += self._random.randint(EVERY // 2, EVERY + EVERY // 2)
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if accelerator.is_capturing(self.device):
             return None
         self._stages = stages
         self.passes += 1
@@ -403,7 +402,7 @@ class Checks:
         """The storage of a record, which leaves on behalf of stage `index`, is to come back as it is now."""
         if record.on_return is not None:
             return
-        with on_stream(record.home):
+        with accelerator.on_stream(record.home):
             first = self.take(record.source().view(-1))
         if first is not None:
             what = f"a storage of {record.nbytes} bytes that it had swapped out"
@@ -536,7 +535,7 @@ class _Others:
         self._cells = Snapshot(below(module), given, changing=changing(module))
         self._tables = [(m, name, m.__dict__[name].copy()) for m in self._cells.modules for name in _TABLES]
         self._generators = Generators(self._cells.generators)
-        self._random = self._torchs_states()
+        self._random = accelerator.generator_states(self._device)
         self._flags = flags()
 
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
@@ -552,17 +551,11 @@ class _Others:
             f"{type(m).__name__}.{name}" for m, name, table in self._tables if not _is_same(table, m.__dict__[name])
         ]
         self._generators.settle()
-        drew = self._generators.drew or self._torchs_states() != self._random
+        drew = self._generators.drew or accelerator.generator_states(self._device) != self._random
         found = [f"what it keeps in {name}" for name in names] + ["the state of a random generator"] * drew
         return found + [
             f"PyTorch's flag {name!r}" for name, a, b in zip(FLAGS, self._flags, flags(), strict=True) if a != b
         ]
-
-    def _torchs_states(self) -> list[bytes]:
-        states = [torch.get_rng_state()]
-        if self._device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self._device))
-        return [state.numpy().tobytes() for state in states]  # held by Python, which takes no memory of the step's
 
 
 def _is_same(table: dict[Any, Any], now: dict[Any, Any]) -> bool:

@@ -52,8 +52,9 @@ from ckptplan.core.errors import SwapError
 from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.shortage import Doing
 from ckptplan.core.stage import Phase
+from ckptplan.runtime.accelerator import device_bytes, empty_cache, is_accelerator
 from ckptplan.runtime.controller import Place
-from ckptplan.runtime.observe.measure import device_bytes, held_tensors, unique_bytes
+from ckptplan.runtime.observe.measure import held_tensors, unique_bytes
 from ckptplan.runtime.recompute.call import Call
 from ckptplan.runtime.state.restore import random_state
 from ckptplan.runtime.swap.session import Record, finish_leaving, start_leaving, start_returning, version_of
@@ -107,22 +108,13 @@ def live_bytes(error: BaseException, device: torch.device) -> DeviceBytes | None
 
     Blocks that went with the frames since then are in the message's figures alone.
     """
-    if device.type != "cuda":
+    if not is_accelerator(device):
         return None
     now = device_bytes(device)
     told, unused = ((_bytes_in(pattern, error) or (0, 0))[0] for pattern in (_ALLOCATED, _UNUSED))
     allocated = max(now.allocated_bytes, told)
     gone = allocated - now.allocated_bytes
     return DeviceBytes(now.requested_bytes + gone, allocated, max(now.reserved_bytes, told + unused))
-
-
-def capacity_bytes(device: torch.device) -> int | None:
-    """Bytes that this process's allocator could have on a CUDA device: its own, what is free, within its fraction."""
-    if device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    share = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-    return int(min(free + torch.cuda.memory_reserved(device), share))
 
 
 def process_bytes() -> int:
@@ -204,8 +196,7 @@ def drop_frames(error: BaseException, device: torch.device, outer: BaseException
     for link in _chain(error, outer):
         traceback.clear_frames(link.__traceback__)
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    empty_cache(device)
 
 
 class Undo:

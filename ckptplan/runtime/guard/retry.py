@@ -13,10 +13,10 @@ from ckptplan.core.checks import is_int
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, OutOfMemoryError
 from ckptplan.core.shortage import Shortage
 from ckptplan.core.units import format_bytes
+from ckptplan.runtime.accelerator import capacity_bytes, device_bytes, is_accelerator
 from ckptplan.runtime.adviser import Adviser
 from ckptplan.runtime.applied import Applied, Replan
 from ckptplan.runtime.guard import oom
-from ckptplan.runtime.observe.measure import device_bytes
 from ckptplan.runtime.observe.stats import Stats
 
 Result = TypeVar("Result")
@@ -83,7 +83,7 @@ class Retry:
         """The result, or what went wrong for want of memory; the step is undone then."""
         before, controller = self._applied.counted(), self._applied.controller
         live_before = (
-            device_bytes(self._applied.device).requested_bytes if self._applied.device.type == "cuda" else None
+            device_bytes(self._applied.device).requested_bytes if is_accelerator(self._applied.device) else None
         )
         controller.at_step_begin(start.backward_begins)
         try:
@@ -128,7 +128,7 @@ class Retry:
             allocated_bytes=None if live is None else live.allocated_bytes,
             reserved_bytes=None if live is None else live.reserved_bytes,
             expandable_segments="expandable_segments:True" in allocator_conf(),
-            capacity_bytes=oom.capacity_bytes(device),
+            capacity_bytes=capacity_bytes(device),
             live_before_bytes=live_before,
             model_bytes=oom.model_bytes(model, device),
             process_bytes=oom.process_bytes(),

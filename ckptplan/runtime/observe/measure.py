@@ -9,7 +9,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckptplan.core.measured import DeviceBytes
+from ckptplan.runtime import accelerator
 from ckptplan.runtime.step import TrainingStep
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 def unique_bytes(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> int:
     """Bytes of the distinct storages behind `tensors`; those in host memory beside a CUDA `device` don't count."""
-    beside = device is not None and device.type == "cuda"
+    beside = device is not None and accelerator.is_accelerator(device)
     storages = {
         t.untyped_storage()._cdata: t.untyped_storage().nbytes()
         for t in tensors
@@ -109,27 +109,8 @@ def peaks_within(events: list[tuple[int, int]], spans: Mapping[T, tuple[int, int
     return peaks
 
 
-def device_bytes(device: torch.device, when: Literal["current", "peak"] = "current") -> DeviceBytes:
-    """The counters of a CUDA device's allocator; peaks since the process began or since they were last reset."""
-    stats = torch.cuda.memory_stats(device)
-    kinds = ("requested", "allocated", "reserved")
-    requested, allocated, reserved = (stats.get(f"{kind}_bytes.all.{when}", 0) for kind in kinds)
-    return DeviceBytes(requested or allocated, allocated, reserved)  # cudaMallocAsync doesn't count what is asked for
-
-
-def peak_above_start(run: Callable[[], Any], device: torch.device) -> int:
-    """Most bytes asked for above the level at the start while `run` runs.
-
-    CPU: the allocator's events. CUDA: its peak counter.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = device_bytes(device).requested_bytes
-        torch.cuda.reset_peak_memory_stats(device)
-        with no_cycles_collected():
-            run()
-        torch.cuda.synchronize(device)
-        return device_bytes(device, "peak").requested_bytes - before
+def peak_above_start(run: Callable[[], Any]) -> int:
+    """Most bytes on the CPU above the level at the start while `run` runs, by the allocator's events."""
     level = peak = 0
     for _, nbytes in recorded_allocations(run)[0]:
         level += nbytes
@@ -176,36 +157,23 @@ def step_peaks(
     CPU: the allocator's events of one step. CUDA: the allocator's peaks over two steps, as a training's second finds
     the segments that the first left; they begin with an empty cache and without cuBLAS's workspaces.
     """
-    if device.type != "cuda":
-        return StepPeaks(held_bytes + peak_above_start(run, device))
+    if not accelerator.is_accelerator(device):
+        return StepPeaks(held_bytes + peak_above_start(run))
     with no_cycles_collected():
-        torch.cuda.synchronize(device)
-        clear = None if _graphs_captured(device) else torch._C._cuda_clearCublasWorkspaces  # type: ignore[attr-defined]
-        if clear is not None:
-            clear()
-        torch.cuda.empty_cache()
-        other = max(device_bytes(device).requested_bytes - held_bytes, 0)
-        torch.cuda.reset_peak_memory_stats(device)
+        accelerator.synchronize(device)
+        accelerator.clear_library_workspaces(device)
+        accelerator.empty_cache(device)
+        other = max(accelerator.device_bytes(device).requested_bytes - held_bytes, 0)
+        accelerator.reset_peaks(device)
         run()
         between()
         run()
-        torch.cuda.synchronize(device)
-        peak = device_bytes(device, "peak")
-        workspace = None
-        if clear is not None:
-            before = device_bytes(device).allocated_bytes
-            clear()
-            workspace = before - device_bytes(device).allocated_bytes
+        accelerator.synchronize(device)
+        peak = accelerator.device_bytes(device, "peak")
+        workspace = accelerator.clear_library_workspaces(device)
     # The second step had all workspaces from its start, so they were there at the peak.
     requested = peak.requested_bytes - other - (workspace or 0)
     return StepPeaks(requested, peak.allocated_bytes - other, peak.reserved_bytes - other, other, workspace)
-
-
-def _graphs_captured(device: torch.device) -> bool:
-    """Whether memory pools of CUDA graphs are alive: replays write to workspaces from before their capture."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    segments = torch.cuda.memory_snapshot()
-    return any(s["device"] == index and tuple(s.get("segment_pool_id", (0, 0))) != (0, 0) for s in segments)
 
 
 def run_step(step: TrainingStep) -> torch.Tensor:
@@ -218,12 +186,10 @@ def run_step(step: TrainingStep) -> torch.Tensor:
 
 def timed(run: Callable[[], Any], device: torch.device) -> float:
     """Seconds one call takes, the device's work included."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    accelerator.synchronize(device)
     begin = time.perf_counter()
     run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    accelerator.synchronize(device)
     return time.perf_counter() - begin
 
 

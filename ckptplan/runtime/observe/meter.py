@@ -16,6 +16,7 @@ NOTE [Accounts]
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import statistics
 import time
@@ -28,6 +29,7 @@ import torch
 
 from ckptplan.core.link import Tier
 from ckptplan.core.measured import Copied, StageTimes
+from ckptplan.runtime.accelerator import device_bytes, is_accelerator, is_capturing, timing_event
 
 FORWARD, RECOMPUTE, BACKWARD, STALL = range(4)
 KINDS = 4
@@ -110,8 +112,8 @@ class Meter:
 
     def __init__(self, device: torch.device | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._device = device
-        self._cuda = device is not None and device.type == "cuda"
-        self._clock: Callable[[], Any] = self._event if self._cuda else clock
+        self._cuda = device is not None and is_accelerator(device)
+        self._clock: Callable[[], Any] = functools.partial(timing_event, device) if device and self._cuda else clock
         self._off = False
         self.restart()
 
@@ -139,7 +141,7 @@ class Meter:
         left_out = _FIRST < self._passes < self._next
         if self._passes == self._next:
             self._next += self._random.randint(EVERY // 2, EVERY + EVERY // 2)
-        if not self._every and (self._off or left_out or (self._cuda and torch.cuda.is_current_stream_capturing())):
+        if not self._every and (self._off or left_out or is_capturing(self._device)):
             self._now = FORWARD  # so that the next pass sees whether this one has ended
             return None
         self._step = Step(regular=not unfinished, memory=[] if self._cuda and self._every else None)
@@ -158,8 +160,8 @@ class Meter:
             step.regular = False
             return before
         step.marks.append((account, self._clock()))
-        if step.memory is not None:
-            step.memory.append(torch.cuda.memory_allocated(self._device))
+        if step.memory is not None and self._device is not None:
+            step.memory.append(device_bytes(self._device).allocated_bytes)
         return before
 
     def stall(self) -> int:
@@ -207,11 +209,6 @@ class Meter:
             self._left_out = True  # caches, allocators and libraries warm up in it
         else:
             self._kept.append(step)
-
-    def _event(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
 
 
 def seconds(begin: Any, end: Any) -> float:

@@ -13,7 +13,7 @@ from ckptplan.core.link import Tier
 from ckptplan.core.measured import Copied, DeviceBytes, StageTimes
 from ckptplan.core.plan import Plan
 from ckptplan.core.units import format_bytes, format_seconds
-from ckptplan.runtime.observe.measure import device_bytes
+from ckptplan.runtime.accelerator import device_bytes, empty_cache, is_accelerator, reset_peaks
 from ckptplan.runtime.observe.meter import StepTimes, median_copied, median_step
 from ckptplan.runtime.swap.stores import Store
 
@@ -290,16 +290,12 @@ class Peaks:
         self._device = device
         self._traced: int | None = None
         self._earlier: DeviceBytes | None = None
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        if is_accelerator(device):
+            empty_cache(device)
             found = device_bytes(device, "peak")
             before = found if former is None or former._earlier is None else former._earlier
-            self._earlier = DeviceBytes(
-                max(found.requested_bytes, before.requested_bytes),
-                max(found.allocated_bytes, before.allocated_bytes),
-                max(found.reserved_bytes, before.reserved_bytes),
-            )
-            torch.cuda.reset_peak_memory_stats(device)
+            self._earlier = DeviceBytes(*map(max, dataclasses.astuple(found), dataclasses.astuple(before)))
+            reset_peaks(device)
 
     def traced(self, nbytes: int | None) -> None:
         """A recorded step had this peak."""
@@ -308,11 +304,11 @@ class Peaks:
     @property
     def bytes(self) -> int | None:
         """Most bytes asked for; None: not known."""
-        return device_bytes(self._device, "peak").requested_bytes if self._device.type == "cuda" else self._traced
+        return device_bytes(self._device, "peak").requested_bytes if is_accelerator(self._device) else self._traced
 
     def told(self, stats: Stats, plan: Plan) -> Stats:
         """`stats` with them."""
-        on_cuda = self._device.type == "cuda"
+        on_cuda = is_accelerator(self._device)
         return dataclasses.replace(
             stats,
             peak_bytes=self.bytes,

@@ -11,6 +11,7 @@ from torch.profiler import record_function
 
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.trace import DrawnStep, Span, lane_of
+from ckptplan.runtime.accelerator import is_accelerator, synchronize
 from ckptplan.runtime.observe.measure import recorded_allocations
 from ckptplan.runtime.observe.meter import BACKWARD, FORWARD, KINDS, NONE, RECOMPUTE, STALL, Meter, Step, seconds
 
@@ -45,10 +46,10 @@ def record_step(
 
     meter.every_step(True)
     try:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if is_accelerator(device):
+            synchronize(device)
             once()
-            torch.cuda.synchronize(device)
+            synchronize(device)
             begin_ns = 0
         else:
             events, spans = recorded_allocations(once)
@@ -64,7 +65,7 @@ def record_step(
         )
     zero = step.marks[0][1]
     memory: list[tuple[float, int]]
-    if device.type == "cuda":
+    if is_accelerator(device):
         memory = [(seconds(zero, at), nbytes) for (_, at), nbytes in zip(step.marks, step.memory or (), strict=True)]
         notes: tuple[str, ...] = (
             "measured memory is what was allocated where stages, recompute and waits begin and end",

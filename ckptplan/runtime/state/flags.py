@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from ckptplan.runtime import accelerator
+
 Getter = Callable[[], Any]
 Setter = Callable[[Any], Any]
 
-_CUDA = torch.backends.cuda.is_built()
 
 _UNREADABLE = object()
 """Stands for a flag that PyTorch refuses to read, since its former and its new interface were mixed."""
@@ -61,7 +62,7 @@ def _precisions() -> dict[str, tuple[Getter, Setter]]:
     """Precisions of float32 operations; general ones first, since others follow them until they are set."""
     ops = ("all", "matmul", "conv", "rnn")
     # The former interface goes by products of both, whatever PyTorch was built for.
-    of_cuda = ops if _CUDA else ("matmul",)
+    of_cuda = ops if accelerator.IS_BUILT else ("matmul",)
     places = [("generic", "all"), *(("cuda", op) for op in of_cuda), *(("mkldnn", op) for op in ops)]
     get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
     return {
@@ -70,16 +71,12 @@ def _precisions() -> dict[str, tuple[Getter, Setter]]:
     }
 
 
-def _device_index() -> int:
-    return torch._C._cuda_getDevice() if torch.cuda.is_initialized() else -1  # which `set_device` takes for no change
-
-
 def _threads() -> int:
     """The number of threads of an operation on the CPU, 0 where CUDA's backward may run.
 
     Its own thread may have another number, and setting it there would change that of all others.
     """
-    return 0 if torch.cuda.is_initialized() else torch.get_num_threads()
+    return 0 if accelerator.module.is_initialized() else torch.get_num_threads()
 
 
 def _found() -> dict[str, tuple[Getter, Setter]]:
@@ -97,19 +94,19 @@ def _found() -> dict[str, tuple[Getter, Setter]]:
             lambda value: einsum.__dict__.update(enabled=value[0], strategy=value[1]),
         ),
         "number of threads": (
-            _threads if _CUDA else torch.get_num_threads,
+            _threads if accelerator.IS_BUILT else torch.get_num_threads,
             lambda value: torch.set_num_threads(value) if value else None,
         ),
         "flush denormal": (functools.partial(operator.eq, _TINY, 0.0), torch.set_flush_denormal),
     }
-    names = (*_PLAIN, *_OF_CUDA) if _CUDA else _PLAIN
+    names = (*_PLAIN, *_OF_CUDA) if accelerator.IS_BUILT else _PLAIN
     pairs = [(name, f"_get_{name}", f"_set_{name}") for name in names]
     pairs += [(f"{name} attention", f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}") for name in _ATTENTION]
     for name, get, put in pairs:
         if hasattr(c, get) and hasattr(c, put):
             found[name] = getattr(c, get), _spread(getattr(c, put))
     if hasattr(c, "_cuda_getDevice"):
-        found["current CUDA device"] = _device_index, torch.cuda.set_device
+        found["current CUDA device"] = accelerator.current_index, lambda index: accelerator.module.set_device(index)
     return found
 
 
@@ -117,7 +114,7 @@ _FORMER: dict[str, tuple[Getter, Setter]] = {
     "float32 matmul precision": (torch._C._get_float32_matmul_precision, torch._C._set_float32_matmul_precision),
 }
 """The former interface to precisions; setting one sets precisions, reading one is an error where they contradict it."""
-if _CUDA:
+if accelerator.IS_BUILT:
     _FORMER["cudnn.allow_tf32"] = torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32
 _PRECISIONS = _precisions()
 _OTHERS = _found()

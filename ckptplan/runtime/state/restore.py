@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ckptplan.runtime.accelerator import keep_generators
 from ckptplan.runtime.state.cells import Changing, Snapshot, Tables, below
 from ckptplan.runtime.state.code import Read, hooks_of
 from ckptplan.runtime.state.generators import Generators
@@ -26,13 +27,12 @@ def random_state(generators: Collection[Any] = ()) -> Callable[[], None]:
     Torch's (CPU and CUDA), Python's and numpy's, and the given ones.
     """
     torch_state = torch.get_rng_state()
-    cuda_state = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    put_accelerators = keep_generators()
     others = Generators(generators)
 
     def restore() -> None:
         torch.set_rng_state(torch_state)
-        if cuda_state is not None:
-            torch.cuda.set_rng_state_all(cuda_state)
+        put_accelerators()
         others.put()
 
     return restore

@@ -9,10 +9,10 @@ from typing import TypeVar
 
 import torch
 
+from ckptplan.runtime.accelerator import current_stream, has_generator, own_module, run_on
 from ckptplan.runtime.recompute.put_back import Steps, enter
 from ckptplan.runtime.state.flags import flags, set_flags
 from ckptplan.runtime.state.modes import Modes
-from ckptplan.runtime.streams import current_stream, run_on
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class Surroundings:
         devices = {device, *[t.device for t in tensors]}
         self._stream = current_stream(device)
         self._random = torch.get_rng_state()
-        self._device_random = _device_states([d for d in devices if _has_generator(d)])
+        self._device_random = _device_states([d for d in devices if has_generator(d)])
         self._flags = flags()
         self._modes = Modes()
         self._variables = contextvars.copy_context()
@@ -66,19 +66,14 @@ class Surroundings:
         return self._variables.copy().run(function, *args, **kwargs)
 
 
-def _has_generator(device: torch.device) -> bool:
-    """Whether `device` has a generator of its own; asking CUDA for one would start it, where no tensor is real."""
-    return device.type not in ("cpu", "meta") and (device.type != "cuda" or torch.cuda.is_initialized())
-
-
 def _device_states(devices: Iterable[torch.device]) -> dict[torch.device, torch.Tensor]:
-    return {device: torch.get_device_module(device).get_rng_state(device) for device in devices}
+    return {device: own_module(device).get_rng_state(device) for device in devices}
 
 
 def _set_random_states(cpu: torch.Tensor, devices: dict[torch.device, torch.Tensor]) -> None:
     torch.set_rng_state(cpu)
     for device, state in devices.items():
-        torch.get_device_module(device).set_rng_state(state, device)
+        own_module(device).set_rng_state(state, device)
 
 
 _CPU = torch.device("cpu")

@@ -68,10 +68,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ckptplan.core.errors import CkptPlanError, PlanMismatchError
 from ckptplan.core.link import Tier
+from ckptplan.runtime.accelerator import current_stream, is_accelerator, on_stream
 from ckptplan.runtime.guard.check import Checks
 from ckptplan.runtime.observe.meter import Meter
 from ckptplan.runtime.state.compiled import out_of_sight
-from ckptplan.runtime.streams import current_stream, on_stream
 from ckptplan.runtime.swap.stores import Store, Ticket
 from ckptplan.runtime.swap.users_hooks import Compare, Kept, UsersHooks
 
@@ -80,7 +80,6 @@ MIN_SWAP_BYTES = 1 << 12
 bytes moving pays (`Link.least_bytes`), where it was measured."""
 
 
-_CPU = torch.device("cpu")
 _UNKNOWN = object()
 _NO_USERS: list[Any] = []
 """Of records where there are no streams; stays empty."""
@@ -156,7 +155,7 @@ class Counters:
 
 def _home_of(tensor: torch.Tensor) -> Any:
     device = tensor.device
-    return None if device == _CPU or isinstance(tensor, FakeTensor) else current_stream(device)
+    return current_stream(device) if is_accelerator(device) and not isinstance(tensor, FakeTensor) else None
 
 
 class _Group:
@@ -595,7 +594,7 @@ class Packing:
     """Packs what one stage saves, in order; whether it stays or leaves is decided when the stage has run."""
 
     def __init__(self, device: torch.device) -> None:
-        self._streams = device.type == "cuda"
+        self._streams = is_accelerator(device)
         self.saved: list[Held] = []
 
     def pack(self, tensor: torch.Tensor) -> Held:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.runtime.accelerator import generator_states
 from ckptplan.runtime.guard.fused_steps import STEPS
 from ckptplan.runtime.state.generators import Generators
 
@@ -89,7 +90,7 @@ class UsersHooks:
             If they fail, or draw random numbers.
         """
         generators = Generators()
-        torchs = _torchs_states(tensor.device)
+        torchs = generator_states(tensor.device)
         try:
             with torch.no_grad():
                 packed = self.pack(tensor)
@@ -97,7 +98,7 @@ class UsersHooks:
         except Exception as error:
             raise UnsupportedModelError(f"{self} failed, {_WHEN}: {error}; {_REMEDY}") from error
         generators.settle()
-        if generators.drew or any(map(_differ, torchs, _torchs_states(tensor.device))):
+        if generators.drew or torchs != generator_states(tensor.device):
             raise UnsupportedModelError(f"{self} draw random numbers, which are others {_WHEN}; {_REMEDY}")
         return found
 
@@ -144,14 +145,3 @@ class Through:
         if isinstance(tensor, nn.Parameter) or tensor.requires_grad == self._requires_grad:
             return tensor
         return tensor.detach().requires_grad_(self._requires_grad)
-
-
-def _torchs_states(device: torch.device) -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    if device.type not in ("cpu", "meta"):
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    return states
-
-
-def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return not torch.equal(a, b)

@@ -14,6 +14,7 @@ import torch
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.link import STAGING_BYTES, Tier
 from ckptplan.core.plan import Plan
+from ckptplan.runtime.accelerator import is_accelerator
 from ckptplan.runtime.swap.stores.areas import keep_pinned_memory
 from ckptplan.runtime.swap.stores.base import NULL_STORES, Extent, Extents, NullStore, Store, Ticket
 from ckptplan.runtime.swap.stores.checks import ChecksumStore, SynchronousStore
@@ -49,7 +50,7 @@ def make_store(
     tier: Tier = "host",
 ) -> Store:
     """The store of `tier` for tensors on `device`: pinned memory for CUDA's host tier, else a file."""
-    if device.type == "cuda" and tier == "host":
+    if is_accelerator(device) and tier == "host":
         return PinnedStore(device, capacity_bytes=capacity_bytes, limit_bytes=limit_bytes)
     return DiskStore(directory, capacity_bytes=capacity_bytes, limit_bytes=limit_bytes, device=device)
 
@@ -79,13 +80,13 @@ def make_stores(
         for tier in tiers:
             capacity, limit = plan.host_bytes, host_limit_bytes
             if tier == "disk":
-                if device.type == "cpu":
+                if not is_accelerator(device):
                     raise InvalidInputError(
                         "the plan moves storages to the disk tier, and on the CPU there is none behind the host tier, "
                         "which is the swap file itself; solve again on this device"
                     )
                 capacity, limit = plan.disk_bytes, disk_limit_bytes
-            elif device.type == "cpu":
+            elif not is_accelerator(device):
                 blocks = sum(len(choice.moves) for choice in plan.choices)
                 capacity, limit = plan.host_bytes + blocks * DISK_BLOCK_BYTES, disk_limit_bytes
             store = make_store(device, capacity_bytes=capacity, directory=directory, limit_bytes=limit, tier=tier)

@@ -16,13 +16,12 @@ import torch
 
 from ckptplan.core.errors import SwapError
 from ckptplan.core.units import format_bytes
+from ckptplan.runtime.accelerator import is_accelerator, lock_pages, synchronize, unlock_pages
 from ckptplan.runtime.observe.meter import Way
 from ckptplan.runtime.swap.stores.base import Extents
 
 CUDA_ALIGN = 512
 """What the device's allocator rounds to: a plan's host bytes, summed over its storages, are exactly what is taken."""
-_PORTABLE = 1
-"""cudaHostRegisterPortable: page-locked for every device of the process."""
 _SLICE_BYTES = 64 << 20
 """What a thread makes pages for at least; below that starting one isn't worth it."""
 _THREADS = 16
@@ -67,7 +66,15 @@ class HostArea:
         self.extents = Extents(CUDA_ALIGN, nbytes)
         self.uses: dict[tuple[int, Way], Any] = {}
         self.devices = {device}
-        self.is_locked = device.type == "cuda" and _lock(self.memory, device, warn=warn)
+        code = lock_pages(self.memory, device) if is_accelerator(device) else None
+        self.is_locked = code == 0
+        if code and warn:
+            warnings.warn(
+                f"page-locking {format_bytes(nbytes)} of host memory failed (CUDA error {code}); swapping goes through "
+                "ordinary memory, slower than planned: raise the limit on locked memory (ulimit -l), or lower host_gb=",
+                RuntimeWarning,
+                stacklevel=1,
+            )
         if self.is_locked:
             # With the last store or ticket that holds the area: memory freed while registered poisons its next owner.
             self._ending = weakref.finalize(self, _unlock, os.getpid(), self.memory, self.devices)
@@ -99,32 +106,14 @@ def _pages(nbytes: int) -> torch.Tensor:
     return memory
 
 
-def _lock(memory: torch.Tensor, device: torch.device, *, warn: bool) -> bool:
-    with torch.cuda.device(device):
-        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE))
-        if code == 0:
-            return True
-        with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device=device)  # takes up the error, which the next kernel would report else
-    if warn:
-        warnings.warn(
-            f"page-locking {format_bytes(memory.numel())} of host memory failed (CUDA error {code}); swapping goes "
-            "through ordinary memory, slower than planned: raise the limit on locked memory (ulimit -l), or lower "
-            "host_gb=",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return False
-
-
 def _unlock(pid: int, memory: torch.Tensor, devices: set[torch.device]) -> None:
     """End the page-locking of `memory`, once no copy touches it."""
     if os.getpid() != pid:
         return  # a forked copy: the memory is registered for the other process
     for device in devices:
         with contextlib.suppress(RuntimeError):  # a device that failed: nothing to wait for
-            torch.cuda.synchronize(device)
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+            synchronize(device)
+    unlock_pages(memory)
 
 
 class _Kept:

@@ -11,6 +11,7 @@ import torch
 
 from ckptplan.core.errors import SwapError
 from ckptplan.core.units import format_bytes
+from ckptplan.runtime.accelerator import synchronize
 from ckptplan.runtime.observe.meter import OnCopy
 from ckptplan.runtime.swap.stores.base import Store, Ticket, bytes_of
 
@@ -84,7 +85,7 @@ class SynchronousStore(Around):
         ticket = self.inner.start_out(*sources, place=place)
         try:
             self.inner.finish_out(ticket)
-            self._synchronize()
+            synchronize(self._device)
         except BaseException:
             self.inner.free(ticket)
             raise
@@ -93,11 +94,8 @@ class SynchronousStore(Around):
     def start_in(self, ticket: Ticket, *targets: torch.Tensor, parts: Sequence[int] | None = None) -> Any:
         done = self.inner.start_in(ticket, *targets, parts=parts)
         self.inner.finish_in(ticket, done)
-        self._synchronize()
+        synchronize(self._device)
         return done
-
-    def _synchronize(self) -> None:
-        torch.get_device_module(self._device).synchronize(self._device)
 
 
 class ChecksumStore(Around):

@@ -19,6 +19,7 @@ import torch
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.core.link import STAGING_BYTES
 from ckptplan.core.units import format_bytes
+from ckptplan.runtime.accelerator import is_accelerator, own_module, recorded_event
 from ckptplan.runtime.observe.meter import OnCopy, Way
 from ckptplan.runtime.swap.stores.areas import CUDA_ALIGN, HostArea
 from ckptplan.runtime.swap.stores.base import Extent, Extents, OfOneProcess, Space, Ticket, bytes_of
@@ -42,15 +43,10 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, area: torch.Tensor) -> None:
-        self._streams = torch.get_device_module(device)
+        self._device, self._streams = device, own_module(device)
         self._stream = self._streams.Stream(device)
         self._chunks = area.chunk(2)
         self._chunk = self._chunks[0].numel()
-
-    def _mark(self) -> Any:
-        event = self._streams.Event()
-        event.record(self._stream)
-        return event
 
     def out(self, ready: Any, parts: Iterable[Part], write: Callable[[memoryview, int], None]) -> None:
         """Write `parts`, which are there once `ready` has happened, a chunk at a time."""
@@ -62,7 +58,7 @@ class Staging:
                     chunk = self._chunks[number % 2][: end - begin]
                     for piece, at in pieces:
                         chunk[at - begin : at - begin + piece.numel()].copy_(piece, non_blocking=True)
-                    copied = self._mark()
+                    copied = recorded_event(self._device)
                     if waiting is not None:
                         write(*waiting)
                     copied.synchronize()
@@ -71,7 +67,7 @@ class Staging:
                     write(*waiting)
             finally:
                 # Also where a write failed: once this returns, others may write to the sources and to the chunks.
-                self._mark().synchronize()
+                recorded_event(self._device).synchronize()
 
     def back(self, ready: Any, parts: Iterable[Part], read: Callable[[memoryview, int], None]) -> None:
         """Read into `parts`, which may be written to once `ready` has happened, a chunk at a time."""
@@ -86,9 +82,9 @@ class Staging:
                     read(memoryview(chunk.numpy()), begin)  # type: ignore[arg-type]
                     for piece, at in pieces:
                         piece.copy_(chunk[at - begin : at - begin + piece.numel()], non_blocking=True)
-                    used[number % 2] = self._mark()
+                    used[number % 2] = recorded_event(self._device)
             finally:
-                self._mark().synchronize()
+                recorded_event(self._device).synchronize()
 
 
 def _chunks(parts: Iterable[Part], most_bytes: int) -> Iterator[tuple[int, int, list[Part]]]:
@@ -156,7 +152,7 @@ class DiskStore(OfOneProcess):
         self._device = device or torch.device("cpu")
         super().__init__()
         # On CUDA sizes are multiples of that already, so a plan's bytes are exactly what is taken.
-        self._extents = Extents(DISK_BLOCK_BYTES if self._device.type == "cpu" else CUDA_ALIGN)
+        self._extents = Extents(CUDA_ALIGN if is_accelerator(self._device) else DISK_BLOCK_BYTES)
         where = Path(directory) if directory is not None else Path(tempfile.gettempdir())
         try:
             self._file = tempfile.TemporaryFile(dir=where, buffering=0)  # noqa: SIM115 - closed by close()
@@ -170,7 +166,7 @@ class DiskStore(OfOneProcess):
         self._stages: tuple[Staging, Staging] | None = None
         try:
             self._reserve(capacity_bytes)
-            if chunk_bytes is not None or self._device.type != "cpu":
+            if chunk_bytes is not None or is_accelerator(self._device):
                 area = HostArea(4 * (chunk_bytes or CHUNK_BYTES), self._device)
                 self._open().areas.append(area)
                 out, back = area.memory.chunk(2)
@@ -213,13 +209,6 @@ class DiskStore(OfOneProcess):
             ) from error
         self._reserved = nbytes
 
-    def _ready(self) -> Any:
-        """What the computing stream has been given so far."""
-        streams = torch.get_device_module(self._device)
-        event = streams.Event()
-        event.record(streams.current_stream(self._device))
-        return event
-
     def start_out(self, *sources: torch.Tensor, place: Hashable = None) -> Ticket:
         space = self._open()
         sizes = [source.nbytes for source in sources]
@@ -242,10 +231,9 @@ class DiskStore(OfOneProcess):
         if self._stages is None:
             views = [(memoryview(data.numpy()), at) for data, at in blocks]  # type: ignore[arg-type]
             work = functools.partial(_each, _write if way == "out" else _read, fd, views)
-        elif way == "out":
-            work = functools.partial(_staged_out, self._stages[0], self._ready(), blocks, fd)
         else:
-            work = functools.partial(_staged_in, self._stages[1], self._ready(), blocks, fd)
+            run, stage = (_staged_out, self._stages[0]) if way == "out" else (_staged_in, self._stages[1])
+            work = functools.partial(run, stage, recorded_event(self._device), blocks, fd)
         nbytes = sum(self._extents.size(data.numel()) for data, _ in blocks)
         worker, after = (self._out, None) if way == "out" else (self._in, ticket.out_done)
         return worker.submit(_timed, self.on_copy, way, nbytes, (ticket.extent, ticket.space), work, after)

@@ -10,6 +10,7 @@ import torch
 
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.core.units import format_bytes
+from ckptplan.runtime.accelerator import own_module, timing_event
 from ckptplan.runtime.observe.meter import Way
 from ckptplan.runtime.swap.stores.areas import CUDA_ALIGN, KEPT, HostArea
 from ckptplan.runtime.swap.stores.base import Extent, OfOneProcess, Ticket, bytes_of
@@ -43,8 +44,9 @@ class PinnedStore(OfOneProcess):
         super().__init__()
         self._device = device
         self._limit = limit_bytes
-        self._out = torch.cuda.Stream(device)
-        self._in = torch.cuda.Stream(device)
+        self._own = own_module(device)
+        self._out = self._own.Stream(device)
+        self._in = self._own.Stream(device)
         self._number = next(_NUMBERS)
         self._waited: dict[tuple[int, int, Way], Any] = {}  # the last copy waited for, by area, store and direction
         needed = max(capacity_bytes, CUDA_ALIGN)
@@ -115,7 +117,7 @@ class PinnedStore(OfOneProcess):
 
     def start_out(self, *sources: torch.Tensor, place: Hashable = None) -> Ticket:
         space = self._open()
-        compute = torch.cuda.current_stream(self._device)
+        compute = self._own.current_stream(self._device)
         sizes = [source.nbytes for source in sources]
         offsets, nbytes = self._areas[0].extents.layout(sizes)
         extent, area = self._take(nbytes, place)
@@ -129,7 +131,7 @@ class PinnedStore(OfOneProcess):
             if before and self._waited.get((id(area), store, way)) is not use:
                 self._out.wait_event(use)
                 self._waited[id(area), store, way] = use
-        with torch.cuda.stream(self._out):
+        with self._own.stream(self._out):
             begin = self._timing()
             for host, source in zip(ticket.hosts, sources, strict=True):
                 host.copy_(bytes_of(source), non_blocking=True)
@@ -139,11 +141,7 @@ class PinnedStore(OfOneProcess):
 
     def _timing(self) -> Any:
         """An event on the stream that copies now; None where nobody asks for times."""
-        if self.on_copy is None:
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return None if self.on_copy is None else timing_event(self._device)
 
     def _tell(self, way: Way, nbytes: int, begin: Any) -> None:
         if self.on_copy is not None and begin is not None:
@@ -151,15 +149,15 @@ class PinnedStore(OfOneProcess):
 
     def finish_out(self, ticket: Ticket) -> None:
         self._require_owner()
-        torch.cuda.current_stream(self._device).wait_event(ticket.out_done)
+        self._own.current_stream(self._device).wait_event(ticket.out_done)
 
     def start_in(self, ticket: Ticket, *targets: torch.Tensor, parts: Sequence[int] | None = None) -> Any:
         self._require_owner()
         assert isinstance(ticket, PinnedTicket)
         hosts = ticket.hosts if parts is None else [ticket.hosts[part] for part in parts]
-        self._in.wait_stream(torch.cuda.current_stream(self._device))
+        self._in.wait_stream(self._own.current_stream(self._device))
         self._in.wait_event(ticket.out_done)
-        with torch.cuda.stream(self._in):
+        with self._own.stream(self._in):
             begin = self._timing()
             for target, host in zip(targets, hosts, strict=True):
                 bytes_of(target).copy_(host, non_blocking=True)
@@ -169,7 +167,7 @@ class PinnedStore(OfOneProcess):
 
     def finish_in(self, ticket: Ticket, done: Any = None) -> None:
         self._require_owner()
-        torch.cuda.current_stream(self._device).wait_event(ticket.in_done if done is None else done)
+        self._own.current_stream(self._device).wait_event(ticket.in_done if done is None else done)
 
     def free(self, ticket: Ticket) -> None:
         ticket.let_go()

@@ -1,0 +1,274 @@
+"""The seam to the device: no other module names `torch.cuda`, and what the seam does on the CPU and on a stand-in."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import ckptplan
+from ckptplan.core.measured import DeviceBytes
+from ckptplan.runtime import accelerator
+
+PACKAGE = Path(ckptplan.__file__).parent
+SEAM = PACKAGE / "runtime" / "accelerator.py"
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def device_code(source: str) -> Iterator[str]:
+    """Expressions in `source` that reach past the seam; strings and comments don't count."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            text = ast.unparse(node)
+            if text in ("torch.cuda", "torch.accelerator", "torch.get_device_module") or text.startswith(
+                "torch._C._cuda_"
+            ):
+                yield text
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            found = [f"{node.module}.{name}" for name in names] if isinstance(node, ast.ImportFrom) else names
+            yield from (name for name in found if name.startswith(("torch.cuda", "torch.accelerator")))
+        elif isinstance(node, ast.Compare) and ".type" in ast.unparse(node):
+            constants = [x.value for x in ast.walk(node) if isinstance(x, ast.Constant)]
+            if "cuda" in constants:
+                yield ast.unparse(node)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch.cuda.synchronize()",
+        "import torch.cuda.memory",
+        "from torch import cuda",
+        "from torch.cuda import Stream",
+        "torch._C._cuda_getDevice()",
+        "torch.get_device_module(device)",
+        "on = tensor.device.type == 'cuda'",
+        "on = device.type in ('cpu', 'cuda')",
+    ],
+)
+def test_what_reaches_past_the_seam_is_found(source: str) -> None:
+    assert list(device_code(source))
+
+
+def test_text_is_no_code() -> None:
+    assert not list(device_code('"""See `torch.cuda.Event`."""\nprint("torch.cuda.empty_cache()", "cuda")'))
+
+
+def test_one_module_alone_knows_the_device() -> None:
+    found = {
+        path.relative_to(PACKAGE).as_posix(): list(device_code(path.read_text())) for path in PACKAGE.rglob("*.py")
+    }
+    assert {path for path, code in found.items() if code} == {SEAM.relative_to(PACKAGE).as_posix()}
+
+
+def test_pytorch_has_all_that_the_seam_calls() -> None:
+    """In this version, whatever it was built for."""
+    nodes = [node for node in ast.walk(ast.parse(SEAM.read_text())) if isinstance(node, ast.Attribute)]
+    names = {node.attr for node in nodes if ast.unparse(node.value) in ("module", "own")}
+    assert {"Event", "current_stream", "memory_stats"} < names
+    assert [name for name in sorted(names) if not hasattr(torch.cuda, name)] == []
+
+
+def test_the_cpu_needs_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "module", None)  # so that any use of it fails
+    for device in (CPU, torch.device("meta")):
+        assert not accelerator.is_accelerator(device)
+        assert accelerator.current_stream(device) is accelerator.compute_capability(device) is None
+        assert accelerator.capacity_bytes(device) is None
+        assert not accelerator.is_capturing(device)
+        assert not accelerator.has_generator(device)
+        assert accelerator.foreign_bytes(device) == 0
+        assert accelerator.with_index(device) == device
+        for nothing in (accelerator.synchronize, accelerator.reset_peaks, accelerator.empty_cache):
+            nothing(device)
+    assert accelerator.free_bytes(CPU) > 1 << 20
+    assert accelerator.own_module(CPU) is torch.cpu
+    with accelerator.on_stream(None), accelerator.run_on(None, [torch.ones(1)]):
+        accelerator.recorded_event(CPU).synchronize()
+
+
+def test_states_of_generators() -> None:
+    (before,) = accelerator.generator_states(CPU)
+    assert accelerator.generator_states(CPU) == [before]
+    torch.rand(1)
+    assert accelerator.generator_states(CPU) != [before]
+
+
+@pytest.mark.parametrize(("found", "expected"), [(None, "cpu"), ("mps", "cpu"), ("xpu", "cpu"), ("cuda", "cuda")])
+def test_only_cuda_is_taken_for_an_accelerator(
+    found: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = None if found is None else torch.device(found)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: there)
+    assert accelerator.default_device() == torch.device(expected)
+
+
+class Module:
+    """What the seam calls of PyTorch's module, for a device of 1000 bytes of which others hold 100."""
+
+    def __init__(self) -> None:
+        self.held = SimpleNamespace(requested=300, allocated=320, reserved=400)
+        self.peak = self.held
+        self.calls: list[Any] = []
+        self.pool = (0, 0)
+        self.code = 0
+        self.fraction = 1.0
+        self.states = [torch.tensor([1]), torch.tensor([2])]
+
+    def memory_stats(self, device: torch.device) -> dict[str, int]:
+        return {
+            f"{kind}_bytes.all.{when}": nbytes
+            for when, counts in (("current", self.held), ("peak", self.peak))
+            for kind, nbytes in vars(counts).items()
+        }
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.peak = self.held
+
+    def allocate(self, nbytes: int) -> None:
+        self.held = SimpleNamespace(**{kind: count + nbytes for kind, count in vars(self.held).items()})
+        if self.held.allocated > self.peak.allocated:
+            self.peak = self.held
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return 1000 - 100 - self.held.reserved, 1000
+
+    def get_per_process_memory_fraction(self, device: torch.device) -> float:
+        return self.fraction
+
+    def memory_snapshot(self) -> list[dict[str, Any]]:
+        return [{"device": 1, "segment_pool_id": (7, 7)}, {"device": 0, "segment_pool_id": self.pool}]
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return 3
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        return [state.clone() for state in self.states]
+
+    def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
+        self.states = states
+
+    @contextlib.contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self.calls.append(device)
+        yield
+        self.calls.append("left")
+
+    def _sleep(self, cycles: int) -> None:
+        self.calls.append(cycles)
+
+    def cudart(self) -> Any:
+        return SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self.calls.append)
+
+    def _register(self, address: int, nbytes: int, flags: int) -> int:
+        self.calls.append((address, nbytes, flags))
+        return self.code
+
+    def current_stream(self, device: torch.device) -> str:
+        return f"stream of {device}"
+
+    def Event(self, **options: bool) -> Any:
+        return SimpleNamespace(record=functools.partial(self.calls.append), **options)
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Module:
+    made = Module()
+    monkeypatch.setattr(accelerator, "module", made)
+    return made
+
+
+def test_accounts_of_memory(module: Module) -> None:
+    assert accelerator.device_bytes(CUDA) == DeviceBytes(300, 320, 400)
+    assert accelerator.free_bytes(CUDA) == 500
+    assert accelerator.foreign_bytes(CUDA) == 100
+    assert accelerator.capacity_bytes(CUDA) == 900
+    module.fraction = 0.25
+    assert accelerator.capacity_bytes(CUDA) == 250
+    module.held = SimpleNamespace(requested=0, allocated=320, reserved=400)  # as with cudaMallocAsync
+    assert accelerator.device_bytes(CUDA) == DeviceBytes(320, 320, 400)
+
+
+def test_the_peak_of_a_call_is_its_own(module: Module) -> None:
+    module.allocate(200)
+    module.allocate(-200)
+
+    def call(nbytes: int, *, run: str, device: str) -> str:
+        """With options named as `allocated_by` names its own."""
+        module.allocate(nbytes)
+        module.allocate(-nbytes)
+        return run + device
+
+    assert accelerator.allocated_by(CUDA, call, 70, run="a", device="b") == ("ab", 70)
+
+
+def test_workspaces_stay_beside_captured_graphs(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: module.allocate(-64), raising=False)
+    assert accelerator.clear_library_workspaces(CUDA) == 64  # another device's graphs don't count
+    module.pool = (0, 1)
+    assert accelerator.clear_library_workspaces(CUDA) is None
+    assert module.held.allocated == 320 - 64
+
+
+def test_page_locking_asks_for_all_devices_and_takes_up_its_error(
+    module: Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, made = torch.empty(512, dtype=torch.uint8), []
+    monkeypatch.setattr(torch, "zeros", lambda count, device: made.append(device))
+    assert accelerator.lock_pages(memory, CUDA) == 0
+    assert module.calls == [CUDA, (memory.data_ptr(), 512, 1), "left"]
+    assert made == []
+    module.code = 2
+    assert accelerator.lock_pages(memory, CUDA) == 2
+    assert made == [CUDA]
+    accelerator.unlock_pages(memory)
+    assert module.calls[-1] == memory.data_ptr()
+
+
+def test_events_are_recorded_where_the_device_computes(module: Module) -> None:
+    assert accelerator.timing_event(CUDA).enable_timing
+    assert not hasattr(accelerator.recorded_event(CUDA), "enable_timing")
+    assert module.calls == ["stream of cuda:0"] * 2
+    module.calls.clear()
+    accelerator.delay(CUDA, 99)
+    assert module.calls == [CUDA, 99, "left"]
+
+
+def test_generators_of_all_devices_come_back(module: Module) -> None:
+    restore = accelerator.keep_generators()
+    for state in module.states:
+        state += 5
+    restore()
+    assert [int(state) for state in module.states] == [1, 2]
+
+
+def test_a_device_without_an_index_is_the_current_one(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert accelerator.with_index(torch.device("cuda")) == torch.device("cuda", 3)
+    assert accelerator.with_index(CUDA) == CUDA
+    monkeypatch.setattr(module, "is_available", lambda: False)
+    assert accelerator.with_index(torch.device("cuda")) == CUDA
+    assert accelerator.device_count() == 0  # whatever a driver that is too old counts
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_precision_of_products_comes_back(allowed: bool) -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    with contextlib.suppress(ValueError), accelerator.tf32_products(allowed):
+        assert matmul.fp32_precision == ("tf32" if allowed else "ieee")
+        raise ValueError
+    assert matmul.fp32_precision == before
