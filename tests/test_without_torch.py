@@ -101,6 +101,8 @@ CALLS = """
         "frontier profile.json --points 2 --time-limit 2 -o plans --plot frontier.png",
         "explain profile.json plan.json",
         "show profile.json --options",
+        "show profile.json --graph -o graph.png",
+        "show profile.json --graph -o graph.graphml",
         "show plan.json",
         "simulate profile.json plan.json",
         "compare profile.json --budgets 50 --json rows.json",

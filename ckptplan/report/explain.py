@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import TYPE_CHECKING
 
+from ckptplan.core import rules
 from ckptplan.core.option import ACTIONS, Action, Option
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -15,10 +17,15 @@ from ckptplan.core.stage import Phase
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.referee import Timeline, simulate
 
+if TYPE_CHECKING:
+    import networkx as nx
+
 NEAR_PEAK = 0.01
 """A step is among those that bind when it needs the peak to within this share."""
 MOST_STAGES = 60
 """Of a longer plan, this many representatives of its runs of equal decisions are looked at."""
+MOST_PASSING = 3
+"""Storages of `Binding.passing` that are printed by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +46,30 @@ class Worth:
 
 
 @dataclass(frozen=True, slots=True)
+class Passing:
+    """A storage that is on the device in a step of a stage which doesn't need it, made before that stage.
+
+    `needed_by` is the last stage that needs it: that holds it by the plan, or in forward, until which the program does.
+    """
+
+    storage: str
+    nbytes: int
+    needed_by: str
+
+
+@dataclass(frozen=True, slots=True)
 class Binding:
-    """Neighbouring steps of one phase that need the peak to within 1 %, and how much of the budget is free in them."""
+    """Neighbouring steps of one phase that need the peak to within 1 %, and how much of the budget is free in them.
+
+    `passing`: what passes one of these steps on its way to a later stage, such as skip connections, largest first.
+    """
 
     phase: Phase
     first: str
     last: str
     steps: int
     spare_bytes: int
+    passing: tuple[Passing, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +139,11 @@ class Explanation:
         for b in self.bindings:
             where = b.first if b.steps == 1 else f"{b.first} .. {b.last} ({b.steps})"
             lines.append(f"memory    binds in {b.phase} of {where}: {format_bytes(b.spare_bytes)} free")
+            if b.passing:
+                names = [f"{p.storage} ({format_bytes(p.nbytes)}, for {p.needed_by})" for p in b.passing]
+                more = f" and {len(names) - MOST_PASSING} more" if len(names) > MOST_PASSING else ""
+                nbytes = format_bytes(sum(p.nbytes for p in b.passing))
+                lines.append(f"          {nbytes} there for other stages: {', '.join(names[:MOST_PASSING])}{more}")
         if self.worth is not None:
             lines.append(
                 f"prices    one more GiB saves about {format_seconds(self.worth.gib_s)} a step; a link twice as fast "
@@ -170,21 +198,46 @@ def explain(
         in_wait_s=sum(seconds for out, seconds in waits if not out),
         out_busy=busy["out"] / timeline.makespan_s if timeline.makespan_s else 0.0,
         in_busy=busy["in"] / timeline.makespan_s if timeline.makespan_s else 0.0,
-        bindings=_bindings(timeline, plan.budget_bytes) if any(c.action != "keep" for c in plan.choices) else (),
+        bindings=_bindings(profile, plan, timeline) if any(c.action != "keep" for c in plan.choices) else (),
         worth=worth,
         choices=_choices(profile, plan, menu),
     )
 
 
-def _bindings(timeline: Timeline, budget_bytes: int) -> tuple[Binding, ...]:
+def _bindings(profile: Profile, plan: Plan, timeline: Timeline) -> tuple[Binding, ...]:
     out = []
+    graph = profile.graph()
     tight = [(step, step.peak_bytes >= timeline.peak_bytes * (1 - NEAR_PEAK)) for step in timeline.steps]
     for (binds, phase), run in groupby(tight, key=lambda pair: (pair[1], pair[0].phase)):
         if binds:
             steps = [step for step, _ in run]
-            spare = budget_bytes - max(step.peak_bytes for step in steps)
-            out.append(Binding(phase, steps[0].stage, steps[-1].stage, len(steps), spare))
+            spare = plan.budget_bytes - max(step.peak_bytes for step in steps)
+            passing = _passing(profile, plan, graph, phase, {step.stage for step in steps if not step.sweep})
+            out.append(Binding(phase, steps[0].stage, steps[-1].stage, len(steps), spare, passing))
     return tuple(out)
+
+
+def _passing(profile: Profile, plan: Plan, graph: nx.DiGraph, phase: Phase, names: set[str]) -> tuple[Passing, ...]:
+    """Storages that pass a step of the stages `names` in `phase`."""
+    stages = profile.stages
+    outer = rules.around(plan.segments, len(stages))
+    holds = [
+        rules.held(profile, i, stage.option(choice.option), outer[i])
+        for i, (stage, choice) in enumerate(zip(stages, plan.choices, strict=True))
+    ]
+    over = [i for i, stage in enumerate(stages) if stage.name in names]
+    found = []
+    for s, storage in enumerate(profile.storages):
+        if storage.born < 0 or not rules.counts(storage):
+            continue
+        later = graph["storage", s]
+        needs = [i for (_, i), edge in later.items() if s in holds[i] or (edge["program"] and phase == "forward")]
+        # In backward it is there from its last holder's step to its first one's.
+        first = storage.born if phase == "forward" or s in holds[storage.born] else min(needs, default=len(stages))
+        last = max(needs, default=-1)
+        if any(first < k < last and ("stage", k) not in later for k in over):
+            found.append(Passing(storage.name, storage.nbytes, stages[last].name))
+    return tuple(sorted(found, key=lambda passing: -passing.nbytes))
 
 
 def _choices(profile: Profile, plan: Plan, menu: Sequence[Sequence[int]]) -> tuple[Choice, ...]:
