@@ -83,6 +83,7 @@ CALLS = """
     assert ckptplan.simulate(chain, plan).peak_bytes == plan.peak_bytes
     assert ckptplan.solve(chain, max_overhead=0.2).overhead <= 0.2
     assert len(ckptplan.frontier(chain, points=2, time_limit_s=60.0)) == 2
+    assert "networkx" not in sys.modules
     assert str(ckptplan.explain(chain, plan))
     assert ckptplan.Device and ckptplan.AllocatorSettings()
     chain.save("profile.json")

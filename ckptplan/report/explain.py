@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from ckptplan.core import rules
 from ckptplan.core.option import ACTIONS, Action, Option
@@ -16,9 +15,6 @@ from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Phase
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.referee import Timeline, simulate
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 NEAR_PEAK = 0.01
 """A step is among those that bind when it needs the peak to within this share."""
@@ -206,38 +202,45 @@ def explain(
 
 def _bindings(profile: Profile, plan: Plan, timeline: Timeline) -> tuple[Binding, ...]:
     out = []
-    graph = profile.graph()
+    passing = _passing(profile, plan)
     tight = [(step, step.peak_bytes >= timeline.peak_bytes * (1 - NEAR_PEAK)) for step in timeline.steps]
     for (binds, phase), run in groupby(tight, key=lambda pair: (pair[1], pair[0].phase)):
         if binds:
             steps = [step for step, _ in run]
             spare = plan.budget_bytes - max(step.peak_bytes for step in steps)
-            passing = _passing(profile, plan, graph, phase, {step.stage for step in steps if not step.sweep})
-            out.append(Binding(phase, steps[0].stage, steps[-1].stage, len(steps), spare, passing))
+            found = {item for step in steps if not step.sweep for item in passing.get((phase, step.stage), ())}
+            largest = tuple(sorted(found, key=lambda item: (-item.nbytes, item.storage)))
+            out.append(Binding(phase, steps[0].stage, steps[-1].stage, len(steps), spare, largest))
     return tuple(out)
 
 
-def _passing(profile: Profile, plan: Plan, graph: nx.DiGraph, phase: Phase, names: set[str]) -> tuple[Passing, ...]:
-    """Storages that pass a step of the stages `names` in `phase`."""
-    stages = profile.stages
+def _passing(profile: Profile, plan: Plan) -> dict[tuple[Phase, str], list[Passing]]:
+    """Per phase and stage, glue left out, the storages that pass it."""
+    graph, stages = profile.graph(), profile.stages
     outer = rules.around(plan.segments, len(stages))
     holds = [
-        rules.held(profile, i, stage.option(choice.option), outer[i])
+        set(rules.held(profile, i, stage.option(choice.option), outer[i]))
         for i, (stage, choice) in enumerate(zip(stages, plan.choices, strict=True))
     ]
-    over = [i for i, stage in enumerate(stages) if stage.name in names]
-    found = []
+    out: dict[tuple[Phase, str], list[Passing]] = {}
     for s, storage in enumerate(profile.storages):
-        if storage.born < 0 or not rules.counts(storage):
+        later = {i: edge for (_, i), edge in graph["storage", s].items()}
+        if storage.born < 0 or not rules.counts(storage) or not any(edge["passes"] for edge in later.values()):
             continue
-        later = graph["storage", s]
-        needs = [i for (_, i), edge in later.items() if s in holds[i] or (edge["program"] and phase == "forward")]
+        holders = [i for i in (storage.born, *later) if s in holds[i]]
+        program = [i for i, edge in later.items() if edge["program"]]
         # In backward it is there from its last holder's step to its first one's.
-        first = storage.born if phase == "forward" or s in holds[storage.born] else min(needs, default=len(stages))
-        last = max(needs, default=-1)
-        if any(first < k < last and ("stage", k) not in later for k in over):
-            found.append(Passing(storage.name, storage.nbytes, stages[last].name))
-    return tuple(sorted(found, key=lambda passing: -passing.nbytes))
+        spans: tuple[tuple[Phase, int, list[int]], ...] = (
+            ("forward", storage.born, holders + program),
+            ("backward", min(holders, default=0), holders),
+        )
+        for phase, first, needs in spans:
+            last = max(needs, default=0)
+            for k in range(first + 1, last):
+                if k not in later and not stages[k].is_glue:
+                    item = Passing(storage.name, storage.nbytes, stages[last].name)
+                    out.setdefault((phase, stages[k].name), []).append(item)
+    return out
 
 
 def _choices(profile: Profile, plan: Plan, menu: Sequence[Sequence[int]]) -> tuple[Choice, ...]:
