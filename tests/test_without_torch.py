@@ -83,6 +83,7 @@ CALLS = """
     assert ckptplan.simulate(chain, plan).peak_bytes == plan.peak_bytes
     assert ckptplan.solve(chain, max_overhead=0.2).overhead <= 0.2
     assert len(ckptplan.frontier(chain, points=2, time_limit_s=60.0)) == 2
+    assert "networkx" not in sys.modules
     assert str(ckptplan.explain(chain, plan))
     assert ckptplan.Device and ckptplan.AllocatorSettings()
     chain.save("profile.json")
@@ -101,6 +102,8 @@ CALLS = """
         "frontier profile.json --points 2 --time-limit 2 -o plans --plot frontier.png",
         "explain profile.json plan.json",
         "show profile.json --options",
+        "show profile.json --graph -o graph.png",
+        "show profile.json --graph -o graph.graphml",
         "show plan.json",
         "simulate profile.json plan.json",
         "compare profile.json --budgets 50 --json rows.json",

@@ -34,13 +34,27 @@ SHOWN_PEAK_S = 5.0
 def show(
     file: Annotated[Path, typer.Argument(metavar="FILE.json", help="A profile or a plan.")],
     options: Annotated[bool, typer.Option("--options", help="Also list the options of every kind of stage.")] = False,
+    graph: Annotated[
+        bool,
+        typer.Option(
+            "--graph", help="Print a profile's graph instead: what each stage makes and which later ones need it."
+        ),
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Where to write the graph: FILE.png or FILE.graphml."),
+    ] = None,
 ) -> None:
     """Print a profile or a plan as a table.
 
-    Example: [bold]ckptplan show profile.json[/bold]
+    Example: [bold]ckptplan show profile.json --graph -o graph.png[/bold]
     """
     found = _load(file)
-    if isinstance(found, Plan):
+    if graph or output is not None:
+        if isinstance(found, Plan):
+            raise InvalidInputError(f"{file} is a plan, which has no graph; give the profile it was made for")
+        _show_graph(found, output)
+    elif isinstance(found, Plan):
         typer.echo(str(found))
     else:
         _show_profile(found)
@@ -215,6 +229,26 @@ def _show_profile(profile: Profile) -> None:
     ):
         totals.add_row(label, escape(text))
     console.print(totals)
+
+
+def _show_graph(profile: Profile, output: Path | None) -> None:
+    # Here, since networkx takes longer to load than all that a table needs.
+    from ckptplan.report.graph import graph_table, write_graphml
+    from ckptplan.report.plots import plot_graph
+
+    writers = {".png": plot_graph, ".graphml": write_graphml}
+    if output is not None and output.suffix not in writers:
+        raise InvalidInputError(
+            f"the graph can't be written to {output}; want a name that ends in {' or '.join(writers)}"
+        )
+    if output is not None:
+        try:
+            writers[output.suffix](profile, output)
+        except OSError as error:
+            raise InvalidInputError(f"the graph can't be written to {output}: {error}") from error
+    terminal().print(graph_table(profile))
+    if output is not None:
+        typer.echo(f"written to {output}")
 
 
 _SHORT = {"keep": "k", "swap": "s", "recompute": "r", "recompute+swap": "r+s"}

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptplan.core.checks import MOST_BYTES, check_bytes, check_each, check_type
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
@@ -15,6 +15,9 @@ from ckptplan.core.link import Link
 from ckptplan.core.option import Option
 from ckptplan.core.stage import InputTensor, Stage
 from ckptplan.core.storage import Storage
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 SCHEMA = "ckptplan.profile/3"
 
@@ -173,6 +176,35 @@ class Profile:
     def baseline_launch_s(self) -> float:
         """Time in which the host launches that step; 0 where it is no lane of its own."""
         return sum(stage.forward_launch_s + stage.backward_launch_s for stage in self.stages)
+
+    def graph(self) -> nx.DiGraph:
+        """Return the graph of stages and storages, over all options: who makes a storage, and who needs it later.
+
+        It is bipartite and acyclic: edges point from a stage to the storages that it makes, and from a storage to
+        later stages. A skip connection is an edge with `passes > 0`, a branch a storage with several edges, and calls
+        of a shared block are stages with the same `module`.
+
+        Returns
+        -------
+        networkx.DiGraph
+            Nodes, in the order of `stages` and `storages`:
+
+            - `("stage", i)`: `name`, `module` (the name without `#k`), `kind`, `is_glue`, `forward_s`, `backward_s`;
+              `bipartite` is 0.
+            - `("storage", s)`: the fields of `Storage` (`name`, `nbytes`, `born`, ...); `bipartite` is 1.
+
+            Edges:
+
+            - stage to storage, where the stage makes it; a storage with `born == -1` has no such edge. `held_by`: names
+              of the stage's options that hold it until the stage's own backward.
+            - storage to stage, where an option of a later stage holds it, or the program does until then. `held_by` as
+              above; `linked`: whether it is, unmodified, an input of the stage and a stage's output; `program`: whether
+              this is the last stage at whose start the program's variables hold it; `passes`: how many stages in
+              between, glue left out, have no edge from it.
+        """
+        from ckptplan.core.graph import graph_of  # loads networkx, which most calls don't need
+
+        return graph_of(self)
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON (docs/formats.md)."""

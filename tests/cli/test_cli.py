@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import networkx as nx
 import pytest
 from command_line import Run, assert_clean_error
 
@@ -321,6 +322,28 @@ def test_explain_refuses_the_plan_of_another_profile(run: Run, profile_file: Pat
     other.save(tmp_path / "other.json")
     run("solve", tmp_path / "other.json", "--budget-gb", 1, "-o", tmp_path / "plan.json")
     assert_clean_error(run("explain", profile_file, tmp_path / "plan.json"), "stage 3 of the plan")
+
+
+def test_show_prints_and_writes_the_graph(run: Run, chain: Profile, profile_file: Path, tmp_path: Path) -> None:
+    result = run("show", profile_file, "--graph")
+    assert result.exit_code == 0, result.output
+    assert "s0 │ itself │ │ 1 │ 36.00 MiB │ 4.00 MiB" in " ".join(result.stdout.split())
+    picture = tmp_path / "graph.png"
+    assert run("show", profile_file, "--graph", "-o", picture).exit_code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    written = run("show", profile_file, "-o", tmp_path / "graph.graphml")
+    assert "written to" in written.stdout
+    assert set(nx.read_graphml(tmp_path / "graph.graphml").nodes) == {" ".join(map(str, x)) for x in chain.graph()}
+
+
+def test_show_refuses_graphs_of_plans_and_names_it_does_not_know(
+    run: Run, chain: Profile, profile_file: Path, tmp_path: Path
+) -> None:
+    assert_clean_error(run("show", profile_file, "-o", tmp_path / "graph.dot"), "graph.dot", ".png or .graphml")
+    assert_clean_error(run("show", profile_file, "-o", tmp_path / "none" / "graph.graphml"), "can't be written to")
+    solved = run("solve", profile_file, "--budget-gb", 2 * keep_all_gb(chain), "-o", tmp_path / "plan.json")
+    assert solved.exit_code == 0
+    assert_clean_error(run("show", tmp_path / "plan.json", "--graph"), "is a plan", "give the profile")
 
 
 def test_show_lists_options(run: Run, tmp_path: Path) -> None:

@@ -1,18 +1,19 @@
 """Find the stages of a model: the repeated blocks, and what is worth a decision around them.
 
-One forward without memory records which module calls which and what autograd saves inside each call. Candidates are the
-ways to cut that tree at the members of its containers (`ModuleList`, `Sequential`, `ModuleDict`, `_no_split_modules`),
-one per depth of nesting. The cut with the least memory under full recompute wins: the largest saved set of a stage,
-plus every stage's inputs.
+One forward without memory records the tree of calls, a `networkx.DiGraph` with edges from caller to callee, and what
+autograd saves inside each call. Candidates are the ways to cut that tree at the members of its containers
+(`ModuleList`, `Sequential`, `ModuleDict`, `_no_split_modules`), one per depth of nesting. The cut with the least memory
+under full recompute wins: the largest saved set of a stage, plus every stage's inputs.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import networkx as nx
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -32,7 +33,6 @@ class Call:
 
     name: str
     member: bool
-    children: list[Call] = field(default_factory=list)
     saved: dict[int, int] = field(default_factory=dict)
     inputs: dict[int, int] = field(default_factory=dict)
 
@@ -40,10 +40,6 @@ class Call:
     def saved_bytes(self) -> int:
         """Bytes autograd saves inside, each storage counted once."""
         return sum(self.saved.values())
-
-    def depth(self) -> int:
-        """Most container members on a path from here down."""
-        return int(self.member) + max((child.depth() for child in self.children), default=0)
 
 
 class Found(NamedTuple):
@@ -75,9 +71,9 @@ def discover_stages(step: TrainingStep, world: Callable[[], contextlib.AbstractC
     UnsupportedModelError
         If no submodule saves anything for backward.
     """
-    root = _record(step, world)
-    depth = max((child.depth() for child in root.children), default=0)
-    cuts = [_cut(root, level) for level in range(1, depth + 1)] or [_by_depth(root, level) for level in (1, 2, 3)]
+    calls = _record(step, world)
+    root = next(iter(calls))
+    cuts = _cuts(calls, root, lambda call: call.member) or _cuts(calls, root, lambda call: True)[:3]
     total = root.saved_bytes
     best: list[Call] = []
     for cut in cuts:
@@ -87,16 +83,9 @@ def discover_stages(step: TrainingStep, world: Callable[[], contextlib.AbstractC
     if not best:
         raise UnsupportedModelError("no submodule of the model saves anything for backward; there is nothing to plan")
     modules = {call.name.partition("#")[0] for call in best}
-    called = dict.fromkeys(_called(root))
+    called = dict.fromkeys(call.name.partition("#")[0] for _, call in nx.dfs_edges(calls, root))
     outside = (name for name in called if not any(name == m or name.startswith(f"{m}.") for m in modules))
     return Found(tuple(call.name for call in best), tuple(outside))
-
-
-def _called(call: Call) -> Iterator[str]:
-    """Names of the modules called below `call`."""
-    for child in call.children:
-        yield child.name.partition("#")[0]
-        yield from _called(child)
 
 
 def _cost(stages: list[Call]) -> int:
@@ -106,31 +95,34 @@ def _cost(stages: list[Call]) -> int:
     return max(call.saved_bytes for call in stages) + sum(held.values())
 
 
-def _cut(call: Call, level: int) -> list[Call]:
-    """Descend to the `level`-th member on each path, or the last there is; what has no members comes whole."""
-    out: list[Call] = []
-    for child in call.children:
-        left = level - int(child.member)
-        below = max((grandchild.depth() for grandchild in child.children), default=0)
-        out.extend(_cut(child, left) if below and left > 0 else [child])
-    return out
+def _cuts(calls: nx.DiGraph, root: Call, counts: Callable[[Call], bool]) -> list[list[Call]]:
+    """Cuts of the tree below `root`, per level from 1 on.
+
+    Of each path, the first call with that many counted ones down to it, itself included, or with none below.
+    """
+    tree = list(nx.dfs_edges(calls, root))
+    above, below = {root: 0}, dict.fromkeys(calls, 0)
+    for caller, call in tree:
+        above[call] = above[caller] + counts(call)
+    for caller, call in reversed(tree):
+        below[caller] = max(below[caller], below[call] + counts(call))
+    cuts = []
+    for level in range(1, below[root] + 1):
+        reached = {call for call in calls if above[call] >= level or not below[call]}
+        cuts.append([call for caller, call in tree if call in reached and caller not in reached])
+    return cuts
 
 
-def _by_depth(call: Call, level: int) -> list[Call]:
-    out: list[Call] = []
-    for child in call.children:
-        out.extend(_by_depth(child, level - 1) if level > 1 and child.children else [child])
-    return out
-
-
-def _record(step: TrainingStep, world: Callable[[], contextlib.AbstractContextManager[Any]]) -> Call:
+def _record(step: TrainingStep, world: Callable[[], contextlib.AbstractContextManager[Any]]) -> nx.DiGraph:
+    """The tree of calls, the model's own first."""
     model = step.model
     no_split = set(getattr(model, "_no_split_modules", None) or ())
     modules = dict(model.named_modules())
     # With the storages themselves, since forward may give a parameter other data.
     own = {s._cdata: s for s in (t.untyped_storage() for t in (*model.parameters(), *model.buffers()))}
-    root = Call("", member=False)
-    stack = [root]
+    stack = [Call("", member=False)]
+    calls = nx.DiGraph()
+    calls.add_node(stack[0])
     counts: dict[str, int] = {}
     keep_alive: list[torch.Tensor] = []  # so that storages met stay distinct
 
@@ -158,7 +150,7 @@ def _record(step: TrainingStep, world: Callable[[], contextlib.AbstractContextMa
             counts[name] = count = counts.get(name, 0) + 1
             call = Call(name if count == 1 else f"{name}#{count}", member)
             call.inputs = sizes(pytree.tree_leaves((args, kwargs)))
-            stack[-1].children.append(call)
+            calls.add_edge(stack[-1], call)
             stack.append(call)
             try:
                 return original(*args, **kwargs)
@@ -177,4 +169,4 @@ def _record(step: TrainingStep, world: Callable[[], contextlib.AbstractContextMa
             step.forward()
     finally:
         keep_alive.clear()  # the graph holds `pack`, and so these, which hold the graph: out of the collector's sight
-    return root
+    return calls

@@ -1,0 +1,210 @@
+"""The graph of stages and storages: hand-checked, against every option of random profiles, and what is made of it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+import pytest
+from made_plans import plan_with, scheduled
+from random_chains import random_chain, random_options, random_segments
+from rich.console import Console
+
+from ckptplan.core.link import Link
+from ckptplan.core.option import Option
+from ckptplan.core.plan import Decision
+from ckptplan.core.profile import Profile
+from ckptplan.core.stage import Phase, Stage
+from ckptplan.core.storage import Storage
+from ckptplan.referee import simulate
+from ckptplan.referee.simulate import _Step
+from ckptplan.report.explain import Passing, _passing, explain
+from ckptplan.report.graph import crossing_bytes, graph_table, write_graphml
+
+pytestmark = pytest.mark.planning
+
+PROFILES = Path(__file__).parents[1] / "profiles"
+X, A, SKIP, H, Y, Z, OUT = range(7)
+
+
+def small_profile() -> Profile:
+    """A block that is called twice, beside a skip; what the glue makes goes to both calls."""
+    storages = (
+        Storage("x", 8, -1, -1, to_end=True),
+        Storage("a", 40, 0, 0),
+        Storage("skip", 20, 0, 4),
+        Storage("h", 10, 1, 3),
+        Storage("y", 6, 2, 3),
+        Storage("z", 7, 3, 4),
+        Storage("out", 5, 4, 5, to_end=True),
+    )
+
+    def stage(name: str, saved: tuple[int, ...], inputs: tuple[int, ...], linked: tuple[int, ...] = ()) -> Stage:
+        again = Option("recompute", inputs, (), 0, 0, 1.0, recomputes=True)
+        keep = Option("keep", saved, (), 100 if name == "block#2" else 0, 0)
+        menu = (keep,) if name.startswith("(") else (keep, again)
+        return Stage(name, name, menu, 1.0, 2.0, linked=linked)
+
+    return Profile(
+        stages=(
+            stage("down", (X, A), (X,)),
+            stage("(before block)", (SKIP,), ()),
+            stage("block", (H,), (H,)),
+            stage("block#2", (H, Y), (H, Y), (Y,)),
+            stage("up", (SKIP,), (SKIP, Z), (SKIP, Z)),
+            stage("(after up)", (), ()),
+        ),
+        storages=storages,
+        base_forward_bytes=(8,) * 6,
+        base_backward_bytes=(8,) * 6,
+        update_peak_bytes=8,
+        link=Link(1.0, 1.0),
+    )
+
+
+def test_a_skip_a_branch_a_shared_block_and_glue() -> None:
+    graph = small_profile().graph()
+    stages = {node: data for node, data in graph.nodes.items() if node[0] == "stage"}
+    assert [data["name"] for data in stages.values()] == [stage.name for stage in small_profile().stages]
+    assert [data["module"] for data in stages.values()][2:4] == ["block", "block"]
+    assert [data["is_glue"] for data in stages.values()] == [False, True, False, False, False, True]
+    assert stages["stage", 0] == {
+        "bipartite": 0, "name": "down", "module": "down", "kind": "down", "is_glue": False, "forward_s": 1.0,
+        "backward_s": 2.0,
+    }  # fmt: skip
+    assert graph.nodes["storage", SKIP] == {
+        "bipartite": 1, "name": "skip", "nbytes": 20, "born": 0, "program_until": 4, "to_end": False, "stays": False,
+        "dropped_bytes": 0,
+    }  # fmt: skip
+    made = {(i, s): data["held_by"] for (what, i), (_, s), data in graph.edges(data=True) if what == "stage"}
+    assert made == {(0, A): ("keep",), (0, SKIP): (), (1, H): (), (2, Y): (), (3, Z): (), (4, OUT): ()}
+    both = ("keep", "recompute")
+
+    def needs(held_by: tuple[str, ...], *, linked: bool = False, program: bool = False, passes: int = 0) -> Any:
+        return {"held_by": held_by, "linked": linked, "program": program, "passes": passes}
+
+    needed = {(s, i): data for (what, s), (_, i), data in graph.edges(data=True) if what == "storage"}
+    assert needed == {
+        (X, 0): needs(both),
+        (SKIP, 1): needs(("keep",)),
+        (SKIP, 4): needs(both, linked=True, program=True, passes=2),
+        (H, 2): needs(both),
+        (H, 3): needs(both, program=True),
+        (Y, 3): needs(both, linked=True, program=True),
+        (Z, 4): needs(("recompute",), linked=True, program=True),
+        (OUT, 5): needs((), program=True),
+    }
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_edges_are_what_options_hold_and_the_program(seed: int) -> None:
+    profile = random_chain(seed, 12)
+    graph, n = profile.graph(), len(profile.stages)
+    assert nx.is_directed_acyclic_graph(graph)
+    assert nx.is_bipartite(graph)
+    assert len(graph) == n + len(profile.storages)
+    for i, stage in enumerate(profile.stages):
+        edges = [
+            (s, data["held_by"])
+            for s in range(len(profile.storages))
+            for ends in ((("stage", i), ("storage", s)), (("storage", s), ("stage", i)))
+            if (data := graph.get_edge_data(*ends)) is not None
+        ]
+        for option in stage.options:
+            assert {s for s, names in edges if option.name in names} == set(option.held)
+        assert {s for (_, s), _, linked in graph.in_edges(("stage", i), data="linked") if linked} == set(stage.linked)
+    for s, storage in enumerate(profile.storages):
+        assert list(graph.predecessors(("storage", s))) == [("stage", storage.born)] * (storage.born >= 0)
+        later = [i for _, i in graph["storage", s]]
+        assert later == sorted(later)
+        last = min(storage.program_until, n - 1)
+        assert [i for i in later if graph.edges[("storage", s), ("stage", i)]["program"]] == [last] * (
+            last > storage.born
+        )
+        for i in later:
+            between = [k for k in range(storage.born + 1, i) if not profile.stages[k].is_glue and k not in later]
+            assert graph.edges[("storage", s), ("stage", i)]["passes"] == len(between)
+
+
+def test_a_traced_transformer_is_a_chain() -> None:
+    profile = Profile.load(PROFILES / "transformer.json")
+    graph = profile.graph()
+    chain = nx.bipartite.projected_graph(graph, [("stage", i) for i in range(len(profile.stages))])
+    names = nx.relabel_nodes(chain, dict(graph.nodes(data="name")))
+    layers = [f"layers.{i}" for i in range(4)]
+    assert nx.dag_longest_path(names) == ["(before layers.0)", *layers, "(after layers.3)"]
+    assert not any(passes for *_, passes in graph.edges(data="passes"))
+    # Between two layers only the boundary is there.
+    boundary = next(storage.nbytes for storage in profile.storages if storage.name == "layers.0/24")
+    assert crossing_bytes(profile, graph) == [boundary] * 4 + [2 * boundary, 0]
+
+
+def test_the_table_marks_skips_and_branches() -> None:
+    console = Console(width=140, record=True, quiet=True)
+    table = graph_table(small_profile())
+    console.print(table)
+    cells = [list(column.cells) for column in table.columns]
+    assert list(zip(*cells, strict=True)) == [
+        ("(inputs)", "down", "", "1", "8 B", ""),
+        ("down", "itself", "", "1", "40 B", "20 B"),
+        ("", "(before block), up", "skip past 2, branch to 2", "1", "20 B", ""),
+        ("(before block)", "block, block#2", "branch to 2", "1", "10 B", "30 B"),
+        ("block", "block#2", "", "1", "6 B", "36 B"),
+        ("block#2", "up", "", "1", "7 B", "27 B"),
+        ("up", "program until (after up)", "", "1", "5 B", "0 B"),
+        ("(after up)", "–", "", "", "", "0 B"),
+    ]
+
+
+def test_graphml_has_all_nodes_and_edges(tmp_path: Path) -> None:
+    graph = small_profile().graph()
+    write_graphml(small_profile(), tmp_path / "graph.graphml")
+    found = nx.read_graphml(tmp_path / "graph.graphml")
+    assert set(found) == {f"{what} {i}" for what, i in graph}
+    assert found.number_of_edges() == graph.number_of_edges()
+    assert found.nodes["storage 2"] == graph.nodes["storage", SKIP]
+    assert found.edges["storage 2", "stage 4"] == {
+        **graph.edges[("storage", SKIP), ("stage", 4)],
+        "held_by": "keep,recompute",
+    }
+
+
+def test_an_explanation_names_the_skip_that_passes_what_binds() -> None:
+    profile = small_profile()
+    choices = tuple(Decision("recompute" if stage.name in ("down", "block") else "keep") for stage in profile.stages)
+    plan = plan_with(profile, choices, simulate(profile, choices).peak_bytes)
+    found = explain(profile, plan)
+    (binding,) = (b for b in found.bindings if b.phase == "forward")
+    assert (binding.first, binding.last) == ("block#2", "block#2")
+    assert binding.passing == (Passing("skip", 20, "up"),)
+    assert "20 B there for other stages: skip (20 B, for up)" in str(found)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_passes_a_stage_is_there_by_the_referee(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under plans with moves and segments, and held by others than the stage."""
+    rng = random.Random(seed)
+    profile = random_chain(seed, 10)
+    segments = random_segments(rng, profile) if seed % 2 else ()
+    plan = scheduled(profile, random_options(rng, profile, segments), segments, share=rng.choice((0.0, 0.5)))
+    there: dict[tuple[Phase, int], set[str]] = {}
+    record = _Step._record
+
+    def noted(step: _Step, phase: Phase, stage: int, *args: Any, **kwargs: Any) -> None:
+        device = step.device
+        blocks = [
+            block for block, holders in device._holders.items() if holders - {stage} and block not in device._away
+        ]
+        there[phase, stage] = {profile.storages[s].name for s, sweep in blocks if not sweep}
+        record(step, phase, stage, *args, **kwargs)
+
+    monkeypatch.setattr(_Step, "_record", noted)
+    simulate(profile, plan)
+    numbers = {stage.name: k for k, stage in enumerate(profile.stages)}
+    for (phase, name), found in _passing(profile, plan).items():
+        k = numbers[name]
+        held = {profile.storages[s].name for option in profile.stages[k].options for s in option.held}
+        assert {item.storage for item in found} <= there[phase, k] - held
+        assert all(numbers[item.needed_by] > k for item in found)
