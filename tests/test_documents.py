@@ -195,8 +195,10 @@ def test_public_names_exist(page: Path) -> None:
 
 @pytest.mark.planning
 def test_the_reference_has_every_public_name_once() -> None:
+    """By the name of its package, or by that of its module where the package has a module of the same name."""
     text = (ROOT / "docs" / "reference.md").read_text()
-    assert sorted(re.findall(r"^::: ckptplan\.(\w+)$", text, re.MULTILINE)) == sorted(ckptplan.__all__)
+    names = re.findall(r"^::: ckptplan\.(?:[\w.]+\.)?(\w+)$", text, re.MULTILINE)
+    assert sorted(name for name in names if name in ckptplan.__all__) == sorted(ckptplan.__all__)
 
 
 @pytest.mark.planning
