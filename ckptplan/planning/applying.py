@@ -72,7 +72,7 @@ def apply(
         In which steps to compare what comes back with what was there in forward: what each recomputed stage reads
         (parameters, buffers, inputs) and saves, and each storage that was swapped. A difference is a `CheckError` from
         that backward, before an optimizer steps. "sampled": in the first three forwards, then in one of a hundred on
-        average. Other steps cost nothing. See the README for what this finds, and what it doesn't.
+        average. Other steps cost nothing. docs/runtime.md says what this finds, and what it doesn't.
     on_oom : "raise", "report" or "replan"
         What `handle.step(fn)` does when memory runs out in `fn`. "raise": nothing, the error is the allocator's.
         "report": undo the step and raise `OutOfMemoryError`, which says what was alive and what was planned. "replan":

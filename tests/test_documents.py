@@ -1,0 +1,208 @@
+"""README.md, CONTRIBUTING.md and docs/: code blocks run, and what the text names is there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ckptplan
+
+ROOT = Path(__file__).parent.parent
+README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+GPU_RUN = ("probe", "profile", "measure", "plans", "traces", "histories", "plots")
+"""Folders that the first run on a GPU writes (docs/gpu.md)."""
+
+page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+
+
+def blocks(path: Path) -> list[str]:
+    return [code for language, code in FENCED.findall(path.read_text()) if language == "python"]
+
+
+def prose(path: Path) -> str:
+    return FENCED.sub("", path.read_text())
+
+
+def code(path: Path) -> Iterator[str]:
+    """Code spans of the prose, those that go on in the next line too, and lines of indented blocks."""
+    text = prose(path)
+    for span in re.findall(r"`([^`]+)`", text):
+        yield " ".join(span.split())
+    for line in text.splitlines():
+        if line.startswith("    "):
+            yield line.strip()
+
+
+def slug(heading: str) -> str:
+    """The anchor of a heading, as GitHub and MkDocs make it."""
+    words = re.sub(r"[^\w\s-]", "", heading.lower()).strip()
+    return re.sub(r"[\s]+", "-", words)
+
+
+def anchors(path: Path) -> set[str]:
+    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", prose(path), re.MULTILINE)}
+
+
+def test_the_readme_is_read_in_five_minutes() -> None:
+    assert len(README.read_text().splitlines()) <= 200
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_blocks_of_the_readme_run(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each as a program of its own; what it prints is what the text around it says."""
+    monkeypatch.chdir(tmp_path)
+    assert len(blocks(README)) == 3
+    exec(compile(blocks(README)[number], f"README.md, block {number}", "exec"), {"__name__": "__main__"})
+    out = capsys.readouterr().out
+    expected = (
+        ("plan by ckptplan", "over keeping everything"),
+        ("above the best", "memory    binds", "gradients bitwise equal"),
+        ("on NVIDIA A100 40GB", "fits with everything kept", "plan by ckptplan"),
+    )
+    assert [text for text in expected[number] if text not in out] == []
+
+
+@pytest.mark.filterwarnings("ignore:input .* goes beyond the plan:RuntimeWarning")
+def test_blocks_of_the_guide_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In order, as one program."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "__main__"}
+    for number, block in enumerate(blocks(GUIDE)):
+        exec(compile(block, f"guide.md, block {number}", "exec"), names)
+    out = capsys.readouterr().out
+    for text in ("gradients bitwise equal", "on NVIDIA L4", "fits with a plan", "1 new plan", "12 training forwards"):
+        assert text in out
+    assert {path.name for path in tmp_path.iterdir()} == {"profile.json", "plan.json", "estimate.json", "trace.json"}
+
+
+@pytest.mark.planning
+@page
+def test_code_blocks_are_python(page: Path) -> None:
+    for block in blocks(page):
+        ast.parse(block)
+
+
+@pytest.mark.planning
+@page
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)]+)\)", re.sub(r"`[^`]*`", "", prose(page)))
+    for link in links:
+        if link.startswith("https://"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        assert target.exists(), link
+        if page.parent.name == "docs":  # the site has nothing else
+            assert target.resolve().parent == page.parent.resolve() or "images" in file, link
+        assert not anchor or anchor in anchors(target), link
+
+
+def commands() -> dict[str, set[str]]:
+    """By command of the command line: its options."""
+    from typer.main import get_command
+
+    from ckptplan.cli.app import app
+
+    group = get_command(app)
+    found = {"": {name for option in group.params for name in option.opts}}
+    for name, command in group.commands.items():  # type: ignore[attr-defined]
+        found[name] = {text for option in command.params for text in (*option.opts, *option.secondary_opts)}
+        found[name] |= {"--help"}
+    return found
+
+
+@pytest.mark.planning
+@page
+def test_commands_and_their_options_exist(page: Path) -> None:
+    known = commands()
+    for text in code(page):
+        for name, rest in re.findall(r"\bckptplan +([a-z]+)\b([^|&;]*)", text):
+            assert name in known, text
+            options = {word.partition("=")[0] for word in rest.split() if re.match(r"--?[a-z]", word)}
+            assert options <= known[name], text
+
+
+@pytest.mark.planning
+def test_the_page_of_the_command_line_has_every_command() -> None:
+    """One row each; the options in a row are the command's."""
+    known = commands()
+    rows = re.findall(r"^\| `ckptplan ([a-z]+)\b(.*)$", prose(ROOT / "docs" / "cli.md"), re.MULTILINE)
+    assert sorted(name for name, _ in rows) == sorted(name for name in known if name)
+    for name, row in rows:
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", row)) <= known[name], name
+
+
+@pytest.mark.planning
+@page
+def test_scripts_and_their_options_exist(page: Path) -> None:
+    """So no figure stands there without a command that prints it."""
+    for text in code(page):
+        for script, rest in re.findall(r"\bpython ((?:experiments|examples|docs)/\S+\.py)([^|&;]*)", text):
+            assert (ROOT / script).is_file(), text
+            source = (ROOT / script).read_text()
+            words = [word.partition("=")[0] for word in shlex.split(rest, comments=True)]
+            assert [word for word in words if word.startswith("--") and f'"{word}"' not in source] == [], text
+        for module, command in re.findall(r"\bpython -m (experiments\.\w+) ([a-z]+)", text):
+            assert command in (ROOT / module.replace(".", "/") / "__main__.py").read_text(), text
+
+
+@pytest.mark.planning
+@page
+def test_files_exist(page: Path) -> None:
+    """Paths of the repository, or of the package without its name."""
+    for text in code(page):
+        for path in re.findall(r"^(?:[\w.-]+/)+(?:[\w-]+\.(?:py|json|md|toml|png))?$", text):
+            if not path.startswith(
+                ("tmp/", "probe/", "profile/", "measure/", "plans/", "histories/", "traces/", "plots/")
+            ):
+                assert (ROOT / path).exists() or (ROOT / "ckptplan" / path).exists(), path
+
+
+@pytest.mark.planning
+@page
+def test_notes_exist(page: Path) -> None:
+    """A NOTE that is named is defined, once."""
+    defined = [
+        note
+        for path in (ROOT / "ckptplan").rglob("*.py")
+        for note in re.findall(r"^NOTE \[([^]]+)\]", path.read_text(), re.MULTILINE)
+    ]
+    for note in re.findall(r"NOTE \[([^]]+)\]", " ".join(prose(page).split())):
+        assert defined.count(note) == 1, note
+
+
+@pytest.mark.planning
+@page
+def test_public_names_exist(page: Path) -> None:
+    for text in [*code(page), *blocks(page)]:
+        for name in re.findall(r"(?<![\w./-])ckptplan\.([A-Za-z_]+)(?![\w/])", text):
+            is_schema = re.search(rf"ckptplan\.{name}/\d", text) is not None
+            assert is_schema or name in ckptplan.__all__ or importlib.util.find_spec(f"ckptplan.{name}"), text
+
+
+@pytest.mark.planning
+def test_the_reference_has_every_public_name_once() -> None:
+    """By the name of its package, or by that of its module where the package has a module of the same name."""
+    text = (ROOT / "docs" / "reference.md").read_text()
+    names = re.findall(r"^::: ckptplan\.(?:[\w.]+\.)?(\w+)$", text, re.MULTILINE)
+    assert sorted(name for name in names if name in ckptplan.__all__) == sorted(ckptplan.__all__)
+
+
+@pytest.mark.planning
+def test_every_page_is_found_from_the_readme_and_in_the_menu() -> None:
+    names = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert names == set(re.findall(r"\]\(docs/(\w+\.md)\)", README.read_text()))
+    assert names <= set(re.findall(r"(\w+\.md)", (ROOT / "mkdocs.yml").read_text()))
