@@ -143,6 +143,12 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "gpu.json",
         module="python -m experiments.gpu all --out RUN --json experiments/results/gpu.json",
     ),
+    Experiment(
+        "size",
+        "Lines of code, parameters, numbers and import times, beside those of another commit",
+        "size.json",
+        "--commit 3892eb31",
+    ),
     Experiment("mutations", "Each of the runtime's safeguards taken out: does a test fail?", "mutations.json"),
     Experiment(
         "mutations",
@@ -458,6 +464,7 @@ PROMISES: tuple[Promise, ...] = (
             "test_commands_that_need_torch_say_so_in_one_line",
             "test_marked_tests_run_without_torch_and_others_are_left_out",
         ),
+        ("size",),
         contracts=(PURE,),
     ),
     # Profiling
