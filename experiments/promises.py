@@ -414,6 +414,18 @@ PROMISES: tuple[Promise, ...] = (
     ),
     Promise(
         "Profiles, plans and their files",
+        "What an earlier version saved loads and runs, or an error names its schema and the remedy",
+        _in(
+            "test_saved",
+            "test_fields_are_read_as_they_were_saved",
+            "test_a_saved_plan_fits_its_saved_profile",
+            "test_another_schema_is_named_with_the_remedy",
+            "test_damaged_files_are_refused",
+        )
+        + _in("test_verify", "test_a_plan_that_an_earlier_version_saved_is_applied"),
+    ),
+    Promise(
+        "Profiles, plans and their files",
         "The documented examples load and agree with the text beside them; all fields are documented",
         _in(
             "test_cli",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gzip
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,6 +111,22 @@ def test_other_paths_than_profiled_are_reported() -> None:
     assert f"{moving} runs of stages saved something else than profiled" in str(found)
     assert f"saved something else than profiled: {moving}" in str(found.stats)
     assert not demo._row("otherwise", plan, found).sound
+
+
+def test_a_plan_that_an_earlier_version_saved_is_applied(tmp_path: Path) -> None:
+    """Made as tests/saved/README.md says, by another version of PyTorch than this may be."""
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Conv2d(i, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for i in (3, 8, 8, 8))
+    model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(2048, 10))
+    path = tmp_path / "plan.json"
+    path.write_bytes(gzip.decompress((Path(__file__).parents[1] / "saved" / "conv_plan.json.gz").read_bytes()))
+    plan = Plan.load(path)
+    fingerprint = dataclasses.replace(plan.fingerprint, torch_version=torch.__version__.partition("+")[0])
+    found = verify(model, dataclasses.replace(plan, fingerprint=fingerprint), torch.randn(32, 3, 16, 16), repeats=1)
+    assert found.gradients_equal
+    assert found.measured_peak_bytes <= plan.budget_bytes
+    assert found.stats.swapped_out_bytes == found.stats.swapped_in_bytes == plan.host_bytes
+    assert found.other_paths == 0
 
 
 # Peaks by account, on a device whose allocator is our model of CUDA's

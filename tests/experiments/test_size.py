@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "experiments"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 
 import size
 
