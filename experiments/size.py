@@ -36,10 +36,18 @@ LAYOUT = frozenset(
     (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 )
 PUBLIC = """
-import ckptplan, inspect, json
+import ckptplan, inspect, json, re
+def widths(call):
+    parameters, accepted = inspect.signature(call).parameters, 0
+    for name, parameter in parameters.items():
+        unpacked = re.fullmatch(r"Unpack\\[(\\w+)\\]", str(parameter.annotation))
+        keywords = inspect.unwrap(call).__globals__[unpacked[1]] if unpacked else None
+        accepted += len(keywords.__optional_keys__ | keywords.__required_keys__) if keywords else 1
+    return {"parameters": len(parameters), "accepted": accepted}
 calls = {name: getattr(ckptplan, name) for name in ckptplan.__all__}
-print(json.dumps({n: len(inspect.signature(c).parameters) for n, c in calls.items() if inspect.isfunction(c)}))
+print(json.dumps({name: widths(call) for name, call in calls.items() if inspect.isfunction(call)}))
 """
+"""Prints each public call's parameters, and how many it accepts with those of a TypedDict that `**options` unpack."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -168,7 +176,8 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, object]]:
         yield f"{folder}: most parameters", f"{widest['parameters']} {widest['name'].rpartition('.')[2]}"
         yield f"{folder}: files over {LONG_LINES} lines", len(counts[long])
     yield "ckptplan/solving: numbers but -1, 0, 1, 2", found["solving_numbers"]
-    yield from ((f"{name}(): parameters", count) for name, count in found["public_parameters"].items())
+    for name, widths in found["public_parameters"].items():
+        yield f"{name}(): parameters, accepted", f"{widths['parameters']}, {widths['accepted']}"
     yield from ((line, f"{taken:.3f} s") for line, taken in found["process_s"].items())
 
 
