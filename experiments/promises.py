@@ -143,6 +143,12 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "gpu.json",
         module="python -m experiments.gpu all --out RUN --json experiments/results/gpu.json",
     ),
+    Experiment(
+        "size",
+        "Lines of code, parameters, numbers and import times, beside those of another commit",
+        "size.json",
+        "--commit 3892eb31",
+    ),
     Experiment("mutations", "Each of the runtime's safeguards taken out: does a test fail?", "mutations.json"),
     Experiment(
         "mutations",
@@ -408,6 +414,18 @@ PROMISES: tuple[Promise, ...] = (
     ),
     Promise(
         "Profiles, plans and their files",
+        "What an earlier version saved loads and runs, or an error names its schema and the remedy",
+        _in(
+            "test_saved",
+            "test_fields_are_read_as_they_were_saved",
+            "test_a_saved_plan_fits_its_saved_profile",
+            "test_another_schema_is_named_with_the_remedy",
+            "test_damaged_files_are_refused",
+        )
+        + _in("test_verify", "test_a_plan_that_an_earlier_version_saved_is_applied"),
+    ),
+    Promise(
+        "Profiles, plans and their files",
         "The documented examples load and agree with the text beside them; all fields are documented",
         _in(
             "test_cli",
@@ -458,6 +476,7 @@ PROMISES: tuple[Promise, ...] = (
             "test_commands_that_need_torch_say_so_in_one_line",
             "test_marked_tests_run_without_torch_and_others_are_left_out",
         ),
+        ("size",),
         contracts=(PURE,),
     ),
     # Profiling

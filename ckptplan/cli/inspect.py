@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +15,7 @@ from ckptplan.cli.arguments import ModelSource, PlanFile, ProfileFile, to_bytes
 from ckptplan.cli.output import terminal, write_text
 from ckptplan.cli.subject import model_of
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.files import read_json
 from ckptplan.core.option import Option
 from ckptplan.core.plan import KEEP, Plan
 from ckptplan.core.plan import SCHEMA as PLAN_SCHEMA
@@ -167,16 +167,8 @@ def snapshot(
 
 
 def _load(path: Path) -> Profile | Plan:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidInputError(f"{path} can't be read as JSON: {error}") from error
-    schema = data.get("schema") if isinstance(data, dict) else None
-    if schema == PROFILE_SCHEMA:
-        return Profile.load(path)
-    if schema == PLAN_SCHEMA:
-        return Plan.load(path)
-    raise InvalidInputError(f"{path} has schema {schema!r}; this version reads {PROFILE_SCHEMA!r} and {PLAN_SCHEMA!r}")
+    schema = read_json(path, PROFILE_SCHEMA, PLAN_SCHEMA)["schema"]
+    return Profile.load(path) if schema == PROFILE_SCHEMA else Plan.load(path)
 
 
 def _show_profile(profile: Profile) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from ckptplan.core.checks import check_bytes, check_seconds, check_type
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.files import read_json, write_json
 
 SCHEMA = "ckptplan.device/1"
 OP_CLASSES = ("matmul", "convolution", "attention", "elementwise", "reduction", "other")
@@ -110,8 +111,7 @@ class Device:
 
     def save(self, path: str | Path) -> None:
         """Write the description as JSON."""
-        text = json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, indent=1)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        write_json(path, SCHEMA, self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Device:
@@ -173,13 +173,7 @@ def find_device(name: str | Path | Device) -> Device:
     if isinstance(name, Device):
         return name
     if str(name).endswith(".json"):
-        try:
-            data = json.loads(Path(name).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InvalidInputError(f"{name} can't be read as a device: {error}") from error
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            raise InvalidInputError(f'{name} is not a device file: its "schema" must be {SCHEMA!r}')
-        return Device.from_dict(data)
+        return Device.from_dict(read_json(name, SCHEMA))
     asked = str(name).lower()
     plain = {_plain(known): device for known, device in known_devices().items()}
     found = plain.get(_plain(asked))

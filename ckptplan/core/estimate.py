@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.files import read_json, reading, write_json
 from ckptplan.core.units import format_bytes
 
 SCHEMA = "ckptplan.estimate/1"
@@ -164,8 +162,7 @@ class Estimate:
 
     def save(self, path: str | Path) -> None:
         """Write the estimate as JSON (docs/formats.md)."""
-        text = json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, indent=1)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        write_json(path, SCHEMA, self)
 
     @classmethod
     def load(cls, path: str | Path) -> Estimate:
@@ -176,20 +173,12 @@ class Estimate:
         InvalidInputError
             If the file isn't one that `save` writes.
         """
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InvalidInputError(f"{path} can't be read as JSON: {error}") from error
-        if not isinstance(data, dict) or data.pop("schema", None) != SCHEMA:
-            raise InvalidInputError(f'{path} is not an estimate: its "schema" must be {SCHEMA!r}')
-        try:
+        data = read_json(path, SCHEMA)
+        del data["schema"]
+        with reading(path, "estimate"):
             data["phases"] = tuple(Phase(**phase) for phase in data["phases"])
             data["alive"] = tuple(Tensors(**{**t, "shape": tuple(t["shape"])}) for t in data["alive"])
             return cls(**{**data, "notes": tuple(data["notes"])})
-        except (KeyError, TypeError) as error:
-            raise InvalidInputError(
-                f"{path} is not a complete estimate: {error}; docs/formats.md has the fields"
-            ) from error
 
     def __str__(self) -> str:
         fits = {None: "", True: ": fits", False: ": does NOT fit"}[self.fits]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +9,10 @@ from typing import Any, Literal
 
 from ckptplan.core.checks import check_bytes, check_each, check_indices, check_seconds, check_type, is_int
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
+from ckptplan.core.files import as_tuple, read_json, reading, write_json
 from ckptplan.core.link import TIERS, Tier
 from ckptplan.core.option import ACTIONS, Action
-from ckptplan.core.profile import Fingerprint, Profile, as_tuple, input_tensors, read_json
+from ckptplan.core.profile import Fingerprint, Profile, input_tensors
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import InputTensor
 from ckptplan.core.units import format_bytes, format_seconds
@@ -215,9 +214,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON (docs/formats.md)."""
-        Path(path).write_text(
-            json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, indent=1) + "\n", encoding="utf-8"
-        )
+        write_json(path, SCHEMA, self)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -230,7 +227,7 @@ class Plan:
         """
         data = read_json(path, SCHEMA)
         del data["schema"]
-        try:
+        with reading(path, "plan"):
             data["choices"] = tuple(
                 Decision(**{**item, "moves": as_tuple(item["moves"]), "ops": as_tuple(item.get("ops", []))})
                 for item in as_tuple(data["choices"])
@@ -243,10 +240,6 @@ class Plan:
             if data.get("outside") is not None:
                 data["outside"] = as_tuple(data["outside"])
             return cls(**data)
-        except (AttributeError, KeyError, TypeError, RecursionError) as error:
-            raise InvalidInputError(
-                f"{path} is not a complete plan: {error}; docs/formats.md lists the fields"
-            ) from error
 
     def __post_init__(self) -> None:
         for name in ("peak_bound_bytes", "allocated_bytes", "reserved_bytes", "forward_peak_bytes", "between_bytes"):

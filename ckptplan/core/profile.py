@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptplan.core.checks import MOST_BYTES, check_bytes, check_each, check_type
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
+from ckptplan.core.files import as_tuple, read_json, reading, write_json
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
 from ckptplan.core.stage import InputTensor, Stage
@@ -208,9 +208,7 @@ class Profile:
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON (docs/formats.md)."""
-        Path(path).write_text(
-            json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, indent=1) + "\n", encoding="utf-8"
-        )
+        write_json(path, SCHEMA, self)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -223,7 +221,7 @@ class Profile:
         """
         data = read_json(path, SCHEMA)
         del data["schema"]
-        try:
+        with reading(path, "profile"):
             data["stages"] = tuple(_stage(item) for item in as_tuple(data["stages"]))
             data["storages"] = tuple(Storage(**item) for item in as_tuple(data["storages"]))
             for name in ("base_forward_bytes", "base_backward_bytes"):
@@ -237,10 +235,6 @@ class Profile:
             if data.get("outside") is not None:
                 data["outside"] = as_tuple(data["outside"])
             return cls(**data)
-        except (AttributeError, KeyError, TypeError) as error:
-            raise InvalidInputError(
-                f"{path} is not a complete profile: {error}; docs/formats.md lists the fields"
-            ) from error
 
     @classmethod
     def from_chain(
@@ -362,34 +356,3 @@ def input_tensors(items: object) -> tuple[InputTensor, ...] | None:
     if items is None:
         return None
     return tuple(InputTensor(**{**item, "shape": as_tuple(item["shape"])}) for item in as_tuple(items))
-
-
-def as_tuple(items: object) -> tuple[Any, ...]:
-    """The items of a JSON list.
-
-    Raises
-    ------
-    TypeError
-        If it is none.
-    """
-    if not isinstance(items, list):
-        raise TypeError(f"{items!r} is not a list")
-    return tuple(items)
-
-
-def read_json(path: str | Path, schema: str) -> dict[str, Any]:
-    """The object in the JSON file at `path`, after a check of its schema.
-
-    Raises
-    ------
-    InvalidInputError
-        If the file can't be read, isn't JSON, or has another schema.
-    """
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidInputError(f"{path} can't be read as JSON: {error}") from error
-    found = data.get("schema") if isinstance(data, dict) else None
-    if found != schema:
-        raise InvalidInputError(f"{path} has schema {found!r}; this version reads {schema!r}")
-    return dict(data)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from command_line import Run, assert_clean_error
+from rich.console import Console
+
+from ckptplan.cli.demo import Row, Size, verdict
+from ckptplan.cli.demo import run as demonstrate
 
 
 def test_compare_takes_a_model(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,14 +34,71 @@ def test_compare_takes_a_model(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_demo_trains_with_identical_losses_within_its_budget(capsys: pytest.CaptureFixture[str]) -> None:
-    from rich.console import Console
-
-    from ckptplan.cli.demo import Size, run
-
-    size = Size(blocks=3, width=32, heads=2, context=64, batch=8)
-    assert run("cpu", steps=2, size=size, time_limit_s=2.0, console=Console(width=160))
+    threads = torch.get_num_threads()
+    size = Size(narrow=16, hidden=64, outer=2, wide=64, heads=2, inner=2, context=256, batch=4)
+    assert demonstrate("cpu", steps=3, size=size, time_limit_s=2.0, console=Console(width=160))
     out = capsys.readouterr().out
-    assert "same, same" in out
-    assert "DIFFER" not in out
-    for row in ("plain", "ckptplan", "recompute all", "pooch"):
+    assert "Every loss and weight is bitwise that of plain training, every peak within budget." in out
+    for row in ("plain", "uniform", "greedy", "ckptplan"):
         assert row in out
+    assert torch.get_num_threads() == threads
+
+
+def made_row(name: str, *step_s: float, peak_bytes: int = 90, **fields: Any) -> Row:
+    budget_bytes = None if name == "plain" else 100
+    return Row(name, budget_bytes, peak_bytes, peak_bytes, statistics.median(step_s), step_s, **fields)
+
+
+PLAIN = made_row("plain", 1.0, 2.0, 1.5, peak_bytes=180)
+GREEDY = made_row("greedy", 1.3, 2.6, 1.95)
+
+
+def test_demo_says_what_its_plan_is_ahead_of() -> None:
+    """By steps on the same batch, whatever the machine did from one batch to the next."""
+    lines, sound = verdict([PLAIN, made_row("uniform", 1.2, 2.4, 1.8), GREEDY, made_row("ckptplan", 1.1, 2.2, 1.65)])
+    assert sound
+    text = "\n".join(lines)
+    assert "Measured with ckptplan: 50% less memory than plain, +10.0% time." in text
+    assert "ckptplan is ahead of uniform, whose steps took 1.09 times as long" in text
+    assert "ckptplan is ahead of greedy, whose steps took 1.18 times as long" in text
+
+
+@pytest.mark.parametrize(
+    ("shares", "how"),
+    [
+        ((1.0, 1.0, 1.0), "not clearly ahead of uniform, whose steps took 1.00"),
+        ((0.9, 1.02, 1.04), "not clearly ahead of uniform, whose steps took 1.02"),
+        ((0.9, 0.8, 0.7), "behind uniform, whose steps took 0.80"),
+        ((0.98, 0.96, 0.97), "behind uniform, whose steps took 0.97"),
+    ],
+)
+def test_demo_says_where_its_plan_is_not_ahead(shares: tuple[float, ...], how: str) -> None:
+    ours = made_row("ckptplan", *(1.2 * s for s in PLAIN.measured_step_s))
+    rival = made_row("uniform", *(share * s for share, s in zip(shares, ours.measured_step_s, strict=True)))
+    lines, sound = verdict([PLAIN, rival, GREEDY, ours])
+    assert sound
+    assert f"In this run ckptplan is {how} times as long" in "\n".join(lines)
+    assert any("ckptplan is ahead of greedy" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"peak_bytes": 101}, "ckptplan: the measured peak is above the budget"),
+        ({"same": False}, "ckptplan: losses or weights differ from those of plain training"),
+        ({"other_paths": 2}, "ckptplan: 2 runs of stages saved something else than profiled"),
+    ],
+)
+def test_demo_fails_on_broken_promises(fields: dict[str, Any], text: str) -> None:
+    lines, sound = verdict([PLAIN, GREEDY, made_row("ckptplan", *PLAIN.measured_step_s, **fields)])
+    assert not sound
+    assert text in "\n".join(lines)
+    assert not any("Every loss" in line for line in lines)
+
+
+@pytest.mark.parametrize(("predicted_s", "warned"), [(1.5, False), (0.9, True), (2.3, True)])
+def test_demo_warns_of_a_busy_machine(predicted_s: float, warned: bool) -> None:
+    plain = dataclasses.replace(PLAIN, predicted_step_s=predicted_s)
+    lines, sound = verdict([plain, GREEDY, made_row("ckptplan", *PLAIN.measured_step_s)])
+    assert sound
+    assert any("Try again when it is idle" in line for line in lines) == warned

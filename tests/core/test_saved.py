@@ -1,0 +1,132 @@
+"""Files that earlier versions saved load today, or an error says what is wrong and what to do."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.plan import Plan
+from ckptplan.core.profile import Profile
+from ckptplan.referee import simulate, validate
+
+pytestmark = pytest.mark.planning
+
+SAVED = Path(__file__).parents[1] / "saved"
+NAMES = ("conv", "transformer", "chain")
+LOAD: dict[str, Any] = {"profile": Profile.load, "plan": Plan.load}
+ADDED = {
+    "profile": {"outside": None},
+    "storage": {"dropped_bytes": 0},
+    "stage": {"forward_launch_s": 0.0, "backward_launch_s": 0.0},
+    "option": {"launch_s": 0.0},
+    "link": {"copy_s": 0.0},
+    "fingerprint": {"accumulates": False},
+    "plan": {
+        "outside": None,
+        "allocated_bytes": None,
+        "saved_bytes": [],
+        "launch_s": 0.0,
+        "baseline_launch_s": 0.0,
+        "forward_peak_bytes": None,
+        "between_bytes": None,
+    },
+}
+"""Fields that a file may lack since they were added later, and what their absence means."""
+
+
+def saved(name: str) -> str:
+    return gzip.decompress((SAVED / f"{name}.json.gz").read_bytes()).decode()
+
+
+def unpacked(name: str, folder: Path) -> Path:
+    path = folder / f"{name}.json"
+    path.write_text(saved(name), encoding="utf-8")
+    return path
+
+
+def completed(data: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The object of an old file with the fields that were added later."""
+    full = {**ADDED[kind], **data, "fingerprint": {**ADDED["fingerprint"], **data["fingerprint"]}}
+    if kind == "plan":
+        return full
+    full["link"] = {**ADDED["link"], **data["link"]}
+    full["storages"] = [{**ADDED["storage"], **storage} for storage in data["storages"]]
+    full["stages"] = [
+        {**ADDED["stage"], **stage, "options": [{**ADDED["option"], **option} for option in stage["options"]]}
+        for stage in data["stages"]
+    ]
+    return full
+
+
+@pytest.mark.parametrize("kind", ["profile", "plan"])
+@pytest.mark.parametrize("name", NAMES)
+def test_fields_are_read_as_they_were_saved(name: str, kind: str, tmp_path: Path) -> None:
+    path = unpacked(f"{name}_{kind}", tmp_path)
+    loaded = LOAD[kind](path)
+    again = tmp_path / "again.json"
+    loaded.save(again)
+    assert json.loads(again.read_text()) == completed(json.loads(path.read_text()), kind)
+    assert LOAD[kind](again) == loaded
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_saved_plan_fits_its_saved_profile(name: str, tmp_path: Path) -> None:
+    profile = Profile.load(unpacked(f"{name}_profile", tmp_path))
+    plan = Plan.load(unpacked(f"{name}_plan", tmp_path))
+    plan.require_profile(profile)
+    assert validate(profile, plan, plan.budget_bytes) == ()
+    replayed = simulate(profile, plan)
+    assert replayed.peak_bytes == plan.peak_bytes
+    assert replayed.makespan_s == pytest.approx(plan.step_s, rel=1e-9)  # sums in another order
+
+
+def test_the_saved_plans_have_every_action_and_segments(tmp_path: Path) -> None:
+    plans = [Plan.load(unpacked(f"{name}_plan", tmp_path)) for name in NAMES]
+    assert {choice.action for plan in plans for choice in plan.choices} == {"keep", "swap", "recompute"}
+    assert any(segment.inner for plan in plans for segment in plan.segments)
+
+
+@pytest.mark.parametrize(("kind", "call"), [("profile", "ckptplan.profile"), ("plan", "ckptplan.solve")])
+def test_another_schema_is_named_with_the_remedy(kind: str, call: str, tmp_path: Path) -> None:
+    path = unpacked(f"schema_2_{kind}", tmp_path)
+    newer = tmp_path / "newer.json"
+    newer.write_text(path.read_text().replace(f"ckptplan.{kind}/2", f"ckptplan.{kind}/4"))
+    for file, version in ((path, 2), (newer, 4)):
+        text = (
+            f"{file} has schema 'ckptplan.{kind}/{version}'; this version reads 'ckptplan.{kind}/3': make it again "
+            f"with this version's {call}, or use the version of ckptplan that wrote it"
+        )
+        with pytest.raises(InvalidInputError, match=f"^{re.escape(text)}$"):
+            LOAD[kind](file)
+
+
+def test_a_file_of_another_kind_is_named_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"schema 'ckptplan.profile/3'.*give a file that ckptplan.solve made"):
+        Plan.load(unpacked("conv_profile", tmp_path))
+    with pytest.raises(InvalidInputError, match=r"schema 'ckptplan.plan/3'.*give a file that ckptplan.profile made"):
+        Profile.load(unpacked("conv_plan", tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["profile", "plan"])
+@pytest.mark.parametrize("name", NAMES)
+def test_damaged_files_are_refused(name: str, kind: str, tmp_path: Path) -> None:
+    text = saved(f"{name}_{kind}")
+    path = tmp_path / "file.json"
+    for end in (0, 1, len(text) // 3, len(text) // 2, len(text.rstrip()) - 1):
+        path.write_text(text[:end])
+        with pytest.raises(InvalidInputError, match=r"can't be read as JSON: .*if it was cut off, make it again"):
+            LOAD[kind](path)
+    data = json.loads(text)
+    path.write_text(json.dumps({**data, "colour": "blue"}))
+    with pytest.raises(InvalidInputError, match=r"'colour'.*docs/formats\.md"):
+        LOAD[kind](path)
+    for field in ("stages", "base_forward_bytes", "update_peak_bytes") if kind == "profile" else ("choices", "step_s"):
+        path.write_text(json.dumps({key: value for key, value in data.items() if key != field}))
+        with pytest.raises(InvalidInputError, match=rf"'{field}'.*docs/formats\.md"):
+            LOAD[kind](path)
