@@ -42,7 +42,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptplan.baselines._build import Choice, named
+from ckptplan.baselines._build import Selection, named
 from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
 
@@ -361,7 +361,7 @@ class Table:
             inner[parent].append(Segment(a, b, tuple(sorted(inner[at], key=lambda item: item.first))))
         return Segment(first, last, tuple(sorted(inner[0], key=lambda item: item.first)))
 
-    def choice(self, m: int) -> Choice:
+    def choice(self, m: int) -> Selection:
         """Options and segments of the whole chain's best plan within m, which must be feasible."""
         names = ["keep"] * self.n
         segments = [self.segment(*part) for part in self.parts(0, self.n - 1, m)]

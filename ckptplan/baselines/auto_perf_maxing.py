@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptplan.baselines._build import Choice, build_fastest, movable_bytes, named
+from ckptplan.baselines._build import Selection, build_fastest, movable_bytes, named
 from ckptplan.baselines._fractions import Offer, Share, cheapest, mine, nearest, targets
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -47,7 +47,7 @@ def window_bytes(profile: Profile, i: int) -> float:
     return min(out, max(0.0, after.backward_s - link.latency_s) * link.in_bytes_per_s)
 
 
-def _choices(profile: Profile, budget_bytes: int) -> Iterator[Choice]:
+def _choices(profile: Profile, budget_bytes: int) -> Iterator[Selection]:
     n = len(profile.stages)
     everything = named(profile, ["keep"] * n)
     r = residency(profile, everything.options)
@@ -74,6 +74,6 @@ def _choices(profile: Profile, budget_bytes: int) -> Iterator[Choice]:
             nearest(profile, i, storages[i], Share(again[i], out[i])) if out[i] or again[i] else stage.keep
             for i, stage in enumerate(profile.stages)
         )
-        if Choice(options) not in seen:
-            seen.add(Choice(options))
-            yield Choice(options)
+        if Selection(options) not in seen:
+            seen.add(Selection(options))
+            yield Selection(options)

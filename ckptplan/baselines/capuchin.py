@@ -26,7 +26,7 @@ import math
 from itertools import accumulate
 
 from ckptplan.baselines._build import (
-    Choice,
+    Selection,
     build_fastest,
     joined,
     movable_bytes,
@@ -67,16 +67,16 @@ def free_times(profile: Profile, sizes: tuple[int, ...]) -> list[float]:
     ]
 
 
-def _pick(profile: Profile, budget_bytes: int, again: str, chained: bool, shared: bool) -> Choice:
+def _pick(profile: Profile, budget_bytes: int, again: str, chained: bool, shared: bool) -> Selection:
     n = len(profile.stages)
     moved, freed = movable_bytes(profile), own_bytes(profile)
     free_s = free_times(profile, moved)
     again_s = [math.inf if stage.recompute is None else stage.recompute.recompute_s for stage in profile.stages]
     names = ["keep"] * n
 
-    def choice() -> Choice:
+    def choice() -> Selection:
         found = named(profile, names)
-        return Choice(found.options, joined(profile, found.options)) if chained else found
+        return Selection(found.options, joined(profile, found.options)) if chained else found
 
     while smallest_peak(profile, choice()).bytes > budget_bytes:
         left = [i for i in range(n) if names[i] == "keep"]

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import accumulate
 
-from ckptplan.baselines._build import Choice, build_fastest, named, own_bytes, runs
+from ckptplan.baselines._build import Selection, build_fastest, named, own_bytes, runs
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
@@ -37,7 +37,7 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     return build_fastest(profile, _choices(profile), budget_bytes, "chen_greedy")
 
 
-def _choices(profile: Profile) -> Iterator[Choice]:
+def _choices(profile: Profile) -> Iterator[Selection]:
     together = {i: number for number, run in enumerate(runs(profile)) for i in run}
     sizes = own_bytes(profile)
     n = len(sizes)

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import accumulate
 
-from ckptplan.baselines._build import Choice, build_fastest, joined, named, own_bytes
+from ckptplan.baselines._build import Selection, build_fastest, joined, named, own_bytes
 from ckptplan.core.option import Option
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -55,13 +55,13 @@ def _halved(profile: Profile, first: int, last: int) -> Segment:
     return Segment(first, last, () if inner is None else (inner,))
 
 
-def _evict(profile: Profile, budget_bytes: int, together: Together) -> Choice:
+def _evict(profile: Profile, budget_bytes: int, together: Together) -> Selection:
     n = len(profile.stages)
     sizes = own_bytes(profile)
     names = ["keep"] * n
     while True:
         options = named(profile, names).options
-        choice = Choice(options, together(profile, options))
+        choice = Selection(options, together(profile, options))
         r = residency(profile, choice.options, choice.segments)
         failed = next((k for k, need in enumerate(r.forward_bytes) if need > budget_bytes), None)
         ended = list(accumulate(stage.forward_s for stage in profile.stages))

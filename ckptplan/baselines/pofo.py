@@ -31,12 +31,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptplan.baselines import rotor
-from ckptplan.baselines._build import Choice, Replay, finish, named, raise_infeasible, replay, smallest_peak
+from ckptplan.baselines._build import Selection, finish, named, raise_infeasible, scheduled, smallest_peak
 from ckptplan.baselines._rotor_dp import Table
 from ckptplan.core import rules
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.schedule import Evaluation
 from ckptplan.core.segment import Segment
 
 UNITS = 500
@@ -103,22 +104,22 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
         If no plan it finds fits; `min_peak_bytes` is the smallest peak of rotor's plan and of swapping all.
     """
     n = len(profile.stages)
-    best: Replay | None = None
+    best: Evaluation | None = None
     lacking: InfeasibleBudgetError | None = None
     try:
         alone = rotor.plan(profile, budget_bytes)
         options = tuple(
             stage.option(choice.option) for stage, choice in zip(profile.stages, alone.choices, strict=True)
         )
-        best = replay(profile, Choice(options, alone.segments), budget_bytes)
+        best = scheduled(profile, Selection(options, alone.segments), budget_bytes)
     except InfeasibleBudgetError as error:
         lacking = error
-    if best is None or best.times.makespan_s > profile.baseline_step_s:
+    if best is None or best.makespan_s > profile.baseline_step_s:
         for share in BUDGETS:
             search = _Search(profile, int(budget_bytes * share))
-            found = [replay(profile, choice, budget_bytes) for choice in search.choices()]
+            found = [scheduled(profile, choice, budget_bytes) for choice in search.choices()]
             fits = [best, *found] if best is not None else found
-            best = min((r for r in fits if r is not None), key=lambda r: r.times.makespan_s, default=None)
+            best = min((r for r in fits if r is not None), key=lambda r: r.makespan_s, default=None)
             if any(r is not None for r in found) and (share < 1 or n > TWICE):
                 break
     if best is None:
@@ -126,7 +127,7 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
         swapped = smallest_peak(profile, named(profile, ["swap"] * n))
         if budget_bytes < swapped.bytes < lacking.min_peak_bytes:
             raise_infeasible(profile, swapped, budget_bytes, "pofo")
-        again = replay(profile, named(profile, ["swap"] * n), budget_bytes)
+        again = scheduled(profile, named(profile, ["swap"] * n), budget_bytes)
         if again is None:
             raise InfeasibleBudgetError(
                 str(lacking).replace("rotor:", "pofo:", 1),
@@ -159,7 +160,7 @@ class _Search:
         self.back_s = [stage.backward_s for stage in profile.stages]
         self.levels: list[_Labels] = []
 
-    def choices(self) -> Iterator[Choice]:
+    def choices(self) -> Iterator[Selection]:
         """The choices of the cheapest labels at the end, the cheapest first."""
         zero, none = np.zeros(1), np.zeros(1, np.int64)
         waiting: list[list[_Labels]] = [[] for _ in range(self.n + 1)]
@@ -282,7 +283,7 @@ class _Search:
         size = len(parent)
         return _Labels(kept, out, back, cost, movable, np.full(size, s), parent, np.full(size, kind), within)
 
-    def _choice(self, ends: _Labels, row: int) -> Choice:
+    def _choice(self, ends: _Labels, row: int) -> Selection:
         names = ["keep"] * self.n
         segments: list[Segment] = []
         labels, at = ends, self.n

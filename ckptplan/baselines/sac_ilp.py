@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptplan.baselines._build import Choice, build_fastest, named
+from ckptplan.baselines._build import Selection, build_fastest, named
 from ckptplan.baselines._fractions import Offer, Share, cheapest, mine, nearest, targets
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -38,7 +38,7 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     return build_fastest(profile, _choices(profile, budget_bytes), budget_bytes, "sac_ilp")
 
 
-def _choices(profile: Profile, budget_bytes: int) -> Iterator[Choice]:
+def _choices(profile: Profile, budget_bytes: int) -> Iterator[Selection]:
     n = len(profile.stages)
     everything = named(profile, ["keep"] * n)
     r = residency(profile, everything.options)
@@ -57,7 +57,7 @@ def _choices(profile: Profile, budget_bytes: int) -> Iterator[Choice]:
         for offer, taken in zip(offers, cheapest(offers, needs), strict=True):
             share = Share(taken / offer.nbytes, 0.0)
             options[offer.stage] = nearest(profile, offer.stage, storages[offer.stage], share)
-        choice = Choice(tuple(options))
+        choice = Selection(tuple(options))
         if choice not in seen:
             seen.add(choice)
             yield choice

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptplan.baselines._build import Choice, build_fastest, costly, named, runs, smallest_peak
+from ckptplan.baselines._build import Selection, build_fastest, costly, named, runs, smallest_peak
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
@@ -43,7 +43,7 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     return build_fastest(profile, _choices(profile, budget_bytes), budget_bytes, "superneurons")
 
 
-def _choices(profile: Profile, budget_bytes: int) -> Iterator[Choice]:
+def _choices(profile: Profile, budget_bytes: int) -> Iterator[Selection]:
     dear = costly(profile)
     segments = cheap_segments(profile, dear)
     n = len(dear)

@@ -16,7 +16,7 @@ Memory-Efficient Neural Network Design", MICRO 2016, section 3.
 
 from __future__ import annotations
 
-from ckptplan.baselines._build import Choice, build, costly, named
+from ckptplan.baselines._build import Selection, build, costly, named
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 
@@ -32,6 +32,6 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     return build(profile, choice(profile), budget_bytes, "vdnn_conv")
 
 
-def choice(profile: Profile) -> Choice:
+def choice(profile: Profile) -> Selection:
     """The options of policy "conv"."""
     return named(profile, ["swap" if dear else "keep" for dear in costly(profile)])

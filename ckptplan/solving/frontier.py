@@ -9,9 +9,9 @@ from itertools import pairwise
 
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.option import ACTIONS, Action
-from ckptplan.core.plan import Plan
+from ckptplan.core.plan import Plan, status_of
 from ckptplan.core.profile import Profile
-from ckptplan.core.schedule import residency
+from ckptplan.core.schedule import residency, tightest_peak
 from ckptplan.core.units import format_bytes
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.cost import menus
@@ -28,8 +28,7 @@ Report = Callable[[str], None]
 
 def everything_kept_bytes(profile: Profile) -> int:
     """Peak of the step with everything kept."""
-    r = residency(profile, [stage.keep for stage in profile.stages])
-    return max(*r.forward_bytes, *r.backward_bytes, profile.update_peak_bytes)
+    return tightest_peak(profile, residency(profile, [stage.keep for stage in profile.stages])).bytes
 
 
 def frontier_profile(
@@ -115,9 +114,8 @@ def _passed_along(plans: list[Plan]) -> list[Plan]:
     bound_s = 0.0
     for i in reversed(range(len(best))):
         bound_s = max(bound_s, best[i].lower_bound_s)
-        closed = best[i].step_s <= bound_s * (1 + 1e-6)
         best[i] = replace(
-            best[i], lower_bound_s=min(bound_s, best[i].step_s), status="optimal" if closed else "feasible"
+            best[i], lower_bound_s=min(bound_s, best[i].step_s), status=status_of(best[i].step_s, bound_s)
         )
     return best
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.option import ACTIONS, Action, Option
-from ckptplan.core.plan import Plan, launch_s, saved_bytes
+from ckptplan.core.plan import OPTIMAL_GAP, Plan, plan_of
 from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
 from ckptplan.core.units import format_bytes
@@ -43,7 +43,6 @@ __all__ = ["MinPeak", "OnProgress", "plan_space", "smallest_peak", "solve_profil
 OnProgress = Callable[[str, float, float], None]
 """Called with the part at work, the best makespan so far and the lower bound so far, in seconds."""
 
-GAP = 1e-6
 ENUMERATE = 20_000
 """Up to this many plans, looking at each is faster than any other proof."""
 ENUMERATE_WITH_TIME = 4_000_000
@@ -143,26 +142,18 @@ def solve_profile(
         evaluator_of(profile, host_bytes, disk),
     )
     best, bound_s = search.run() if not disk or host_bytes is None else _with_disk(search, host_bytes)
-    return Plan(
-        stages=tuple(stage.name for stage in profile.stages),
-        choices=best.choices,
-        status="optimal" if best.step_s <= bound_s * (1 + GAP) else "feasible",
+    return plan_of(
+        profile,
+        best.choices,
+        best.segments,
         budget_bytes=budget_bytes,
         peak_bytes=best.peak_bytes,
         host_bytes=best.host_bytes,
         disk_bytes=best.disk_bytes,
         step_s=best.step_s,
-        baseline_step_s=profile.baseline_step_s,
         lower_bound_s=bound_s,
         space=plan_space(actions, segments=segments, disk=disk > 0),
         planner="ckptplan",
-        fingerprint=profile.fingerprint,
-        inputs=tuple(stage.inputs for stage in profile.stages),
-        segments=best.segments,
-        saved_bytes=saved_bytes(profile, best.choices),
-        launch_s=launch_s(profile, best.choices, best.segments),
-        baseline_launch_s=profile.baseline_launch_s,
-        outside=profile.outside,
     )
 
 
@@ -394,7 +385,7 @@ class _Search:
 
     def closed(self) -> bool:
         """Whether the best schedule is proven optimal."""
-        return self.best is not None and self.best.step_s <= self.bound_s * (1 + GAP)
+        return self.best is not None and self.best.step_s <= self.bound_s * (1 + OPTIMAL_GAP)
 
     def offer(self, codes: Sequence[int], segments: Segments = ()) -> None:
         """Take this plan if it fits and is faster, or as fast with more stages kept."""

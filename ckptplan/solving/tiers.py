@@ -167,18 +167,9 @@ class TieredEvaluator(Evaluator):
         """Makespans with these stages' copies going to the disk."""
         link, disk = self.profile.link, self.profile.disk
         assert disk is not None
-        return queued.seconds(
-            np.where(
-                on_disk,
-                copies_s(queued.moved, disk.latency_s, disk.out_bytes_per_s),
-                copies_s(queued.moved, link.latency_s, link.out_bytes_per_s),
-            ),
-            np.where(
-                on_disk,
-                copies_s(queued.moved, disk.latency_s, disk.in_bytes_per_s),
-                copies_s(queued.moved, link.latency_s, link.in_bytes_per_s),
-            ),
-        )
+        ways = zip(copies_s(queued.moved, disk), copies_s(queued.moved, link), strict=True)
+        out_s, in_s = (np.where(on_disk, slow, fast) for slow, fast in ways)
+        return queued.seconds(out_s, in_s)
 
     def divisions(self, moved: NDArray[np.int64]) -> Bools:
         """What may go to the disk of what one plan moves, by stage; shape (divisions, stages), empty where none fits.
@@ -269,10 +260,12 @@ class TieredEvaluator(Evaluator):
     def schedule(self, codes: Sequence[int], budget_bytes: int, segments: Segments = ()) -> Schedule | None:
         """The lazy schedule of one plan, its copies divided as well as is known how; None where it doesn't fit."""
         found = super().schedule(codes, budget_bytes, segments)
-        if found is None or found.step_s == math.inf or found.host_bytes <= self.nearer_bytes:
-            return None if found is None or found.step_s == math.inf else found
+        if found is None or found.host_bytes <= self.nearer_bytes:
+            return found
         row: Codes = np.array([found.codes], np.int8)
         queued = self._queued(self._lazy(row, budget_bytes, segments), row, np.zeros(1, np.int64), segments)
+        if len(self.divisions(queued.moved[0])) == 0:
+            return None
         on_disk, step_s = self._improved(queued)
         disk = int(queued.moved[0][on_disk].sum())
         choices = tuple(

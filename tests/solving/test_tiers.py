@@ -25,7 +25,7 @@ from ckptplan.core.link import STAGING_BYTES, Link
 from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
-from ckptplan.core.schedule import Overflow, residency, schedule
+from ckptplan.core.schedule import StepNeed, evaluate, residency
 from ckptplan.core.segment import Segment
 from ckptplan.core.units import GIB
 from ckptplan.planning.job import beside_staging
@@ -254,7 +254,7 @@ def test_violations_of_tiers() -> None:
     assert set(kinds(profile, at_host, host, disk)) == {"host budget", "prediction"}
 
 
-def test_schedule_puts_stages_on_the_tier_asked_for() -> None:
+def test_decisions_put_stages_on_the_tier_asked_for() -> None:
     found = 0
     for seed in range(180):
         rng = random.Random(seed)
@@ -265,10 +265,9 @@ def test_schedule_puts_stages_on_the_tier_asked_for() -> None:
         codes = [stage.options.index(o) for stage, o in zip(profile.stages, options, strict=True)]
         budget = evaluator.peak(codes, segments) + rng.randint(0, 10)
         on_disk = {i for i in range(6) if rng.random() < 0.5}
-        plain = schedule(profile, options, budget, segments)
-        tiered = schedule(profile, options, budget, segments, on_disk=on_disk)
-        assert not isinstance(plain, Overflow)
-        assert not isinstance(tiered, Overflow)
+        scheduled = evaluate(profile, options, budget, segments)
+        assert not isinstance(scheduled, StepNeed)
+        plain, tiered = scheduled.decisions(), scheduled.decisions(on_disk)
         assert [replace(c, tier="host") for c in tiered] == list(plain)  # points don't depend on tiers
         assert [c.tier == "disk" for c in tiered] == [bool(c.moves) and i in on_disk for i, c in enumerate(tiered)]
         here, there = (simulate(profile, choices, segments) for choices in (plain, tiered))
@@ -458,10 +457,10 @@ def leaner_choices(profile: Profile, plan: Plan) -> list[tuple[str, str]]:
             if not (plain or (same and allowed)):
                 continue
             options = [s.option(other.name if k == i else names[k]) for k, s in enumerate(profile.stages)]
-            choices = schedule(profile, options, plan.budget_bytes, plan.segments, on_disk=on_disk)
-            if isinstance(choices, Overflow):
+            scheduled = evaluate(profile, options, plan.budget_bytes, plan.segments)
+            if isinstance(scheduled, StepNeed):
                 continue
-            timeline = simulate(profile, choices, plan.segments)
+            timeline = simulate(profile, scheduled.decisions(on_disk), plan.segments)
             assert timeline.peak_bytes <= plan.budget_bytes
             if timeline.host_bytes <= plan.host_bytes and timeline.makespan_s <= plan.step_s * (1 + 1e-12):
                 found.append((stage.name, other.name))
@@ -522,13 +521,13 @@ def test_the_last_stage_never_swaps() -> None:
         codes = [next((c for c, o in enumerate(s.options) if o.moves), 0) for s in profile.stages]
         options = Evaluator(profile).options(codes)
         assert residency(profile, options).moves[-1] == ()
-        roomy = schedule(profile, options, 1 << 40)
-        assert not isinstance(roomy, Overflow)
-        assert not any(choice.moves for choice in roomy)
+        roomy = evaluate(profile, options, 1 << 40)
+        assert not isinstance(roomy, StepNeed)
+        assert not any(choice.moves for choice in roomy.decisions())
         for budget in (Evaluator(profile).peak(codes), everything_kept_bytes(profile)):
-            choices = schedule(profile, options, budget)
-            if not isinstance(choices, Overflow):
-                assert choices[-1].moves == ()
+            found = evaluate(profile, options, budget)
+            if not isinstance(found, StepNeed):
+                assert found.decisions()[-1].moves == ()
     for n in (6, 12):
         profile = homogeneous_chain(n, link_ratio=0.5)
         kept = everything_kept_bytes(profile)
