@@ -1,4 +1,6 @@
-"""The dynamic program of Beaumont et al. (2019) over a chain, which `rotor` and `pofo` share.
+"""Independent of core/rules.py and the solver's segment program on purpose: the dynamic program of rotor and POFO.
+
+Tests hold `solving/segment_dp.py` against it.
 
 Symbols. `m`: bytes of the budget not yet held by earlier decisions, in units, the boundary in front of `s` counted as
 held. E(s, t, m): least recompute seconds with which stages s..t can be run forward, t at once backward, and then the

@@ -1,4 +1,4 @@
-"""rotor (Beaumont et al. 2019): the optimal recompute-only schedule of a chain, nothing is swapped.
+"""rotor (Beaumont et al. 2019), on purpose independent of the solver's segment program: recompute alone, optimal.
 
 The dynamic program is in `_rotor_dp.py`, over persistent schedules: what a run saves stays until its backward. They
 are exactly the nested segments of the plan space here.

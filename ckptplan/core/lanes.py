@@ -24,8 +24,14 @@ in which step 2 waits for copy 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Seconds = TypeVar("Seconds", float, "NDArray[np.float64]")
 
 
 class Copy(NamedTuple):
@@ -43,6 +49,11 @@ class Copy(NamedTuple):
     joins: int
     due: int
     seconds: float
+
+
+def copied(joined: Seconds, free: Seconds, seconds: Seconds, later: Callable[[Seconds, Seconds], Seconds]) -> Seconds:
+    """When a copy is done that joined at `joined` a queue whose last copy was done at `free` (rule 1)."""
+    return later(joined, free) + seconds
 
 
 def lane(copies: Sequence[Copy], compute_s: Sequence[float]) -> tuple[float, list[float]]:
@@ -64,7 +75,7 @@ def lane(copies: Sequence[Copy], compute_s: Sequence[float]) -> tuple[float, lis
     now = free = 0.0
     for k in range(end + 1):
         while len(done) < len(copies) and copies[len(done)].joins <= k:
-            free = max(now, free) + copies[len(done)].seconds
+            free = copied(now, free, copies[len(done)].seconds, max)
             done.append(free)
         for number in awaited[k]:
             if done[number] > now:

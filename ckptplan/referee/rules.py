@@ -1,4 +1,7 @@
-"""What must hold of decisions and segments before a replay means anything: menu, segments, moves, points, holders."""
+"""Independent of core/rules.py on purpose: what decisions and segments must fulfil before they can be replayed.
+
+Options of the menu, segments, moves, points, tiers and holders, one function each.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptplan.core import rules
+from ckptplan.core import lanes, rules
 from ckptplan.core.link import Link
 from ckptplan.core.option import Action, Option
 from ckptplan.core.plan import Decision
@@ -647,7 +647,8 @@ def _lanes(
     for k in range(n):
         now = np.maximum(now, done[index, front[:, k]]) + compute_s[:, k]
         for i in range(joined[k], joined[k + 1]):
-            done[:, i + 1] = np.where(copy_s[:, i] > 0, np.maximum(now, done[:, i]) + copy_s[:, i], done[:, i])
+            after = lanes.copied(now, done[:, i], copy_s[:, i], np.maximum)
+            done[:, i + 1] = np.where(copy_s[:, i] > 0, after, done[:, i])
     return np.maximum(now, done[:, n])
 
 
