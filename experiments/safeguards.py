@@ -1324,7 +1324,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         24,
         "swaps that gain nothing are dropped from the plan",
-        "_Search.result",
+        "_PlanSearch.result",
         "        self.drop_what_gains_nothing()\n",
         "",
         (

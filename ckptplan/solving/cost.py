@@ -41,8 +41,11 @@ Menu = Sequence[Sequence[int]]
 Segments = tuple[Segment, ...]
 
 KEEP = 0
-_CELLS_PER_CHUNK = 1 << 18
-_CACHED_FORESTS = 8
+"""The code of "keep", the first option of every menu."""
+CELLS_AT_ONCE = 1 << 18
+"""Plans times stages evaluated at once: bounds memory."""
+CACHED_FORESTS = 8
+"""Sets of segments whose tables are kept: bounds memory; local search goes back and forth between a few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +235,7 @@ class Evaluator:
     def _tables(self, segments: Segments) -> _Tables:
         found = self._forests.get(segments)
         if found is None:
-            if len(self._forests) >= _CACHED_FORESTS:
+            if len(self._forests) >= CACHED_FORESTS:
                 self._forests.pop(next(iter(self._forests)))
             plain = self._plain
             found = plain if plain is not None and not segments else _TablesOf(self, segments).build(plain)
@@ -285,7 +288,7 @@ class Evaluator:
 
     def makespans(self, codes: Codes, budget_bytes: int, segments: Segments = ()) -> NDArray[np.float64]:
         """Makespan of each row's lazy schedule, infinite where the row doesn't fit."""
-        step = max(1, _CELLS_PER_CHUNK // codes.shape[1])
+        step = max(1, CELLS_AT_ONCE // codes.shape[1])
         parts = [self._makespans(codes[a : a + step], budget_bytes, segments) for a in range(0, len(codes), step)]
         return np.concatenate(parts) if parts else np.zeros(0)
 
@@ -366,7 +369,7 @@ class Evaluator:
 
         Everything that moves is away, up to the last stage that the host limit lets move.
         """
-        step = max(1, _CELLS_PER_CHUNK // codes.shape[1])
+        step = max(1, CELLS_AT_ONCE // codes.shape[1])
         parts = [self._smallest_peaks(codes[a : a + step], segments) for a in range(0, len(codes), step)]
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 

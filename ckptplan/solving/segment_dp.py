@@ -45,21 +45,21 @@ from ckptplan.core.segment import Segment
 from ckptplan.solving.cost import Menu, Segments
 from ckptplan.solving.enumerate import PlanSpace
 
-MAX_UNITS = 4000
-"""Up to this many units of the sizes' greatest common divisor bytes are exact."""
-SLOTS = 600
+MOST_EXACT_UNITS = 4000
+"""Budgets of up to this many units of the sizes' greatest common divisor are exact."""
+LEAST_SLOTS = 600
 """Units where they aren't, at least."""
 SLOTS_PER_STAGE = 3
 """Each stage's bytes round up to units: fewer would make long chains look much larger than they are."""
-MAX_CELLS = 20_000_000
-"""Of all rows, at 8 bytes."""
-MAX_RUNS = 300_000
-"""Runs of stages that are told apart."""
-CALL = 3000
-"""A call of numpy takes as long as so many additions."""
-LIMIT = 1.25
-"""Tables whose bytes are an estimate reach this far beyond the budget."""
-MAX_WORK = 1_500_000_000
+MOST_CELLS = 20_000_000
+"""Of all rows, at 8 bytes: bounds memory."""
+MOST_RUNS = 300_000
+"""Runs of stages that are told apart: bounds memory and the time for telling."""
+CALL_ADDITIONS = 3000
+"""A call of numpy takes as long as this many additions."""
+REACH = 1.25
+"""Tables whose bytes are an estimate go up to this many times the budget."""
+MOST_WORK = 1_500_000_000
 """Additions in all; about a second per billion."""
 
 Floats = NDArray[np.float64]
@@ -208,7 +208,7 @@ class SegmentDp:
     """
 
     def __init__(
-        self, space: PlanSpace, limit_bytes: int, *, span: int | None = None, max_work: int = MAX_WORK
+        self, space: PlanSpace, limit_bytes: int, *, span: int | None = None, max_work: int = MOST_WORK
     ) -> None:
         self.space, self.profile = space, space.profile
         self.menu = [
@@ -218,12 +218,12 @@ class SegmentDp:
         self.chain = _chain_of(self.profile, self.menu)
         n = self.n = len(self.menu)
         self.floor = min(*self.chain.base_forward, *self.chain.base_backward)
-        limit = max((limit_bytes if self.chain.textbook else int(limit_bytes * LIMIT)) - self.floor, 0)
+        limit = max((limit_bytes if self.chain.textbook else int(limit_bytes * REACH)) - self.floor, 0)
         unit = math.gcd(*self._sizes()) or 1
-        exact = limit // unit <= MAX_UNITS
-        self.unit = unit if exact else -(-limit // max(SLOTS, SLOTS_PER_STAGE * n))
+        exact = limit // unit <= MOST_EXACT_UNITS
+        self.unit = unit if exact else -(-limit // max(LEAST_SLOTS, SLOTS_PER_STAGE * n))
         self.units = limit // self.unit + 1
-        self.span = min(n, span or n, max(1, MAX_RUNS // n)) if space.segments else 0
+        self.span = min(n, span or n, max(1, MOST_RUNS // n)) if space.segments else 0
         self._tell_apart(max_work)
         self.exact = exact and self.chain.textbook and self.span in (0, n)
         self.complete = False
@@ -327,8 +327,8 @@ class SegmentDp:
                     firsts.append(s)
                 self.which[s, length], self.by[s, length] = row[0], at - row[1]
             count += len(firsts)
-            work += (len(firsts) * length + n - length) * (self.units + CALL)
-            if length and (count * self.units > MAX_CELLS or work > max_work):
+            work += (len(firsts) * length + n - length) * (self.units + CALL_ADDITIONS)
+            if length and (count * self.units > MOST_CELLS or work > max_work):
                 self.span = length
                 break
             self.new.append(firsts)

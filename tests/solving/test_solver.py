@@ -31,7 +31,7 @@ from ckptplan.core.segment import Segment
 from ckptplan.referee import simulate, validate
 from ckptplan.solving import peak, planner, smallest_peak, solve_profile
 from ckptplan.solving.cost import Evaluator, menus
-from ckptplan.solving.enumerate import PlanSpace, fastest
+from ckptplan.solving.enumerate import PlanSpace, fastest_of_all
 from ckptplan.solving.label_dp import LabelDp
 from ckptplan.solving.local_search import LocalSearch, even_segments, patterns
 from ckptplan.solving.segment_dp import SegmentDp
@@ -215,7 +215,7 @@ def test_segment_dp_is_the_optimum_on_textbook_chains() -> None:
         least = smallest_peak(profile, actions=NOTHING_MOVES).peak_bytes
         for budget in (least - 1, least, least + rng.randint(1, 60)):
             best: list[float] = [math.inf]
-            fastest(
+            fastest_of_all(
                 evaluator,
                 space,
                 budget,
@@ -311,7 +311,7 @@ def test_label_dp_finds_the_optimum_of_most_small_chains() -> None:
         profile = random_chain(seed, 3 + seed % 4, most_options=5)
         space, evaluator = space_of(profile), Evaluator(profile)
         budget = smallest_peak(profile).peak_bytes + seed % 17
-        found = LabelDp(space, budget).run(20_000, math.inf)
+        found = LabelDp(space, budget).run(20_000, math.inf, count=16)
         best = min((evaluator.step_s(plan.codes, budget, plan.segments) for plan in found), default=math.inf)
         optimum = solve_profile(profile, budget).step_s
         assert best >= optimum * (1 - 1e-9)
@@ -439,7 +439,7 @@ def test_same_seed_same_plan(tmp_path) -> None:  # type: ignore[no-untyped-def]
 
 def test_small_chains_are_solved_by_the_exact_search_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """In 10 to 30 ms each; the searches for longer chains take what time there is."""
-    monkeypatch.setattr(planner._Search, "improve", lambda self: pytest.fail("another search was begun"))
+    monkeypatch.setattr(planner._PlanSearch, "improve", lambda self: pytest.fail("another search was begun"))
     for seed in range(10):
         profile = random_chain(seed, 5)
         plan = solve_profile(profile, smallest_peak(profile).peak_bytes + 5)
@@ -491,8 +491,8 @@ def test_progress_is_reported() -> None:
 
 
 def test_the_way_for_long_chains_is_sound_on_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peak, "ENUMERATE", 0)
-    for name in ("ENUMERATE", "ENUMERATE_WITH_TIME"):
+    monkeypatch.setattr(peak, "PLANS_LOOKED_AT", 0)
+    for name in ("PLANS_LOOKED_AT_FIRST", "PLANS_LOOKED_AT_LAST"):
         monkeypatch.setattr(planner, name, 0)
     monkeypatch.setattr(planner, "ROUNDS_AT_LAST", 20)  # where each search ends, long before its time limit
     optimal, near, count = 0, 0, 0

@@ -109,11 +109,11 @@ def test_equals_brute_force(part: int) -> None:
 
 def test_the_way_for_long_chains_is_sound_on_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """No exact search, divisions by rule and exchange: never better than brute force, bounds never above it."""
-    monkeypatch.setattr(peak, "ENUMERATE", 0)
-    for name in ("ENUMERATE", "ENUMERATE_WITH_TIME"):
+    monkeypatch.setattr(peak, "PLANS_LOOKED_AT", 0)
+    for name in ("PLANS_LOOKED_AT_FIRST", "PLANS_LOOKED_AT_LAST"):
         monkeypatch.setattr(planner, name, 0)
-    monkeypatch.setattr(tiers, "EXACT", 0)
-    monkeypatch.setattr(tiers, "SUMS", 8)
+    monkeypatch.setattr(tiers, "ALL_DIVIDED", 0)
+    monkeypatch.setattr(tiers, "MOST_SUMS", 8)
     monkeypatch.setattr(planner, "ROUNDS_AT_LAST", 20)  # where each search ends, long before its time limit
     equal = count = on_disk = 0
     # Half of these plans use the disk, of the first thirty seeds' one in six. A search takes 0.4 s.
@@ -330,7 +330,7 @@ def test_exchanges_come_close_to_the_best_division(monkeypatch: pytest.MonkeyPat
         host = 150
         best = TieredEvaluator(profile, host, 1 << 40).schedule(codes, budget)
         with monkeypatch.context() as patch:
-            patch.setattr(tiers, "EXACT", 0)
+            patch.setattr(tiers, "ALL_DIVIDED", 0)
             found = TieredEvaluator(profile, host, 1 << 40).schedule(codes, budget)
         assert best is not None
         assert found is not None
@@ -495,7 +495,9 @@ def test_a_swap_that_gains_nothing_is_dropped() -> None:
 
     def left_over(codes: list[int], budget: int, segments: tuple[Segment, ...] = ()) -> Schedule:
         """What the last pass makes, for a larger budget, of a plan made for the least it can do with."""
-        search = planner._Search(profile, budget, ACTIONS, True, None, time.monotonic() - 1, 0, None, None, evaluator)
+        search = planner._PlanSearch(
+            profile, budget, ACTIONS, True, None, time.monotonic() - 1, 0, None, None, evaluator
+        )
         search.space = peak.plan_space_of(profile, ACTIONS, True, None)
         search.best = evaluator.schedule(codes, evaluator.peak(codes, segments), segments)
         assert search.best is not None
