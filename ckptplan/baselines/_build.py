@@ -66,6 +66,11 @@ def named(profile: Profile, names: Sequence[str], segments: Iterable[Segment] = 
     return Selection(options, tuple(longer))
 
 
+def everywhere(profile: Profile, name: str) -> Selection:
+    """The selection of the option `name` for every stage that has it."""
+    return named(profile, [name] * len(profile.stages))
+
+
 def runs(profile: Profile) -> list[list[int]]:
     """Module stages that may lie in one segment: maximal runs without a module that can't be recomputed."""
     found: list[list[int]] = [[]]
@@ -94,39 +99,49 @@ def joined(profile: Profile, options: Sequence[Option]) -> tuple[Segment, ...]:
     return tuple(Segment(run[0], run[-1]) for run in (*segments, run) if len(run) > 1)
 
 
-def own_bytes(profile: Profile) -> list[int]:
-    """Per stage, the bytes that recompute would free: held by keep and not by recompute, each storage counted once.
-
-    0 where the stage can't be recomputed.
-    """
+def first_held(profile: Profile) -> list[frozenset[int]]:
+    """Per stage, the storages that it is the first to hold under keep."""
     counted: set[int] = set()
-    sizes = []
+    found = []
     for stage in profile.stages:
-        again = stage.recompute
-        mine = set(stage.keep.held) - counted
-        counted |= mine
-        free = mine - set(again.held) if again is not None else set()
-        sizes.append(sum(profile.storages[s].nbytes for s in free if not profile.storages[s].to_end))
-    return sizes
+        found.append(frozenset(stage.keep.held) - counted)
+        counted.update(stage.keep.held)
+    return found
+
+
+def own_storages(profile: Profile) -> list[frozenset[int]]:
+    """Of these, those that recompute would drop, where the stage can be recomputed."""
+    return [
+        held if stage.recompute is None else held - set(stage.recompute.held)
+        for stage, held in zip(profile.stages, first_held(profile), strict=True)
+    ]
+
+
+def own_bytes(profile: Profile) -> list[int]:
+    """Per stage, the bytes that recompute would free, each storage counted once; 0 where it can't be recomputed."""
+    return [
+        sum(profile.storages[s].nbytes for s in found if not profile.storages[s].to_end)
+        if stage.recompute is not None
+        else 0
+        for stage, found in zip(profile.stages, own_storages(profile), strict=True)
+    ]
 
 
 def movable_bytes(profile: Profile) -> tuple[int, ...]:
     """Per stage, the bytes that it moves when every stage swaps."""
-    return residency(profile, named(profile, ["swap"] * len(profile.stages)).options).moved_bytes
+    return residency(profile, everywhere(profile, "swap").options).moved_bytes
 
 
 def costly(profile: Profile) -> list[bool]:
     """Per stage, whether its forward takes at least as much time per byte saved as the median module stage's.
 
     Stands in for "is a convolution or linear layer" of rules that know layers: a profile has stages, and the split
-    those rules are after is between what is dear to recompute and what is cheap. So in a chain of equal stages all are
+    those rules are after is by the time that recomputing takes. So in a chain of equal stages all are
     costly. Bytes saved by several stages count for the first. Glue and stages that save nothing are not costly.
     """
-    counted: set[int] = set()
     rates: list[float | None] = []
-    for stage in profile.stages:
-        nbytes = sum(profile.storages[s].nbytes for s in set(stage.keep.held) - counted)
-        counted.update(stage.keep.held)
+    for stage, held in zip(profile.stages, first_held(profile), strict=True):
+        nbytes = sum(profile.storages[s].nbytes for s in held)
         rates.append(stage.forward_s / nbytes if nbytes and not stage.is_glue else None)
     known = sorted(rate for rate in rates if rate is not None)
     middle = known[len(known) // 2] if known else 0.0

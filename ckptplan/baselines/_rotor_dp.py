@@ -23,7 +23,7 @@ Richer chains are mapped:
   resident from there on, whatever is decided.
 - The boundary is what a module stage is linked to of the module stage right before it. Other links count as held.
 - Glue is kept and isn't run again; a stage that can't be recomputed is kept and in no segment.
-- A kept stage is charged with the boundary behind it even where nobody saves it.
+- A kept stage is charged with the boundary behind it even where no stage saves it.
 
 This counts too much here and too little there (what only recompute holds, for one), so on richer chains the table's
 plans are replayed, and those which truly fit are what counts (`rotor.plan`).
@@ -363,7 +363,7 @@ class Table:
             inner[parent].append(Segment(a, b, tuple(sorted(inner[at], key=lambda item: item.first))))
         return Segment(first, last, tuple(sorted(inner[0], key=lambda item: item.first)))
 
-    def choice(self, m: int) -> Selection:
+    def selection(self, m: int) -> Selection:
         """Options and segments of the whole chain's best plan within m, which must be feasible."""
         names = ["keep"] * self.n
         segments = [self.segment(*part) for part in self.parts(0, self.n - 1, m)]

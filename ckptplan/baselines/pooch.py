@@ -42,7 +42,16 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ckptplan.baselines._build import Selection, build, joined, named, raise_infeasible, scheduled, smallest_peak
+from ckptplan.baselines._build import (
+    Selection,
+    build,
+    everywhere,
+    joined,
+    named,
+    raise_infeasible,
+    scheduled,
+    smallest_peak,
+)
 from ckptplan.core.lanes import Copy, lane
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -151,7 +160,7 @@ class _Conversions:
 
     def start(self, name: str) -> Actions:
         """The option of that name for every stage that has it, keep for the others."""
-        return tuple(option.name for option in named(self.profile, [name] * len(self.profile.stages)).options)
+        return tuple(option.name for option in everywhere(self.profile, name).options)
 
     def evaluated(self, actions: Actions) -> _State:
         """Schedule and time `actions`; swaps that never need to be away come back as keep."""

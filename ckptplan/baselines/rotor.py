@@ -25,8 +25,8 @@ from collections.abc import Iterator
 
 from ckptplan.baselines._build import (
     Selection,
+    everywhere,
     finish,
-    named,
     raise_infeasible,
     scheduled,
     smallest_peak,
@@ -48,7 +48,7 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     InfeasibleBudgetError
         If no plan it finds fits; `min_peak_bytes` is the smallest of their peaks.
     """
-    everything = named(profile, ["keep"] * len(profile.stages))
+    everything = everywhere(profile, "keep")
     most = smallest_peak(profile, everything)
     if most.bytes <= budget_bytes:
         found = scheduled(profile, everything, budget_bytes)
@@ -73,7 +73,7 @@ def fastest(table: Table, budget_bytes: int) -> Evaluation | None:
 
     def fits(at: int) -> bool:
         if at not in tried:
-            tried[at] = scheduled(table.profile, table.choice(levels[at]), budget_bytes)
+            tried[at] = scheduled(table.profile, table.selection(levels[at]), budget_bytes)
         return tried[at] is not None
 
     low, high = 0, len(levels)
@@ -93,10 +93,10 @@ def fastest(table: Table, budget_bytes: int) -> Evaluation | None:
 def smallest(table: Table, most: StepNeed) -> StepNeed:
     """The smallest peak among the table's leanest plans, or `most`, that of keeping everything."""
     return min(
-        (smallest_peak(table.profile, choice) for choice in _leanest(table)), key=lambda p: p.bytes, default=most
+        (smallest_peak(table.profile, selection) for selection in _leanest(table)), key=lambda p: p.bytes, default=most
     )
 
 
 def _leanest(table: Table) -> Iterator[Selection]:
     for m in table.fits_from(table.units)[-TRIALS:]:
-        yield table.choice(m)
+        yield table.selection(m)

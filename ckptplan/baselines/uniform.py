@@ -25,10 +25,10 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     InfeasibleBudgetError
         If no fractions fit.
     """
-    return build_fastest(profile, _choices(profile), budget_bytes, "uniform")
+    return build_fastest(profile, _selections(profile), budget_bytes, "uniform")
 
 
-def _choices(profile: Profile) -> Iterator[Selection]:
+def _selections(profile: Profile) -> Iterator[Selection]:
     seen = set()
     variants = ["recompute"]
     if any(stage.find("recompute+swap") for stage in profile.stages):
