@@ -54,6 +54,20 @@ class PlanSpace:
             segments and bool(self.inside[i]) and not stage.is_glue for i, stage in enumerate(profile.stages)
         ]
 
+    @property
+    def moves(self) -> bool:
+        """Whether any option moves something."""
+        return any(
+            stage.options[code].moves
+            for stage, codes in zip(self.profile.stages, self.menu, strict=True)
+            for code in codes
+        )
+
+    def recompute(self, i: int) -> int:
+        """The code of "recompute" for stage `i`, which may be in a segment; of "keep" for glue."""
+        stage = self.profile.stages[i]
+        return 0 if stage.is_glue else next(c for c in self.inside[i] if stage.options[c].name == "recompute")
+
     def begins(self, i: int) -> bool:
         """Whether a segment, or an inner one, may begin or end with stage `i`."""
         return self._begins[i]

@@ -16,8 +16,8 @@ In an open segment, for each level of nesting: its `first` stage, the bytes of t
 backward of the stage reached (`sweep_copies`), the most bytes of copies and of a run's own that the sweep needs
 (`sweep_peak`), and its seconds (`sweep_s`). They take effect where the segment ends; NOTE [Residency], rules 6 and 7.
 
-Which storages several stages may hold is told by three bit masks: held, fixed to the device, and held late enough to
-move (rule 4). Bytes are exact integers. A transfer frees its bytes when it is done, so what the queues hold is told
+Three bit masks say which storages that several stages may hold are held, fixed to the device, and held late enough to
+move (rule 4). Bytes are exact integers. A transfer frees its bytes when it is done, so what the queues hold is kept
 item by item for the last `WINDOW` items (`ends`: how many bytes the newest 1, 2, ... items have together); a longer
 backlog is taken as if its items were like the window's oldest one. The evaluator has the last word on each plan.
 
@@ -300,7 +300,7 @@ class LabelDp:
             return found + [(level, _Move(0)) for level in range(1, self.depth + 1)]
         if not self.goes_on[k]:
             return found
-        plain = next(c for c in self.space.inside[k] if self.profile.stages[k].options[c].name == "recompute")
+        plain = self.space.recompute(k)
         if self.starts[k]:
             found += [(0, _Move(code, 1)) for code in self.space.inside[k]]
             found += [(0, _Move(code, 2, True)) for code in self.space.inside[k] if self.depth > 1]

@@ -7,6 +7,7 @@ import math
 import random
 import time
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +65,7 @@ PATTERNS_PER_PAIR = PATTERN_CUTS - 1 + len(PATTERN_STEPS)
 _Plan = tuple[list[int], Segments, float]
 _Change = tuple[tuple[int, int], ...]
 """(stage, code) of each stage that changes."""
+Batch = TypeVar("Batch", Codes, Sequence[_Change])
 
 
 def patterns(space: PlanSpace) -> Codes:
@@ -96,19 +98,20 @@ def _code(space: PlanSpace, i: int, name: str) -> int:
     return 0
 
 
-def even_segments(space: PlanSpace, length: int) -> tuple[list[int], Segments]:
-    """Segments of `length` stages, one after the other, and "recompute" in between."""
+def even_segments(space: PlanSpace) -> Iterator[tuple[list[int], Segments]]:
+    """Segments of 2, 4, 8, ... stages, one after the other, and "recompute" in between."""
     n = len(space.menu)
-    codes = [_code(space, i, "recompute") for i in range(n)]
-    found: list[Segment] = []
-    at = 0
-    while at < n:
-        ends = space.ends(at, at + 1, min(at + length, n))
-        if ends:
-            found.append(Segment(at, ends[-1]))
-            at = ends[-1]
-        at += 1
-    return suited(space, codes, tuple(found))
+    for power in range(1, n.bit_length()):
+        codes = [_code(space, i, "recompute") for i in range(n)]
+        found: list[Segment] = []
+        at = 0
+        while at < n:
+            ends = space.ends(at, at + 1, min(at + (1 << power), n))
+            if ends:
+                found.append(Segment(at, ends[-1]))
+                at = ends[-1]
+            at += 1
+        yield suited(space, codes, tuple(found))
 
 
 def suited(space: PlanSpace, codes: Sequence[int], segments: Segments) -> tuple[list[int], Segments]:
@@ -117,7 +120,7 @@ def suited(space: PlanSpace, codes: Sequence[int], segments: Segments) -> tuple[
     for segment in segments:
         for i in range(segment.first, segment.last + 1):
             if fixed[i] not in space.inside[i]:
-                fixed[i] = 0 if space.profile.stages[i].is_glue else _code(space, i, "recompute")
+                fixed[i] = space.recompute(i)
     return fixed, segments
 
 
@@ -140,7 +143,7 @@ class LocalSearch:
         self.random = random.Random(seed)
 
     def cost(self, codes: Sequence[int], segments: Segments) -> float:
-        """What is to be made small: the makespan in seconds, infinite where the plan doesn't fit."""
+        """The objective: the makespan in seconds, infinite where the plan doesn't fit."""
         return self.evaluator.step_s(codes, self.budget_bytes, segments)
 
     def costs(self, rows: Codes, segments: Segments) -> NDArray[np.float64]:
@@ -148,7 +151,7 @@ class LocalSearch:
         return self.evaluator.makespans(rows, self.budget_bytes, segments)
 
     def least(self, rows: Codes, segments: Segments) -> NDArray[np.float64]:
-        """Less than `costs`, and soon told."""
+        """A lower bound of `costs` that takes less time to compute."""
         return self.evaluator.compute_s(rows, segments)
 
     def improve(
@@ -278,9 +281,7 @@ class LocalSearch:
     ) -> tuple[list[int], float]:
         """The best of all combinations of the options of these stages, or `codes` where none is better."""
         combined = np.array(list(itertools.product(*(menu[i] for i in chosen))), np.int8)
-        batch = max(LEAST_ROWS_AT_ONCE, CELLS_AT_ONCE // len(codes))
-        for at in range(0, len(combined), batch):
-            part = combined[at : at + batch]
+        for part in self._batches(combined):
             rows = np.tile(np.array(codes, np.int8), (len(part), 1))
             rows[:, list(chosen)] = part
             rows = rows[self.least(rows, segments) < value * (1 - EQUAL_S)]
@@ -292,6 +293,11 @@ class LocalSearch:
             if time.monotonic() > deadline:
                 break
         return codes, value
+
+    def _batches(self, items: Batch) -> Iterator[Batch]:
+        """As many of them at once as are evaluated together."""
+        size = max(LEAST_ROWS_AT_ONCE, CELLS_AT_ONCE // len(self.space.menu))
+        return (items[at : at + size] for at in range(0, len(items), size))
 
     def _forests(
         self, codes: list[int], segments: Segments, value: float, deadline: float
@@ -355,9 +361,7 @@ class LocalSearch:
     ) -> tuple[list[int], float] | None:
         """The best of these changes, or as many of the best together as help; None where none does."""
         helping: list[tuple[float, _Change]] = []
-        batch = max(LEAST_ROWS_AT_ONCE, CELLS_AT_ONCE // len(codes))
-        for at in range(0, len(changes), batch):
-            part = changes[at : at + batch]
+        for part in self._batches(changes):
             rows = np.tile(np.array(codes, np.int8), (len(part), 1))
             for position in range(len(part[0])):
                 stages = [change[position][0] for change in part]
@@ -482,13 +486,12 @@ class PeakSearch(LocalSearch):
     def costs(self, rows: Codes, segments: Segments) -> NDArray[np.float64]:
         """`cost` of many."""
         parts = []
-        step = max(1, CELLS_AT_ONCE // rows.shape[1])
-        for at in range(0, len(rows), step):
-            needs = np.concatenate(self.evaluator.tightest(rows[at : at + step], segments), axis=1)
+        for part in self._batches(rows):
+            needs = np.concatenate(self.evaluator.tightest(part, segments), axis=1)
             peaks = np.maximum(needs.max(axis=1), self.evaluator.profile.update_peak_bytes)
             parts.append(peaks + (needs >= peaks[:, None]).sum(axis=1) / (2 * needs.shape[1]))
         return np.concatenate(parts) if parts else np.zeros(0)
 
     def least(self, rows: Codes, segments: Segments) -> NDArray[np.float64]:
-        """Nothing is told sooner than the peak itself."""
+        """Nothing bounds a peak at less cost than the peak itself."""
         return np.zeros(len(rows))

@@ -143,8 +143,8 @@ class _PeakRun:
             return begin + share * (deadline - begin)
 
         if self.space.segments:
-            for power in range(1, len(self.space.menu).bit_length()):
-                self.offer(*even_segments(self.space, 1 << power))
+            for plan in even_segments(self.space):
+                self.offer(*plan)
             self.segment_program(until(SEGMENTS_UNTIL))
         if not self.done:
             self.local(until(SEARCH_UNTIL), 0)
@@ -177,11 +177,7 @@ class _PeakRun:
             found = dp.plan(int(share * budget))
             if found is not None:
                 self.offer(*found)
-        if dp.exact and not any(
-            stage.options[c].moves
-            for stage, codes in zip(self.profile.stages, self.space.menu, strict=True)
-            for c in codes
-        ):
+        if dp.exact and not self.space.moves:
             self.bound = self.least
 
     def local(self, deadline: float, seed: int) -> None:

@@ -280,12 +280,12 @@ class _PlanSearch:
         """Label DP, local search and bounds by turns, each time with more labels; then CP-SAT."""
         n = len(self.menu)
         long = n > LONG_CHAIN
-        # The first linear program is the dearest part on long chains: there the bound's prices steer.
+        # The first linear program takes most of the time on long chains: there the bound's prices steer.
         steer = self.run_bound() if long else self.steering()
         if self.closed():
             return
         width = max(LEAST_WIDTH, min(FIRST_WIDTH, LABELS_AT_FIRST // n))
-        # Segments make each step several times as dear: on long chains the first round goes without.
+        # With segments each step takes several times as long: on long chains the first round goes without.
         depth = 0 if long else NESTING
         begin = time.monotonic()
         self.run_dp(width, steer, depth, begin + FIRST_DP_SHARE * self.left_s())
@@ -313,36 +313,29 @@ class _PlanSearch:
         if not self.closed() and n <= MODEL_STAGES:
             self.run_model()
 
-    @property
-    def moves(self) -> bool:
-        """Whether anything may move."""
-        return any(
-            stage.options[code].moves
-            for stage, codes in zip(self.profile.stages, self.menu, strict=True)
-            for code in codes
-        )
-
     def left_s(self) -> float:
         """Seconds until the deadline."""
         return max(0.0, self.deadline - time.monotonic())
 
     def steering(self) -> Steering | None:
-        """What bytes are worth, from the linear program without segments."""
+        """The worth of bytes by the linear program without segments."""
         chain = Chain(self.profile, self.menu, self.budget_bytes, self.host_bytes, segments=self.segments)
         duals = Master(chain).solve(BOUND_SHARE * self.left_s())
         if duals is None:
             return None
-        link, per_byte = self.profile.link, chain.second / chain.unit
-        forward, backward = duals.forward * per_byte, duals.backward * per_byte
-        return _steer(
-            forward,
-            backward,
-            forward + duals.drain[0] / link.out_bytes_per_s,
-            backward + duals.drain[1] / link.in_bytes_per_s,
-        )
+        per_byte = chain.second / chain.unit
+        return self.steered_by(duals.forward * per_byte, duals.backward * per_byte, duals.drain)
+
+    def steered_by(self, forward: Floats, backward: Floats, drain: Sequence[Floats]) -> Steering:
+        """The worth of a byte at each boundary, from prices of a byte in each step and of a second of each link."""
+        link = self.profile.link
+        out = forward + drain[0] / link.out_bytes_per_s
+        back = backward + drain[1] / link.in_bytes_per_s
+        held = np.cumsum((forward + backward)[::-1])[::-1]
+        return Steering(*(np.append(worth, 0.0) for worth in (held, out, back, backward)))
 
     def run_dp(self, width: int, steer: Steering | None, depth: int, deadline: float) -> bool:
-        """Offer what the label DP finds; whether it had time for all its labels."""
+        """Offer the plans that the label DP finds; return whether it had time for all its labels."""
         begin = time.monotonic()
         dp = LabelDp(self.space, self.budget_bytes, host_bytes=self.host_bytes, depth=depth)
         below_s = math.inf if self.best is None else self.best.step_s
@@ -369,7 +362,7 @@ class _PlanSearch:
         return dp.complete
 
     def run_bound(self) -> Steering | None:
-        """A proven bound, and what its programs suggest; what they say that bytes are worth."""
+        """Prove a bound and offer the plans that its programs suggest; return the worth of bytes by its prices."""
         assert self.best is not None
         bound = lower_bound(
             self.profile,
@@ -385,14 +378,9 @@ class _PlanSearch:
         self.report("bound")
         if bound.prices is None:
             return None
-        given, link = bound.prices, self.profile.link
-        forward, backward = np.array(given.forward_s_per_byte), np.array(given.backward_s_per_byte)
-        return _steer(
-            forward,
-            backward,
-            forward + np.array(given.drain[0]) / link.out_bytes_per_s,
-            backward + np.array(given.drain[1]) / link.in_bytes_per_s,
-        )
+        prices = bound.prices
+        forward, backward = np.array(prices.forward_s_per_byte), np.array(prices.backward_s_per_byte)
+        return self.steered_by(forward, backward, [np.array(lane) for lane in prices.drain])
 
     def run_model(self) -> None:
         """CP-SAT over options and the segments met so far, from the best plan, for the time that is left."""
@@ -461,8 +449,8 @@ class _PlanSearch:
         costs = self.evaluator.makespans(starts, self.budget_bytes)
         self.offer(starts[costs.argmin()].tolist())
         if self.best is None and self.space.segments:
-            for power in range(1, len(self.menu).bit_length()):
-                self.offer(*even_segments(self.space, 1 << power))
+            for plan in even_segments(self.space):
+                self.offer(*plan)
         if self.best is not None:
             self.report("patterns")
         self.run_segments()
@@ -477,13 +465,13 @@ class _PlanSearch:
         if not self.space.segments:
             return
         work, share = SEGMENT_WORK, SEGMENT_SHARE
-        if not self.moves:
+        if not self.space.moves:
             work, share = SEGMENT_WORK_FACTOR * SEGMENT_WORK, STILL_SEGMENT_SHARE
         dp = SegmentDp(self.space, self.budget_bytes, max_work=work)
         if not dp.run(time.monotonic() + share * self.left_s()):
             return
         self.fit_segments(dp)
-        if dp.exact and not self.moves and self.best is not None:
+        if dp.exact and not self.space.moves and self.best is not None:
             self.bound_s = self.best.step_s
         self.report("segment DP")
 
@@ -534,7 +522,7 @@ class _PlanSearch:
         self.report("local search")
 
     def search(self, rounds: int, share: float) -> None:
-        """Local search from the best plan until so many rounds gave nothing, in at most this share of the time left."""
+        """Local search from the best plan until `rounds` rounds gave nothing, in at most a share of the time left."""
         if self.best is None or self.closed():
             return
         self.searches += 1
@@ -609,12 +597,6 @@ class _PlanSearch:
             ]
             changes += [(i, c) for c in sorted(less, key=lambda c: bytes_of(options[c]))]
         return changes
-
-
-def _steer(forward: Floats, backward: Floats, out: Floats, back: Floats) -> Steering:
-    """What a byte is worth per boundary, from the prices of a byte in each step and in each queue."""
-    held = np.append(np.cumsum((forward + backward)[::-1])[::-1], 0.0)
-    return Steering(held, np.append(out, 0.0), np.append(back, 0.0), np.append(backward, 0.0))
 
 
 def _kept(schedule: Schedule) -> int:

@@ -389,7 +389,7 @@ class SegmentDp:
     def _from(self, value: Floats, nbytes: int) -> Floats:
         """`value` where no fewer than `nbytes`, the floor included, are left."""
         out = value.copy()
-        out[: max(0, self._up(nbytes - self.floor))] = np.inf
+        out[: self._first(nbytes)] = np.inf
         return out
 
     def _inner_row(self, s: int, t: int) -> Floats:
@@ -481,7 +481,7 @@ class SegmentDp:
                 continue
             segments.append(Segment(s, last, self._sweep(s, last, m)))
             for k in range(s, last + 1):
-                codes[k] = 0 if self.profile.stages[k].is_glue else self._plain(k)
+                codes[k] = self.space.recompute(k)
             m -= self.x[last + 1]
             s = last + 1
         return tuple(codes), tuple(segments)
@@ -490,9 +490,6 @@ class SegmentDp:
         """The smallest budget that the tables have a plan for; None where there is none up to the limit."""
         fits = np.isfinite(self.top[0]) if self.complete else np.zeros(1, bool)
         return self.floor + int(fits.argmax()) * self.unit if fits.any() else None
-
-    def _plain(self, k: int) -> int:
-        return next(c for c in self.space.inside[k] if self.profile.stages[k].options[c].name == "recompute")
 
     def _sweep(self, s: int, t: int, m: int) -> Segments:
         """The inner segments that I(s, t, m) stands for."""
@@ -503,7 +500,7 @@ class SegmentDp:
                 continue
             value = self._value(s, t, m)
             for e in range(s, t):
-                first = max(0, self._up(self.chain.base_backward[t] + int(self.most_run[s, e - s]) - self.floor))
+                first = self._first(self.chain.base_backward[t] + int(self.most_run[s, e - s]))
                 if not self.valid[s, e - s] or m < first or m < self.x[e + 1]:
                     continue
                 way = self._value(s, e, m) + self._value(e + 1, t, m - self.x[e + 1]) + self.again_total[s, e - s]

@@ -55,7 +55,7 @@ Bools = NDArray[np.bool_]
 
 
 def check_disk(profile: Profile, host_bytes: int | None, disk_bytes: int | None) -> int:
-    """How much may go to the disk: 0 where there is no such tier, or no need of one since the host has no limit.
+    """Most bytes that may go to the disk: 0 where there is no such tier, or no need of one since the host has no limit.
 
     Raises
     ------
@@ -125,7 +125,7 @@ class TieredEvaluator(Evaluator):
     host_bytes : int
         Both limits together: what may move in all.
     exact : bool
-        Whether every division so far was the best one there is; who needs to know sets it anew before.
+        Whether every division since it was last set to true was the best one there is.
     """
 
     def __init__(self, profile: Profile, host_bytes: int, disk_bytes: int) -> None:

@@ -341,13 +341,16 @@ def test_local_search_never_gets_worse_and_stays_in_the_space() -> None:
 def test_even_segments_lie_where_segments_may() -> None:
     for seed in range(30):
         profile = random_chain(seed, 9)
-        codes, segments = even_segments(space_of(profile), 3)
-        for segment in segments:
-            inside = range(segment.first, segment.last + 1)
-            assert not profile.stages[segment.first].is_glue
-            assert not profile.stages[segment.last].is_glue
-            names = {profile.stages[i].options[codes[i]].name for i in inside if not profile.stages[i].is_glue}
-            assert names <= {"recompute", "recompute+swap"}
+        plans = list(even_segments(space_of(profile)))
+        assert len(plans) == 3  # of 2, 4 and 8 stages
+        for length, (codes, segments) in zip((2, 4, 8), plans, strict=True):
+            for segment in segments:
+                inside = range(segment.first, segment.last + 1)
+                assert len(inside) <= length
+                assert not profile.stages[segment.first].is_glue
+                assert not profile.stages[segment.last].is_glue
+                names = {profile.stages[i].options[codes[i]].name for i in inside if not profile.stages[i].is_glue}
+                assert names <= {"recompute", "recompute+swap"}
 
 
 @given(seed=st.integers(0, 10_000), n=st.integers(1, 5), data=st.data())
