@@ -305,14 +305,6 @@ class Table:
             needs.append(worst)
         return needs
 
-    def units_of(self, budget_bytes: int) -> int:
-        """The m of a budget, rounded down; -1 if not even what is always there fits."""
-        return min((budget_bytes - self.floor) // self.unit, self.units)
-
-    def budget_of(self, m: int) -> int:
-        """The smallest budget with that m."""
-        return self.floor + m * self.unit
-
     def row(self, s: int, t: int) -> NDArray[np.float64]:
         """E(s, t, .), one entry per m."""
         found: NDArray[np.float64] = self._rows[s][t - s]

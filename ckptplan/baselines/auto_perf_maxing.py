@@ -36,7 +36,7 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
 
 
 def window_bytes(profile: Profile, i: int) -> float:
-    """What stage `i` can move within its window, both ways."""
+    """Bytes that stage `i` can move within its window, both ways."""
     if i + 1 >= len(profile.stages):
         return 0.0
     link, after = profile.link, profile.stages[i + 1]

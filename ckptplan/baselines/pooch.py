@@ -272,7 +272,7 @@ class _Conversions:
         return self.evaluated(tuple(most if now == "keep" else now for most, now in swapped))
 
     def _converted(self, i: int) -> str:
-        """What a conversion to recompute makes of stage `i`."""
+        """The option of stage `i` after a conversion to recompute."""
         return self.again if self.profile.stages[i].find(self.again) is not None else "recompute"
 
     def _convertible(self, state: _State) -> list[tuple[int, str]]:

@@ -330,36 +330,26 @@ def plan_of(
     choices: tuple[Decision, ...],
     segments: tuple[Segment, ...],
     *,
-    budget_bytes: int,
-    peak_bytes: int,
-    host_bytes: int,
-    disk_bytes: int = 0,
     step_s: float,
     lower_bound_s: float,
-    space: str,
-    planner: str,
+    **fields: Any,
 ) -> Plan:
-    """The plan of these decisions for `profile`, which gives all that isn't named here."""
+    """The plan of these decisions for `profile`; `fields` are those that neither it nor the decisions give."""
     return Plan(
         stages=tuple(stage.name for stage in profile.stages),
         choices=choices,
+        segments=segments,
         status=status_of(step_s, lower_bound_s),
-        budget_bytes=budget_bytes,
-        peak_bytes=peak_bytes,
-        host_bytes=host_bytes,
-        disk_bytes=disk_bytes,
         step_s=step_s,
         baseline_step_s=profile.baseline_step_s,
         lower_bound_s=lower_bound_s,
-        space=space,
-        planner=planner,
         fingerprint=profile.fingerprint,
         inputs=tuple(stage.inputs for stage in profile.stages),
-        segments=segments,
         saved_bytes=saved_bytes(profile, choices),
         launch_s=launch_s(profile, choices, segments),
         baseline_launch_s=profile.baseline_launch_s,
         outside=profile.outside,
+        **fields,
     )
 
 

@@ -29,7 +29,7 @@ class Violation:
 
 
 def holds(profile: Profile, i: int, choice: Decision, segment: Segment | None) -> tuple[int, ...]:
-    """What stage `i` holds from its forward on; `segment` is the outermost one around it (rule 2)."""
+    """Storages that stage `i` holds from its forward on; `segment` is the outermost one around it (rule 2)."""
     stage = profile.stages[i]
     held = stage.option(choice.option).held
     if segment is None:

@@ -63,7 +63,7 @@ class StepBytes:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What a plan does, by the referee's reckoning.
+    """The course of a step with a plan.
 
     `runs` counts, per stage, how often its forward runs, the parts that a selective option runs again as one.
     """
@@ -85,7 +85,7 @@ class Timeline:
 
     @property
     def between_bytes(self) -> int:
-        """What is there when backward begins and wasn't when forward began."""
+        """Bytes there when backward begins that weren't when forward began."""
         turn = next(step for step in self.steps if step.phase == "backward")
         return max(turn.start_bytes - self.steps[0].start_bytes, 0)
 

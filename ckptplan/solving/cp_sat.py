@@ -44,7 +44,7 @@ OnSolution = Callable[[tuple[int, ...], tuple[Segment, ...], float], bool]
 
 @dataclass(frozen=True, slots=True)
 class ModelResult:
-    """What the model proved: `bound_s`, over its space; `proven` where it is the model's optimum.
+    """The outcome of a solve: the proven `bound_s` over the model's space; `proven` where it is the optimum.
 
     `codes` is None where no solution was found (with `proven`: nothing fits).
     """

@@ -129,7 +129,7 @@ class PlanSpace:
         return sorted(fill(0, len(self.menu), 1), key=self.least_extra_s)
 
     def least_extra_s(self, forest: Segments) -> float:
-        """What the sweeps of `forest` and the recomputing of the stages they end with cost."""
+        """Seconds of the sweeps of `forest`, and of recomputing the stages they end with."""
         stages = self.profile.stages
         total = 0.0
         for segment in forest:

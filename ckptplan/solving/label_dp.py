@@ -76,7 +76,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Steering:
-    """What a byte costs at the boundary before each stage, in seconds; shape (stages + 1,).
+    """The worth of a byte at the boundary before each stage, in seconds; shape (stages + 1,).
 
     Any numbers are allowed: they steer which labels stay, not what a label says.
 
@@ -128,12 +128,12 @@ class _Labels:
 
 
 _FIELDS = tuple(field.name for field in fields(_Labels))[:-2]
-"""What a label says; `parent` and `move` say where it comes from."""
+"""The columns of a label that count; `parent` and `move` say where it comes from."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """What is decided about one stage.
+    """The decision about one stage.
 
     `code`: its option; `opened`: how many segments begin here; `ends`: whether the innermost one ends here.
     """

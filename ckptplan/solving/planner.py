@@ -70,7 +70,7 @@ MODEL_SEGMENTS = 300
 """Segments given to CP-SAT, the latest met: bounds the size of its model."""
 MODEL_LEAST_S = 0.2
 MODEL_S_PER_STAGE = 0.005
-"""What building its model takes, about."""
+"""Seconds in which its model is built, about."""
 ROUNDS_AT_FIRST = 40
 ROUNDS_AT_LAST = 400
 """Rounds of local search that may give nothing, before the first bound and at the end."""
@@ -87,7 +87,8 @@ REFUSAL_LEAST_S = 0.2
 BOUND_ROUNDING = 1e-9
 """Relative difference by which a bound may be above the plan for nothing but rounding."""
 
-# Shares of the time that is left when a part begins. Small chains end long before; see `_PlanSearch.improve`.
+# Shares of the time that is left when a part begins; the rest is for the parts behind it. On small chains each part
+# ends long before.
 FIRST_DP_SHARE = 0.3
 FINALISTS_SHARE = 0.5
 STARTS_SHARE = 0.08
@@ -604,6 +605,6 @@ def _kept(schedule: Schedule) -> int:
 
 
 def _exactly(nbytes: int, other: int) -> str:
-    """`nbytes` for people, with every digit where rounding would hide the difference to `other`."""
+    """`nbytes` as text, with every digit where rounding would hide the difference to `other`."""
     text = format_bytes(nbytes)
     return f"{text} ({nbytes} bytes)" if text == format_bytes(other) and not text.endswith(" B") else text

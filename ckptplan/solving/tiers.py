@@ -79,7 +79,7 @@ def all_bytes(host_bytes: int | None, disk_bytes: int) -> int | None:
 
 
 def evaluator_of(profile: Profile, host_bytes: int | None, disk_bytes: int) -> Evaluator:
-    """What plans cost with these tiers."""
+    """The evaluator of plans that use these tiers."""
     if host_bytes is None or not disk_bytes:
         return Evaluator(profile, host_bytes)
     return TieredEvaluator(profile, host_bytes, disk_bytes)
@@ -180,7 +180,7 @@ class TieredEvaluator(Evaluator):
         return queued.seconds(out_s, in_s)
 
     def divisions(self, moved: NDArray[np.int64]) -> Bools:
-        """What may go to the disk of what one plan moves, by stage; shape (divisions, stages), empty where none fits.
+        """Per division, whether each stage's moves go to the disk; shape (divisions, stages), empty where none fits.
 
         Every division that matters where at most `ALL_DIVIDED` stages move, else some.
         """

@@ -54,7 +54,7 @@ OnCandidate = Callable[[tuple[int, ...], tuple[Segment, ...]], None]
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What the multipliers of the bound say, for people; seconds and bytes.
+    """The multipliers of the bound in seconds and bytes.
 
     Attributes
     ----------

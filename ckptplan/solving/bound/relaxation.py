@@ -235,7 +235,7 @@ class Chain:
         return out
 
     def _segment_numbers(self) -> None:
-        """What stages cost inside segments; see `Trees`."""
+        """Bytes and seconds of stages inside segments, for `LinearTrees`."""
         n, stages = self.n, self.profile.stages
         self.full = np.zeros(n)  # counted at the stage when it is the segment's last
         self.full_still = np.zeros(n)

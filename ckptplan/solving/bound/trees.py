@@ -178,7 +178,7 @@ class LinearTrees:
         self._segments()
 
     def _segments(self) -> None:
-        """What a segment costs at the top level: its tree, its forward, what it holds for later steps, its moves."""
+        """The cost of each segment at the top level: tree, forward, what it holds for later steps, moves."""
         c, n, costs, iv = self.chain, self.chain.n, self.costs, self.intervals
         w = iv.longest
         own = costs.linear_forward * c.segment_forward
