@@ -1324,7 +1324,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         24,
         "swaps that gain nothing are dropped from the plan",
-        "_Search.result",
+        "_PlanSearch.result",
         "        self.drop_what_gains_nothing()\n",
         "",
         (
@@ -1335,9 +1335,9 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         24,
         "the last stage never swaps",
-        "schedule",
-        "bool(r.moves[i]) and (release[i] < n - 1 or prefetch[i] < n - 1)",
-        "bool(r.moves[i])",
+        "lazy_points",
+        "if r.moves[i] and (release[i] < n - 1 or prefetch[i] < n - 1)",
+        "if r.moves[i]",
         ("tests/solving/test_tiers.py::test_the_last_stage_never_swaps",),
     ),
     Safeguard(

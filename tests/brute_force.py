@@ -1,10 +1,11 @@
-"""The best plan of a small chain by trying them all, at the referee's prices.
+"""Independent of the solver and of core's rules on purpose: the best plan of a small chain by trying them all.
 
 The plan space, written out once more: a sequence of single stages, each with an option of its menu, and of segments
 whose stages recompute; in the sweep of a segment each stage is kept or in an inner segment. Segments begin and end at
-module stages, since one with glue at its ends is the same as one without. For given options and segments the schedule
-is the lazy one of core/schedule.py; `fastest_of_all_points` has no idea of that and tries every release and prefetch
-point instead, for up to three stages or so.
+module stages, since one with glue at its ends is the same as one without. What may move is worked out here from NOTE
+[Residency]; bytes and seconds are the referee's. For given options and segments the points are as late as fits, from
+the last stage that moves to the first; `fastest_of_all_points` has no idea of that and tries every release and
+prefetch point instead, for up to three stages or so.
 """
 
 from __future__ import annotations
@@ -19,10 +20,8 @@ from typing import NamedTuple
 from ckptplan.core.option import ACTIONS, Option
 from ckptplan.core.plan import Decision
 from ckptplan.core.profile import Profile
-from ckptplan.core.schedule import Overflow, residency, schedule
 from ckptplan.core.segment import Segment
 from ckptplan.referee import simulate
-from ckptplan.referee.rules import broken_rules
 
 
 class Combination(NamedTuple):
@@ -137,6 +136,91 @@ def decision(
     return Decision(option.action, moves, release, prefetch, option.name, option.ops)
 
 
+class Moves(NamedTuple):
+    """What a combination moves, by stage, if everything that may move does.
+
+    `positions` are those in the option's `saved`, `back_by` the backward step by whose start they must be back.
+    """
+
+    positions: list[tuple[int, ...]]
+    sizes: list[int]
+    back_by: list[int]
+
+
+def moves_of(profile: Profile, found: Combination) -> Moves:
+    """Rule 4 of NOTE [Residency]; what the last stage would move is never away."""
+    n = len(found.options)
+    back_by = list(range(n))
+    holds = [set(option.held) for option in found.options]
+    for segment in found.segments:
+        for i in range(segment.first, segment.last + 1):
+            back_by[i] = segment.last
+            holds[i] -= {s for s in profile.stages[i].linked if profile.storages[s].born >= segment.first}
+    moving = [set(option.moved) & holds[i] for i, option in enumerate(found.options)]
+    positions = []
+    for i, option in enumerate(found.options):
+        others = [j for j in range(n) if j != i]
+        chosen = []
+        for p in option.moves:
+            s, storage = option.saved[p], profile.storages[option.saved[p]]
+            if (
+                i < n - 1
+                and s in moving[i]
+                and storage.nbytes
+                and not storage.stays
+                and not storage.to_end
+                and storage.program_until <= i
+                and all(s not in holds[j] or (j < i and s in moving[j]) for j in others)
+            ):
+                chosen.append(p)
+        positions.append(tuple(chosen))
+    sizes = [
+        sum(profile.storages[option.saved[p]].nbytes for p in chosen)
+        for option, chosen in zip(found.options, positions, strict=True)
+    ]
+    return Moves(positions, sizes, back_by)
+
+
+def tightest(found: Combination, moves: Moves, movers: Sequence[int]) -> list[Decision]:
+    """Decisions by which what `movers` move is away wherever it can be, and nothing else moves."""
+    return [
+        decision(option, moves.positions[i] if i in movers else (), i, moves.back_by[i])
+        for i, option in enumerate(found.options)
+    ]
+
+
+def lazy(profile: Profile, found: Combination, budget_bytes: int) -> tuple[list[Decision], list[int]] | None:
+    """Decisions whose points are as late as fits, and what each stage moves; None where nothing fits."""
+    moves, n = moves_of(profile, found), len(found.options)
+    timeline = simulate(profile, tightest(found, moves, range(n)), found.segments)
+    if timeline.peak_bytes > budget_bytes:
+        return None
+    # Bytes per step at the worst moment; a sweep is a part of the backward step that follows.
+    forward, backward, sweep = [0] * n, [0] * n, 0
+    numbers = {stage.name: k for k, stage in enumerate(profile.stages)}
+    for step in timeline.steps:
+        k = numbers[step.stage]
+        if step.phase == "forward":
+            forward[k] = step.peak_bytes
+        elif step.sweep:
+            sweep = max(sweep, step.peak_bytes)
+        elif step.phase == "backward":
+            backward[k], sweep = max(sweep, step.peak_bytes), 0
+    modules = [k for k in range(n) if not profile.stages[k].is_glue] or list(range(n))
+    decisions = []
+    for i in reversed(range(n)):
+        points = []
+        for needs, point in ((forward, i), (backward, moves.back_by[i])):
+            while point < n - 1 and needs[point + 1] + moves.sizes[i] <= budget_bytes:
+                point += 1
+                needs[point] += moves.sizes[i]
+            points.append(point)
+        release, prefetch = min(points[0], modules[-1]), max([k for k in modules if k <= points[1]] or modules[:1])
+        stays = points == [n - 1, n - 1]
+        decisions.append(decision(found.options[i], () if stays else moves.positions[i], release, prefetch))
+    return decisions[::-1], moves.sizes
+
+
 def divisions(
     choices: Sequence[Decision], sizes: Sequence[int], host_bytes: int | None, disk_bytes: int
 ) -> Iterator[tuple[Decision, ...]]:
@@ -168,27 +252,16 @@ def smallest_peak(
     within : iterable of Combination, optional
         Try these instead of all; to enumerate them once for several questions.
     """
-    candidates = []
-    for found in combinations(profile, actions=actions, segments=segments) if within is None else within:
-        r = residency(profile, found.options, found.segments)
-        candidates.append((max(*r.forward_bytes, *r.backward_bytes, profile.update_peak_bytes), found, r))
     best = math.inf
-    for bound, found, r in sorted(candidates, key=itemgetter(0)):
-        if bound >= best:
-            break
-        movers = [i for i, positions in enumerate(r.moves) if positions]
+    for found in combinations(profile, actions=actions, segments=segments) if within is None else within:
+        moves = moves_of(profile, found)
+        movers = [i for i, positions in enumerate(moves.positions) if positions]
         # The first of them that the tiers have room for: queues are first in, first out.
-        while True:
-            choices = [
-                decision(option, r.moves[i] if i in movers else (), i, r.needed[i])
-                for i, option in enumerate(found.options)
-            ]
-            if any(True for _ in divisions(choices, r.moved_bytes, host_bytes, disk_bytes)):
-                break
+        choices = tightest(found, moves, movers)
+        while not any(True for _ in divisions(choices, moves.sizes, host_bytes, disk_bytes)):
             movers.pop()
-        timeline = simulate(profile, choices, found.segments)
-        assert timeline.peak_bytes >= bound, (timeline.peak_bytes, bound, found)
-        best = min(best, timeline.peak_bytes)
+            choices = tightest(found, moves, movers)
+        best = min(best, simulate(profile, choices, found.segments).peak_bytes)
     return int(best)
 
 
@@ -215,31 +288,16 @@ def fastest(
     for found in combinations(profile, actions=actions, segments=segments) if within is None else within:
         if found.compute_s >= best:
             break
-        choices = schedule(profile, found.options, budget_bytes, found.segments)
-        if isinstance(choices, Overflow):
+        scheduled = lazy(profile, found, budget_bytes)
+        if scheduled is None:
             continue
-        sizes = residency(profile, found.options, found.segments).moved_bytes
-        for divided in divisions(choices, sizes, host_bytes, disk_bytes):
+        for divided in divisions(*scheduled, host_bytes, disk_bytes):
             timeline = simulate(profile, divided, found.segments)
             assert timeline.peak_bytes <= budget_bytes, (timeline.peak_bytes, budget_bytes, found)
             assert timeline.disk_bytes <= disk_bytes
             if host_bytes is None or timeline.host_bytes <= host_bytes:
                 best = min(best, timeline.makespan_s)
     return None if best == math.inf else best
-
-
-def movable(profile: Profile, found: Combination) -> tuple[tuple[int, ...], ...]:
-    """Per stage, the positions which the referee lets it move."""
-    n = len(found.options)
-    glue = [stage.is_glue for stage in profile.stages]
-    back_by = {i: segment.last for segment in found.segments for i in range(segment.first, segment.last + 1)}
-    still = [decision(option) for option in found.options]
-
-    def may(i: int, p: int) -> bool:
-        alone = decision(found.options[i], (p,), i, back_by.get(i, i))
-        return not broken_rules(profile, (*still[:i], alone, *still[i + 1 :]), found.segments)
-
-    return tuple(tuple(p for p in found.options[i].moves if not glue[i] and may(i, p)) for i in range(n))
 
 
 def fastest_of_all_points(
@@ -255,16 +313,15 @@ def fastest_of_all_points(
     for found in combinations(profile) if within is None else within:
         if found.compute_s >= best:
             break
-        back_by = {i: segment.last for segment in found.segments for i in range(segment.first, segment.last + 1)}
-        moves = movable(profile, found)
-        movers = [i for i in range(n) if moves[i]]
+        moves = moves_of(profile, found)
+        movers = [i for i in range(n) if moves.positions[i]]
         for count in range(len(movers) + 1):
             spans = [
                 [
-                    decision(found.options[i], moves[i], release, prefetch)
+                    decision(found.options[i], moves.positions[i], release, prefetch)
                     for release in range(i, modules[-1] + 1)
                     for prefetch in modules
-                    if prefetch >= back_by.get(i, i)
+                    if prefetch >= moves.back_by[i]
                 ]
                 for i in movers[:count]
             ]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ckptplan.core.option import Action, Option
 from ckptplan.core.plan import Decision, Plan, saved_bytes
 from ckptplan.core.profile import Profile
-from ckptplan.core.schedule import residency, schedule
+from ckptplan.core.schedule import StepNeed, evaluate, residency, tightest_peak
 from ckptplan.core.segment import Segment
 from ckptplan.referee import simulate
 
@@ -31,9 +31,9 @@ def plan_of(measured: Profile, actions: Sequence[Action], budget_bytes: int | No
             for i, (o, m) in enumerate(zip(able, moves, strict=True))
         )
     else:
-        found = schedule(measured, able, budget_bytes)
-        assert isinstance(found, tuple), found
-        choices = found
+        found = evaluate(measured, able, budget_bytes)
+        assert not isinstance(found, StepNeed), found
+        choices = found.decisions()
     return plan_with(measured, choices, budget_bytes)
 
 
@@ -48,11 +48,11 @@ def scheduled(
         0: the least budget that fits them; 1: so much that nothing needs to move.
     """
     r = residency(measured, options, segments)
-    least = max(*r.forward_bytes, *r.backward_bytes, measured.update_peak_bytes)
+    least = tightest_peak(measured, r).bytes
     budget_bytes = least + int(share * sum(r.moved_bytes))
-    choices = schedule(measured, options, budget_bytes, segments)
-    assert isinstance(choices, tuple), choices
-    return plan_with(measured, choices, segments=segments)
+    found = evaluate(measured, options, budget_bytes, segments)
+    assert not isinstance(found, StepNeed), found
+    return plan_with(measured, found.decisions(), segments=segments)
 
 
 def plan_with(

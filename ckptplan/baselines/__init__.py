@@ -1,4 +1,4 @@
-"""Published planners, one a file, all with the signature `plan(profile, budget_bytes) -> Plan`."""
+"""Published planners, one paper a file, all with the signature `(profile, budget_bytes) -> Plan`."""
 
 from __future__ import annotations
 
@@ -8,38 +8,34 @@ from types import MappingProxyType
 from ckptplan.baselines import (
     auto_perf_maxing,
     capuchin,
-    chen_greedy,
-    chen_sqrt,
+    chen,
     dtr,
-    keep_all,
+    everywhere,
     lms,
     meng_swap,
     pofo,
     pooch,
-    recompute_all,
     rotor,
     sac_ilp,
     superneurons,
-    swap_all,
     uniform,
-    vdnn_conv,
-    vdnn_dyn,
+    vdnn,
 )
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 
 BASELINES: Mapping[str, Callable[[Profile, int], Plan]] = MappingProxyType(
     {
-        "keep_all": keep_all.plan,
-        "recompute_all": recompute_all.plan,
-        "swap_all": swap_all.plan,
+        "keep_all": everywhere.keep_all,
+        "recompute_all": everywhere.recompute_all,
+        "swap_all": everywhere.swap_all,
         "uniform": uniform.plan,
-        "chen_sqrt": chen_sqrt.plan,
-        "chen_greedy": chen_greedy.plan,
+        "chen_sqrt": chen.sqrt,
+        "chen_greedy": chen.greedy,
         "meng_swap": meng_swap.plan,
         "lms": lms.plan,
-        "vdnn_conv": vdnn_conv.plan,
-        "vdnn_dyn": vdnn_dyn.plan,
+        "vdnn_conv": vdnn.conv,
+        "vdnn_dyn": vdnn.dynamic,
         "superneurons": superneurons.plan,
         "capuchin": capuchin.plan,
         "pooch": pooch.plan,

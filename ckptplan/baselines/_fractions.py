@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ckptplan.baselines._build import Selection, everywhere, own_storages
 from ckptplan.core.option import Option
 from ckptplan.core.profile import Profile
+from ckptplan.core.schedule import residency
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +26,16 @@ class Offer:
     ----------
     stage : int
     nbytes : float
-        At most so many.
+        The most of them.
     s_per_byte : float
+    moves : bool
+        By moving them; else by recomputing them.
     """
 
     stage: int
     nbytes: float
     s_per_byte: float
+    moves: bool = False
 
 
 def cheapest(offers: Sequence[Offer], needs: Sequence[float]) -> list[float]:
@@ -60,34 +65,45 @@ def cheapest(offers: Sequence[Offer], needs: Sequence[float]) -> list[float]:
     return taken
 
 
-def targets(budget_bytes: int) -> Iterator[int]:
-    """Budgets to give such a program, 105 % of the true one down to 40 %, in steps of 1 %.
+MOST_PERCENT, LEAST_PERCENT = 105, 40
+"""Of the budget, between which the program is solved in steps of 1 %.
 
-    Rounding fractions to whole options changes the bytes, either way, so the program is solved for all of them, and
-    what fits after rounding counts.
-    """
-    for percent in range(105, 39, -1):
-        yield budget_bytes * percent // 100
+Rounding fractions to whole options changes the bytes, either way, so all of these are tried, and what fits after
+rounding counts.
+"""
+
+
+def rounded(profile: Profile, offers: Sequence[Offer], budget_bytes: int) -> Iterator[Selection]:
+    """Everything kept, then the selections nearest to the fractions that the program takes of `offers`."""
+    everything = everywhere(profile, "keep")
+    r = residency(profile, everything.options)
+    storages, sizes = own_storages(profile), offered_bytes(profile)
+    seen = {everything}
+    yield everything
+    for percent in range(MOST_PERCENT, LEAST_PERCENT - 1, -1):
+        target = budget_bytes * percent // 100
+        needs = [max(*steps) - target for steps in zip(r.forward_bytes, r.backward_bytes, strict=True)]
+        shares = [Share(0.0, 0.0)] * len(sizes)
+        for offer, nbytes in zip(offers, cheapest(offers, needs), strict=True):
+            name = "moved" if offer.moves else "recomputed"
+            shares[offer.stage] = replace(shares[offer.stage], **{name: nbytes / sizes[offer.stage]})
+        selection = Selection(tuple(nearest(profile, i, storages[i], share) for i, share in enumerate(shares)))
+        if selection not in seen:
+            seen.add(selection)
+            yield selection
+
+
+def offered_bytes(profile: Profile) -> list[int]:
+    """Per stage, the bytes of its own storages: what it could free, by whatever means."""
+    return [sum(profile.storages[s].nbytes for s in found) for found in own_storages(profile)]
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What part of the bytes that a stage could free an option recomputes, and what part it moves."""
+    """The parts of the bytes that a stage could free which an option recomputes, and which it moves."""
 
     recomputed: float
     moved: float
-
-
-def mine(profile: Profile) -> list[frozenset[int]]:
-    """Per stage, the storages that it is the first to hold under keep, and that recompute, where it can, would drop."""
-    counted: set[int] = set()
-    found = []
-    for stage in profile.stages:
-        held = set(stage.keep.held) - counted
-        counted |= held
-        again = stage.recompute
-        found.append(frozenset(held if again is None else held - set(again.held)))
-    return found
 
 
 def nearest(profile: Profile, i: int, storages: frozenset[int], wanted: Share) -> Option:

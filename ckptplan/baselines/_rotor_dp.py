@@ -1,4 +1,6 @@
-"""The dynamic program of Beaumont et al. (2019) over a chain, which `rotor` and `pofo` share.
+"""Independent of core/rules.py and the solver's segment program on purpose: the dynamic program of rotor and POFO.
+
+Tests hold `solving/segment_dp.py` against it.
 
 Symbols. `m`: bytes of the budget not yet held by earlier decisions, in units, the boundary in front of `s` counted as
 held. E(s, t, m): least recompute seconds with which stages s..t can be run forward, t at once backward, and then the
@@ -21,7 +23,7 @@ Richer chains are mapped:
   resident from there on, whatever is decided.
 - The boundary is what a module stage is linked to of the module stage right before it. Other links count as held.
 - Glue is kept and isn't run again; a stage that can't be recomputed is kept and in no segment.
-- A kept stage is charged with the boundary behind it even where nobody saves it.
+- A kept stage is charged with the boundary behind it even where no stage saves it.
 
 This counts too much here and too little there (what only recompute holds, for one), so on richer chains the table's
 plans are replayed, and those which truly fit are what counts (`rotor.plan`).
@@ -42,7 +44,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptplan.baselines._build import Choice, named
+from ckptplan.baselines._build import Selection, named
 from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
 
@@ -303,14 +305,6 @@ class Table:
             needs.append(worst)
         return needs
 
-    def units_of(self, budget_bytes: int) -> int:
-        """The m of a budget, rounded down; -1 if not even what is always there fits."""
-        return min((budget_bytes - self.floor) // self.unit, self.units)
-
-    def budget_of(self, m: int) -> int:
-        """The smallest budget with that m."""
-        return self.floor + m * self.unit
-
     def row(self, s: int, t: int) -> NDArray[np.float64]:
         """E(s, t, .), one entry per m."""
         found: NDArray[np.float64] = self._rows[s][t - s]
@@ -361,7 +355,7 @@ class Table:
             inner[parent].append(Segment(a, b, tuple(sorted(inner[at], key=lambda item: item.first))))
         return Segment(first, last, tuple(sorted(inner[0], key=lambda item: item.first)))
 
-    def choice(self, m: int) -> Choice:
+    def selection(self, m: int) -> Selection:
         """Options and segments of the whole chain's best plan within m, which must be feasible."""
         names = ["keep"] * self.n
         segments = [self.segment(*part) for part in self.parts(0, self.n - 1, m)]

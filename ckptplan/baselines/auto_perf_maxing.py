@@ -18,13 +18,10 @@ offload by a linear program.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from ckptplan.baselines._build import Choice, build_fastest, movable_bytes, named
-from ckptplan.baselines._fractions import Offer, Share, cheapest, mine, nearest, targets
+from ckptplan.baselines._build import build_fastest, movable_bytes
+from ckptplan.baselines._fractions import Offer, offered_bytes, rounded
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
-from ckptplan.core.schedule import residency
 
 
 def plan(profile: Profile, budget_bytes: int) -> Plan:
@@ -35,11 +32,11 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     InfeasibleBudgetError
         If no rounding fits.
     """
-    return build_fastest(profile, _choices(profile, budget_bytes), budget_bytes, "auto_perf_maxing")
+    return build_fastest(profile, rounded(profile, _offers(profile), budget_bytes), budget_bytes, "auto_perf_maxing")
 
 
 def window_bytes(profile: Profile, i: int) -> float:
-    """What stage `i` can move within its window, both ways."""
+    """Bytes that stage `i` can move within its window, both ways."""
     if i + 1 >= len(profile.stages):
         return 0.0
     link, after = profile.link, profile.stages[i + 1]
@@ -47,33 +44,14 @@ def window_bytes(profile: Profile, i: int) -> float:
     return min(out, max(0.0, after.backward_s - link.latency_s) * link.in_bytes_per_s)
 
 
-def _choices(profile: Profile, budget_bytes: int) -> Iterator[Choice]:
-    n = len(profile.stages)
-    everything = named(profile, ["keep"] * n)
-    r = residency(profile, everything.options)
-    storages, moved = mine(profile), movable_bytes(profile)
-    sizes = [sum(profile.storages[s].nbytes for s in found) for found in storages]
+def _offers(profile: Profile) -> list[Offer]:
+    moved = movable_bytes(profile)
     swaps, redos = [], []
-    for i, (stage, size) in enumerate(zip(profile.stages, sizes, strict=True)):
+    for i, (stage, size) in enumerate(zip(profile.stages, offered_bytes(profile), strict=True)):
         hidden = min(window_bytes(profile, i), moved[i], size)
         if hidden:
-            swaps.append(Offer(i, hidden, 0.0))
+            swaps.append(Offer(i, hidden, 0.0, moves=True))
         if stage.recompute is not None and size > hidden:
             # A swap costs nothing, so it is used up before any recompute of the same stage.
             redos.append(Offer(i, size - hidden, stage.recompute.recompute_s / size))
-    offers = [*swaps, *redos]
-    yield everything
-    seen = {everything}
-    for target in targets(budget_bytes):
-        needs = [max(*steps) - target for steps in zip(r.forward_bytes, r.backward_bytes, strict=True)]
-        taken = cheapest(offers, needs)
-        out, again = [0.0] * n, [0.0] * n
-        for number, (offer, nbytes) in enumerate(zip(offers, taken, strict=True)):
-            (out if number < len(swaps) else again)[offer.stage] = nbytes / sizes[offer.stage]
-        options = tuple(
-            nearest(profile, i, storages[i], Share(again[i], out[i])) if out[i] or again[i] else stage.keep
-            for i, stage in enumerate(profile.stages)
-        )
-        if Choice(options) not in seen:
-            seen.add(Choice(options))
-            yield Choice(options)
+    return [*swaps, *redos]

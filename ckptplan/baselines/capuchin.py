@@ -26,7 +26,7 @@ import math
 from itertools import accumulate
 
 from ckptplan.baselines._build import (
-    Choice,
+    Selection,
     build_fastest,
     joined,
     movable_bytes,
@@ -49,10 +49,10 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     variants = [("recompute", False), ("recompute", True)]
     if any(stage.find("recompute+swap") for stage in profile.stages):
         variants.append(("recompute+swap", False))
-    choices = [
+    selections = [
         _pick(profile, budget_bytes, again, chained, shared) for again, chained in variants for shared in (False, True)
     ]
-    return build_fastest(profile, choices, budget_bytes, "capuchin")
+    return build_fastest(profile, selections, budget_bytes, "capuchin")
 
 
 def free_times(profile: Profile, sizes: tuple[int, ...]) -> list[float]:
@@ -67,18 +67,18 @@ def free_times(profile: Profile, sizes: tuple[int, ...]) -> list[float]:
     ]
 
 
-def _pick(profile: Profile, budget_bytes: int, again: str, chained: bool, shared: bool) -> Choice:
+def _pick(profile: Profile, budget_bytes: int, again: str, chained: bool, shared: bool) -> Selection:
     n = len(profile.stages)
     moved, freed = movable_bytes(profile), own_bytes(profile)
     free_s = free_times(profile, moved)
     again_s = [math.inf if stage.recompute is None else stage.recompute.recompute_s for stage in profile.stages]
     names = ["keep"] * n
 
-    def choice() -> Choice:
+    def selection() -> Selection:
         found = named(profile, names)
-        return Choice(found.options, joined(profile, found.options)) if chained else found
+        return Selection(found.options, joined(profile, found.options)) if chained else found
 
-    while smallest_peak(profile, choice()).bytes > budget_bytes:
+    while smallest_peak(profile, selection()).bytes > budget_bytes:
         left = [i for i in range(n) if names[i] == "keep"]
         swap = max((i for i in left if moved[i]), key=lambda i: free_s[i], default=None)
         redo = max(
@@ -99,7 +99,7 @@ def _pick(profile: Profile, budget_bytes: int, again: str, chained: bool, shared
                 again_s[redo + 1] += again_s[redo]
         else:
             break
-    return choice()
+    return selection()
 
 
 def _rate(nbytes: int, seconds: float) -> float:

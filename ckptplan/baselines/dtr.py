@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import accumulate
 
-from ckptplan.baselines._build import Choice, build_fastest, joined, named, own_bytes
+from ckptplan.baselines._build import Selection, build_fastest, joined, named, own_bytes
 from ckptplan.core.option import Option
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -55,14 +55,14 @@ def _halved(profile: Profile, first: int, last: int) -> Segment:
     return Segment(first, last, () if inner is None else (inner,))
 
 
-def _evict(profile: Profile, budget_bytes: int, together: Together) -> Choice:
+def _evict(profile: Profile, budget_bytes: int, together: Together) -> Selection:
     n = len(profile.stages)
     sizes = own_bytes(profile)
     names = ["keep"] * n
     while True:
         options = named(profile, names).options
-        choice = Choice(options, together(profile, options))
-        r = residency(profile, choice.options, choice.segments)
+        selection = Selection(options, together(profile, options))
+        r = residency(profile, selection.options, selection.segments)
         failed = next((k for k, need in enumerate(r.forward_bytes) if need > budget_bytes), None)
         ended = list(accumulate(stage.forward_s for stage in profile.stages))
         if failed is not None:
@@ -70,11 +70,11 @@ def _evict(profile: Profile, budget_bytes: int, together: Together) -> Choice:
         else:
             failed = next((k for k in reversed(range(n)) if r.backward_bytes[k] > budget_bytes), None)
             if failed is None:
-                return choice
+                return selection
             stage, now = failed, ended[-1] + sum(r.backward_s[failed + 1 :])
         idle = [i for i in range(stage) if names[i] == "keep" and sizes[i]]
         if not idle:
-            return choice
+            return selection
         # A stage that takes no time ends now, and has only just been used: the largest h there is.
         victim = min(idle, key=lambda i: _cost(profile, names, i) / (sizes[i] * max(now - ended[i], 1e-12)))
         names[victim] = "recompute"

@@ -27,8 +27,8 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
         If no number of leading stages fits.
     """
     n = len(profile.stages)
-    choices = [named(profile, ["swap"] * count + ["keep"] * (n - count)) for count in range(n + 1)]
-    for choice in choices:
-        if smallest_peak(profile, choice).bytes <= budget_bytes:
-            return build(profile, choice, budget_bytes, "meng_swap")
-    return build_fastest(profile, choices, budget_bytes, "meng_swap")
+    selections = [named(profile, ["swap"] * count + ["keep"] * (n - count)) for count in range(n + 1)]
+    for selection in selections:
+        if smallest_peak(profile, selection).bytes <= budget_bytes:
+            return build(profile, selection, budget_bytes, "meng_swap")
+    return build_fastest(profile, selections, budget_bytes, "meng_swap")

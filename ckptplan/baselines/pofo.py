@@ -31,12 +31,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptplan.baselines import rotor
-from ckptplan.baselines._build import Choice, Replay, finish, named, raise_infeasible, replay, smallest_peak
+from ckptplan.baselines._build import Selection, everywhere, finish, named, raise_infeasible, scheduled, smallest_peak
 from ckptplan.baselines._rotor_dp import Table
 from ckptplan.core import rules
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.schedule import Evaluation
 from ckptplan.core.segment import Segment
 
 UNITS = 500
@@ -46,7 +47,7 @@ LONGEST = 100
 REPLAYS = 24
 BUDGETS = (1.0, 0.97, 0.93, 0.88)
 TWICE = 100
-"""Up to so many stages the second of these budgets is tried even where the first has given a plan."""
+"""Stages up to which the second of these budgets is tried even where the first has given a plan."""
 STALLS = (1.0, 0.5, 0.0)
 """Parts of the returning backlog that may be left when a segment's backward begins; the rest is waited for."""
 
@@ -103,30 +104,30 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
         If no plan it finds fits; `min_peak_bytes` is the smallest peak of rotor's plan and of swapping all.
     """
     n = len(profile.stages)
-    best: Replay | None = None
+    best: Evaluation | None = None
     lacking: InfeasibleBudgetError | None = None
     try:
         alone = rotor.plan(profile, budget_bytes)
         options = tuple(
-            stage.option(choice.option) for stage, choice in zip(profile.stages, alone.choices, strict=True)
+            stage.option(decision.option) for stage, decision in zip(profile.stages, alone.choices, strict=True)
         )
-        best = replay(profile, Choice(options, alone.segments), budget_bytes)
+        best = scheduled(profile, Selection(options, alone.segments), budget_bytes)
     except InfeasibleBudgetError as error:
         lacking = error
-    if best is None or best.times.makespan_s > profile.baseline_step_s:
+    if best is None or best.makespan_s > profile.baseline_step_s:
         for share in BUDGETS:
-            search = _Search(profile, int(budget_bytes * share))
-            found = [replay(profile, choice, budget_bytes) for choice in search.choices()]
+            program = _LabelProgram(profile, int(budget_bytes * share))
+            found = [scheduled(profile, selection, budget_bytes) for selection in program.selections()]
             fits = [best, *found] if best is not None else found
-            best = min((r for r in fits if r is not None), key=lambda r: r.times.makespan_s, default=None)
+            best = min((r for r in fits if r is not None), key=lambda r: r.makespan_s, default=None)
             if any(r is not None for r in found) and (share < 1 or n > TWICE):
                 break
     if best is None:
         assert lacking is not None
-        swapped = smallest_peak(profile, named(profile, ["swap"] * n))
+        swapped = smallest_peak(profile, everywhere(profile, "swap"))
         if budget_bytes < swapped.bytes < lacking.min_peak_bytes:
             raise_infeasible(profile, swapped, budget_bytes, "pofo")
-        again = replay(profile, named(profile, ["swap"] * n), budget_bytes)
+        again = scheduled(profile, everywhere(profile, "swap"), budget_bytes)
         if again is None:
             raise InfeasibleBudgetError(
                 str(lacking).replace("rotor:", "pofo:", 1),
@@ -139,7 +140,7 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     return finish(profile, best, budget_bytes, "pofo")
 
 
-class _Search:
+class _LabelProgram:
     """The label program for one profile and budget."""
 
     def __init__(self, profile: Profile, budget_bytes: int) -> None:
@@ -159,8 +160,8 @@ class _Search:
         self.back_s = [stage.backward_s for stage in profile.stages]
         self.levels: list[_Labels] = []
 
-    def choices(self) -> Iterator[Choice]:
-        """The choices of the cheapest labels at the end, the cheapest first."""
+    def selections(self) -> Iterator[Selection]:
+        """The selections of the cheapest labels at the end, the cheapest first."""
         zero, none = np.zeros(1), np.zeros(1, np.int64)
         waiting: list[list[_Labels]] = [[] for _ in range(self.n + 1)]
         waiting[0].append(_Labels(zero, zero, zero, zero, np.zeros(1, bool), none - 1, none, none, none))
@@ -178,7 +179,7 @@ class _Search:
             return
         ends = _Labels.join(waiting[self.n])
         for row in np.argsort(ends.cost, kind="stable")[:REPLAYS]:
-            yield self._choice(ends, int(row))
+            yield self._selection(ends, int(row))
 
     def _empty(self) -> _Labels:
         f, i = np.zeros(0), np.zeros(0, np.int64)
@@ -214,7 +215,7 @@ class _Search:
         """Stage `s` kept or swapped."""
         chain = self.chain
         moved = float(self.moved[s]) if kind == _SWAP else 0.0
-        # A swapped stage moves the boundary in front of it too, where nobody keeps that.
+        # A swapped stage moves the boundary in front of it too, where no stage keeps that.
         front = np.where(labels.movable, float(chain.boundary[s]), 0.0) if kind == _SWAP else np.zeros(len(labels.cost))
         forward, out, lost_up = self._step(
             labels.kept + chain.forward_base[s] + chain.keep_forward[s], labels.out, self.out_rate
@@ -282,7 +283,7 @@ class _Search:
         size = len(parent)
         return _Labels(kept, out, back, cost, movable, np.full(size, s), parent, np.full(size, kind), within)
 
-    def _choice(self, ends: _Labels, row: int) -> Choice:
+    def _selection(self, ends: _Labels, row: int) -> Selection:
         names = ["keep"] * self.n
         segments: list[Segment] = []
         labels, at = ends, self.n

@@ -43,21 +43,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckptplan.baselines._build import (
-    Choice,
-    Peak,
-    Times,
+    Selection,
     build,
-    excess_bytes,
+    everywhere,
     joined,
     named,
     raise_infeasible,
-    replay,
+    scheduled,
     smallest_peak,
-    tightest_peak,
 )
+from ckptplan.core.lanes import Copy, lane
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
-from ckptplan.core.schedule import residency
+from ckptplan.core.schedule import EQUAL_S, Evaluation, StepNeed, residency, tightest_peak
 
 TREE_MAPS = 10
 CANDIDATES = 32
@@ -71,23 +69,41 @@ Actions = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """Options and their replay; over the budget, the replay is at the smallest one that fits them."""
+    """Options with the cost of their best schedule; over the budget, of that at the smallest one that fits them."""
 
     actions: Actions
     excess_bytes: int
-    times: Times
+    makespan_s: float
+    out_wait_s: tuple[float, ...]
+    in_wait_s: tuple[float, ...]
 
     @property
     def fits(self) -> bool:
         return self.excess_bytes == 0
 
-    @property
-    def step_s(self) -> float:
-        return self.times.makespan_s
-
     def wait_s(self, stage: int) -> float:
         """Unhidden swap time of one stage."""
-        return self.times.out_wait_s[stage] + self.times.in_wait_s[stage]
+        return self.out_wait_s[stage] + self.in_wait_s[stage]
+
+
+def waits_s(profile: Profile, found: Evaluation) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Per stage, unhidden swap-out and swap-in: how long compute waits for its copies (NOTE [Lanes] in core/lanes.py).
+
+    Backward is taken in the order in which it runs, since a copy back is what the stage that needs it waits for.
+    """
+    r, n, link = found.residency, len(found.points), profile.link
+    moving = [(i, points) for i, points in enumerate(found.points) if points is not None]
+    out = [Copy(i + 1, release + 1, link.out_s(r.moved_bytes[i])) for i, (release, _) in moving]
+    back = [
+        Copy(n - 1 - prefetch, n - 1 - r.needed[i], link.in_s(r.moved_bytes[i]))
+        for i, (_, prefetch) in reversed(moving)
+    ]
+    out_wait_s, in_wait_s = [0.0] * n, [0.0] * n
+    for (i, _), seconds in zip(moving, lane(out, [stage.forward_s for stage in profile.stages])[1], strict=True):
+        out_wait_s[i] = seconds
+    for (i, _), seconds in zip(reversed(moving), lane(back, r.backward_s[::-1])[1], strict=True):
+        in_wait_s[i] = seconds
+    return tuple(out_wait_s), tuple(in_wait_s)
 
 
 def plan(profile: Profile, budget_bytes: int) -> Plan:
@@ -98,27 +114,27 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     InfeasibleBudgetError
         If neither fits; `min_peak_bytes` is the smallest peak among all that was replayed.
     """
-    best: tuple[_State, Choice] | None = None
-    smallest: Peak | None = None
+    best: tuple[_State, Selection] | None = None
+    smallest: StepNeed | None = None
     for again, chained in (("recompute", False), ("recompute+swap", False), ("recompute", True)):
         if again == "recompute+swap" and not any(stage.find(again) for stage in profile.stages):
             continue
-        search = _Search(profile, budget_bytes, again, chained)
+        search = _Conversions(profile, budget_bytes, again, chained)
         for start in (search.swap_first(), search.keep_first()):
             search.convert(start, make_room=False)
             search.convert(start, make_room=True)
         smallest = search.smallest if smallest is None or search.smallest.bytes < smallest.bytes else smallest
         found = search.fastest()
-        if found is not None and (best is None or found.step_s < best[0].step_s):
-            best = found, search.choice(found.actions)
+        if found is not None and (best is None or found.makespan_s < best[0].makespan_s):
+            best = found, search.selection(found.actions)
     if best is None:
         assert smallest is not None
         raise_infeasible(profile, smallest, budget_bytes, "pooch")
     return build(profile, best[1], budget_bytes, "pooch")
 
 
-class _Search:
-    """Replays options on one profile under one budget, each only once.
+class _Conversions:
+    """Conversions of one kind on one profile under one budget; each list of options is evaluated only once.
 
     Parameters
     ----------
@@ -135,29 +151,30 @@ class _Search:
         self.chained = chained
         self.candidates = min(CANDIDATES, max(FEWEST, SHORTLIST_WORK // len(profile.stages)))
         self.seen: dict[Actions, _State] = {}
-        self.smallest: Peak = smallest_peak(profile, self.choice(("keep",) * len(profile.stages)))
+        self.smallest: StepNeed = smallest_peak(profile, self.selection(("keep",) * len(profile.stages)))
 
-    def choice(self, actions: Actions) -> Choice:
+    def selection(self, actions: Actions) -> Selection:
         """`actions` with the segments that chained recompute makes."""
         chosen = named(self.profile, actions)
-        return Choice(chosen.options, joined(self.profile, chosen.options)) if self.chained else chosen
+        return Selection(chosen.options, joined(self.profile, chosen.options)) if self.chained else chosen
 
     def start(self, name: str) -> Actions:
         """The option of that name for every stage that has it, keep for the others."""
-        return tuple(option.name for option in named(self.profile, [name] * len(self.profile.stages)).options)
+        return tuple(option.name for option in everywhere(self.profile, name).options)
 
-    def replay(self, actions: Actions) -> _State:
+    def evaluated(self, actions: Actions) -> _State:
         """Schedule and time `actions`; swaps that never need to be away come back as keep."""
         if actions not in self.seen:
-            choice = self.choice(actions)
-            r = residency(self.profile, choice.options, choice.segments)
+            selection = self.selection(actions)
+            r = residency(self.profile, selection.options, selection.segments)
             tightest = tightest_peak(self.profile, r)
             self.smallest = min(self.smallest, tightest, key=lambda p: p.bytes)
-            excess = excess_bytes(self.profile, r, self.budget_bytes)
-            found = replay(self.profile, choice, max(self.budget_bytes, tightest.bytes), r)
+            needs = (*r.forward_bytes, *r.backward_bytes, self.profile.update_peak_bytes)
+            excess = sum(max(0, need - self.budget_bytes) for need in needs)
+            found = scheduled(self.profile, selection, max(self.budget_bytes, tightest.bytes))
             assert found is not None, "a schedule exists at the tightest peak"
-            settled = actions if excess else tuple(option.name for option in found.choice.options)
-            state = _State(settled, excess, found.times)
+            settled = actions if excess else tuple(option.name for option in found.options)
+            state = _State(settled, excess, found.makespan_s, *waits_s(self.profile, found))
             self.seen[actions] = self.seen[state.actions] = state
         return self.seen[actions]
 
@@ -167,37 +184,37 @@ class _Search:
 
     def fits(self, actions: Actions) -> bool:
         """Whether some schedule of `actions` fits, without timing it."""
-        return smallest_peak(self.profile, self.choice(actions)).bytes <= self.budget_bytes
+        return smallest_peak(self.profile, self.selection(actions)).bytes <= self.budget_bytes
 
     def swap_first(self) -> _State:
         """Everything swapped, then the tree of what to keep."""
-        start = self.replay(self.start("swap"))
+        start = self.evaluated(self.start("swap"))
         if not start.fits:
             return start
-        waiting = [i for i in _of(start, "swap") if start.times.in_wait_s[i] > 0]
-        longest = sorted(waiting, key=lambda i: -start.times.in_wait_s[i])[:TREE_MAPS]
+        waiting = [i for i in _of(start, "swap") if start.in_wait_s[i] > 0]
+        longest = sorted(waiting, key=lambda i: -start.in_wait_s[i])[:TREE_MAPS]
         leaves = [start.actions]
         for i in sorted(longest, reverse=True):
             kept = (_with(leaf, i, "keep") for leaf in leaves)
             leaves += [leaf for leaf in kept if self.fits(leaf)]
-        ends = [state for leaf in leaves for state in self._keep_swap_outs(self.replay(leaf))]
-        return min(ends, key=lambda state: state.step_s)
+        ends = [state for leaf in leaves for state in self._keep_swap_outs(self.evaluated(leaf))]
+        return min(ends, key=lambda state: state.makespan_s)
 
     def _keep_swap_outs(self, leaf: _State) -> Iterable[_State]:
         """Yield the leaf, and the leaf with unhidden swap-outs kept while memory lasts."""
         yield leaf
         actions = leaf.actions
-        out_wait_s = leaf.times.out_wait_s
+        out_wait_s = leaf.out_wait_s
         for i in sorted((i for i in _of(leaf, "swap") if out_wait_s[i] > 0), key=lambda i: -out_wait_s[i]):
             kept = _with(actions, i, "keep")
             if self.fits(kept):
                 actions = kept
         if actions != leaf.actions:
-            yield self.replay(actions)
+            yield self.evaluated(actions)
 
     def keep_first(self) -> _State:
         """Everything kept, then swapped map by map until it fits or swapping no longer helps."""
-        state = self.replay(self.start("keep"))
+        state = self.evaluated(self.start("keep"))
         while not state.fits:
             sizes = {
                 i: sum(self.profile.storages[s].nbytes for s in self.profile.stages[i].keep.saved)
@@ -224,9 +241,9 @@ class _Search:
                 return
             # A recompute may pin what its neighbour moved, so one alone can make it worse and two together better.
             state = self._most_relief(state, trials) or min(
-                map(self.replay, trials), key=lambda trial: trial.excess_bytes
+                map(self.evaluated, trials), key=lambda trial: trial.excess_bytes
             )
-        again = self._replay_with_room if make_room else self.replay
+        again = self._evaluated_with_room if make_room else self.evaluated
         while True:
             recompute_s = {
                 i: math.inf if (option := self.profile.stages[i].recompute) is None else option.recompute_s
@@ -238,24 +255,24 @@ class _Search:
             }
             kept = {i: again(_with(state.actions, i, "keep")) for i in promising}
             best = _fastest([*recomputed.values(), *kept.values()])
-            # 1e-12: sums of the same seconds may differ in the last bits; a tie is no gain.
-            if best is None or best.step_s >= state.step_s * (1 - 1e-12):
+            # A tie is no gain.
+            if best is None or best.makespan_s >= state.makespan_s * (1 - EQUAL_S):
                 # Several conversions may pay together: go on while the estimate promises a gain.
                 best = _fastest(s for i, s in recomputed.items() if state.wait_s(i) > recompute_s[i])
             if best is None:
                 return
             state = best
 
-    def _replay_with_room(self, actions: Actions) -> _State:
+    def _evaluated_with_room(self, actions: Actions) -> _State:
         """Replay `actions`; where they don't fit, with the maps that are kept swapped again."""
-        state = self.replay(actions)
+        state = self.evaluated(actions)
         if state.fits:
             return state
         swapped = zip(self.start("swap"), actions, strict=True)
-        return self.replay(tuple(most if now == "keep" else now for most, now in swapped))
+        return self.evaluated(tuple(most if now == "keep" else now for most, now in swapped))
 
     def _converted(self, i: int) -> str:
-        """What a conversion to recompute makes of stage `i`."""
+        """The option of stage `i` after a conversion to recompute."""
         return self.again if self.profile.stages[i].find(self.again) is not None else "recompute"
 
     def _convertible(self, state: _State) -> list[tuple[int, str]]:
@@ -271,18 +288,18 @@ class _Search:
 
         Free relief goes first, the largest; then the best rate.
         """
-        helpful = [trial for trial in map(self.replay, trials) if trial.excess_bytes < state.excess_bytes]
+        helpful = [trial for trial in map(self.evaluated, trials) if trial.excess_bytes < state.excess_bytes]
 
         def rate(trial: _State) -> tuple[bool, float, int]:
             relief = state.excess_bytes - trial.excess_bytes
-            added_s = max(0.0, trial.step_s - state.step_s)
+            added_s = max(0.0, trial.makespan_s - state.makespan_s)
             return added_s == 0, relief / added_s if added_s else 0.0, relief
 
         return max(helpful, key=rate, default=None)
 
 
 def _fastest(states: Iterable[_State]) -> _State | None:
-    return min((state for state in states if state.fits), key=lambda state: state.step_s, default=None)
+    return min((state for state in states if state.fits), key=lambda state: state.makespan_s, default=None)
 
 
 def _of(state: _State, action: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""rotor (Beaumont et al. 2019): the optimal recompute-only schedule of a chain, nothing is swapped.
+"""rotor (Beaumont et al. 2019), on purpose independent of the solver's segment program: recompute alone, optimal.
 
 The dynamic program is in `_rotor_dp.py`, over persistent schedules: what a run saves stays until its backward. They
 are exactly the nested segments of the plan space here.
@@ -24,18 +24,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptplan.baselines._build import (
-    Choice,
-    Peak,
-    Replay,
+    Selection,
+    everywhere,
     finish,
-    named,
     raise_infeasible,
-    replay,
+    scheduled,
     smallest_peak,
 )
 from ckptplan.baselines._rotor_dp import Table
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.schedule import Evaluation, StepNeed
 
 TRIALS = 12
 """Replays in each direction from the border between plans that fit and plans that don't."""
@@ -49,10 +48,10 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     InfeasibleBudgetError
         If no plan it finds fits; `min_peak_bytes` is the smallest of their peaks.
     """
-    everything = named(profile, ["keep"] * len(profile.stages))
+    everything = everywhere(profile, "keep")
     most = smallest_peak(profile, everything)
     if most.bytes <= budget_bytes:
-        found = replay(profile, everything, budget_bytes)
+        found = scheduled(profile, everything, budget_bytes)
         assert found is not None, "nothing moves, so the peak is that of the residency"
         return finish(profile, found, budget_bytes, "rotor")
     table = Table(profile, budget_bytes)
@@ -66,15 +65,15 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     raise_infeasible(profile, smallest(table, most), budget_bytes, "rotor")
 
 
-def fastest(table: Table, budget_bytes: int) -> Replay | None:
+def fastest(table: Table, budget_bytes: int) -> Evaluation | None:
     """The fastest of the table's plans that truly fits."""
     levels = table.fits_from(table.units)
     # The first that fits by bisection, which is right where true bytes rise with the table's, then its neighbours.
-    tried: dict[int, Replay | None] = {}
+    tried: dict[int, Evaluation | None] = {}
 
     def fits(at: int) -> bool:
         if at not in tried:
-            tried[at] = replay(table.profile, table.choice(levels[at]), budget_bytes)
+            tried[at] = scheduled(table.profile, table.selection(levels[at]), budget_bytes)
         return tried[at] is not None
 
     low, high = 0, len(levels)
@@ -88,16 +87,16 @@ def fastest(table: Table, budget_bytes: int) -> Replay | None:
         for at in range(max(0, low - TRIALS), min(len(levels), low + TRIALS)):
             fits(at)
     found = [r for r in tried.values() if r is not None]
-    return min(found, key=lambda r: r.times.makespan_s, default=None)
+    return min(found, key=lambda r: r.makespan_s, default=None)
 
 
-def smallest(table: Table, most: Peak) -> Peak:
+def smallest(table: Table, most: StepNeed) -> StepNeed:
     """The smallest peak among the table's leanest plans, or `most`, that of keeping everything."""
     return min(
-        (smallest_peak(table.profile, choice) for choice in _leanest(table)), key=lambda p: p.bytes, default=most
+        (smallest_peak(table.profile, selection) for selection in _leanest(table)), key=lambda p: p.bytes, default=most
     )
 
 
-def _leanest(table: Table) -> Iterator[Choice]:
+def _leanest(table: Table) -> Iterator[Selection]:
     for m in table.fits_from(table.units)[-TRIALS:]:
-        yield table.choice(m)
+        yield table.selection(m)

@@ -20,11 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptplan.baselines._build import Choice, build_fastest, named
-from ckptplan.baselines._fractions import Offer, Share, cheapest, mine, nearest, targets
+from ckptplan.baselines._build import Selection, build_fastest, everywhere
+from ckptplan.baselines._fractions import Offer, offered_bytes, rounded
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
-from ckptplan.core.schedule import residency
 
 
 def plan(profile: Profile, budget_bytes: int) -> Plan:
@@ -35,30 +34,14 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     InfeasibleBudgetError
         If no rounding fits.
     """
-    return build_fastest(profile, _choices(profile, budget_bytes), budget_bytes, "sac_ilp")
+    return build_fastest(profile, _selections(profile, budget_bytes), budget_bytes, "sac_ilp")
 
 
-def _choices(profile: Profile, budget_bytes: int) -> Iterator[Choice]:
-    n = len(profile.stages)
-    everything = named(profile, ["keep"] * n)
-    r = residency(profile, everything.options)
-    storages = mine(profile)
-    sizes = [sum(profile.storages[s].nbytes for s in found) for found in storages]
+def _selections(profile: Profile, budget_bytes: int) -> Iterator[Selection]:
     offers = [
         Offer(i, size, again.recompute_s / size)
-        for i, (stage, size) in enumerate(zip(profile.stages, sizes, strict=True))
+        for i, (stage, size) in enumerate(zip(profile.stages, offered_bytes(profile), strict=True))
         if size and (again := stage.recompute) is not None
     ]
-    yield everything
-    seen = {everything}
-    for target in targets(budget_bytes):
-        needs = [max(*steps) - target for steps in zip(r.forward_bytes, r.backward_bytes, strict=True)]
-        options = list(everything.options)
-        for offer, taken in zip(offers, cheapest(offers, needs), strict=True):
-            share = Share(taken / offer.nbytes, 0.0)
-            options[offer.stage] = nearest(profile, offer.stage, storages[offer.stage], share)
-        choice = Choice(tuple(options))
-        if choice not in seen:
-            seen.add(choice)
-            yield choice
-    yield named(profile, ["recompute"] * n)
+    yield from rounded(profile, offers, budget_bytes)
+    yield everywhere(profile, "recompute")

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptplan.baselines._build import Choice, build_fastest, costly, named, runs, smallest_peak
+from ckptplan.baselines._build import Selection, build_fastest, costly, everywhere, named, runs, smallest_peak
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
@@ -40,27 +40,27 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     InfeasibleBudgetError
         If even all of both doesn't fit.
     """
-    return build_fastest(profile, _choices(profile, budget_bytes), budget_bytes, "superneurons")
+    return build_fastest(profile, _selections(profile, budget_bytes), budget_bytes, "superneurons")
 
 
-def _choices(profile: Profile, budget_bytes: int) -> Iterator[Choice]:
-    dear = costly(profile)
-    segments = cheap_segments(profile, dear)
-    n = len(dear)
+def _selections(profile: Profile, budget_bytes: int) -> Iterator[Selection]:
+    takes_long = costly(profile)
+    segments = cheap_segments(profile, takes_long)
+    n = len(takes_long)
     cheap = {i for segment in segments for i in range(segment.first, segment.last + 1)}
-    cached = [i for i in range(n) if dear[i] and profile.stages[i].find("swap") is not None]
-    yield named(profile, ["keep"] * n)
+    cached = [i for i in range(n) if takes_long[i] and profile.stages[i].find("swap") is not None]
+    yield everywhere(profile, "keep")
     for again, found in (("keep", ()), ("recompute", segments), ("recompute+swap", segments)):
         for count in range(len(cached) + 1):
             out = set(cached[:count])
             names = ["swap" if i in out else again if i in cheap else "keep" for i in range(n)]
-            choice = named(profile, names, found)
-            if count == len(cached) or smallest_peak(profile, choice).bytes <= budget_bytes:
-                yield choice
+            selection = named(profile, names, found)
+            if count == len(cached) or smallest_peak(profile, selection).bytes <= budget_bytes:
+                yield selection
                 break
 
 
-def cheap_segments(profile: Profile, dear: list[bool]) -> tuple[Segment, ...]:
+def cheap_segments(profile: Profile, takes_long: list[bool]) -> tuple[Segment, ...]:
     """Runs of cheap stages that can be recomputed, nested where the paper would be memory-centric."""
     sizes = [sum(profile.storages[s].nbytes for s in stage.keep.held) for stage in profile.stages]
     largest = max(size + stage.keep.backward_bytes for size, stage in zip(sizes, profile.stages, strict=True))
@@ -68,7 +68,7 @@ def cheap_segments(profile: Profile, dear: list[bool]) -> tuple[Segment, ...]:
     for run in runs(profile):
         part: list[int] = []
         for i in [*run, None]:
-            if i is not None and not dear[i]:
+            if i is not None and not takes_long[i]:
                 part.append(i)
                 continue
             if part:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptplan.baselines._build import Choice, build_fastest, named
+from ckptplan.baselines._build import Selection, build_fastest, named
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 
@@ -25,10 +25,10 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     InfeasibleBudgetError
         If no fractions fit.
     """
-    return build_fastest(profile, _choices(profile), budget_bytes, "uniform")
+    return build_fastest(profile, _selections(profile), budget_bytes, "uniform")
 
 
-def _choices(profile: Profile) -> Iterator[Choice]:
+def _selections(profile: Profile) -> Iterator[Selection]:
     seen = set()
     variants = ["recompute"]
     if any(stage.find("recompute+swap") for stage in profile.stages):

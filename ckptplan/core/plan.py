@@ -19,6 +19,8 @@ from ckptplan.core.units import format_bytes, format_seconds
 
 SCHEMA = "ckptplan.plan/3"
 Status = Literal["optimal", "feasible"]
+OPTIMAL_GAP = 1e-6
+"""Largest gap at which a plan counts as optimal: smaller ones are rounding in sums of some thousand numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class Plan:
     choices : tuple of Decision
         One per stage.
     status : "optimal" or "feasible"
-        "optimal": the gap is closed to within 1e-6 over `space`.
+        "optimal": the gap is at most `OPTIMAL_GAP` over `space`.
     budget_bytes, peak_bytes, host_bytes : int
         The limit, the predicted peak on the device, and the bytes that go to the host tier.
     step_s, baseline_step_s, lower_bound_s : float
@@ -339,6 +341,39 @@ def _together(segment: Segment | None) -> str:
         return ""
     runs = 1 + max(segment.depth(i) for i in range(segment.first, segment.last + 1))
     return f" together, up to {runs} runs" if runs > 2 else " together"
+
+
+def status_of(step_s: float, lower_bound_s: float) -> Status:
+    """`Plan.status` of a plan that takes `step_s` where no plan of its space takes less than `lower_bound_s`."""
+    return "optimal" if step_s <= lower_bound_s * (1 + OPTIMAL_GAP) else "feasible"
+
+
+def plan_of(
+    profile: Profile,
+    choices: tuple[Decision, ...],
+    segments: tuple[Segment, ...],
+    *,
+    step_s: float,
+    lower_bound_s: float,
+    **fields: Any,
+) -> Plan:
+    """The plan of these decisions for `profile`; `fields` are those that neither it nor the decisions give."""
+    return Plan(
+        stages=tuple(stage.name for stage in profile.stages),
+        choices=choices,
+        segments=segments,
+        status=status_of(step_s, lower_bound_s),
+        step_s=step_s,
+        baseline_step_s=profile.baseline_step_s,
+        lower_bound_s=lower_bound_s,
+        fingerprint=profile.fingerprint,
+        inputs=tuple(stage.inputs for stage in profile.stages),
+        saved_bytes=saved_bytes(profile, choices),
+        launch_s=launch_s(profile, choices, segments),
+        baseline_launch_s=profile.baseline_launch_s,
+        outside=profile.outside,
+        **fields,
+    )
 
 
 def saved_bytes(profile: Profile, choices: Sequence[Decision]) -> tuple[tuple[int, ...], ...]:

@@ -164,8 +164,9 @@ def enforceable_points(glue: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int
     """
     modules = [k for k, inside in enumerate(glue) if not inside] or list(range(len(glue)))
     prefetch, last = [], modules[0]
+    meets = set(modules)
     for k in range(len(glue)):
-        last = k if k in modules else last
+        last = k if k in meets else last
         prefetch.append(last)
     return tuple(min(k, modules[-1]) for k in range(len(glue))), tuple(prefetch)
 

@@ -1,7 +1,7 @@
-"""From options and segments to a schedule: bytes per step, what moves, and the best release and prefetch points.
+"""From options and segments to a plan's schedule and cost: bytes per step, the best points, peak and makespan.
 
-Shared by the solver and the baselines, so that a baseline never loses for want of a good schedule; the referee has its
-own reading of the rules.
+The solver and the baselines share this, so that a baseline never loses for want of a good schedule. The referee has its
+own reading of the rules. `solving/cost.py` has the same in numpy, for many plans at once.
 
 Why the lazy schedule is the best for given options: copies finish in the order of the stages, so at each forward step
 the cheapest way to make room is to wait for the shortest sufficient prefix of the queue, and waiting earlier never
@@ -15,17 +15,20 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ckptplan.core import rules
-from ckptplan.core.link import Tier
+from ckptplan.core.lanes import Copy, lane
 from ckptplan.core.option import Option
 from ckptplan.core.plan import Decision
 from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Phase, Stage
 
+EQUAL_S = 1e-12
+"""Relative difference of two sums of the same seconds in another order, at most: they are the same time."""
+
 
 @dataclass(frozen=True, slots=True)
-class Overflow:
-    """The first step at which even the tightest schedule of the given options exceeds the budget."""
+class StepNeed:
+    """Bytes that one step needs at its worst moment."""
 
     stage: int
     phase: Phase
@@ -122,55 +125,147 @@ def residency(profile: Profile, options: Sequence[Option], segments: Sequence[Se
     return Residency(moves, sizes, needed, tuple(forward_bytes), tuple(backward_bytes), tuple(backward_s))
 
 
-def schedule(
-    profile: Profile,
-    options: Sequence[Option],
-    budget_bytes: int,
-    segments: Sequence[Segment] = (),
-    *,
-    on_disk: Collection[int] = (),
-) -> tuple[Decision, ...] | Overflow:
-    """Decisions for `options` with the laziest release and the earliest prefetch points that fit the budget.
+def tightest_peak(profile: Profile, r: Residency) -> StepNeed:
+    """The worst step with everything away that moves: no schedule of these options has a smaller peak."""
+    return _worst(profile, r.forward_bytes, r.backward_bytes)
 
-    What never needs to be away doesn't move: queues are first in, first out, so nothing else waits longer for it. A
-    swap that moves nothing becomes a keep where that costs no byte and pins nothing that another stage moves. How long
-    a copy takes has no part in this, so the points are the best for every choice of tiers.
 
-    Parameters
+Points = tuple[tuple[int, int] | None, ...]
+"""Per stage its release and its prefetch point; None where it moves nothing."""
+
+
+def lazy_points(profile: Profile, r: Residency, budget_bytes: int) -> Points:
+    """The latest release and the earliest prefetch points within a budget of at least the tightest peak.
+
+    What never needs to be away doesn't move: queues are first in, first out, so nothing else waits longer for it.
+    """
+    n = len(r.needed)
+    release = last_resident(r.forward_bytes, r.moved_bytes, range(n), budget_bytes)
+    prefetch = last_resident(r.backward_bytes, r.moved_bytes, r.needed, budget_bytes)
+    last_release, last_prefetch = rules.enforceable_points([stage.is_glue for stage in profile.stages])
+    return tuple(
+        (last_release[release[i]], last_prefetch[prefetch[i]])
+        if r.moves[i] and (release[i] < n - 1 or prefetch[i] < n - 1)
+        else None
+        for i in range(n)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Options and segments under their best schedule within a budget, and what that costs.
+
+    Attributes
     ----------
-    on_disk : collection of int
-        The stages whose moves go to the disk tier; all others' go to the host.
+    options : tuple of Option
+        As they are scheduled: a swap that moves nothing is a keep where that costs no byte and pins nothing that moves.
+    segments : tuple of Segment
+    residency : Residency
+        Of these options.
+    points : Points
+        The laziest release and the earliest prefetch points that fit the budget.
+    peak : StepNeed
+    makespan_s : float
+        With all copies on the host tier's link.
+    moved_bytes : int
+    """
+
+    options: tuple[Option, ...]
+    segments: tuple[Segment, ...]
+    residency: Residency
+    points: Points
+    peak: StepNeed
+    makespan_s: float
+    moved_bytes: int
+
+    def decisions(self, on_disk: Collection[int] = ()) -> tuple[Decision, ...]:
+        """The decisions, with the moves of the stages `on_disk` going to the disk tier, all others' to the host."""
+        return tuple(
+            Decision(option.action, option=option.name, ops=option.ops)
+            if points is None
+            else Decision(option.action, moves, *points, option.name, option.ops, "disk" if i in on_disk else "host")
+            for i, (option, moves, points) in enumerate(
+                zip(self.options, self.residency.moves, self.points, strict=True)
+            )
+        )
+
+
+def evaluate(
+    profile: Profile, options: Sequence[Option], budget_bytes: int, segments: Sequence[Segment] = ()
+) -> Evaluation | StepNeed:
+    """`options` and `segments` under their best schedule within the budget.
+
+    How long a copy takes has no part in the schedule, so the points are the best for every choice of tiers.
 
     Returns
     -------
-    tuple of Decision, or Overflow
-        Overflow: no schedule of these options fits.
+    Evaluation, or StepNeed
+        StepNeed: no schedule fits; the worst step with everything away.
     """
-    if profile.update_peak_bytes > budget_bytes:
-        return Overflow(0, "update", profile.update_peak_bytes)
-    n = len(options)
-    r = residency(profile, options, segments)
-    phases: tuple[tuple[Phase, tuple[int, ...]], ...] = (("forward", r.forward_bytes), ("backward", r.backward_bytes))
-    for phase, needs in phases:
-        for k, need in enumerate(needs):
-            if need > budget_bytes:
-                return Overflow(k, phase, need)
-    release = last_resident(r.forward_bytes, r.moved_bytes, range(n), budget_bytes)
-    prefetch = last_resident(r.backward_bytes, r.moved_bytes, r.needed, budget_bytes)
-    away = [bool(r.moves[i]) and (release[i] < n - 1 or prefetch[i] < n - 1) for i in range(n)]
-    moved = {options[i].saved[p] for i in range(n) if away[i] for p in r.moves[i]}
-    last_release, last_prefetch = rules.enforceable_points([stage.is_glue for stage in profile.stages])
-    choices = []
-    for i, (stage, option) in enumerate(zip(profile.stages, options, strict=True)):
-        if away[i]:
-            points = (last_release[release[i]], last_prefetch[prefetch[i]])
-            tier: Tier = "disk" if i in on_disk else "host"
-            choices.append(Decision(option.action, r.moves[i], *points, option.name, option.ops, tier))
-            continue
-        if option.moves:
-            option = _in_place(stage, option, moved)
-        choices.append(Decision(option.action, option=option.name, ops=option.ops))
-    return tuple(choices)
+    options = tuple(options)
+    while True:
+        r = residency(profile, options, segments)
+        tightest = tightest_peak(profile, r)
+        if tightest.bytes > budget_bytes:
+            return tightest
+        points = lazy_points(profile, r, budget_bytes)
+        moved = {options[i].saved[p] for i in range(len(points)) if points[i] is not None for p in r.moves[i]}
+        settled = tuple(
+            _in_place(stage, option, moved) if option.moves and there is None else option
+            for stage, option, there in zip(profile.stages, options, points, strict=True)
+        )
+        if settled == options:
+            return Evaluation(
+                options,
+                tuple(segments),
+                r,
+                points,
+                peak(profile, r, points),
+                makespan_s(profile, r, points),
+                sum(nbytes for nbytes, there in zip(r.moved_bytes, points, strict=True) if there is not None),
+            )
+        options = settled  # which may spare bytes, and with them other moves
+
+
+def peak(profile: Profile, r: Residency, points: Points) -> StepNeed:
+    """The worst step with these points."""
+    n = len(points)
+    staying_forward, staying_backward = [0] * (n + 1), [0] * (n + 1)
+    for i, there in enumerate(points):
+        # What moves nothing in the end stays from where the residency has it away to the end.
+        for staying, begin, until in zip(
+            (staying_forward, staying_backward), (i, r.needed[i]), there or (n - 1, n - 1), strict=True
+        ):
+            staying[begin + 1] += r.moved_bytes[i]
+            staying[until + 1] -= r.moved_bytes[i]
+    forward, backward = (
+        [need + more for need, more in zip(needs, accumulate(staying), strict=False)]
+        for needs, staying in ((r.forward_bytes, staying_forward), (r.backward_bytes, staying_backward))
+    )
+    return _worst(profile, forward, backward)
+
+
+def makespan_s(profile: Profile, r: Residency, points: Points) -> float:
+    """Seconds of the step with these points (NOTE [Lanes] in lanes.py); never less than with everything kept."""
+    link = profile.link
+    out: list[Copy] = []
+    back: list[Copy] = []
+    for i, there in enumerate(points):
+        if there is not None:
+            out.append(Copy(i + 1, there[0] + 1, link.out_s(r.moved_bytes[i])))
+            back.append(Copy(r.needed[i] + 1, there[1] + 1, link.in_s(r.moved_bytes[i])))
+    seconds = lane(out, [stage.forward_s for stage in profile.stages])[0] + lane(back, r.backward_s)[0]
+    return profile.baseline_step_s if seconds <= profile.baseline_step_s * (1 + EQUAL_S) else seconds
+
+
+def _worst(profile: Profile, forward: Sequence[int], backward: Sequence[int]) -> StepNeed:
+    """The step that needs most: of equal ones one in forward, else one in backward, the first in the stages' order."""
+    most = max(*forward, *backward, profile.update_peak_bytes)
+    if most in forward:
+        return StepNeed(forward.index(most), "forward", most)
+    if most in backward:
+        return StepNeed(backward.index(most), "backward", most)
+    return StepNeed(0, "update", most)
 
 
 def _in_place(stage: Stage, option: Option, moved: set[int]) -> Option:

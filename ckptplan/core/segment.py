@@ -40,7 +40,7 @@ class Segment:
             at = segment.last + 1
 
     def depth(self, stage: int) -> int:
-        """How many segments, this one and inner ones, contain `stage`: so many times it runs again."""
+        """How many segments, this one and inner ones, contain `stage`: the times that it runs again."""
         if not self.first <= stage <= self.last:
             return 0
         return 1 + sum(segment.depth(stage) for segment in self.inner)

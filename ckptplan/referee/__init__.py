@@ -1,4 +1,4 @@
-"""Replays and checks plans; imports core alone."""
+"""Independent of core's rules and of every planner on purpose: replays and checks plans from plain data."""
 
 from ckptplan.referee.simulate import Event, StepBytes, Timeline, simulate
 from ckptplan.referee.validate import Violation, validate

@@ -1,4 +1,7 @@
-"""What must hold of decisions and segments before a replay means anything: menu, segments, moves, points, holders."""
+"""Independent of core/rules.py on purpose: what decisions and segments must fulfil before they can be replayed.
+
+Options of the menu, segments, moves, points, tiers and holders, one function each.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class Violation:
 
 
 def holds(profile: Profile, i: int, choice: Decision, segment: Segment | None) -> tuple[int, ...]:
-    """What stage `i` holds from its forward on; `segment` is the outermost one around it (rule 2)."""
+    """Storages that stage `i` holds from its forward on; `segment` is the outermost one around it (rule 2)."""
     stage = profile.stages[i]
     held = stage.option(choice.option).held
     if segment is None:

@@ -1,7 +1,7 @@
-"""Replay a plan from the profile alone: bytes at every step, and three lanes of time.
+"""Independent of core's rules and of every planner on purpose: a replay of a plan, bytes at each step and three lanes.
 
-An interpreter, on purpose: it walks the step, adds and drops holders one at a time, and shares no code with what chose
-the plan. The rules it follows are NOTE [Residency] in core/rules.py and these, for time:
+An interpreter: it walks the step, adds and drops holders one at a time, and shares no code with what chose the plan.
+The rules it follows are NOTE [Residency] in core/rules.py and these, for time:
 
 1. Compute runs forward 0..L-1, then backward L-1..0; a recomputed stage's backward has its recompute in front.
 2. What a stage moves joins the outward queue, as one transfer, when its forward ends. Compute waits at the end of
@@ -10,7 +10,7 @@ the plan. The rules it follows are NOTE [Residency] in core/rules.py and these, 
    stage first. Compute waits at the start of a stage's backward until its return is done; at the start of the backward
    of an outermost segment's last stage, until the returns of all its stages are.
 4. Queues are first in, first out, one transfer at a time, each direction alone; backlog carries over. Both tiers share
-   them: a transfer to the host takes the time that `link` says, one to the disk that of `disk`.
+   them: a transfer takes its latency and the time of its bytes at the rate of `link`, or of `disk` for that tier.
 5. A segment's sweep runs after these waits and before its last stage's own recompute; each of its runs takes the
    stage's `forward_s`. The sweep of an inner segment runs at the start of its own last stage's backward. In its
    backward step, a stage that a sweep kept takes `backward_s` alone, the last stage of a segment its `recompute_s` too.
@@ -63,7 +63,7 @@ class StepBytes:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What a plan does, by the referee's reckoning.
+    """The course of a step with a plan.
 
     `runs` counts, per stage, how often its forward runs, the parts that a selective option runs again as one.
     """
@@ -85,7 +85,7 @@ class Timeline:
 
     @property
     def between_bytes(self) -> int:
-        """What is there when backward begins and wasn't when forward began."""
+        """Bytes there when backward begins that weren't when forward began."""
         turn = next(step for step in self.steps if step.phase == "backward")
         return max(turn.start_bytes - self.steps[0].start_bytes, 0)
 
@@ -211,13 +211,13 @@ class _Clock:
 
     def send(self, stage: str, nbytes: int, way: Link) -> float:
         begin = max(self.now, self._out_free)
-        self._out_free = begin + way.out_s(nbytes)
+        self._out_free = begin + (way.latency_s + nbytes / way.out_bytes_per_s)
         self.events.append(Event("out", "out", stage, begin, self._out_free))
         return self._out_free
 
     def fetch(self, stage: str, nbytes: int, way: Link) -> float:
         begin = max(self.now, self._in_free)
-        self._in_free = begin + way.in_s(nbytes)
+        self._in_free = begin + (way.latency_s + nbytes / way.in_bytes_per_s)
         self.events.append(Event("in", "in", stage, begin, self._in_free))
         return self._in_free
 

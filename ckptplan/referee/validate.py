@@ -1,4 +1,4 @@
-"""Is a plan sound? Depends on profile and plan alone, and names what is wrong."""
+"""Independent of core's rules and of every planner on purpose: whether a plan is sound, and if not why."""
 
 from __future__ import annotations
 

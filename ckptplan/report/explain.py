@@ -10,7 +10,7 @@ from ckptplan.core import rules
 from ckptplan.core.option import ACTIONS, Action, Option
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
-from ckptplan.core.schedule import Overflow, schedule
+from ckptplan.core.schedule import StepNeed, evaluate
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Phase
 from ckptplan.core.units import format_bytes, format_seconds
@@ -292,9 +292,9 @@ def _alternative(
     missing = 0
     # What moves now stays on its tier; what doesn't would go to the host.
     on_disk = [i for i, choice in enumerate(plan.choices) if choice.tier == "disk"]
-    choices = schedule(profile, options, plan.budget_bytes, segments, on_disk=on_disk)
-    while isinstance(choices, Overflow):
-        missing = choices.bytes - plan.budget_bytes
-        choices = schedule(profile, options, plan.budget_bytes + missing, segments, on_disk=on_disk)
-    makespan_s = simulate(profile, replace(plan, choices=choices, segments=segments)).makespan_s
+    found = evaluate(profile, options, plan.budget_bytes, segments)
+    while isinstance(found, StepNeed):
+        missing = found.bytes - plan.budget_bytes
+        found = evaluate(profile, options, found.bytes, segments)
+    makespan_s = simulate(profile, replace(plan, choices=found.decisions(on_disk), segments=segments)).makespan_s
     return Alternative(name, makespan_s - plan.step_s, missing)

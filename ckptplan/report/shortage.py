@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from ckptplan.core.plan import Plan
+from ckptplan.core.plan import Plan, status_of
 from ckptplan.core.profile import Profile
 from ckptplan.core.shortage import Shortage
 from ckptplan.core.stage import Phase
@@ -105,7 +105,7 @@ def told(plan: Plan, correction: Correction, before: Plan) -> Plan:
         budget_bytes=correction.limit_bytes,
         lower_bound_s=bound_s,
         space=before.space,
-        status="optimal" if timeline.makespan_s <= bound_s * (1 + 1e-6) else "feasible",
+        status=status_of(timeline.makespan_s, bound_s),
     )
 
 

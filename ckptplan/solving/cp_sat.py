@@ -23,13 +23,28 @@ from ckptplan.solving.bound.relaxation import Chain, Intervals
 from ckptplan.solving.bound.trees import column_of
 
 UNITS = 1 << 20
+"""Units of the budget that bytes are counted in: sums over hundreds of stages stay far below 2**60."""
+ROUNDING_UNITS = 1e-6
+"""Units by which a sum of floats may be off a whole number."""
+SMALLEST_PRICE = 1e-9
+LARGEST_COEFFICIENT, LARGEST_OBJECTIVE = 2.0**40, 2.0**60
+"""The solver wants integers below 2**63, and sums of products are to stay below it."""
+BOUND_ROUNDING = 1 - 1e-12
+"""Factor on a bound, so that rounding makes none too large."""
+LEAST_TIME_S = 0.01
+MOST_SEEDS = 1 << 31
+"""The solver takes 32 bits with a sign."""
+PROVEN_GAP = 1e-7
+"""Relative gap at which the solver stops: the last units of an amount that flows take long to prove for nothing."""
+HALF = 0.5
+"""The objective is a whole number; the solver's bound on it is a float."""
 OnSolution = Callable[[tuple[int, ...], tuple[Segment, ...], float], bool]
 """Called with option codes, segments, and the lower bound in seconds; True stops the search."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelResult:
-    """What the model proved: `bound_s`, over its space; `proven` where it is the model's optimum.
+    """The outcome of a solve: the proven `bound_s` over the model's space; `proven` where it is the optimum.
 
     `codes` is None where no solution was found (with `proven`: nothing fits).
     """
@@ -41,11 +56,11 @@ class ModelResult:
 
 
 def _down(value: float) -> int:
-    return math.floor(value * UNITS - 1e-6) if value else 0
+    return math.floor(value * UNITS - ROUNDING_UNITS) if value else 0
 
 
 def _up(value: float) -> int:
-    return math.ceil(value * UNITS + 1e-6) if value else 0
+    return math.ceil(value * UNITS + ROUNDING_UNITS) if value else 0
 
 
 class FluidModel:
@@ -196,7 +211,9 @@ class FluidModel:
         costs += [(stall, price / UNITS, self.total) for stall, price in self.stalls]
         largest = max(price for _, price, _ in costs)
         reach = sum(price * most for _, price, most in costs)
-        self.per_unit = min(2.0**40 / max(largest, 1e-9), 2.0**60 / max(reach, 1e-9))
+        self.per_unit = min(
+            LARGEST_COEFFICIENT / max(largest, SMALLEST_PRICE), LARGEST_OBJECTIVE / max(reach, SMALLEST_PRICE)
+        )
         self.model.minimize(sum(math.floor(price * self.per_unit) * var for var, price, _ in costs))
 
     def hint(self, codes: Sequence[int], segments: Sequence[Segment]) -> None:
@@ -229,8 +246,8 @@ class FluidModel:
 
     def bound_s(self, objective: float) -> float:
         """The makespan in seconds that an objective bound stands for."""
-        extra = max(0.0, objective - 0.5) / self.per_unit * self.chain.second
-        return (self.profile.baseline_step_s + extra) * (1 - 1e-12)
+        extra = max(0.0, objective - HALF) / self.per_unit * self.chain.second
+        return (self.profile.baseline_step_s + extra) * BOUND_ROUNDING
 
     def solve(
         self, on_solution: OnSolution, *, deadline: float, seed: int = 0, workers: int | None = None
@@ -246,13 +263,12 @@ class FluidModel:
                     self.stop_search()
 
         solver = self.cp.CpSolver()
-        solver.parameters.max_time_in_seconds = max(0.01, deadline - time.monotonic())
-        solver.parameters.random_seed = seed % (1 << 31)
+        solver.parameters.max_time_in_seconds = max(LEAST_TIME_S, deadline - time.monotonic())
+        solver.parameters.random_seed = seed % MOST_SEEDS
         # One worker is deterministic as it is, several only where they take turns.
         solver.parameters.num_workers = workers or 1
         solver.parameters.interleave_search = (workers or 1) > 1
-        # The last units of an amount that flows take long to prove and mean nothing.
-        solver.parameters.relative_gap_limit = 1e-7
+        solver.parameters.relative_gap_limit = PROVEN_GAP
         # Catching it, CP-SAT would leave the process without Python's handler: the next Ctrl-C would kill it.
         solver.parameters.catch_sigint_signal = False
         status = solver.solve(self.model, Watch())

@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 
 from ckptplan.core import rules
 from ckptplan.core.profile import Profile
+from ckptplan.core.schedule import EQUAL_S
 from ckptplan.core.segment import Segment
 from ckptplan.solving.cost import Codes, Evaluator, Menu, Segments
 
-CHUNK = 1 << 14
-# Sums of the same seconds in another order are the same time.
-SAME = 1e-12
+ROWS_AT_ONCE = 1 << 14
+"""Decision vectors made at once: bounds memory, and how late the deadline is seen."""
+NO_PLAN_BYTES = 1 << 62
+"""More than any peak."""
 
 
 class PlanSpace:
@@ -51,6 +53,20 @@ class PlanSpace:
         self._begins = [
             segments and bool(self.inside[i]) and not stage.is_glue for i, stage in enumerate(profile.stages)
         ]
+
+    @property
+    def moves(self) -> bool:
+        """Whether any option moves something."""
+        return any(
+            stage.options[code].moves
+            for stage, codes in zip(self.profile.stages, self.menu, strict=True)
+            for code in codes
+        )
+
+    def recompute(self, i: int) -> int:
+        """The code of "recompute" for stage `i`, which may be in a segment; of "keep" for glue."""
+        stage = self.profile.stages[i]
+        return 0 if stage.is_glue else next(c for c in self.inside[i] if stage.options[c].name == "recompute")
 
     def begins(self, i: int) -> bool:
         """Whether a segment, or an inner one, may begin or end with stage `i`."""
@@ -113,7 +129,7 @@ class PlanSpace:
         return sorted(fill(0, len(self.menu), 1), key=self.least_extra_s)
 
     def least_extra_s(self, forest: Segments) -> float:
-        """What the sweeps of `forest` and the recomputing of the stages they end with cost."""
+        """Seconds of the sweeps of `forest`, and of recomputing the stages they end with."""
         stages = self.profile.stages
         total = 0.0
         for segment in forest:
@@ -161,8 +177,8 @@ def inside_codes(profile: Profile, menu: Menu, i: int) -> tuple[int, ...]:
 def vectors(menu: Menu) -> Iterator[Codes]:
     """All decision vectors in chunks, the last stage changing fastest."""
     total = math.prod(len(codes) for codes in menu)
-    for start in range(0, total, CHUNK):
-        index = np.arange(start, min(start + CHUNK, total), dtype=np.int64)
+    for start in range(0, total, ROWS_AT_ONCE):
+        index = np.arange(start, min(start + ROWS_AT_ONCE, total), dtype=np.int64)
         block = np.empty((len(index), len(menu)), np.int8)
         for i in reversed(range(len(menu))):
             index, digit = np.divmod(index, len(menu[i]))
@@ -170,7 +186,7 @@ def vectors(menu: Menu) -> Iterator[Codes]:
         yield block
 
 
-def fastest(
+def fastest_of_all(
     evaluator: Evaluator,
     space: PlanSpace,
     budget_bytes: int,
@@ -189,28 +205,30 @@ def fastest(
     best_s = below_s
     baseline_s = space.profile.baseline_step_s
     for forest in space.forests():
-        if baseline_s + space.least_extra_s(forest) >= best_s * (1 - SAME):
+        if baseline_s + space.least_extra_s(forest) >= best_s * (1 - EQUAL_S):
             break
         for block in vectors(space.menu_in(forest)):
             if time.monotonic() > deadline:
                 return False
-            block = block[evaluator.compute_s(block, forest) < best_s * (1 - SAME)]
+            block = block[evaluator.compute_s(block, forest) < best_s * (1 - EQUAL_S)]
             if len(block) == 0:
                 continue
             cost = evaluator.makespans(block, budget_bytes, forest)
             row = int(cost.argmin())
-            if cost[row] < best_s * (1 - SAME):
+            if cost[row] < best_s * (1 - EQUAL_S):
                 best_s = float(cost[row])
                 on_found(tuple(block[row].tolist()), forest)
     return True
 
 
-def smallest(evaluator: Evaluator, space: PlanSpace, deadline: float) -> tuple[NDArray[np.int8], Segments, int, bool]:
+def smallest_of_all(
+    evaluator: Evaluator, space: PlanSpace, deadline: float
+) -> tuple[NDArray[np.int8], Segments, int, bool]:
     """The plan with the smallest peak, that peak in bytes, and whether all plans were seen before `deadline`."""
-    best, best_bytes = np.zeros(len(space.menu), np.int8), 1 << 62
+    best, best_bytes = np.zeros(len(space.menu), np.int8), NO_PLAN_BYTES
     best_forest: Segments = ()
     for forest in space.forests():
-        if best_bytes < 1 << 62 and time.monotonic() > deadline:
+        if best_bytes < NO_PLAN_BYTES and time.monotonic() > deadline:
             return best, best_forest, best_bytes, False
         for block in vectors(space.menu_in(forest)):
             peaks = evaluator.smallest_peaks(block, forest)

@@ -7,26 +7,31 @@ from dataclasses import replace
 from itertools import pairwise
 
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
-from ckptplan.core.plan import Plan
+from ckptplan.core.plan import Plan, status_of
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import NO_LIMITS, Limits
-from ckptplan.core.schedule import residency
+from ckptplan.core.schedule import residency, tightest_peak
 from ckptplan.core.units import format_bytes
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.cost import menus
 from ckptplan.solving.planner import smallest_peak, solve_profile
 from ckptplan.solving.tiers import all_bytes, check_disk
 
-CLOSE = 0.002
+PEAK_PRECISION = 0.002
 """The search for the smallest peak ends when what is left is this share of it."""
 BOUNDS = 10
-"""So many budgets are tried to prove that less won't do; each halves what is left."""
+"""Budgets tried to prove that less won't do; each halves what is left."""
+PEAK_PART, SOLVE_PART, BOUND_PART = 8, 4, 4
+"""Parts of the time: of all for the smallest peak, of what is left for a plan, of all for the bounds together."""
+LEAST_SOLVE_S = 0.05
+MOST_OVERHEAD = 1e6
+EQUAL_STEP = 1e-9
+"""Relative difference of two predicted steps that is rounding."""
 
 
 def everything_kept_bytes(profile: Profile) -> int:
     """Peak of the step with everything kept."""
-    r = residency(profile, [stage.keep for stage in profile.stages])
-    return max(*r.forward_bytes, *r.backward_bytes, profile.update_peak_bytes)
+    return tightest_peak(profile, residency(profile, [stage.keep for stage in profile.stages])).bytes
 
 
 def frontier_profile(
@@ -82,7 +87,7 @@ def frontier_profile(
         found = _passed_along(found)
     out: list[Plan] = []
     for plan in _passed_along(found):
-        if not out or plan.step_s < out[-1].step_s * (1 - 1e-9):
+        if not out or plan.step_s < out[-1].step_s * (1 - EQUAL_STEP):
             out.append(plan)
     return tuple(out)
 
@@ -98,9 +103,8 @@ def _passed_along(plans: list[Plan]) -> list[Plan]:
     bound_s = 0.0
     for i in reversed(range(len(best))):
         bound_s = max(bound_s, best[i].lower_bound_s)
-        closed = best[i].step_s <= bound_s * (1 + 1e-6)
         best[i] = replace(
-            best[i], lower_bound_s=min(bound_s, best[i].step_s), status="optimal" if closed else "feasible"
+            best[i], lower_bound_s=min(bound_s, best[i].step_s), status=status_of(best[i].step_s, bound_s)
         )
     return best
 
@@ -124,17 +128,21 @@ def smallest_within(
     InvalidInputError
         If `max_overhead` is not a number, 0 or more.
     """
-    if isinstance(max_overhead, bool) or not isinstance(max_overhead, (int, float)) or not 0 <= max_overhead < 1e6:
+    if (
+        isinstance(max_overhead, bool)
+        or not isinstance(max_overhead, (int, float))
+        or not 0 <= max_overhead < MOST_OVERHEAD
+    ):
         raise InvalidInputError(f"max_overhead={max_overhead!r} must be a number, 0 or more; 0.10 stands for 10 %")
     deadline = time.monotonic() + limits.time_limit_s
-    limit_s = profile.baseline_step_s * (1 + max_overhead) * (1 + 1e-9)
-    least = smallest_peak(profile, replace(limits, time_limit_s=limits.time_limit_s / 8))
+    limit_s = profile.baseline_step_s * (1 + max_overhead) * (1 + EQUAL_STEP)
+    least = smallest_peak(profile, replace(limits, time_limit_s=limits.time_limit_s / PEAK_PART))
     proven = least.bound_bytes  # no plan within the slowdown needs less than this
 
     def solve(budget_bytes: int) -> Plan | None:
         """The plan for a budget if it is fast enough; else what its bound proves is noted."""
         nonlocal proven
-        share_s = max(0.05, (deadline - time.monotonic()) / 4)
+        share_s = max(LEAST_SOLVE_S, (deadline - time.monotonic()) / SOLVE_PART)
         limits.on_progress(f"trying {format_bytes(budget_bytes)}")
         try:
             plan = solve_profile(profile, budget_bytes, replace(limits, time_limit_s=share_s))
@@ -151,7 +159,7 @@ def smallest_within(
     if best is None:
         best = solve(max(everything_kept_bytes(profile), low))
         assert best is not None  # everything fits, and keeping it is no slowdown
-        while best.peak_bytes - low > max(1, CLOSE * best.peak_bytes) and time.monotonic() < deadline:
+        while best.peak_bytes - low > max(1, PEAK_PRECISION * best.peak_bytes) and time.monotonic() < deadline:
             middle = (low + best.peak_bytes) // 2
             found = solve(middle)
             low, best = (middle, best) if found is None else (low, found)
@@ -162,7 +170,7 @@ def smallest_within(
     high = best.peak_bytes
     for _ in range(BOUNDS):
         middle = (proven + high) // 2
-        if high - proven <= CLOSE * high:
+        if high - proven <= PEAK_PRECISION * high:
             break
         bound = lower_bound(
             profile,
@@ -170,7 +178,7 @@ def smallest_within(
             middle,
             host_bytes=moved,
             segments=limits.segments and "recompute" in limits.actions,
-            deadline=time.monotonic() + limits.time_limit_s / BOUNDS / 4,
+            deadline=time.monotonic() + limits.time_limit_s / BOUNDS / BOUND_PART,
         )
         proven, high = (middle + 1, high) if bound.bound_s > limit_s else (proven, middle)
     return replace(best, budget_bytes=best.peak_bytes, peak_bound_bytes=min(proven, best.peak_bytes))

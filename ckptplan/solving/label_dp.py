@@ -3,21 +3,21 @@
 A *label* at the boundary before stage `k` stands for decisions about the stages before `k`. Both lanes of a step (see
 cost.py) run forward over `k`, so one pass decides about both:
 
-| symbol  | meaning                                                                                              |
-|---------|------------------------------------------------------------------------------------------------------|
-| H       | bytes these stages hold until their backward and that don't move, or whose moving isn't decided yet   |
-| out, in | backlog: bytes in the queue of the forward and of the (reversed) backward lane                       |
-| P       | bytes moved out by the stages of an open segment; they join the backward queue where it ends         |
-| T       | seconds of both lanes so far, waiting included                                                       |
-| X       | bytes moved so far                                                                                    |
-| .._due  | how many of them must have gone by now in each lane, for all steps so far to fit                      |
+| field       | meaning                                                                                              |
+|-------------|------------------------------------------------------------------------------------------------------|
+| held_bytes  | bytes these stages hold until their backward and that don't move, or whose moving isn't decided yet   |
+| out, back   | backlog: bytes in the queue of the forward and of the (reversed) backward lane                       |
+| moved_open  | bytes moved out by the stages of an open segment; they join the backward queue where it ends         |
+| elapsed_s   | seconds of both lanes so far, waiting included                                                       |
+| moved_total | bytes moved so far                                                                                    |
+| .._due      | how many of them must have gone by now in each lane, for all steps so far to fit                      |
 
-In an open segment, for each level of nesting: its first stage, the bytes of the copies that its sweep holds at the
-backward of the stage reached (O), the most bytes of copies and of a run's own that the sweep needs (M), and its
-seconds (S). They take effect where the segment ends; NOTE [Residency], rules 6 and 7.
+In an open segment, for each level of nesting: its `first` stage, the bytes of the copies that its sweep holds at the
+backward of the stage reached (`sweep_copies`), the most bytes of copies and of a run's own that the sweep needs
+(`sweep_peak`), and its seconds (`sweep_s`). They take effect where the segment ends; NOTE [Residency], rules 6 and 7.
 
-Which storages several stages may hold is told by three bit masks: held, fixed to the device, and held late enough to
-move (rule 4). Bytes are exact integers. A transfer frees its bytes when it is done, so what the queues hold is told
+Three bit masks say which storages that several stages may hold are held, fixed to the device, and held late enough to
+move (rule 4). Bytes are exact integers. A transfer frees its bytes when it is done, so what the queues hold is kept
 item by item for the last `WINDOW` items (`ends`: how many bytes the newest 1, 2, ... items have together); a longer
 backlog is taken as if its items were like the window's oldest one. The evaluator has the last word on each plan.
 
@@ -43,10 +43,24 @@ from ckptplan.core.segment import Segment
 from ckptplan.solving.cost import Segments, holders_of
 from ckptplan.solving.enumerate import PlanSpace
 
-MAX_TRACKED = 62
+MOST_TRACKED = 62
+"""Storages remembered by name at once: bits of a 64-bit integer, the sign and one more left out."""
 WINDOW = 8
+"""Newest items of a queue that are told one by one; more take time and memory in every label."""
 LEAST_WIDTH = 24
 """Labels are never cut to fewer than these to meet a deadline."""
+HELD_CELLS = 8
+"""Cells along the held bytes for one along each other axis: they decide what fits."""
+LEAST_CELLS = 8.0
+"""Cells per combination of what neighbours hold, at least."""
+MOST_CLASSES = 16
+"""Such combinations that are told apart: with more there would be too few cells for each."""
+CLASS_FACTOR = 3
+"""Makes one number of two bit masks; it keeps most combinations apart, and those that it doesn't share cells."""
+SCORED, SCORED_CELLS = 8, 4
+"""Labels with the best scores, and cells they fall into, per label that is kept by its score."""
+BELOW_ONE = 1 - 1e-12
+"""Puts the largest value of a column into its last cell."""
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -61,8 +75,8 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
-    """What a byte costs at the boundary before each stage, in seconds; shape (stages + 1,).
+class Steering:
+    """The worth of a byte at the boundary before each stage, in seconds; shape (stages + 1,).
 
     Any numbers are allowed: they steer which labels stay, not what a label says.
 
@@ -86,23 +100,23 @@ class Prices:
 class _Labels:
     """Columns of labels with the same number of open segments; shapes (labels,) or (levels, labels)."""
 
-    H: Ints
-    T: Floats
+    held_bytes: Ints
+    elapsed_s: Floats
     out: Floats
     back: Floats
     out_ends: Floats
     back_ends: Floats
-    P: Ints
-    X: Ints
+    moved_open: Ints
+    moved_total: Ints
     out_due: Floats
     back_due: Floats
     held: Ints
     fixed: Ints
     late: Ints
     first: Ints
-    O: Ints  # noqa: E741
-    M: Ints
-    S: Floats
+    sweep_copies: Ints
+    sweep_peak: Ints
+    sweep_s: Floats
     copied: Ints
     parent: Ints
     move: NDArray[np.int16]
@@ -114,12 +128,12 @@ class _Labels:
 
 
 _FIELDS = tuple(field.name for field in fields(_Labels))[:-2]
-"""What a label says; `parent` and `move` say where it comes from."""
+"""The columns of a label that count; `parent` and `move` say where it comes from."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """What is decided about one stage.
+    """The decision about one stage.
 
     `code`: its option; `opened`: how many segments begin here; `ends`: whether the innermost one ends here.
     """
@@ -213,9 +227,9 @@ class LabelDp:
         width: int,
         deadline: float,
         *,
-        prices: Prices | None = None,
+        prices: Steering | None = None,
         below_s: float = np.inf,
-        count: int = 16,
+        count: int,
     ) -> list[Found]:
         """The fastest plans found, by their fluid time; none after `deadline`.
 
@@ -253,7 +267,7 @@ class LabelDp:
             taken: list[list[tuple[int, _Move]]] = [[] for _ in pools]
             for level, move in self._moves(k):
                 before = pools[level]
-                if len(before.T) == 0:
+                if len(before.elapsed_s) == 0:
                     continue
                 after = self._step(before, k, level, move)
                 if after is None:
@@ -272,8 +286,8 @@ class LabelDp:
         link = self.profile.link
         # What need never be away in either lane doesn't move; the rest must have gone by the end of both.
         due = np.maximum(last.out_due, last.back_due)
-        total = last.T + np.maximum(due - last.X + last.out, 0.0) / link.out_bytes_per_s
-        total += np.maximum(due - last.X + last.back, 0.0) / link.in_bytes_per_s
+        total = last.elapsed_s + np.maximum(due - last.moved_total + last.out, 0.0) / link.out_bytes_per_s
+        total += np.maximum(due - last.moved_total + last.back, 0.0) / link.in_bytes_per_s
         order = np.argsort(total, kind="stable").tolist()
         return [self._read(history, row, float(total[row])) for row in order[:count]]
 
@@ -286,7 +300,7 @@ class LabelDp:
             return found + [(level, _Move(0)) for level in range(1, self.depth + 1)]
         if not self.goes_on[k]:
             return found
-        plain = next(c for c in self.space.inside[k] if self.profile.stages[k].options[c].name == "recompute")
+        plain = self.space.recompute(k)
         if self.starts[k]:
             found += [(0, _Move(code, 1)) for code in self.space.inside[k]]
             found += [(0, _Move(code, 2, True)) for code in self.space.inside[k] if self.depth > 1]
@@ -302,7 +316,7 @@ class LabelDp:
         option, link, budget = stage.options[move.code], profile.link, self.budget_bytes
         n, t = len(profile.stages), self.tracker
         inner = level + move.opened  # segments around the stage
-        room = budget - profile.base_forward_bytes[k] - t.program_bytes[k] - option.forward_bytes - before.H
+        room = budget - profile.base_forward_bytes[k] - t.program_bytes[k] - option.forward_bytes - before.held_bytes
         room = room + t.overlap(k, before.held)
         rows = np.flatnonzero(room >= 0)
         if len(rows) == 0:
@@ -311,14 +325,14 @@ class LabelDp:
         # Forward: wait until the backlog leaves room, then run.
         most = _whole_items(now.out_ends, room)
         wait = np.maximum(now.out - most, 0.0)
-        now.out_due = np.maximum(now.out_due, np.where(now.X - room > 0, now.X - most, 0.0))
+        now.out_due = np.maximum(now.out_due, np.where(now.moved_total - room > 0, now.moved_total - most, 0.0))
         now.out = np.maximum(now.out - wait - stage.forward_s * link.out_bytes_per_s, 0.0)
-        now.T = now.T + wait / link.out_bytes_per_s + stage.forward_s
+        now.elapsed_s = now.elapsed_s + wait / link.out_bytes_per_s + stage.forward_s
         for opened in range(level, inner):
             now.first[opened] = k
         # What it holds until backward.
         keeps, moves, tracked, linked = self._holds[k][move.code]
-        now.H = now.H + keeps
+        now.held_bytes = now.held_bytes + keeps
         moved: Ints = np.full(len(rows), moves)
         for s, nbytes, goes in tracked:
             t.hold(now, s, k, nbytes, goes, None)
@@ -332,7 +346,7 @@ class LabelDp:
                 if goes:
                     moved = moved + size
                 else:
-                    now.H = now.H + size
+                    now.held_bytes = now.held_bytes + size
         # Backward, and before it the sweep that ends here.
         own_backward, seconds = option.backward_bytes, stage.backward_s + option.recompute_s
         in_sweep: Ints | None = None
@@ -340,33 +354,35 @@ class LabelDp:
             in_sweep = self._sweeps(now, k, inner, move)
             if not move.ends:
                 own_backward, seconds = stage.keep.backward_bytes, stage.backward_s
-        need = now.O[:inner].sum(axis=0) + own_backward if inner else own_backward
+        need = now.sweep_copies[:inner].sum(axis=0) + own_backward if inner else own_backward
         if move.ends:
             assert in_sweep is not None
             need = np.maximum(need, in_sweep)
-        room = budget - profile.base_backward_bytes[k] - t.caller_bytes - now.H - now.P - moved - need
+        room = budget - profile.base_backward_bytes[k] - t.caller_bytes - now.held_bytes - now.moved_open - moved - need
         most = _whole_items(now.back_ends, room)
         wait = np.maximum(now.back - most, 0.0)
-        put = now.X - now.P
+        put = now.moved_total - now.moved_open
         now.back_due = np.maximum(now.back_due, np.where(put > room, put - most, 0.0))
-        taken: Floats | float = seconds + now.S[inner - 1] if move.ends else seconds
+        taken: Floats | float = seconds + now.sweep_s[inner - 1] if move.ends else seconds
         now.back = np.maximum(now.back - wait - taken * link.in_bytes_per_s, 0.0)
-        now.T = now.T + wait / link.in_bytes_per_s + taken
+        now.elapsed_s = now.elapsed_s + wait / link.in_bytes_per_s + taken
         if move.ends:
-            now.O[inner - 1] = now.M[inner - 1] = now.S[inner - 1] = now.copied[inner - 1] = 0
+            now.sweep_copies[inner - 1] = now.sweep_peak[inner - 1] = now.sweep_s[inner - 1] = now.copied[inner - 1] = 0
         # What moves joins the queues.
         for s in t.expiring[k]:
             moved = moved + t.leave(now, s)
         if moves or t.expiring[k] or linked:
             now.out, now.out_ends = _put(now.out, now.out_ends, moved, link.latency_s * link.out_bytes_per_s)
-            now.P = now.P + moved
-            now.X = now.X + moved
+            now.moved_open = now.moved_open + moved
+            now.moved_total = now.moved_total + moved
         if inner - move.ends == 0:
-            now.back, now.back_ends = _put(now.back, now.back_ends, now.P, link.latency_s * link.in_bytes_per_s)
-            now.P = np.zeros_like(now.P)
+            now.back, now.back_ends = _put(
+                now.back, now.back_ends, now.moved_open, link.latency_s * link.in_bytes_per_s
+            )
+            now.moved_open = np.zeros_like(now.moved_open)
         fits = room >= 0
         if self.host_bytes is not None:
-            fits &= self.host_bytes - now.X >= 0
+            fits &= self.host_bytes - now.moved_total >= 0
         t.forget(now, k)
         kept = np.flatnonzero(fits)
         if len(kept) == 0:
@@ -389,7 +405,7 @@ class LabelDp:
             first = now.first[level]
             ends = innermost and move.ends
             if not ends:
-                run = (stage.keep if innermost else again).forward_bytes + now.O[level]
+                run = (stage.keep if innermost else again).forward_bytes + now.sweep_copies[level]
                 for s, born, nbytes in linked:
                     new = born >= first
                     if s in t.bit:
@@ -397,11 +413,11 @@ class LabelDp:
                     transit = np.where(new, nbytes, 0)
                     run = run + transit
                     if born < k - 1:
-                        now.M[level] += transit
-                now.M[level] = np.maximum(now.M[level], run)
-                now.S[level] += stage.forward_s
+                        now.sweep_peak[level] += transit
+                now.sweep_peak[level] = np.maximum(now.sweep_peak[level], run)
+                now.sweep_s[level] += stage.forward_s
             if innermost and not ends:
-                now.O[level] += private
+                now.sweep_copies[level] += private
                 for s, nbytes in tracked:
                     t.copy(now, level, s, nbytes, None)
                 for s, born, nbytes in inputs:
@@ -411,33 +427,35 @@ class LabelDp:
                 if s in held_again:
                     mine = born >= first
                     t.copy(now, level, s, nbytes, mine if innermost else mine & (born < now.first[level + 1]))
-        return np.asarray(now.M[inner - 1] + now.O[: inner - 1].sum(axis=0))
+        return np.asarray(now.sweep_peak[inner - 1] + now.sweep_copies[: inner - 1].sum(axis=0))
 
     def _prune(
-        self, labels: _Labels, boundary: int, level: int, width: int, prices: Prices | None, below_s: float
+        self, labels: _Labels, boundary: int, level: int, width: int, prices: Steering | None, below_s: float
     ) -> _Labels:
         """One label, the fastest, per cell; none that is slower than one in a cell with fewer bytes."""
-        rows: Ints = np.arange(len(labels.T))
+        rows: Ints = np.arange(len(labels.elapsed_s))
         if below_s < np.inf:
-            rows = np.flatnonzero(labels.T + self.rest_s[boundary] < below_s)
+            rows = np.flatnonzero(labels.elapsed_s + self.rest_s[boundary] < below_s)
         if len(rows) < 2:
-            return labels if len(rows) == len(labels.T) else _keep(labels, rows)
-        backlog = labels.back[rows] + labels.P[rows]
-        columns: list[NDArray[np.float64]] = [labels.H[rows].astype(float), labels.out[rows], backlog]
+            return labels if len(rows) == len(labels.elapsed_s) else _keep(labels, rows)
+        backlog = labels.back[rows] + labels.moved_open[rows]
+        columns: list[NDArray[np.float64]] = [labels.held_bytes[rows].astype(float), labels.out[rows], backlog]
         if level:
-            columns.append(labels.O[:level, rows].sum(axis=0).astype(float))
+            columns.append(labels.sweep_copies[:level, rows].sum(axis=0).astype(float))
         if self.host_bytes is not None:
-            columns.append(labels.X[rows].astype(float))
+            columns.append(labels.moved_total[rows].astype(float))
         near = self.tracker.near[min(boundary, len(self.tracker.near) - 1)]
         classes = _classes(labels.held[rows] & near, labels.fixed[rows] & near)
-        seconds = labels.T[rows] + labels.S[:level, rows].sum(axis=0) if level else labels.T[rows]
+        seconds = labels.elapsed_s[rows] + labels.sweep_s[:level, rows].sum(axis=0) if level else labels.elapsed_s[rows]
         if prices is None:
             return _keep(labels, np.sort(rows[_sparse(columns, seconds, seconds, classes, width)]))
         worth = [prices.held[boundary], prices.out[boundary], prices.back[boundary], prices.copies[boundary]]
         score = seconds + sum(price * values for price, values in zip(worth, columns, strict=False))
         # Half of the labels by what they promise at these prices, half spread over all there is: prices can mislead.
-        order = np.argsort(score, kind="stable")[: 8 * width]
-        chosen = order[_sparse([c[order] for c in columns], score[order], seconds[order], classes[order], 4 * width)]
+        order = np.argsort(score, kind="stable")[: SCORED * width]
+        chosen = order[
+            _sparse([c[order] for c in columns], score[order], seconds[order], classes[order], SCORED_CELLS * width)
+        ]
         chosen = chosen[np.argsort(score[chosen], kind="stable")[: width // 2]]
         spread = _sparse(columns, score, seconds, classes, width)
         if len(spread) > width // 2:
@@ -493,7 +511,7 @@ def _sparse(columns: Sequence[Floats], score: Floats, seconds: Floats, classes: 
     for values, size in zip(columns, shape, strict=True):
         if size > 1:
             low, high = float(values.min()), float(values.max())
-            index = index * size + ((values - low) * (size / (high - low) * (1 - 1e-12))).astype(np.int64)
+            index = index * size + ((values - low) * (size / (high - low) * BELOW_ONE)).astype(np.int64)
     rows = np.lexsort((columns[0], score, index))
     index = index[rows]
     firsts = np.flatnonzero(np.r_[True, index[1:] != index[:-1]])
@@ -508,31 +526,30 @@ def _sparse(columns: Sequence[Floats], score: Floats, seconds: Floats, classes: 
 
 
 def _shape(columns: Sequence[Floats], cells: int, classes: int) -> list[int]:
-    """How many cells each column gets: the first (held bytes) eight times as many as the others."""
+    """How many cells each column gets: the first (held bytes) `HELD_CELLS` times as many as the others."""
     varies = [float(values.max()) > float(values.min()) for values in columns]
     others = sum(varies[1:])
-    per_class = max(8.0, cells / classes)
+    per_class = max(LEAST_CELLS, cells / classes)
     if not varies[0]:
         each = per_class ** (1 / others) if others else 1.0
         return [int(max(2, each)) if v else 1 for v in varies]
-    each = (per_class / 8) ** (1 / (others + 1))
-    return [int(8 * each)] + [int(max(2, each)) if v else 1 for v in varies[1:]]
+    each = (per_class / HELD_CELLS) ** (1 / (others + 1))
+    return [int(HELD_CELLS * each)] + [int(max(2, each)) if v else 1 for v in varies[1:]]
 
 
 def _classes(held: Ints, fixed: Ints) -> Ints:
     """A small number per combination of what neighbours hold, the same for the same combination."""
-    both = held * 3 + fixed
-    _, inverse = np.unique(both, return_inverse=True)
-    return np.asarray(inverse.reshape(-1) % 16, np.int64)
+    _, inverse = np.unique(held * CLASS_FACTOR + fixed, return_inverse=True)
+    return np.asarray(inverse.reshape(-1) % MOST_CLASSES, np.int64)
 
 
 def _empty(count: int, depth: int) -> _Labels:
     """Labels of nothing decided yet."""
-    floats = {"T", "out", "back", "out_due", "back_due"}
+    floats = {"elapsed_s", "out", "back", "out_due", "back_due"}
     found: dict[str, NDArray[Any]] = {name: np.zeros(count, float if name in floats else np.int64) for name in _FIELDS}
-    found |= {name: np.zeros((depth, count), np.int64) for name in ("first", "O", "M", "copied")}
+    found |= {name: np.zeros((depth, count), np.int64) for name in ("first", "sweep_copies", "sweep_peak", "copied")}
     found |= {name: np.zeros((WINDOW, count)) for name in ("out_ends", "back_ends")}
-    found["S"] = np.zeros((depth, count))
+    found["sweep_s"] = np.zeros((depth, count))
     return _Labels(**found, parent=np.zeros(count, np.int64), move=np.zeros(count, np.int16))
 
 
@@ -559,8 +576,8 @@ class _Tracker:
     """Which storages a label must remember by name, and in which bit.
 
     A storage is tracked from its first possible holder until neither a later stage may hold it too nor the program
-    still holds it: past that point its bytes are in `H` or in the queues and nothing can change them. Where more are
-    open at once than there are bits, the rest count once per holder and don't move: too much, never too little.
+    still holds it: past that point its bytes are in `held_bytes` or in the queues and nothing can change them. Where
+    more are open at once than there are bits, the rest count once per holder and don't move: never too little.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -584,7 +601,7 @@ class _Tracker:
             until = max(holders[-1].stage, program.stop - 1)
             if until > holders[0].stage:
                 begins[holders[0].stage].append((s, until))
-        free = list(range(MAX_TRACKED))
+        free = list(range(MOST_TRACKED))
         open_: list[tuple[int, int, int]] = []
         self._clear: list[np.int64] = []
         for k in range(n):
@@ -617,7 +634,7 @@ class _Tracker:
         bit = self.bit[s]
         new = (now.held & bit) == 0
         mark = bit if mine is None else np.where(mine, bit, 0)
-        now.H = now.H + np.where(new if mine is None else new & mine, nbytes, 0)
+        now.held_bytes = now.held_bytes + np.where(new if mine is None else new & mine, nbytes, 0)
         now.held = now.held | mark
         if not goes:
             now.fixed = now.fixed | mark
@@ -625,22 +642,22 @@ class _Tracker:
             now.late = now.late | mark
 
     def leave(self, now: _Labels, s: int) -> Ints:
-        """Bytes of `s` that leave `H` for the queues, since no later stage may hold it."""
+        """Bytes of `s` that leave `held_bytes` for the queues, since no later stage may hold it."""
         bit = self.bit[s]
         goes = np.where(((now.held & now.late) & ~now.fixed) & bit, self.profile.storages[s].nbytes, 0)
-        now.H = now.H - goes
+        now.held_bytes = now.held_bytes - goes
         return goes
 
     def copy(self, now: _Labels, level: int, s: int, nbytes: int, mine: NDArray[np.bool_] | None) -> None:
         """The sweep of `level` holds a copy of `s` from here on, where `mine`."""
         bit = self.bit.get(s)
         if bit is None:
-            now.O[level] += nbytes if mine is None else np.where(mine, nbytes, 0)
+            now.sweep_copies[level] += nbytes if mine is None else np.where(mine, nbytes, 0)
             return
         new = (now.copied[level] & bit) == 0
         if mine is not None:
             new = new & mine
-        now.O[level] += np.where(new, nbytes, 0)
+        now.sweep_copies[level] += np.where(new, nbytes, 0)
         now.copied[level] |= np.where(new, bit, 0)
 
     def forget(self, now: _Labels, k: int) -> None:

@@ -7,42 +7,71 @@ import math
 import random
 import time
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptplan.core.schedule import EQUAL_S
 from ckptplan.core.segment import Segment
 from ckptplan.solving.cost import Codes, Evaluator, Segments
 from ckptplan.solving.enumerate import PlanSpace
 
-# Sums of the same seconds in another order are the same time.
-SAME = 1e-12
-_CELLS_PER_BATCH = 1 << 17
+LEAST_ROWS_AT_ONCE = 64
+CELLS_AT_ONCE = 1 << 17
+"""Plans evaluated at once, at least, and plans times stages: bounds memory, and how late the deadline is seen."""
 ROUNDS = 300
-"""The search ends when so many random choices of stages in a row gave nothing."""
+"""The search ends when this many random choices of stages in a row gave nothing."""
 WINDOW_PLANS = 4096
-"""Stages are solved together as long as they have no more combinations."""
+"""Most combinations of options of neighbouring stages that are tried together."""
 NEAR = 1.02
-"""Other segments are worth a closer look where the first plan with them is no slower than this."""
-PROMISING = 8
-PAIRS = 2000
+"""Other segments are worth a closer look where the first plan with them is slower by no more than this factor."""
+CLOSER_LOOKS = 8
+"""The best of them that get one."""
+MOST_PAIRS = 2000
+"""Pairs of changes tried from each plan; of more, as many drawn at random."""
+CLOSER_PAIRS = 200
+"""The same in a closer look."""
+EXCHANGE_STAGES = 400
+"""Stages up to which all exchanges between two stages are pairs: their number grows with the square."""
+ALL_APART_STAGES, APART = 12, 4
+"""Stages up to which any two are changed together; in longer chains those less than `APART` stages apart."""
 KICK_PLANS = 600
+"""Most combinations of options of stages drawn at random that are tried together."""
+KICKED_STAGES = 12
+"""Most stages drawn at random."""
+KICK_CHANGES = 3
+"""Of these, the stages whose option is drawn, too."""
+KICK_REACH = 6
+"""Neighbours on either side from which stages close to each other are drawn."""
+CLOSE_SHARE = 0.6
+"""Probability with which a stage is drawn from these; else from all."""
+MOVED_SEGMENT_SHARE = 0.5
+"""Probability with which a segment is changed, too."""
 WORSE = 0.01
-"""A changed plan is gone on from where it is no slower than this."""
+"""The search goes on from a changed plan that is slower by no more than this share."""
 CYCLE = 40
+"""Rounds in which this share falls to nothing; then the search goes back to the best plan."""
+NEW_SEGMENT = 4
+"""Stages of the longest segment that is put where there was none."""
+EVERY_TOGETHER = 16
+"""Of changes that help, the best 1, 2, 4, 8 and multiples of this many are tried together."""
+PATTERN_CELLS = 300_000
+"""Rows times stages of the starting points, about."""
+PATTERN_CUTS, PATTERN_STEPS = 8, (2, 3, 4)
+"""Two options are combined with one before, the other after each multiple of an eighth; or one at every second, ..."""
+PATTERNS_PER_PAIR = PATTERN_CUTS - 1 + len(PATTERN_STEPS)
 
 _Plan = tuple[list[int], Segments, float]
 _Change = tuple[tuple[int, int], ...]
 """(stage, code) of each stage that changes."""
+Batch = TypeVar("Batch", Codes, Sequence[_Change])
 
 
-def patterns(space: PlanSpace, *, cells: int = 300_000) -> Codes:
+def patterns(space: PlanSpace) -> Codes:
     """Starting points: each option alone, one before a stage and another after it, one at every second to fourth stage.
 
-    Parameters
-    ----------
-    cells : int
-        Most rows times stages, about; for longer chains fewer options are combined.
+    In longer chains fewer options are combined.
     """
     n = len(space.menu)
     stages = space.profile.stages
@@ -51,11 +80,11 @@ def patterns(space: PlanSpace, *, cells: int = 300_000) -> Codes:
     names = sorted(set(seen), key=lambda name: (usual.index(name) if name in usual else len(usual), name))
     columns = {name: [_code(space, i, name) for i in range(n)] for name in names}
     rows = [columns[name] for name in names]
-    fractions = [n * part // 8 for part in range(1, 8)]
-    most = max(2, int((cells / n / 10) ** 0.5))
+    fractions = [n * part // PATTERN_CUTS for part in range(1, PATTERN_CUTS)]
+    most = max(2, math.isqrt(PATTERN_CELLS // n // PATTERNS_PER_PAIR))
     for a, b in itertools.permutations(names[:most], 2):
         rows.extend(columns[a][:cut] + columns[b][cut:] for cut in fractions)
-        rows.extend([columns[a if i % every == 0 else b][i] for i in range(n)] for every in (2, 3, 4))
+        rows.extend([columns[a if i % every == 0 else b][i] for i in range(n)] for every in PATTERN_STEPS)
     return np.unique(np.array(rows, np.int8), axis=0)
 
 
@@ -69,28 +98,29 @@ def _code(space: PlanSpace, i: int, name: str) -> int:
     return 0
 
 
-def even_segments(space: PlanSpace, length: int) -> tuple[list[int], Segments]:
-    """Segments of `length` stages, one after the other, and "recompute" in between."""
+def even_segments(space: PlanSpace) -> Iterator[tuple[list[int], Segments]]:
+    """Segments of 2, 4, 8, ... stages, one after the other, and "recompute" in between."""
     n = len(space.menu)
-    codes = [_code(space, i, "recompute") for i in range(n)]
-    found: list[Segment] = []
-    at = 0
-    while at < n:
-        ends = space.ends(at, at + 1, min(at + length, n))
-        if ends:
-            found.append(Segment(at, ends[-1]))
-            at = ends[-1]
-        at += 1
-    return inside(space, codes, tuple(found))
+    for power in range(1, n.bit_length()):
+        codes = [_code(space, i, "recompute") for i in range(n)]
+        found: list[Segment] = []
+        at = 0
+        while at < n:
+            ends = space.ends(at, at + 1, min(at + (1 << power), n))
+            if ends:
+                found.append(Segment(at, ends[-1]))
+                at = ends[-1]
+            at += 1
+        yield suited(space, codes, tuple(found))
 
 
-def inside(space: PlanSpace, codes: Sequence[int], segments: Segments) -> tuple[list[int], Segments]:
-    """`codes` with what `segments` ask of their stages."""
+def suited(space: PlanSpace, codes: Sequence[int], segments: Segments) -> tuple[list[int], Segments]:
+    """`codes` with options that stages in `segments` may have, and `segments`."""
     fixed = list(codes)
     for segment in segments:
         for i in range(segment.first, segment.last + 1):
             if fixed[i] not in space.inside[i]:
-                fixed[i] = 0 if space.profile.stages[i].is_glue else _code(space, i, "recompute")
+                fixed[i] = space.recompute(i)
     return fixed, segments
 
 
@@ -113,7 +143,7 @@ class LocalSearch:
         self.random = random.Random(seed)
 
     def cost(self, codes: Sequence[int], segments: Segments) -> float:
-        """What is to be made small: the makespan in seconds, infinite where the plan doesn't fit."""
+        """The objective: the makespan in seconds, infinite where the plan doesn't fit."""
         return self.evaluator.step_s(codes, self.budget_bytes, segments)
 
     def costs(self, rows: Codes, segments: Segments) -> NDArray[np.float64]:
@@ -121,11 +151,11 @@ class LocalSearch:
         return self.evaluator.makespans(rows, self.budget_bytes, segments)
 
     def least(self, rows: Codes, segments: Segments) -> NDArray[np.float64]:
-        """Less than `costs`, and soon told."""
+        """A lower bound of `costs` that takes less time to compute."""
         return self.evaluator.compute_s(rows, segments)
 
     def improve(
-        self, codes: Sequence[int], segments: Segments, deadline: float, *, pairs: int = PAIRS
+        self, codes: Sequence[int], segments: Segments, deadline: float, *, pairs: int = MOST_PAIRS
     ) -> tuple[tuple[int, ...], Segments, float]:
         """The plan reached when no change helps any more, or at `deadline`, and its makespan in seconds.
 
@@ -160,9 +190,9 @@ class LocalSearch:
             found = self._kicked(at, deadline)
             if found is None:
                 continue
-            if found[2] < at[2] * (1 - SAME):
+            if found[2] < at[2] * (1 - EQUAL_S):
                 found = self._settle(found, deadline) if found[2] < best_s * (1 + WORSE / 2) else found
-            if found[2] < best_s * (1 - SAME):
+            if found[2] < best_s * (1 - EQUAL_S):
                 best, best_s, idle = found, found[2], 0
                 yield tuple(best[0]), best[1], best_s
             # Worse plans are gone on from less and less.
@@ -183,8 +213,8 @@ class LocalSearch:
                 codes, segments, value = found
                 continue
             before = value
-            codes, value = self._options(codes, segments, value, deadline, PAIRS)
-            if value >= before * (1 - SAME):
+            codes, value = self._options(codes, segments, value, deadline, MOST_PAIRS)
+            if value >= before * (1 - EQUAL_S):
                 break
         return codes, segments, value
 
@@ -192,16 +222,16 @@ class LocalSearch:
         """Options or segments changed at random, and what is around them solved anew; None where nothing fits."""
         codes, segments, value = plan
         codes = list(codes)
-        if self.space.segments and self.random.random() < 0.5:
+        if self.space.segments and self.random.random() < MOVED_SEGMENT_SHARE:
             changes = list(self._moved(codes, segments))
             if changes:
-                codes, segments = inside(self.space, codes, self.random.choice(changes))
+                codes, segments = suited(self.space, codes, self.random.choice(changes))
         menu = self.space.menu_in(segments)
         free = [i for i, allowed in enumerate(menu) if len(allowed) > 1]
         if not free:
             return None
         chosen = self._draw(free, menu)
-        for i in chosen[:3]:
+        for i in chosen[:KICK_CHANGES]:
             codes[i] = self.random.choice(menu[i])
         value = self.cost(codes, segments)
         codes, value = self._all_of(codes, segments, value, menu, self._draw(free, menu), deadline)
@@ -213,11 +243,11 @@ class LocalSearch:
     def _draw(self, free: Sequence[int], menu: Sequence[Sequence[int]]) -> list[int]:
         """Stages to solve together: some close to each other, the others anywhere."""
         at = self.random.randrange(len(free))
-        near = free[max(0, at - 6) : at + 7]
+        near = free[max(0, at - KICK_REACH) : at + KICK_REACH + 1]
         chosen: list[int] = []
         size = 1
-        for _ in range(12):
-            i = self.random.choice(near if self.random.random() < 0.6 else free)
+        for _ in range(KICKED_STAGES):
+            i = self.random.choice(near if self.random.random() < CLOSE_SHARE else free)
             if i in chosen:
                 continue
             size *= len(menu[i])
@@ -251,20 +281,23 @@ class LocalSearch:
     ) -> tuple[list[int], float]:
         """The best of all combinations of the options of these stages, or `codes` where none is better."""
         combined = np.array(list(itertools.product(*(menu[i] for i in chosen))), np.int8)
-        batch = max(64, _CELLS_PER_BATCH // len(codes))
-        for at in range(0, len(combined), batch):
-            part = combined[at : at + batch]
+        for part in self._batches(combined):
             rows = np.tile(np.array(codes, np.int8), (len(part), 1))
             rows[:, list(chosen)] = part
-            rows = rows[self.least(rows, segments) < value * (1 - SAME)]
+            rows = rows[self.least(rows, segments) < value * (1 - EQUAL_S)]
             if len(rows):
                 costs = self.costs(rows, segments)
                 row = int(costs.argmin())
-                if costs[row] < value * (1 - SAME):
+                if costs[row] < value * (1 - EQUAL_S):
                     codes, value = rows[row].tolist(), float(costs[row])
             if time.monotonic() > deadline:
                 break
         return codes, value
+
+    def _batches(self, items: Batch) -> Iterator[Batch]:
+        """As many of them at once as are evaluated together."""
+        size = max(LEAST_ROWS_AT_ONCE, CELLS_AT_ONCE // len(self.space.menu))
+        return (items[at : at + size] for at in range(0, len(items), size))
 
     def _forests(
         self, codes: list[int], segments: Segments, value: float, deadline: float
@@ -279,7 +312,7 @@ class LocalSearch:
         for number, changed in enumerate(self._moved(codes, segments)):
             if time.monotonic() > deadline:
                 return None
-            fixed, forest = inside(self.space, codes, changed)
+            fixed, forest = suited(self.space, codes, changed)
             menu = self.space.menu_in(forest)
             rows = np.array(
                 [fixed]
@@ -296,13 +329,13 @@ class LocalSearch:
                 continue
             costs = self.costs(rows, forest)
             row = int(costs.argmin())
-            if costs[row] < value * (1 - SAME):
+            if costs[row] < value * (1 - EQUAL_S):
                 return rows[row].tolist(), forest, float(costs[row])
             if costs[row] < value * NEAR:
                 promising.append((float(costs[row]), number, rows[row].tolist(), forest))
-        for cost, _, row_codes, forest in sorted(promising)[:PROMISING]:
-            found, cost = self._options(row_codes, forest, cost, deadline, 200)
-            if cost < value * (1 - SAME):
+        for cost, _, row_codes, forest in sorted(promising)[:CLOSER_LOOKS]:
+            found, cost = self._options(row_codes, forest, cost, deadline, CLOSER_PAIRS)
+            if cost < value * (1 - EQUAL_S):
                 return found, forest, cost
         return None
 
@@ -328,17 +361,15 @@ class LocalSearch:
     ) -> tuple[list[int], float] | None:
         """The best of these changes, or as many of the best together as help; None where none does."""
         helping: list[tuple[float, _Change]] = []
-        batch = max(64, _CELLS_PER_BATCH // len(codes))
-        for at in range(0, len(changes), batch):
-            part = changes[at : at + batch]
+        for part in self._batches(changes):
             rows = np.tile(np.array(codes, np.int8), (len(part), 1))
             for position in range(len(part[0])):
                 stages = [change[position][0] for change in part]
                 rows[np.arange(len(part)), stages] = [change[position][1] for change in part]
-            worth = np.flatnonzero(self.least(rows, segments) < value * (1 - SAME))
+            worth = np.flatnonzero(self.least(rows, segments) < value * (1 - EQUAL_S))
             if len(worth):
                 costs = self.costs(rows[worth], segments)
-                better = np.flatnonzero(costs < value * (1 - SAME))
+                better = np.flatnonzero(costs < value * (1 - EQUAL_S))
                 helping += [(float(costs[i]), part[int(worth[i])]) for i in better]
             if time.monotonic() > deadline:
                 break
@@ -354,7 +385,7 @@ class LocalSearch:
                 for i, code in change:
                     together[i] = code
                 count += 1
-                if count & (count - 1) == 0 or count % 16 == 0:
+                if count & (count - 1) == 0 or count % EVERY_TOGETHER == 0:
                     trials.append(list(together))
         costs = self.costs(np.array(trials, np.int8), segments)
         best = int(costs.argmin())
@@ -370,8 +401,8 @@ class LocalSearch:
             if names[i] != names[j]
             and (b := _code(self.space, i, names[j])) in menu[i]
             and (a := _code(self.space, j, names[i])) in menu[j]
-        ] if n <= 400 else []  # fmt: skip
-        for apart in range(1, n if n <= 12 else 4):
+        ] if n <= EXCHANGE_STAGES else []  # fmt: skip
+        for apart in range(1, n if n <= ALL_APART_STAGES else APART):
             for i in range(n - apart):
                 found += [
                     ((i, a), (i + apart, b))
@@ -390,9 +421,9 @@ class LocalSearch:
         for changed in self._moved(codes, segments):
             if time.monotonic() > deadline:
                 return None
-            fixed, forest = inside(self.space, codes, changed)
+            fixed, forest = suited(self.space, codes, changed)
             seconds = self.cost(fixed, forest)
-            if seconds < value * (1 - SAME):
+            if seconds < value * (1 - EQUAL_S):
                 return fixed, forest, seconds
         return None
 
@@ -421,7 +452,7 @@ class LocalSearch:
                 yield from self._kept(before, inner, after, low, high)
         taken = {i for segment in segments for i in range(segment.first, segment.last + 1)}
         for first in range(n):
-            for last in self.space.ends(first, first + 1, min(n, first + 4)):
+            for last in self.space.ends(first, first + 1, min(n, first + NEW_SEGMENT)):
                 if taken.isdisjoint(range(first, last + 1)):
                     yield tuple(sorted((*segments, Segment(first, last)), key=lambda s: s.first))
 
@@ -455,13 +486,12 @@ class PeakSearch(LocalSearch):
     def costs(self, rows: Codes, segments: Segments) -> NDArray[np.float64]:
         """`cost` of many."""
         parts = []
-        step = max(1, _CELLS_PER_BATCH // rows.shape[1])
-        for at in range(0, len(rows), step):
-            needs = np.concatenate(self.evaluator.tightest(rows[at : at + step], segments), axis=1)
+        for part in self._batches(rows):
+            needs = np.concatenate(self.evaluator.tightest(part, segments), axis=1)
             peaks = np.maximum(needs.max(axis=1), self.evaluator.profile.update_peak_bytes)
             parts.append(peaks + (needs >= peaks[:, None]).sum(axis=1) / (2 * needs.shape[1]))
         return np.concatenate(parts) if parts else np.zeros(0)
 
     def least(self, rows: Codes, segments: Segments) -> NDArray[np.float64]:
-        """Nothing is told sooner than the peak itself."""
+        """Nothing bounds a peak at less cost than the peak itself."""
         return np.zeros(len(rows))

@@ -7,44 +7,47 @@ options and segments that fit a budget, its multipliers, scaled up until time no
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from ckptplan.core import rules
 from ckptplan.core.option import Action
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import NO_LIMITS, Limits
-from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Phase
-from ckptplan.solving import enumerate as exact_search
-from ckptplan.solving import local_search
 from ckptplan.solving.bound.linear_program import Master
 from ckptplan.solving.bound.relaxation import Chain, Intervals
-from ckptplan.solving.bound.trees import Costs, LinearTrees, column_of
+from ckptplan.solving.bound.trees import Costs, LinearTrees, MissingColumns
 from ckptplan.solving.cost import Evaluator, Segments, menus
-from ckptplan.solving.enumerate import PlanSpace
+from ckptplan.solving.enumerate import PlanSpace, smallest_of_all
 from ckptplan.solving.label_dp import LabelDp
-from ckptplan.solving.local_search import PeakSearch
+from ckptplan.solving.local_search import PeakSearch, even_segments, patterns
 from ckptplan.solving.segment_dp import SegmentDp
 from ckptplan.solving.tiers import all_bytes, check_disk, evaluator_of
 
-ENUMERATE = 400_000
+PLANS_LOOKED_AT = 400_000
 """Up to this many plans, looking at each is fastest."""
 MOST_FORESTS = 5000
-"""Ways to choose segments: all of seven stages."""
-WIDTH = 250
+"""Most ways to choose segments among which plans are looked at one by one: all of seven stages."""
+LABEL_WIDTH = 250
+LABEL_PLANS = 8
+"""Labels per boundary, and plans looked at, in each step of the bisection by the label DP."""
 SEGMENT_WORK = 200_000_000
 """Additions of the segment program; about a second per billion."""
-CLOSE = 1 << 12
-"""The bisection of the linear bound ends when what is left is this part of the peak."""
+ESTIMATES = (0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.2)
+"""Where the segment program's bytes are an estimate: budgets tried, as shares of the smallest it has a plan for."""
+SEARCH_SHIFT = 10
+BOUND_SHIFT = 12
+"""The bisections of the label DP and of the linear bound end when what is left is the peak shifted right by this."""
 ROUNDS = 150
 """Rounds of local search that may give nothing."""
-SCALE = 1e6
-"""Multipliers so much larger make any excess of bytes dearer than any plan's time."""
+SEGMENTS_UNTIL, SEARCH_UNTIL, LABELS_UNTIL, LAST_SEARCH_UNTIL = 0.3, 0.4, 0.6, 0.8
+"""Shares of the time by which each part ends; the last part, the bound, has the rest."""
+MULTIPLIER_FACTOR = 1e6
+"""Multipliers so much larger make any excess of bytes cost more than any plan's time."""
+ROUNDING = 1e-6
+"""Relative error, at most, of a value at such multipliers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,26 +101,26 @@ def plan_space_of(profile: Profile, actions: Sequence[Action], segments: bool, h
 
 def least_peak(evaluator: Evaluator, space: PlanSpace, deadline: float, enough: int = 0) -> MinPeak:
     """`smallest_peak` by `deadline` (of `time.monotonic()`), or as soon as a plan fits in `enough` bytes."""
-    if space.count(ENUMERATE, MOST_FORESTS) <= ENUMERATE:
+    if space.count(PLANS_LOOKED_AT, MOST_FORESTS) <= PLANS_LOOKED_AT:
         evaluator.exact = True
-        row, segments, peak, complete = exact_search.smallest(evaluator, space, deadline)
+        row, segments, peak, complete = smallest_of_all(evaluator, space, deadline)
         codes = tuple(row.tolist())
         bound = peak if complete and evaluator.exact else step_bound(space)
     else:
-        search = _Search(evaluator, space, enough)
+        search = _PeakRun(evaluator, space, enough)
         search.run(deadline)
         codes, segments, peak, bound = tuple(search.best[0]), search.best[1], search.least, search.bound
     stage, phase = evaluator.binding(codes, segments)
     return MinPeak(peak, bound, codes, segments, stage, phase, bound == peak)
 
 
-class _Search:
+class _PeakRun:
     """The best plan so far and the bound so far."""
 
     def __init__(self, evaluator: Evaluator, space: PlanSpace, enough: int) -> None:
         self.evaluator, self.space, self.profile = evaluator, space, evaluator.profile
         self.enough = enough
-        starts = local_search.patterns(space)
+        starts = patterns(space)
         peaks = evaluator.smallest_peaks(starts)
         self.best: tuple[Sequence[int], Segments] = (starts[peaks.argmin()].tolist(), ())
         self.least = int(peaks.min())
@@ -125,17 +128,21 @@ class _Search:
 
     def run(self, deadline: float) -> None:
         """Cheap plans; local search, ever smaller budgets for the label DP, and the bound, until they meet."""
-        left = deadline - time.monotonic()
+        begin = time.monotonic()
+
+        def until(share: float) -> float:
+            return begin + share * (deadline - begin)
+
         if self.space.segments:
-            for power in range(1, len(self.space.menu).bit_length()):
-                self.offer(*local_search.even_segments(self.space, 1 << power))
-            self.segment_program(deadline - 0.7 * left)
+            for plan in even_segments(self.space):
+                self.offer(*plan)
+            self.segment_program(until(SEGMENTS_UNTIL))
         if not self.done:
-            self.local(deadline - 0.6 * left, 0)
+            self.local(until(SEARCH_UNTIL), 0)
         if not self.done:
-            self.smaller_budgets(deadline - 0.4 * left)
+            self.smaller_budgets(until(LABELS_UNTIL))
         if not self.done:
-            self.local(deadline - 0.2 * left, 1)
+            self.local(until(LAST_SEARCH_UNTIL), 1)
         if not self.done:
             self.raise_bound(deadline)
 
@@ -157,15 +164,11 @@ class _Search:
         dp = SegmentDp(self.space, self.least, max_work=SEGMENT_WORK)
         if not dp.run(deadline) or (budget := dp.least_bytes()) is None:
             return
-        for asked in (budget,) if dp.exact else np.linspace(0.9, 1.2, 7) * budget:
-            found = dp.plan(int(asked))
+        for share in (1.0,) if dp.exact else ESTIMATES:
+            found = dp.plan(int(share * budget))
             if found is not None:
                 self.offer(*found)
-        if dp.exact and not any(
-            stage.options[c].moves
-            for stage, codes in zip(self.profile.stages, self.space.menu, strict=True)
-            for c in codes
-        ):
+        if dp.exact and not self.space.moves:
             self.bound = self.least
 
     def local(self, deadline: float, seed: int) -> None:
@@ -179,16 +182,18 @@ class _Search:
     def smaller_budgets(self, deadline: float) -> None:
         """The label DP by bisection."""
         low = self.bound  # no plan was found for `low - 1` bytes or fewer
-        while not self.done and low < self.least - (self.least >> 10) and time.monotonic() < deadline:
+        while not self.done and low < self.least - (self.least >> SEARCH_SHIFT) and time.monotonic() < deadline:
             middle = (low + self.least - 1) // 2
-            found = LabelDp(self.space, middle, host_bytes=self.evaluator.host_bytes).run(WIDTH, deadline, count=8)
+            found = LabelDp(self.space, middle, host_bytes=self.evaluator.host_bytes).run(
+                LABEL_WIDTH, deadline, count=LABEL_PLANS
+            )
             if True not in [self.offer(plan.codes, plan.segments) for plan in found]:
                 low = middle + 1
 
     def raise_bound(self, deadline: float) -> None:
         """Bisection: the largest budget for which the linear program proves that nothing fits."""
         high = self.least  # for `high` bytes there is no proof
-        while high - self.bound > self.least // CLOSE and time.monotonic() < deadline:
+        while high - self.bound > self.least >> BOUND_SHIFT and time.monotonic() < deadline:
             middle = (self.bound + high) // 2
             proven = nothing_fits(self.space, middle, self.evaluator.host_bytes, deadline)
             if proven:
@@ -234,28 +239,19 @@ def nothing_fits(space: PlanSpace, budget_bytes: int, host_bytes: int | None, de
         s.forward_s + s.backward_s + max(o.recompute_s for o in s.options) for s in profile.stages
     ) + sum(link.out_s(s.nbytes) + link.in_s(s.nbytes) for s in profile.storages)
     master, intervals = Master(chain), Intervals(chain)
-    seen: set[Segment] = set()
-    longest = 8 + math.isqrt(n)
+    columns = MissingColumns(intervals)
     while (left := deadline - time.monotonic()) > 0:
         duals = master.solve(left)
         if duals is None or duals.excess <= 0:
             return False
-        large = replace(duals, host=duals.host * SCALE, ask={key: w * SCALE for key, w in duals.ask.items()})
-        scaled = LinearTrees(intervals, Costs.of(chain, large, scale=SCALE))
+        large = replace(
+            duals, host=duals.host * MULTIPLIER_FACTOR, ask={key: w * MULTIPLIER_FACTOR for key, w in duals.ask.items()}
+        )
+        scaled = LinearTrees(intervals, Costs.of(chain, large, scale=MULTIPLIER_FACTOR))
         value = 1.0 + scaled.constant + float(scaled.path()[0][-1])
-        if value * chain.second * (1 - 1e-6) > longest_s:
+        if value * chain.second * (1 - ROUNDING) > longest_s:
             return True
         trees = LinearTrees(intervals, Costs.of(chain, duals))
-        new: list[Segment] = []
-        while not new:
-            found = [trees.structure(a, b) for a, b in trees.missing(duals.stage, longest)]
-            new = [tree for tree in found if tree not in seen]
-            if longest >= intervals.longest:
-                break
-            longest *= 1 if new else 2
-        if not new:
+        if not columns.add_to(master, trees, duals):
             return False
-        seen.update(new)
-        for tree in new:
-            master.add(column_of(chain, intervals, tree))
     return False

@@ -12,21 +12,20 @@ import numpy as np
 from ckptplan.core.checks import check_bytes
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.option import ACTIONS, Action, Option
-from ckptplan.core.plan import Plan, launch_s, saved_bytes
+from ckptplan.core.plan import OPTIMAL_GAP, Plan, plan_of
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import NO_LIMITS, Limits
+from ckptplan.core.schedule import EQUAL_S
 from ckptplan.core.segment import Segment
 from ckptplan.core.units import format_bytes
-from ckptplan.solving import enumerate as exact_search
-from ckptplan.solving import local_search
-from ckptplan.solving.bound import pricing as prices
 from ckptplan.solving.bound.linear_program import Master
+from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.bound.relaxation import Chain, Floats
 from ckptplan.solving.cost import KEEP, Evaluator, Menu, Schedule, Segments
 from ckptplan.solving.cp_sat import FluidModel
-from ckptplan.solving.enumerate import PlanSpace
-from ckptplan.solving.label_dp import LEAST_WIDTH, LabelDp, Prices
-from ckptplan.solving.local_search import LocalSearch
+from ckptplan.solving.enumerate import PlanSpace, fastest_of_all
+from ckptplan.solving.label_dp import LEAST_WIDTH, LabelDp, Steering
+from ckptplan.solving.local_search import MOST_PAIRS, LocalSearch, even_segments, patterns
 from ckptplan.solving.peak import (
     MOST_FORESTS,
     SEGMENT_WORK,
@@ -36,7 +35,7 @@ from ckptplan.solving.peak import (
     smallest_peak,
     step_bound,
 )
-from ckptplan.solving.segment_dp import LIMIT, SegmentDp
+from ckptplan.solving.segment_dp import REACH, SegmentDp
 from ckptplan.solving.tiers import all_bytes, check_disk, evaluator_of, slower_link
 
 __all__ = ["MinPeak", "OnProgress", "plan_space", "smallest_peak", "solve_profile"]
@@ -44,33 +43,67 @@ __all__ = ["MinPeak", "OnProgress", "plan_space", "smallest_peak", "solve_profil
 OnProgress = Callable[[str, float, float], None]
 """Called with the part at work, the best makespan so far and the lower bound so far, in seconds."""
 
-GAP = 1e-6
-ENUMERATE = 20_000
+PLANS_LOOKED_AT_FIRST = 20_000
 """Up to this many plans, looking at each is faster than any other proof."""
-ENUMERATE_WITH_TIME = 4_000_000
-"""Up to this many, it is the last resort where bounds leave a gap: seconds at most."""
+PLANS_LOOKED_AT_LAST = 4_000_000
+"""Up to this many, looking at each is the last resort where bounds leave a gap: it takes seconds at most."""
+LONG_CHAIN = 300
+"""Stages from which on the first linear program and the nesting of segments take most of the time."""
+NESTING = 2
+"""Deepest nesting of segments in the label DP; deeper ones come from the segment DP and the local search."""
 FIRST_WIDTH = 250
+"""Labels per boundary in the first round of the label DP, which is to give a plan soon."""
 LABELS_AT_FIRST = 60_000
-"""Labels times stages in the first round, about."""
-LONG = 300
-DEPTH = 2
-"""Nesting of segments in the label DP; deeper ones come from the segment DP and the local search."""
+"""Labels times stages in that round, about: bounds its time on long chains."""
+WIDTH_FACTOR = 4
+"""Growth of its width from round to round: all rounds before the last take a third of its time."""
 MOST_LABELS = 10_000
+"""Width after which no further round begins: bounds memory and time."""
 FINALISTS = 60
-NEAREST = 2
-"""So many of them, with different segments, are starts for local search."""
-WORSE = 1.01
-"""The label DP drops what is slower than the best plan by more."""
-BOUND_SHARE = 0.5
+"""Plans of a round that are evaluated, each in about a millisecond."""
+LOCAL_SEARCH_STARTS = 2
+"""Finalists with distinct segments from which local search starts."""
+SLOWER_FACTOR = 1.01
+"""The label DP drops what its fluid links, which are inexact, make slower than the best plan by more."""
 MODEL_STAGES = 150
 """Longer chains take CP-SAT more than the time there is."""
-MODEL_TREES = 300
+MODEL_SEGMENTS = 300
+"""Segments given to CP-SAT, the latest met: bounds the size of its model."""
 MODEL_LEAST_S = 0.2
-SHARES = (0.4, 0.4, 0.6)
-"""Of the time left then, for each search but the last one where there is a disk tier."""
+MODEL_S_PER_STAGE = 0.005
+"""Seconds in which its model is built, about."""
 ROUNDS_AT_FIRST = 40
 ROUNDS_AT_LAST = 400
-"""Rounds of local search that may give nothing."""
+"""Rounds of local search that may give nothing, before the first bound and at the end."""
+MOST_PAIRS_LATER = 4000
+"""Pairs of changes tried from each plan after a later round of the label DP."""
+SEGMENT_WORK_FACTOR = 8
+"""As many times the segment program's usual work where nothing moves: there it may be the proof."""
+FITTING_TRIALS = 7
+"""Budgets tried for the segment program where its bytes are an estimate: a bisection to 0.4 % of the true one."""
+LEAST_FITTING = 0.75
+"""Smallest of these budgets, as a share of the true one."""
+REFUSAL_LEAST_S = 0.2
+"""Seconds for the smallest peak in an error, however late it is."""
+BOUND_ROUNDING = 1e-9
+"""Relative difference by which a bound may be above the plan for nothing but rounding."""
+
+# Shares of the time that is left when a part begins; the rest is for the parts behind it. On small chains each part
+# ends long before.
+FIRST_DP_SHARE = 0.3
+FINALISTS_SHARE = 0.5
+STARTS_SHARE = 0.08
+BOUND_SHARE = 0.5
+FIRST_LOCAL_SHARE = 0.2
+LONG_CHAIN_LOCAL_SHARE = 0.6
+LATER_LOCAL_SHARE = 0.3
+LAST_LOCAL_SHARE = 0.85
+SEGMENT_SHARE = 0.2
+STILL_SEGMENT_SHARE = 0.6
+"""Of the segment program where nothing moves."""
+FIRST_TIER_SHARE = 0.4
+SLOWER_LINKS = ((1.0, 0.4), (0.5, 0.6))
+"""With a disk tier, the searches after the first: how much like the disk's the link is, and the share of each."""
 
 
 def solve_profile(
@@ -106,7 +139,7 @@ def solve_profile(
     check_bytes("solve_profile", budget_bytes=budget_bytes)
     host_bytes = limits.host_bytes
     disk = check_disk(profile, host_bytes, limits.disk_bytes)
-    search = _Search(
+    search = _PlanSearch(
         profile,
         budget_bytes,
         limits.actions,
@@ -119,39 +152,31 @@ def solve_profile(
         evaluator_of(profile, host_bytes, disk),
     )
     best, bound_s = search.run() if not disk or host_bytes is None else _with_disk(search, host_bytes)
-    return Plan(
-        stages=tuple(stage.name for stage in profile.stages),
-        choices=best.choices,
-        status="optimal" if best.step_s <= bound_s * (1 + GAP) else "feasible",
+    return plan_of(
+        profile,
+        best.choices,
+        best.segments,
         budget_bytes=budget_bytes,
         peak_bytes=best.peak_bytes,
         host_bytes=best.host_bytes,
         disk_bytes=best.disk_bytes,
         step_s=best.step_s,
-        baseline_step_s=profile.baseline_step_s,
         lower_bound_s=bound_s,
         space=plan_space(limits.actions, segments=limits.segments, disk=disk > 0),
         planner="ckptplan",
-        fingerprint=profile.fingerprint,
-        inputs=tuple(stage.inputs for stage in profile.stages),
-        segments=best.segments,
-        saved_bytes=saved_bytes(profile, best.choices),
-        launch_s=launch_s(profile, best.choices, best.segments),
-        baseline_launch_s=profile.baseline_launch_s,
-        outside=profile.outside,
     )
 
 
-def _with_disk(search: _Search, host_bytes: int) -> tuple[Schedule, float]:
+def _with_disk(search: _PlanSearch, host_bytes: int) -> tuple[Schedule, float]:
     """The best plan of several searches, and the best bound; `search` is the one with all copies at the link's rate.
 
     The others' links are slower, which suits plans that move more to the disk and bounds them better; and one leaves
     the disk alone.
     """
     deadline, profile = search.deadline, search.profile
-    search.deadline = _after(SHARES[0], deadline)
+    search.deadline = _after(FIRST_TIER_SHARE, deadline)
     search.run()
-    for slower, share in ((1.0, SHARES[1]), (0.5, SHARES[2])):
+    for slower, share in SLOWER_LINKS:
         if not search.closed():
             view, more_s = slower_link(profile, host_bytes, slower)
             part = replace(search, profile=view, deadline=_after(share, deadline), more_s=more_s, trees={})
@@ -183,7 +208,7 @@ def plan_space(actions: Sequence[Action], *, segments: bool = True, disk: bool =
 
 
 @dataclass(slots=True)
-class _Search:
+class _PlanSearch:
     """One run: the best schedule so far and the bound so far.
 
     Candidates and bounds are made with `profile` and `host_bytes`, and plans are judged by `evaluator`. These differ
@@ -218,87 +243,80 @@ class _Search:
         self.offer([KEEP] * len(self.menu))
         if self.closed():
             return self.result("keep all")
-        if self.space.count(ENUMERATE, MOST_FORESTS) <= ENUMERATE:
+        if self.space.count(PLANS_LOOKED_AT_FIRST, MOST_FORESTS) <= PLANS_LOOKED_AT_FIRST:
             self.enumerate()
             return self.result("exact search")
         self.start()
         if not self.closed():
             self.improve()
-        if not self.closed() and self.space.count(ENUMERATE_WITH_TIME, MOST_FORESTS) <= ENUMERATE_WITH_TIME:
+        if not self.closed() and (self.space.count(PLANS_LOOKED_AT_LAST, MOST_FORESTS) <= PLANS_LOOKED_AT_LAST):
             self.enumerate()
         return self.result("done")
 
     def improve(self) -> None:
         """Label DP, local search and bounds by turns, each time with more labels; then CP-SAT."""
         n = len(self.menu)
-        long = n > LONG
-        # The first linear program is the dearest part on long chains: there the bound's prices steer.
+        long = n > LONG_CHAIN
+        # The first linear program takes most of the time on long chains: there the bound's prices steer.
         steer = self.run_bound() if long else self.steering()
         if self.closed():
             return
         width = max(LEAST_WIDTH, min(FIRST_WIDTH, LABELS_AT_FIRST // n))
-        # Segments make each step several times as dear: on long chains the first round goes without.
-        depth = 0 if long else DEPTH
+        # With segments each step takes several times as long: on long chains the first round goes without.
+        depth = 0 if long else NESTING
         begin = time.monotonic()
-        self.run_dp(width, steer, depth, begin + 0.3 * self.left_s())
+        self.run_dp(width, steer, depth, begin + FIRST_DP_SHARE * self.left_s())
         taken = time.monotonic() - begin
         if long:
-            self.polish(2000, 0.6)
+            self.polish(MOST_PAIRS, LONG_CHAIN_LOCAL_SHARE)
         else:
-            self.polish(2000, 0.2)
+            self.polish(MOST_PAIRS, FIRST_LOCAL_SHARE)
             if n <= MODEL_STAGES:
-                self.search(ROUNDS_AT_FIRST, 0.2)
+                self.search(ROUNDS_AT_FIRST, FIRST_LOCAL_SHARE)
             self.run_bound()
         while not self.closed() and width <= MOST_LABELS:
-            if self.left_s() < (1.0 if depth < DEPTH else 2.0) * taken:
+            if self.left_s() < (1.0 if depth < NESTING else 2.0) * taken:
                 break
             begin, before = time.monotonic(), self.best
-            width, depth = (width, DEPTH) if depth < DEPTH else (4 * width, DEPTH)
+            width, depth = width if depth < NESTING else WIDTH_FACTOR * width, NESTING
             complete = self.run_dp(width, steer, depth, self.deadline)
             taken = time.monotonic() - begin
             if self.best is not before:
-                self.polish(4000, 0.3)
+                self.polish(MOST_PAIRS_LATER, LATER_LOCAL_SHARE)
             if not complete:
                 break
         if not self.closed():
-            self.search(ROUNDS_AT_LAST, 0.85 if n <= MODEL_STAGES else 1.0)
+            self.search(ROUNDS_AT_LAST, LAST_LOCAL_SHARE if n <= MODEL_STAGES else 1.0)
         if not self.closed() and n <= MODEL_STAGES:
             self.run_model()
-
-    @property
-    def moves(self) -> bool:
-        """Whether anything may move."""
-        return any(
-            stage.options[code].moves
-            for stage, codes in zip(self.profile.stages, self.menu, strict=True)
-            for code in codes
-        )
 
     def left_s(self) -> float:
         """Seconds until the deadline."""
         return max(0.0, self.deadline - time.monotonic())
 
-    def steering(self) -> Prices | None:
-        """What bytes are worth, from the linear program without segments."""
+    def steering(self) -> Steering | None:
+        """The worth of bytes by the linear program without segments."""
         chain = Chain(self.profile, self.menu, self.budget_bytes, self.host_bytes, segments=self.segments)
-        duals = Master(chain).solve(0.5 * self.left_s())
+        duals = Master(chain).solve(BOUND_SHARE * self.left_s())
         if duals is None:
             return None
-        link, per_byte = self.profile.link, chain.second / chain.unit
-        forward, backward = duals.forward * per_byte, duals.backward * per_byte
-        return _steer(
-            forward,
-            backward,
-            forward + duals.drain[0] / link.out_bytes_per_s,
-            backward + duals.drain[1] / link.in_bytes_per_s,
-        )
+        per_byte = chain.second / chain.unit
+        return self.steered_by(duals.forward * per_byte, duals.backward * per_byte, duals.drain)
 
-    def run_dp(self, width: int, steer: Prices | None, depth: int, deadline: float) -> bool:
-        """Offer what the label DP finds; whether it had time for all its labels."""
+    def steered_by(self, forward: Floats, backward: Floats, drain: Sequence[Floats]) -> Steering:
+        """The worth of a byte at each boundary, from prices of a byte in each step and of a second of each link."""
+        link = self.profile.link
+        out = forward + drain[0] / link.out_bytes_per_s
+        back = backward + drain[1] / link.in_bytes_per_s
+        held = np.cumsum((forward + backward)[::-1])[::-1]
+        return Steering(*(np.append(worth, 0.0) for worth in (held, out, back, backward)))
+
+    def run_dp(self, width: int, steer: Steering | None, depth: int, deadline: float) -> bool:
+        """Offer the plans that the label DP finds; return whether it had time for all its labels."""
         begin = time.monotonic()
         dp = LabelDp(self.space, self.budget_bytes, host_bytes=self.host_bytes, depth=depth)
         below_s = math.inf if self.best is None else self.best.step_s
-        found = dp.run(width, deadline, prices=steer, below_s=below_s * WORSE, count=FINALISTS)
+        found = dp.run(width, deadline, prices=steer, below_s=below_s * SLOWER_FACTOR, count=FINALISTS)
         best_s = below_s
         near: dict[Segments, tuple[float, tuple[int, ...]]] = {}
         for plan in found:
@@ -308,22 +326,22 @@ class _Search:
                 self.offer(plan.codes, plan.segments)
             if seconds < near.get(plan.segments, (math.inf,))[0]:
                 near[plan.segments] = (seconds, plan.codes)
-            if time.monotonic() > self.deadline or time.monotonic() - begin > 0.5 * self.left_s():
+            if time.monotonic() > self.deadline or time.monotonic() - begin > FINALISTS_SHARE * self.left_s():
                 break
         if len(self.menu) <= MODEL_STAGES:
             # Plans with other segments than the best one's may lead further.
-            until = time.monotonic() + 0.08 * self.left_s()
+            until = time.monotonic() + STARTS_SHARE * self.left_s()
             search = LocalSearch(self.evaluator, self.space, self.budget_bytes, self.seed)
-            for segments, (_, codes) in sorted(near.items(), key=lambda item: item[1])[:NEAREST]:
+            for segments, (_, codes) in sorted(near.items(), key=lambda item: item[1])[:LOCAL_SEARCH_STARTS]:
                 improved, forest, _ = search.improve(codes, segments, until)
                 self.offer(improved, forest)
         self.report("label DP")
         return dp.complete
 
-    def run_bound(self) -> Prices | None:
-        """A proven bound, and what its programs suggest; what they say that bytes are worth."""
+    def run_bound(self) -> Steering | None:
+        """Prove a bound and offer the plans that its programs suggest; return the worth of bytes by its prices."""
         assert self.best is not None
-        bound = prices.lower_bound(
+        bound = lower_bound(
             self.profile,
             self.menu,
             self.budget_bytes,
@@ -337,21 +355,16 @@ class _Search:
         self.report("bound")
         if bound.prices is None:
             return None
-        given, link = bound.prices, self.profile.link
-        forward, backward = np.array(given.forward_s_per_byte), np.array(given.backward_s_per_byte)
-        return _steer(
-            forward,
-            backward,
-            forward + np.array(given.drain[0]) / link.out_bytes_per_s,
-            backward + np.array(given.drain[1]) / link.in_bytes_per_s,
-        )
+        prices = bound.prices
+        forward, backward = np.array(prices.forward_s_per_byte), np.array(prices.backward_s_per_byte)
+        return self.steered_by(forward, backward, [np.array(lane) for lane in prices.drain])
 
     def run_model(self) -> None:
         """CP-SAT over options and the segments met so far, from the best plan, for the time that is left."""
         assert self.best is not None
-        if self.left_s() < MODEL_LEAST_S + len(self.menu) / 200:  # what building it takes
+        if self.left_s() < MODEL_LEAST_S + len(self.menu) * MODEL_S_PER_STAGE:
             return
-        trees = list(self.trees)[-MODEL_TREES:]
+        trees = list(self.trees)[-MODEL_SEGMENTS:]
         trees += [tree for tree in self.best.segments if tree not in trees]
         model = FluidModel(self.profile, self.menu, self.budget_bytes, host_bytes=self.host_bytes, segments=trees)
         model.hint(self.best.codes, self.best.segments)
@@ -370,7 +383,7 @@ class _Search:
 
     def closed(self) -> bool:
         """Whether the best schedule is proven optimal."""
-        return self.best is not None and self.best.step_s <= self.bound_s * (1 + GAP)
+        return self.best is not None and self.best.step_s <= self.bound_s * (1 + OPTIMAL_GAP)
 
     def offer(self, codes: Sequence[int], segments: Segments = ()) -> None:
         """Take this plan if it fits and is faster, or as fast with more stages kept."""
@@ -391,7 +404,7 @@ class _Search:
     def enumerate(self) -> None:
         """Exact search over every vector."""
         self.evaluator.exact = True
-        complete = exact_search.fastest(
+        complete = fastest_of_all(
             self.evaluator,
             self.space,
             self.budget_bytes,
@@ -409,17 +422,17 @@ class _Search:
         """First vectors that fit; where none is found, the one with the smallest peak."""
         if self.budget_bytes < step_bound(self.space):
             self.refuse()
-        starts = local_search.patterns(self.space)
+        starts = patterns(self.space)
         costs = self.evaluator.makespans(starts, self.budget_bytes)
         self.offer(starts[costs.argmin()].tolist())
         if self.best is None and self.space.segments:
-            for power in range(1, len(self.menu).bit_length()):
-                self.offer(*local_search.even_segments(self.space, 1 << power))
+            for plan in even_segments(self.space):
+                self.offer(*plan)
         if self.best is not None:
             self.report("patterns")
         self.run_segments()
         if self.best is None:
-            self.run_dp(FIRST_WIDTH, None, DEPTH, self.deadline)
+            self.run_dp(FIRST_WIDTH, None, NESTING, self.deadline)
         if self.best is None:
             self.refuse()
             self.report("smallest peak")
@@ -428,11 +441,14 @@ class _Search:
         """Nothing moves: the optimum on textbook chains, good candidates on others."""
         if not self.space.segments:
             return
-        dp = SegmentDp(self.space, self.budget_bytes, max_work=SEGMENT_WORK if self.moves else 8 * SEGMENT_WORK)
-        if not dp.run(time.monotonic() + (0.2 if self.moves else 0.6) * self.left_s()):
+        work, share = SEGMENT_WORK, SEGMENT_SHARE
+        if not self.space.moves:
+            work, share = SEGMENT_WORK_FACTOR * SEGMENT_WORK, STILL_SEGMENT_SHARE
+        dp = SegmentDp(self.space, self.budget_bytes, max_work=work)
+        if not dp.run(time.monotonic() + share * self.left_s()):
             return
         self.fit_segments(dp)
-        if dp.exact and not self.moves and self.best is not None:
+        if dp.exact and not self.space.moves and self.best is not None:
             self.bound_s = self.best.step_s
         self.report("segment DP")
 
@@ -440,7 +456,7 @@ class _Search:
         """Where the program's bytes are an estimate, the largest budget for it whose plan truly fits."""
         low, high = 0.0, 2.0 * self.budget_bytes
         asked = float(self.budget_bytes)
-        for _ in range(1 if dp.exact else 7):
+        for _ in range(1 if dp.exact else FITTING_TRIALS):
             found = dp.plan(int(asked))
             fits = False
             if found is not None:
@@ -449,11 +465,11 @@ class _Search:
                 if self.best is None or seconds < self.best.step_s:
                     self.offer(*found)
             low, high = (asked, high) if fits or found is None else (low, asked)
-            asked = (max(low, 0.75 * self.budget_bytes) + min(high, LIMIT * self.budget_bytes)) / 2
+            asked = (max(low, LEAST_FITTING * self.budget_bytes) + min(high, REACH * self.budget_bytes)) / 2
 
     def refuse(self) -> None:
         """Raise where the budget is below the smallest peak; else start from the vector that has it."""
-        deadline = max(self.deadline, time.monotonic() + 0.2)
+        deadline = max(self.deadline, time.monotonic() + REFUSAL_LEAST_S)
         least = least_peak(self.evaluator, self.space, deadline, self.budget_bytes)
         if least.peak_bytes <= self.budget_bytes:
             self.offer(least.codes, least.segments)
@@ -483,7 +499,7 @@ class _Search:
         self.report("local search")
 
     def search(self, rounds: int, share: float) -> None:
-        """Local search from the best plan until so many rounds gave nothing, in at most this share of the time left."""
+        """Local search from the best plan until `rounds` rounds gave nothing, in at most a share of the time left."""
         if self.best is None or self.closed():
             return
         self.searches += 1
@@ -499,7 +515,7 @@ class _Search:
         """The best schedule without swaps that gain nothing, and the bound."""
         assert self.best is not None
         self.drop_what_gains_nothing()
-        if self.bound_s <= self.best.step_s * (1 + 1e-9):
+        if self.bound_s <= self.best.step_s * (1 + BOUND_ROUNDING):
             # Above by a rounding only: they are equal. By more it would be a defect, for the referee to name.
             self.bound_s = min(self.bound_s, self.best.step_s)
         self.report(part)
@@ -511,8 +527,7 @@ class _Search:
         Swaps are looked at however late it is: one that can't lower the peak or can't overlap is in no plan.
         """
         assert self.best is not None
-        # 1e-12: sums of the same seconds in another order are the same time.
-        limit_s = self.best.step_s * (1 + 1e-12)
+        limit_s = self.best.step_s * (1 + EQUAL_S)
         while changes := self.simpler(swaps_alone=time.monotonic() > self.deadline):
             codes, segments = np.array(self.best.codes, np.int8), self.best.segments
             trials = np.tile(codes, (len(changes), 1))
@@ -561,17 +576,11 @@ class _Search:
         return changes
 
 
-def _steer(forward: Floats, backward: Floats, out: Floats, back: Floats) -> Prices:
-    """What a byte is worth per boundary, from the prices of a byte in each step and in each queue."""
-    held = np.append(np.cumsum((forward + backward)[::-1])[::-1], 0.0)
-    return Prices(held, np.append(out, 0.0), np.append(back, 0.0), np.append(backward, 0.0))
-
-
 def _kept(schedule: Schedule) -> int:
     return schedule.codes.count(KEEP)
 
 
 def _exactly(nbytes: int, other: int) -> str:
-    """`nbytes` for people, with every digit where rounding would hide the difference to `other`."""
+    """`nbytes` as text, with every digit where rounding would hide the difference to `other`."""
     text = format_bytes(nbytes)
     return f"{text} ({nbytes} bytes)" if text == format_bytes(other) and not text.endswith(" B") else text

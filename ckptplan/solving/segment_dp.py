@@ -45,21 +45,21 @@ from ckptplan.core.segment import Segment
 from ckptplan.solving.cost import Menu, Segments
 from ckptplan.solving.enumerate import PlanSpace
 
-MAX_UNITS = 4000
-"""Up to this many units of the sizes' greatest common divisor bytes are exact."""
-SLOTS = 600
+MOST_EXACT_UNITS = 4000
+"""Budgets of up to this many units of the sizes' greatest common divisor are exact."""
+LEAST_SLOTS = 600
 """Units where they aren't, at least."""
 SLOTS_PER_STAGE = 3
 """Each stage's bytes round up to units: fewer would make long chains look much larger than they are."""
-MAX_CELLS = 20_000_000
-"""Of all rows, at 8 bytes."""
-MAX_RUNS = 300_000
-"""Runs of stages that are told apart."""
-CALL = 3000
-"""A call of numpy takes as long as so many additions."""
-LIMIT = 1.25
-"""Tables whose bytes are an estimate reach this far beyond the budget."""
-MAX_WORK = 1_500_000_000
+MOST_CELLS = 20_000_000
+"""Of all rows, at 8 bytes: bounds memory."""
+MOST_RUNS = 300_000
+"""Runs of stages that are told apart: bounds memory and the time for telling."""
+CALL_ADDITIONS = 3000
+"""A call of numpy takes as long as this many additions."""
+REACH = 1.25
+"""Tables whose bytes are an estimate go up to this many times the budget."""
+MOST_WORK = 1_500_000_000
 """Additions in all; about a second per billion."""
 
 Floats = NDArray[np.float64]
@@ -208,7 +208,7 @@ class SegmentDp:
     """
 
     def __init__(
-        self, space: PlanSpace, limit_bytes: int, *, span: int | None = None, max_work: int = MAX_WORK
+        self, space: PlanSpace, limit_bytes: int, *, span: int | None = None, max_work: int = MOST_WORK
     ) -> None:
         self.space, self.profile = space, space.profile
         self.menu = [
@@ -218,12 +218,12 @@ class SegmentDp:
         self.chain = _chain_of(self.profile, self.menu)
         n = self.n = len(self.menu)
         self.floor = min(*self.chain.base_forward, *self.chain.base_backward)
-        limit = max((limit_bytes if self.chain.textbook else int(limit_bytes * LIMIT)) - self.floor, 0)
+        limit = max((limit_bytes if self.chain.textbook else int(limit_bytes * REACH)) - self.floor, 0)
         unit = math.gcd(*self._sizes()) or 1
-        exact = limit // unit <= MAX_UNITS
-        self.unit = unit if exact else -(-limit // max(SLOTS, SLOTS_PER_STAGE * n))
+        exact = limit // unit <= MOST_EXACT_UNITS
+        self.unit = unit if exact else -(-limit // max(LEAST_SLOTS, SLOTS_PER_STAGE * n))
         self.units = limit // self.unit + 1
-        self.span = min(n, span or n, max(1, MAX_RUNS // n)) if space.segments else 0
+        self.span = min(n, span or n, max(1, MOST_RUNS // n)) if space.segments else 0
         self._tell_apart(max_work)
         self.exact = exact and self.chain.textbook and self.span in (0, n)
         self.complete = False
@@ -327,8 +327,8 @@ class SegmentDp:
                     firsts.append(s)
                 self.which[s, length], self.by[s, length] = row[0], at - row[1]
             count += len(firsts)
-            work += (len(firsts) * length + n - length) * (self.units + CALL)
-            if length and (count * self.units > MAX_CELLS or work > max_work):
+            work += (len(firsts) * length + n - length) * (self.units + CALL_ADDITIONS)
+            if length and (count * self.units > MOST_CELLS or work > max_work):
                 self.span = length
                 break
             self.new.append(firsts)
@@ -389,7 +389,7 @@ class SegmentDp:
     def _from(self, value: Floats, nbytes: int) -> Floats:
         """`value` where no fewer than `nbytes`, the floor included, are left."""
         out = value.copy()
-        out[: max(0, self._up(nbytes - self.floor))] = np.inf
+        out[: self._first(nbytes)] = np.inf
         return out
 
     def _inner_row(self, s: int, t: int) -> Floats:
@@ -481,7 +481,7 @@ class SegmentDp:
                 continue
             segments.append(Segment(s, last, self._sweep(s, last, m)))
             for k in range(s, last + 1):
-                codes[k] = 0 if self.profile.stages[k].is_glue else self._plain(k)
+                codes[k] = self.space.recompute(k)
             m -= self.x[last + 1]
             s = last + 1
         return tuple(codes), tuple(segments)
@@ -490,9 +490,6 @@ class SegmentDp:
         """The smallest budget that the tables have a plan for; None where there is none up to the limit."""
         fits = np.isfinite(self.top[0]) if self.complete else np.zeros(1, bool)
         return self.floor + int(fits.argmax()) * self.unit if fits.any() else None
-
-    def _plain(self, k: int) -> int:
-        return next(c for c in self.space.inside[k] if self.profile.stages[k].options[c].name == "recompute")
 
     def _sweep(self, s: int, t: int, m: int) -> Segments:
         """The inner segments that I(s, t, m) stands for."""
@@ -503,7 +500,7 @@ class SegmentDp:
                 continue
             value = self._value(s, t, m)
             for e in range(s, t):
-                first = max(0, self._up(self.chain.base_backward[t] + int(self.most_run[s, e - s]) - self.floor))
+                first = self._first(self.chain.base_backward[t] + int(self.most_run[s, e - s]))
                 if not self.valid[s, e - s] or m < first or m < self.x[e + 1]:
                     continue
                 way = self._value(s, e, m) + self._value(e + 1, t, m - self.x[e + 1]) + self.again_total[s, e - s]

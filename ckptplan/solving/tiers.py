@@ -31,22 +31,31 @@ from numpy.typing import NDArray
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.link import Link
 from ckptplan.core.profile import Profile
+from ckptplan.core.schedule import EQUAL_S
 from ckptplan.solving.cost import Codes, Evaluator, Queued, Schedule, Segments, copies_s
 
-EXACT = 10
-"""Up to so many stages that move, every division that matters is tried."""
-SUMS = 1 << 12
-"""So many sums of bytes are looked at to find a division that fits at all; beyond, some are passed over."""
-EXCHANGES = 4096
-"""Most exchanges tried in one round of improving a division."""
-SAME = 1e-12
-_CELLS = 1 << 18
+ALL_DIVIDED = 10
+"""Moving stages up to which every division that matters is tried: 2**10 at most."""
+MOST_SUMS = 1 << 12
+"""Sums of bytes looked at to find a division that fits at all; of more, some are passed over."""
+MOST_EXCHANGES = 4096
+"""Exchanges tried in one round of improving a division."""
+MOST_REMEMBERED = 1 << 14
+"""Lists of sizes whose divisions are kept: bounds memory."""
+DIVIDED_CELLS_AT_ONCE = 1 << 18
+"""Divisions times stages evaluated at once: bounds memory."""
+GOLDEN = 0.6180339887498949
+"""Multiples of the golden ratio, less their whole part, fill the gaps that those before them left."""
+QUARTERS = 4
+"""The host is also filled from the second, third and fourth part of the stages on."""
+RATE_ROUNDING = 1 + 1e-9
+"""Factor on the seconds that a slower link adds, so that rounding makes no bound too large."""
 
 Bools = NDArray[np.bool_]
 
 
 def check_disk(profile: Profile, host_bytes: int | None, disk_bytes: int | None) -> int:
-    """How much may go to the disk: 0 where there is no such tier, or no need of one since the host has no limit.
+    """Most bytes that may go to the disk: 0 where there is no such tier, or no need of one since the host has no limit.
 
     Raises
     ------
@@ -70,7 +79,7 @@ def all_bytes(host_bytes: int | None, disk_bytes: int) -> int | None:
 
 
 def evaluator_of(profile: Profile, host_bytes: int | None, disk_bytes: int) -> Evaluator:
-    """What plans cost with these tiers."""
+    """The evaluator of plans that use these tiers."""
     if host_bytes is None or not disk_bytes:
         return Evaluator(profile, host_bytes)
     return TieredEvaluator(profile, host_bytes, disk_bytes)
@@ -98,8 +107,7 @@ def slower_link(profile: Profile, host_bytes: int, share: float) -> tuple[Profil
         1 / (1 / link.out_bytes_per_s + out_s), 1 / (1 / link.in_bytes_per_s + in_s), link.latency_s + latency_s
     )
     more_s = host_bytes * (out_s + in_s) + 2 * len(profile.stages) * latency_s
-    # 1e-9: rounding in the rates.
-    return replace(profile, link=slower, disk=disk.behind(slower)), more_s * (1 + 1e-9)
+    return replace(profile, link=slower, disk=disk.behind(slower)), more_s * RATE_ROUNDING
 
 
 class TieredEvaluator(Evaluator):
@@ -117,7 +125,7 @@ class TieredEvaluator(Evaluator):
     host_bytes : int
         Both limits together: what may move in all.
     exact : bool
-        Whether every division so far was the best one there is; who needs to know sets it anew before.
+        Whether every division since it was last set to true was the best one there is.
     """
 
     def __init__(self, profile: Profile, host_bytes: int, disk_bytes: int) -> None:
@@ -147,7 +155,7 @@ class TieredEvaluator(Evaluator):
         if len(beyond) == 0:
             return seconds
         seconds[beyond] = math.inf
-        most = max(1, _CELLS // queued.moved.shape[1])
+        most = max(1, DIVIDED_CELLS_AT_ONCE // queued.moved.shape[1])
         which: list[NDArray[np.int64]] = []
         divided: list[Bools] = []
         count = 0
@@ -167,33 +175,24 @@ class TieredEvaluator(Evaluator):
         """Makespans with these stages' copies going to the disk."""
         link, disk = self.profile.link, self.profile.disk
         assert disk is not None
-        return queued.seconds(
-            np.where(
-                on_disk,
-                copies_s(queued.moved, disk.latency_s, disk.out_bytes_per_s),
-                copies_s(queued.moved, link.latency_s, link.out_bytes_per_s),
-            ),
-            np.where(
-                on_disk,
-                copies_s(queued.moved, disk.latency_s, disk.in_bytes_per_s),
-                copies_s(queued.moved, link.latency_s, link.in_bytes_per_s),
-            ),
-        )
+        ways = zip(copies_s(queued.moved, disk), copies_s(queued.moved, link), strict=True)
+        out_s, in_s = (np.where(on_disk, slow, fast) for slow, fast in ways)
+        return queued.seconds(out_s, in_s)
 
     def divisions(self, moved: NDArray[np.int64]) -> Bools:
-        """What may go to the disk of what one plan moves, by stage; shape (divisions, stages), empty where none fits.
+        """Per division, whether each stage's moves go to the disk; shape (divisions, stages), empty where none fits.
 
-        Every division that matters where at most `EXACT` stages move, else some.
+        Every division that matters where at most `ALL_DIVIDED` stages move, else some.
         """
         movers = np.flatnonzero(moved)
         sizes = tuple(moved[movers].tolist())
         found = self._divided.get(sizes)
         if found is None:
-            if len(self._divided) > 1 << 14:
+            if len(self._divided) > MOST_REMEMBERED:
                 self._divided.clear()
-            found = self._all(sizes) if len(sizes) <= EXACT else self._some(sizes)
+            found = self._all(sizes) if len(sizes) <= ALL_DIVIDED else self._some(sizes)
             self._divided[sizes] = found
-        if len(sizes) > EXACT:
+        if len(sizes) > ALL_DIVIDED:
             self.exact = False
         out = np.zeros((len(found), len(moved)), bool)
         out[:, movers] = found
@@ -219,9 +218,8 @@ class TieredEvaluator(Evaluator):
             sorted(every, key=lambda i: sizes[i]),
             sorted(every, key=lambda i: abs(2 * i - n)),
             sorted(every, key=lambda i: -abs(2 * i - n)),
-            # Spread evenly: multiples of the golden ratio fill the gaps they left.
-            sorted(every, key=lambda i: (i * 0.6180339887498949) % 1),
-            *([*every[step:], *every[:step]] for step in (n // 4, n // 2, 3 * n // 4)),
+            sorted(every, key=lambda i: (i * GOLDEN) % 1),
+            *([*every[step:], *every[:step]] for step in (n // QUARTERS, n // 2, (QUARTERS - 1) * n // QUARTERS)),
         ]
         found = {mask for order in orders if (mask := self._filled(sizes, order)) is not None}
         if not found:
@@ -254,10 +252,10 @@ class TieredEvaluator(Evaluator):
         """Bytes that may be on the host -> stages that are there, with one more stage there or not."""
         room = self.nearer_bytes - nbytes
         grown = {**{total + nbytes: mask | bit for total, mask in sums.items() if total <= room}, **sums}
-        if len(grown) > SUMS:
+        if len(grown) > MOST_SUMS:
             self.exact = False
             keys = sorted(grown)
-            grown = {key: grown[key] for key in (*keys[:: len(keys) // (SUMS // 2) + 1], keys[-1])}
+            grown = {key: grown[key] for key in (*keys[:: len(keys) // (MOST_SUMS // 2) + 1], keys[-1])}
         return grown
 
     def step_s(self, codes: Sequence[int], budget_bytes: int, segments: Segments = ()) -> float:
@@ -269,10 +267,12 @@ class TieredEvaluator(Evaluator):
     def schedule(self, codes: Sequence[int], budget_bytes: int, segments: Segments = ()) -> Schedule | None:
         """The lazy schedule of one plan, its copies divided as well as is known how; None where it doesn't fit."""
         found = super().schedule(codes, budget_bytes, segments)
-        if found is None or found.step_s == math.inf or found.host_bytes <= self.nearer_bytes:
-            return None if found is None or found.step_s == math.inf else found
+        if found is None or found.host_bytes <= self.nearer_bytes:
+            return found
         row: Codes = np.array([found.codes], np.int8)
         queued = self._queued(self._lazy(row, budget_bytes, segments), row, np.zeros(1, np.int64), segments)
+        if len(self.divisions(queued.moved[0])) == 0:
+            return None
         on_disk, step_s = self._improved(queued)
         disk = int(queued.moved[0][on_disk].sum())
         choices = tuple(
@@ -291,12 +291,12 @@ class TieredEvaluator(Evaluator):
             return divisions[seconds.argmin()], float(seconds.min())
 
         best, best_s = best_of(self.divisions(moved))
-        while (moved > 0).sum() > EXACT:
+        while (moved > 0).sum() > ALL_DIVIDED:
             neighbours = self._exchanged(moved, best)
             if len(neighbours) == 0:
                 break
             other, other_s = best_of(neighbours)
-            if other_s >= best_s * (1 - SAME):
+            if other_s >= best_s * (1 - EQUAL_S):
                 break
             best, best_s = other, other_s
         for i in sorted(np.flatnonzero(best).tolist(), key=lambda i: -int(moved[i])):
@@ -318,7 +318,7 @@ class TieredEvaluator(Evaluator):
         host, disk = int(moved[away].sum()), int(moved[back].sum())
         pairs = [(b, a) for b in back.tolist() for a in (-1, *away.tolist())]
         out = []
-        for b, a in pairs[:: len(pairs) // EXCHANGES + 1]:
+        for b, a in pairs[:: len(pairs) // MOST_EXCHANGES + 1]:
             more = int(moved[b]) - (int(moved[a]) if a >= 0 else 0)
             if host + more <= self.nearer_bytes and disk - more <= self.disk_bytes:
                 other = on_disk.copy()

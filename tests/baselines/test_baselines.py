@@ -12,8 +12,17 @@ from pathlib import Path
 import pytest
 from random_chains import random_chain, random_options, random_segments, textbook_chain
 
-from ckptplan.baselines import BASELINES, _fractions, _rotor_dp, auto_perf_maxing, capuchin, superneurons, uniform
-from ckptplan.baselines._build import Choice, build, joined, named, smallest_peak, times
+from ckptplan.baselines import (
+    BASELINES,
+    _fractions,
+    _rotor_dp,
+    auto_perf_maxing,
+    capuchin,
+    pooch,
+    superneurons,
+    uniform,
+)
+from ckptplan.baselines._build import Selection, build, joined, named, scheduled, smallest_peak
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -54,7 +63,7 @@ def without(profile: Profile, *names: str) -> Profile:
     return replace(profile, stages=stages)
 
 
-def peak_of(profile: Profile, choice: Choice) -> int:
+def peak_of(profile: Profile, choice: Selection) -> int:
     return smallest_peak(profile, choice).bytes
 
 
@@ -460,14 +469,15 @@ def test_times_and_peak_equal_the_referee_and_waits_add_up() -> None:
     for seed in range(150):
         profile = random_chain(seed, rng.randint(1, 12))
         segments = random_segments(rng, profile)
-        choice = Choice(random_options(rng, profile, segments), segments)
-        plan = build(profile, choice, peak_of(profile, choice) + rng.randint(0, 60), "test")
+        selection = Selection(random_options(rng, profile, segments), segments)
+        budget = peak_of(profile, selection) + rng.randint(0, 60)
+        plan, found = build(profile, selection, budget, "test"), scheduled(profile, selection, budget)
+        assert found is not None
         timeline = simulate(profile, plan)
-        settled = [stage.option(name) for stage, name in zip(profile.stages, names_of(plan), strict=True)]
-        found = times(profile, plan.choices, residency(profile, settled, segments))
         # 1e-9: the same seconds are added in another order.
         assert found.makespan_s == pytest.approx(timeline.makespan_s, rel=1e-9)
-        assert sum(found.out_wait_s) + sum(found.in_wait_s) == pytest.approx(timeline.stall_s, rel=1e-9, abs=1e-9)
+        out_wait_s, in_wait_s = pooch.waits_s(profile, found)
+        assert sum(out_wait_s) + sum(in_wait_s) == pytest.approx(timeline.stall_s, rel=1e-9, abs=1e-9)
         assert plan.peak_bytes == timeline.peak_bytes
         assert plan.host_bytes == timeline.host_bytes
 
@@ -486,7 +496,7 @@ def test_pooch_lies_between_brute_force_and_swap_all() -> None:
             single = named(profile, names)
             for segments in ((), joined(profile, single.options)):
                 with suppress(InfeasibleBudgetError):
-                    steps.append(build(profile, Choice(single.options, segments), budget, "brute").step_s)
+                    steps.append(build(profile, Selection(single.options, segments), budget, "brute").step_s)
         try:
             pooch = BASELINES["pooch"](profile, budget).step_s
         except InfeasibleBudgetError:

@@ -19,7 +19,7 @@ from ckptplan.core.link import Link
 from ckptplan.core.option import Option
 from ckptplan.core.plan import KEEP, Decision, Plan
 from ckptplan.core.profile import Fingerprint, Profile
-from ckptplan.core.schedule import Overflow, residency, schedule
+from ckptplan.core.schedule import StepNeed, evaluate, residency, tightest_peak
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import InputTensor, Stage
 from ckptplan.core.storage import Storage
@@ -308,7 +308,7 @@ def test_a_segment_of_what_can_t_be_recomputed_has_no_schedule() -> None:
     profile = with_stage(2, options=chain().stages[2].options[:1], linked=())
     options = [stage.recompute or stage.keep for stage in profile.stages]
     with pytest.raises(InvalidInputError, match="stage 'c' has no option 'recompute'"):
-        schedule(profile, options, 10_000, (Segment(0, 3),))
+        evaluate(profile, options, 10_000, (Segment(0, 3),))
 
 
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), True, "12", None, 1e300, 10**400])
@@ -334,9 +334,10 @@ def test_what_is_written_is_read_back(tmp_path: Path, seed: int, n: int, name: s
     segments = random_segments(rng, profile, share=share)
     options = random_options(rng, profile, segments)
     r = residency(profile, options, segments)
-    least = max(*r.forward_bytes, *r.backward_bytes, profile.update_peak_bytes)
-    choices = schedule(profile, options, least, segments)
-    assert not isinstance(choices, Overflow)
+    least = tightest_peak(profile, r).bytes
+    found = evaluate(profile, options, least, segments)
+    assert not isinstance(found, StepNeed)
+    choices = found.decisions()
     plan = replace(plan_of(profile, choices, segments), planner=name, space=note)
     profile.save(tmp_path / "profile.json")
     plan.save(tmp_path / "plan.json")

@@ -1,4 +1,4 @@
-"""The rules of residency: the worked example, and that every planner takes them from `core/rules.py`."""
+"""The rules: the worked example, and that every planner takes them from `core/rules.py`, `core/lanes.py` and `Link`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 from random_chains import random_chain, random_options, random_segments
 
 from ckptplan.baselines import BASELINES
-from ckptplan.core import rules
+from ckptplan.core import lanes, rules
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
 from ckptplan.core.plan import Decision
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits
-from ckptplan.core.schedule import residency
+from ckptplan.core.schedule import residency, tightest_peak
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
@@ -117,35 +117,58 @@ def segments_hold_nothing_linked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rules, "latest_first", lambda storage: 1 << 30)
 
 
-CHANGES = [moves_while_the_program_holds_it, the_program_lets_go_at_once, segments_hold_nothing_linked]
+def points_lie_in_glue(patch: pytest.MonkeyPatch) -> None:
+    """Rule 4 without its last sentence but one: points anywhere."""
+    patch.setattr(rules, "enforceable_points", lambda glue: (tuple(range(len(glue))),) * 2)
+
+
+def copies_out_take_a_tenth_longer(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Link, "out_s", lambda link, nbytes: 1.1 * (link.latency_s + nbytes / link.out_bytes_per_s))
+
+
+def copies_in_take_a_tenth_longer(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Link, "in_s", lambda link, nbytes: 1.1 * (link.latency_s + nbytes / link.in_bytes_per_s))
+
+
+def copies_run_at_once(patch: pytest.MonkeyPatch) -> None:
+    """NOTE [Lanes], rule 1, with no copy waiting for the one in front of it."""
+    patch.setattr(lanes, "copied", lambda joined, free, seconds, later: later(joined + seconds, free))
+
+
+RESIDENCY = [moves_while_the_program_holds_it, the_program_lets_go_at_once, segments_hold_nothing_linked]
+LINKS = [copies_out_take_a_tenth_longer, copies_in_take_a_tenth_longer, copies_run_at_once]
+CHANGES = [*RESIDENCY, points_lie_in_glue, *LINKS]
+
+Cost = tuple[int, float]
+"""Peak in bytes and makespan in seconds."""
 
 
 def _middle(profile: Profile) -> int:
     low = smallest_peak(profile, Limits(time_limit_s=5)).peak_bytes
     r = residency(profile, [stage.keep for stage in profile.stages])
-    return (low + max(*r.forward_bytes, *r.backward_bytes, profile.update_peak_bytes)) // 2
+    return (low + tightest_peak(profile, r).bytes) // 2
 
 
-def by_labels(profile: Profile, budget_bytes: int) -> list[tuple[int, int]]:
-    """Peak by the evaluator and by the referee of the label program's plans."""
+def by_labels(profile: Profile, budget_bytes: int) -> list[tuple[Cost, Cost]]:
+    """The evaluator's cost of the label program's plans, and the referee's."""
     space = PlanSpace(profile, menus(profile, ("keep", "swap", "recompute")), segments=True)
     evaluator = Evaluator(profile)
     found = []
     for plan in LabelDp(space, budget_bytes).run(300, float("inf"), count=4):
         made = evaluator.schedule(plan.codes, budget_bytes, plan.segments)
         if made is not None:
-            found.append((made.peak_bytes, _refereed(profile, made.choices, plan.segments)))
+            found.append(((made.peak_bytes, made.step_s), _refereed(profile, made.choices, plan.segments)))
     return found
 
 
-def by_the_planner(profile: Profile, budget_bytes: int) -> list[tuple[int, int]]:
-    """The like of the planner's."""
+def by_the_planner(profile: Profile, budget_bytes: int) -> list[tuple[Cost, Cost]]:
+    """The same of the planner's."""
     plan = solve_profile(profile, budget_bytes, Limits(time_limit_s=5))
-    return [(plan.peak_bytes, _refereed(profile, plan.choices, plan.segments))]
+    return [((plan.peak_bytes, plan.step_s), _refereed(profile, plan.choices, plan.segments))]
 
 
-def by_the_baselines(profile: Profile, budget_bytes: int) -> list[tuple[int, int]]:
-    """The like of all published planners' but those that check the rules."""
+def by_the_baselines(profile: Profile, budget_bytes: int) -> list[tuple[Cost, Cost]]:
+    """The same of all published planners' but those that check the rules."""
     found = []
     for name, planner in BASELINES.items():
         if name not in ("rotor", "pofo", "pooch", "sac_ilp"):
@@ -153,16 +176,18 @@ def by_the_baselines(profile: Profile, budget_bytes: int) -> list[tuple[int, int
                 plan = planner(profile, budget_bytes)
             except InfeasibleBudgetError:
                 continue
-            found.append((plan.peak_bytes, _refereed(profile, plan.choices, plan.segments)))
+            found.append(((plan.peak_bytes, plan.step_s), _refereed(profile, plan.choices, plan.segments)))
     return found
 
 
-def _refereed(profile: Profile, choices, segments) -> int:  # type: ignore[no-untyped-def]
-    """The referee's peak; -1 where it refuses the decisions."""
+def _refereed(profile: Profile, choices, segments) -> Cost:  # type: ignore[no-untyped-def]
+    """The referee's cost; negative where it refuses the decisions."""
     try:
-        return simulate(profile, choices, segments).peak_bytes
+        timeline = simulate(profile, choices, segments)
     except InvalidInputError:
-        return -1
+        return -1, -1.0
+    # 1e-9: the same seconds added in another order.
+    return timeline.peak_bytes, pytest.approx(timeline.makespan_s, rel=1e-9)
 
 
 PLANNERS = [by_labels, by_the_planner, by_the_baselines]
@@ -171,7 +196,7 @@ PLANNERS = [by_labels, by_the_planner, by_the_baselines]
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_a_rule_that_changes_is_followed_by_all_planners_and_the_referee_objects(
-    planner: Callable[[Profile, int], list[tuple[int, int]]],
+    planner: Callable[[Profile, int], list[tuple[Cost, Cost]]],
     change: Callable[[pytest.MonkeyPatch], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -202,13 +227,19 @@ def test_the_rules_in_numpy_are_those_in_python(
         assert needs.forward[0].tolist() == list(r.forward_bytes)
         assert needs.backward[0].tolist() == list(r.backward_bytes)
         assert needs.moved[0].tolist() == list(r.moved_bytes)
+        least = tightest_peak(profile, r).bytes
+        for budget in (least, least + rng.randint(1, 40)):
+            evaluator = Evaluator(profile)
+            assert evaluator.makespans(np.array([codes], np.int8), budget, segments)[0] == evaluator.step_s(
+                codes, budget, segments
+            )
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", [*RESIDENCY, *LINKS[:2]])
 def test_bounds_follow_the_rules(change: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     def numbers(profile: Profile) -> list[object]:
         chain = Chain(profile, menus(profile, ("keep", "swap", "recompute")), 100, None, segments=True)
-        return [chain.base_forward.tolist(), chain.movable, chain.drops, chain.segment_moves]
+        return [chain.base_forward.tolist(), chain.movable, chain.drops, chain.segment_moves, chain.out, chain.back]
 
     chains = [random_chain(seed, 6) for seed in CHAINS]
     before = [numbers(profile) for profile in chains]

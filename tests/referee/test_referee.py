@@ -15,7 +15,7 @@ from ckptplan.core.link import Link
 from ckptplan.core.option import Option
 from ckptplan.core.plan import KEEP, Decision, Plan
 from ckptplan.core.profile import Profile
-from ckptplan.core.schedule import Overflow, Residency, residency, schedule
+from ckptplan.core.schedule import Residency, StepNeed, evaluate, residency, tightest_peak
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
@@ -585,15 +585,16 @@ def test_agrees_with_core_on_random_plans(part: int) -> None:
             assert timeline.runs[i] == 1 + (depth if inside else options[i].recomputes), (seed, i)
 
         still = simulate(profile, [decision(option) for option in options], segments)
-        least = max(*r.forward_bytes, *r.backward_bytes, profile.update_peak_bytes)
+        least = tightest_peak(profile, r).bytes
         budget = rng.randint(least, max(least, still.peak_bytes))
-        choices = schedule(profile, options, budget, segments)
-        assert not isinstance(choices, Overflow), seed
+        found = evaluate(profile, options, budget, segments)
+        assert not isinstance(found, StepNeed), seed
+        choices = found.decisions()
         timeline = simulate(profile, choices, segments)
         assert timeline.peak_bytes <= budget, seed
         # 1e-9: the same seconds added in another order.
         assert timeline.makespan_s == pytest.approx(makespan(profile, choices, r), rel=1e-9, abs=1e-9), seed
-        assert isinstance(schedule(profile, options, least - 1, segments), Overflow)
+        assert isinstance(evaluate(profile, options, least - 1, segments), StepNeed)
         moving += timeline.host_bytes > 0
         nested += any(segment.inner for segment in segments)
     assert moving > 40

@@ -16,7 +16,7 @@ from random_chains import homogeneous_chain, random_chain, random_options, rando
 from ckptplan.core.option import ACTIONS
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits
-from ckptplan.core.schedule import Overflow, residency, schedule
+from ckptplan.core.schedule import StepNeed, evaluate, residency, tightest_peak
 from ckptplan.core.segment import Segment
 from ckptplan.referee import simulate
 from ckptplan.solving.bound.pricing import Bound, lower_bound
@@ -40,17 +40,16 @@ def bound(profile: Profile, budget_bytes: int, **more: object) -> Bound:
 def peak_of(profile: Profile, name: str) -> int:
     """The smallest peak with option `name` wherever there is one."""
     options = [stage.find(name) or stage.keep for stage in profile.stages]
-    r = residency(profile, options)
-    return max(*r.forward_bytes, *r.backward_bytes, profile.update_peak_bytes)
+    return tightest_peak(profile, residency(profile, options)).bytes
 
 
 def seconds_of(profile: Profile, budget_bytes: int, codes: Sequence[int], segments: Sequence[Segment]) -> float:
     """The makespan of these options and segments by the referee's clock; infinite where they don't fit."""
     options = [stage.options[code] for stage, code in zip(profile.stages, codes, strict=True)]
-    choices = schedule(profile, options, budget_bytes, segments)
-    if isinstance(choices, Overflow):
+    found = evaluate(profile, options, budget_bytes, segments)
+    if isinstance(found, StepNeed):
         return math.inf
-    timeline = simulate(profile, choices, segments)
+    timeline = simulate(profile, found.decisions(), segments)
     assert timeline.peak_bytes <= budget_bytes
     return timeline.makespan_s
 

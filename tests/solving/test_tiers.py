@@ -26,7 +26,7 @@ from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits
-from ckptplan.core.schedule import Overflow, residency, schedule
+from ckptplan.core.schedule import StepNeed, evaluate, residency
 from ckptplan.core.segment import Segment
 from ckptplan.core.units import GIB
 from ckptplan.planning.job import beside_staging
@@ -110,11 +110,11 @@ def test_equals_brute_force(part: int) -> None:
 
 def test_the_way_for_long_chains_is_sound_on_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """No exact search, divisions by rule and exchange: never better than brute force, bounds never above it."""
-    monkeypatch.setattr(peak, "ENUMERATE", 0)
-    for name in ("ENUMERATE", "ENUMERATE_WITH_TIME"):
+    monkeypatch.setattr(peak, "PLANS_LOOKED_AT", 0)
+    for name in ("PLANS_LOOKED_AT_FIRST", "PLANS_LOOKED_AT_LAST"):
         monkeypatch.setattr(planner, name, 0)
-    monkeypatch.setattr(tiers, "EXACT", 0)
-    monkeypatch.setattr(tiers, "SUMS", 8)
+    monkeypatch.setattr(tiers, "ALL_DIVIDED", 0)
+    monkeypatch.setattr(tiers, "MOST_SUMS", 8)
     monkeypatch.setattr(planner, "ROUNDS_AT_LAST", 20)  # where each search ends, long before its time limit
     equal = count = on_disk = 0
     # Half of these plans use the disk, of the first thirty seeds' one in six. A search takes 0.4 s.
@@ -255,7 +255,7 @@ def test_violations_of_tiers() -> None:
     assert set(kinds(profile, at_host, host, disk)) == {"host budget", "prediction"}
 
 
-def test_schedule_puts_stages_on_the_tier_asked_for() -> None:
+def test_decisions_put_stages_on_the_tier_asked_for() -> None:
     found = 0
     for seed in range(180):
         rng = random.Random(seed)
@@ -266,10 +266,9 @@ def test_schedule_puts_stages_on_the_tier_asked_for() -> None:
         codes = [stage.options.index(o) for stage, o in zip(profile.stages, options, strict=True)]
         budget = evaluator.peak(codes, segments) + rng.randint(0, 10)
         on_disk = {i for i in range(6) if rng.random() < 0.5}
-        plain = schedule(profile, options, budget, segments)
-        tiered = schedule(profile, options, budget, segments, on_disk=on_disk)
-        assert not isinstance(plain, Overflow)
-        assert not isinstance(tiered, Overflow)
+        scheduled = evaluate(profile, options, budget, segments)
+        assert not isinstance(scheduled, StepNeed)
+        plain, tiered = scheduled.decisions(), scheduled.decisions(on_disk)
         assert [replace(c, tier="host") for c in tiered] == list(plain)  # points don't depend on tiers
         assert [c.tier == "disk" for c in tiered] == [bool(c.moves) and i in on_disk for i, c in enumerate(tiered)]
         here, there = (simulate(profile, choices, segments) for choices in (plain, tiered))
@@ -332,7 +331,7 @@ def test_exchanges_come_close_to_the_best_division(monkeypatch: pytest.MonkeyPat
         host = 150
         best = TieredEvaluator(profile, host, 1 << 40).schedule(codes, budget)
         with monkeypatch.context() as patch:
-            patch.setattr(tiers, "EXACT", 0)
+            patch.setattr(tiers, "ALL_DIVIDED", 0)
             found = TieredEvaluator(profile, host, 1 << 40).schedule(codes, budget)
         assert best is not None
         assert found is not None
@@ -459,10 +458,10 @@ def leaner_choices(profile: Profile, plan: Plan) -> list[tuple[str, str]]:
             if not (plain or (same and allowed)):
                 continue
             options = [s.option(other.name if k == i else names[k]) for k, s in enumerate(profile.stages)]
-            choices = schedule(profile, options, plan.budget_bytes, plan.segments, on_disk=on_disk)
-            if isinstance(choices, Overflow):
+            scheduled = evaluate(profile, options, plan.budget_bytes, plan.segments)
+            if isinstance(scheduled, StepNeed):
                 continue
-            timeline = simulate(profile, choices, plan.segments)
+            timeline = simulate(profile, scheduled.decisions(on_disk), plan.segments)
             assert timeline.peak_bytes <= plan.budget_bytes
             if timeline.host_bytes <= plan.host_bytes and timeline.makespan_s <= plan.step_s * (1 + 1e-12):
                 found.append((stage.name, other.name))
@@ -497,7 +496,9 @@ def test_a_swap_that_gains_nothing_is_dropped() -> None:
 
     def left_over(codes: list[int], budget: int, segments: tuple[Segment, ...] = ()) -> Schedule:
         """What the last pass makes, for a larger budget, of a plan made for the least it can do with."""
-        search = planner._Search(profile, budget, ACTIONS, True, None, time.monotonic() - 1, 0, None, None, evaluator)
+        search = planner._PlanSearch(
+            profile, budget, ACTIONS, True, None, time.monotonic() - 1, 0, None, None, evaluator
+        )
         search.space = peak.plan_space_of(profile, ACTIONS, True, None)
         search.best = evaluator.schedule(codes, evaluator.peak(codes, segments), segments)
         assert search.best is not None
@@ -523,13 +524,13 @@ def test_the_last_stage_never_swaps() -> None:
         codes = [next((c for c, o in enumerate(s.options) if o.moves), 0) for s in profile.stages]
         options = Evaluator(profile).options(codes)
         assert residency(profile, options).moves[-1] == ()
-        roomy = schedule(profile, options, 1 << 40)
-        assert not isinstance(roomy, Overflow)
-        assert not any(choice.moves for choice in roomy)
+        roomy = evaluate(profile, options, 1 << 40)
+        assert not isinstance(roomy, StepNeed)
+        assert not any(choice.moves for choice in roomy.decisions())
         for budget in (Evaluator(profile).peak(codes), everything_kept_bytes(profile)):
-            choices = schedule(profile, options, budget)
-            if not isinstance(choices, Overflow):
-                assert choices[-1].moves == ()
+            found = evaluate(profile, options, budget)
+            if not isinstance(found, StepNeed):
+                assert found.decisions()[-1].moves == ()
     for n in (6, 12):
         profile = homogeneous_chain(n, link_ratio=0.5)
         kept = everything_kept_bytes(profile)

@@ -36,6 +36,17 @@ from ckptplan.solving.bound.trees import Costs, LinearTrees
 _Open = tuple[tuple[int, int], ...]
 """Storages that a segment has dropped, each with the stage that holds it again."""
 MOST_OPEN = 32
+"""Most sets of dropped storages that are told apart at a boundary; further ones lose some, which only relaxes."""
+COARSE = 8
+"""Slots per slot of the segments' tables, whose time grows with the square of their length."""
+SLACK = 1e-9
+"""Units of the budget by which a step may exceed it for nothing but rounding."""
+LEAST_TOP = 1e-6
+"""Units of the budget that the slots span at least."""
+SHIFT_ROUNDING = 1 + 1e-15
+"""A whole number of slots may come out the last bit smaller."""
+S_PER_ARC, S_PER_TREE_CELL, S_PER_CELL, WAYS = 4e-4, 2e-8, 2e-8, 30
+"""Seconds on one core of 2020 per segment, per slot of the segments' tables, per slot and way of a stage, and ways."""
 
 
 class _States:
@@ -48,7 +59,7 @@ class _States:
         self.opened = np.full(slots, -1, np.int32)
 
 
-class HeldDP:
+class HeldDp:
     """A bound by a dynamic program over (boundary, held bytes) at given multipliers of the links.
 
     Parameters
@@ -68,9 +79,8 @@ class HeldDP:
         apart: Costs | None,
         limit: float,
         *,
-        slots: int = 1000,
-        coarse: int = 8,
-        longest: int = 1 << 30,
+        slots: int,
+        longest: int,
     ) -> None:
         self.linear, self.chain, self.limit = linear, linear.chain, limit
         self.apart = apart is not None
@@ -79,18 +89,17 @@ class HeldDP:
         zero = np.zeros(n)
         self.room_forward = c.budget - c.base_forward
         self.room_backward = c.budget - c.base_backward
-        slack = 1e-9
         if apart is None:
             self.price_forward, self.price_backward = zero, zero
             self.weight_forward = np.where(np.isfinite(k.away_forward), k.away_forward, 0.0)
             self.weight_backward = np.where(np.isfinite(k.away_backward), k.away_backward, 0.0)
             put = c.most_put[:n]
-            self.hard_forward = np.where(np.isfinite(k.away_forward), put, 0.0) + slack
-            self.hard_backward = np.where(np.isfinite(k.away_backward), put, 0.0) + slack
+            self.hard_forward = np.where(np.isfinite(k.away_forward), put, 0.0) + SLACK
+            self.hard_backward = np.where(np.isfinite(k.away_backward), put, 0.0) + SLACK
         else:
             self.price_forward, self.price_backward = k.linear_forward, k.linear_backward
             self.weight_forward = self.weight_backward = zero
-            self.hard_forward = self.hard_backward = zero + slack
+            self.hard_forward = self.hard_backward = zero + SLACK
         self.guide_forward = linear.costs.linear_forward - self.price_forward
         self.guide_backward = linear.costs.linear_backward - self.price_backward
         self.price_tail = self._tail(self.price_forward + self.price_backward)
@@ -100,10 +109,9 @@ class HeldDP:
         # The most bytes tracked at a boundary: what options add up to, and what the next step lets in.
         most = np.cumsum([m.kept.max() for m in c.menus])
         let_in = np.minimum(self.room_forward + self.hard_forward, self.room_backward + self.hard_backward)
-        top = max(float(np.minimum(most[:-1], let_in[1:]).max()) if n > 1 else 0.0, 1e-6)
-        self.slots = -(-slots // coarse) * coarse
+        top = max(float(np.minimum(most[:-1], let_in[1:]).max()) if n > 1 else 0.0, LEAST_TOP)
+        self.slots = -(-slots // COARSE) * COARSE
         self.width = top / (self.slots - 1)
-        self.coarse = coarse
         self.low = np.arange(self.slots) * self.width
         self.keys: dict[_Open, int] = {}
         self.ahead, self.behind = linear.path()
@@ -151,15 +159,19 @@ class HeldDP:
         self.wide = min(w, longest)
 
     def estimate_s(self) -> float:
-        """About how long `run` takes, in seconds, from what it took on one core of 2020."""
-        cells = self.slots // self.coarse * self.chain.n
-        return 4e-4 * self.count + 2e-8 * self.wide**2 * cells + 2e-8 * self.slots * self.chain.n * 30
+        """About how long `run` takes, in seconds."""
+        cells = self.slots // COARSE * self.chain.n
+        return (
+            S_PER_ARC * self.count
+            + S_PER_TREE_CELL * self.wide**2 * cells
+            + S_PER_CELL * self.slots * self.chain.n * WAYS
+        )
 
     def _trees(self) -> None:
         """The recursion of `LinearTrees` for every slot of what is held before the segment."""
         c, n, iv, w = self.chain, self.chain.n, self.linear.intervals, self.wide
-        q = self.slots // self.coarse
-        width = self.width * self.coarse
+        q = self.slots // COARSE
+        width = self.width * COARSE
         low = np.arange(q) * width
         price, own_price = self.price_back, self.price_backward
         again_s = np.where(np.isfinite(c.again_s), c.again_s, 0.0)
@@ -169,7 +181,7 @@ class HeldDP:
 
         def moved(values: Floats, rows: NDArray[np.int64], add: Floats, charge: Floats) -> Floats:
             """values[rows] at low + add, rounded both ways, the rounding charged."""
-            shift = np.floor(add / width * (1 + 1e-15)).astype(np.int64)
+            shift = np.floor(add / width * SHIFT_ROUNDING).astype(np.int64)
             part = add - shift * width
             index = np.minimum(columns + shift[:, None], q)
             at = rows[:, None]
@@ -235,8 +247,8 @@ class HeldDP:
             price = self.price_forward[b + 1 :].sum() + self.price_back[n] - self.price_back[again]
             priced += float(self.chain.size[s] * price)
         if i < self.wide:
-            offset = slope * (self.low - np.repeat(self.low[:: self.coarse], self.coarse))
-            found: Floats = np.repeat(self.tree[i, a] + self.fore[i, a], self.coarse) + offset + priced
+            offset = slope * (self.low - np.repeat(self.low[::COARSE], COARSE))
+            found: Floats = np.repeat(self.tree[i, a] + self.fore[i, a], COARSE) + offset + priced
             return found
         # Too long for the tables: tracked bytes at the linear bound's prices too.
         constant = -float(
@@ -375,7 +387,7 @@ class HeldDP:
                 state.opened[0] = self._key(source[1])
             return
         key = self._key(source[1])
-        shift = math.floor(add / self.width * (1 + 1e-15))
+        shift = math.floor(add / self.width * SHIFT_ROUNDING)
         part = add - shift * self.width
         for up, charge in ((0, part), (1, part - self.width)):
             if up and part <= 0:

@@ -34,6 +34,9 @@ import numpy as np
 from ckptplan.core.segment import Segment
 from ckptplan.solving.bound.relaxation import Chain, Floats
 
+EXCESS_PRICE = 1e3
+"""Steps of the baseline that exceeding the budget by all of it costs: more than any plan takes."""
+MS_PER_S = 1000
 TOLERANCE = 1e-7
 """Of the linear programs; bounds are computed from multipliers that are exactly feasible, and don't depend on it."""
 
@@ -85,7 +88,7 @@ class Master:
         self.excess = lp.NumVar(0, big, "z")
         self.objective = lp.Objective()
         self.objective.SetMinimization()
-        self.objective.SetCoefficient(self.excess, 1e3)
+        self.objective.SetCoefficient(self.excess, EXCESS_PRICE)
         self.cover = [lp.Constraint(1, 1) for _ in range(n)]
         self.carry = [lp.Constraint(0, big) for _ in range(n)]
         held = [lp.NumVar(0, big, "") for _ in range(n + 1)]
@@ -234,7 +237,7 @@ class Master:
         until = time.monotonic() + seconds
         # Without preprocessing the chain's sparse rows are solved about five times as fast; numbers rarely need it.
         for preprocess in ("false", "true"):
-            self.lp.SetTimeLimit(max(1, int(1000 * (until - time.monotonic()))))
+            self.lp.SetTimeLimit(max(1, int(MS_PER_S * (until - time.monotonic()))))
             self.lp.SetSolverSpecificParametersAsString(f"use_preprocessing: {preprocess}")
             if self.lp.Solve() == self.lp.OPTIMAL:
                 return True

@@ -26,11 +26,23 @@ from dataclasses import dataclass, field, replace
 
 from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
-from ckptplan.solving.bound.held_dp import HeldDP
+from ckptplan.solving.bound.held_dp import HeldDp
 from ckptplan.solving.bound.linear_program import TOLERANCE, Duals, Master
 from ckptplan.solving.bound.relaxation import Chain, Intervals
-from ckptplan.solving.bound.trees import Costs, LinearTrees, column_of
+from ckptplan.solving.bound.trees import Costs, LinearTrees, MissingColumns, column_of
 
+DEARER = (1.0, 1.1, 1.25, 1.5, 2.0)
+"""Factors of the last prices of bytes at which the cheapest paths become candidates."""
+BUDGET_SHARES = (1.0, 0.98, 0.95, 0.9)
+"""Shares of the budget for which the linear program chooses options: what it rounds must fit in the rest."""
+TAKEN = 0.5
+"""A segment with a larger share in the linear program's solution is in the candidate made of it."""
+HELD_SLOTS = ((60, 4000, 200), (150, 2000, 100), (400, 1000, 48), (math.inf, 800, 24))
+"""Stages up to which a row is for; slots of held bytes; longest segment in the tables. Time grows with all three."""
+LIMITS = (1.002, 1.005, 1.02, 1.1, 1.5, math.inf)
+"""Factors of the best bound that the held-bytes program looks up to, each if the one before was reached."""
+ROUNDING = 1e-9
+"""Relative error, at most, of a bound: rounding in sums of some thousand numbers."""
 SOFTER = (0.7, 0.5, 0.35, 0.2)
 """Parts of the first prices of bytes to try where those themselves prove nothing."""
 CONVERGED = 1e-4
@@ -42,7 +54,7 @@ OnCandidate = Callable[[tuple[int, ...], tuple[Segment, ...]], None]
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What the multipliers of the bound say, for people; seconds and bytes.
+    """The multipliers of the bound in seconds and bytes.
 
     Attributes
     ----------
@@ -171,7 +183,7 @@ class _Bounder:
 
     def seconds(self, value: float) -> float:
         """Seconds, less what sums of floats may be off by."""
-        return float(max(self.profile.baseline_step_s, value * self.chain.second * (1 - 1e-9)))
+        return float(max(self.profile.baseline_step_s, value * self.chain.second * (1 - ROUNDING)))
 
     def offer(self, codes: Sequence[int], segments: Sequence[Segment]) -> None:
         """Hand out a candidate once; stages in segments get the option that segments ask for."""
@@ -187,15 +199,11 @@ class _Bounder:
             self.on_candidate(*key)
 
     def generate(self) -> None:
-        """Solve, price every segment, add those that are missing, and again.
-
-        Early multipliers are wild and ask for long segments, which make the program dense; so short ones come first.
-        """
+        """Solve, price every segment, add those that are missing, and again."""
         chain = self.chain
         self.master = master = Master(chain)
         self.intervals = intervals = Intervals(chain)
-        longest = 8 + math.isqrt(chain.n)
-        seen: set[Segment] = set()
+        columns = MissingColumns(intervals)
         while (left := self.deadline - time.monotonic()) > 0:
             duals = master.solve(left)
             if duals is None:
@@ -208,20 +216,11 @@ class _Bounder:
                 self.best, self.duals, self.trees = max(value, self.best), duals, trees
             if self.best <= 1.0:
                 self.soften(duals)
-            new: list[Segment] = []
-            while not new and 1.0 + duals.objective - self.best > CONVERGED:
-                found = [trees.structure(a, b) for a, b in trees.missing(duals.stage, longest)]
-                new = [tree for tree in found if tree not in seen]
-                if longest >= intervals.longest:
-                    break
-                longest *= 1 if new else 2
-            if not new:
+            converged = 1.0 + duals.objective - self.best <= CONVERGED
+            if converged or not columns.add_to(master, trees, duals):
                 self.complete = True
                 self.round_off(duals, master)
                 return
-            seen.update(new)
-            for tree in new:
-                master.add(column_of(chain, intervals, tree))
 
     def soften(self, duals: Duals) -> None:
         """A first bound: without segments to choose from, bytes look dearer than they are, so try them cheaper."""
@@ -241,10 +240,10 @@ class _Bounder:
         if self.on_candidate is None:
             return
         assert self.trees is not None
-        taken = [column.tree for (column, _), share in zip(master.y, duals.shares, strict=True) if share > 0.5]
+        taken = [column.tree for (column, _), share in zip(master.y, duals.shares, strict=True) if share > TAKEN]
         codes = [m.codes[int(values.argmax())] for m, values in zip(self.chain.menus, duals.values, strict=True)]
         self.offer(codes, sorted(taken, key=lambda tree: tree.first))
-        for scale in (1.0, 1.1, 1.25, 1.5, 2.0):
+        for scale in DEARER:
             if time.monotonic() > self.deadline:
                 return
             trees = LinearTrees(self.intervals, Costs.of(self.chain, duals, scale=scale))
@@ -260,7 +259,7 @@ class _Bounder:
         for tree in segments:
             if all(column.tree != tree for column, _ in self.master.y):
                 self.master.add(column_of(self.chain, self.intervals, tree))
-        for share in (1.0, 0.98, 0.95, 0.9):
+        for share in BUDGET_SHARES:
             left = self.deadline - time.monotonic()
             if left <= 0:
                 return
@@ -277,15 +276,15 @@ class _Bounder:
         assert self.trees is not None
         assert self.duals is not None
         n = self.chain.n
-        slots, longest = (4000, 200) if n <= 60 else (2000, 100) if n <= 150 else (1000, 48) if n <= 400 else (800, 24)
+        slots, longest = next((slots, longest) for most, slots, longest in HELD_SLOTS if n <= most)
         upper = self.upper_s / self.chain.second
         kinds: list[Costs | None] = [None]
         if self.chain.most_put[-1] > 0:
             kinds.insert(0, Costs.of(self.chain, self.duals, apart=True))
-        factors = (math.inf,) if self.duals.excess > TOLERANCE else (1.002, 1.005, 1.02, 1.1, 1.5, math.inf)
+        factors = (math.inf,) if self.duals.excess > TOLERANCE else LIMITS
         for apart in kinds:
             for limit in [factor * self.best for factor in factors]:
-                program = HeldDP(self.trees, apart, min(limit, upper), slots=slots, longest=longest)
+                program = HeldDp(self.trees, apart, min(limit, upper), slots=slots, longest=longest)
                 if time.monotonic() + program.estimate_s() > self.deadline:
                     break
                 value = program.run()

@@ -21,6 +21,10 @@ from ckptplan.core.option import Option
 from ckptplan.core.profile import Profile
 
 Floats = NDArray[np.float64]
+LEAST_SECOND = 1e-12
+"""Seconds that the unit of time is at least, for chains that take none."""
+RATE_ROUNDING = 1 + 1e-12
+"""Factor on a link's rate, so that rounding makes no bound too large."""
 
 
 class _Menu:
@@ -62,7 +66,7 @@ class Chain:
         self.profile = profile
         self.n = n = len(profile.stages)
         self.unit = float(max(1, budget_bytes))
-        self.second = max(profile.baseline_step_s, 1e-12)
+        self.second = max(profile.baseline_step_s, LEAST_SECOND)
         self.budget = budget_bytes / self.unit
         self.host = None if host_bytes is None else host_bytes / self.unit
         self.size = np.array([s.nbytes for s in profile.storages], float) / self.unit
@@ -133,7 +137,7 @@ class Chain:
         """Bytes per second, in the units of this class."""
         if nbytes == 0:
             return 1.0
-        return nbytes / self.unit / (seconds / self.second) * (1 + 1e-12)
+        return nbytes / self.unit / (seconds / self.second) * RATE_ROUNDING
 
     def _held_sets(self, i: int) -> list[set[int]]:
         stage = self.profile.stages[i]
@@ -231,7 +235,7 @@ class Chain:
         return out
 
     def _segment_numbers(self) -> None:
-        """What stages cost inside segments; see `Trees`."""
+        """Bytes and seconds of stages inside segments, for `LinearTrees`."""
         n, stages = self.n, self.profile.stages
         self.full = np.zeros(n)  # counted at the stage when it is the segment's last
         self.full_still = np.zeros(n)
@@ -286,7 +290,7 @@ class Intervals:
             self.longest = max(self.longest, i + 1 - at)
         self.longest = self.longest if can.any() else 0
         w = self.longest
-        held, still, moves, gone = (np.zeros((w, n)) for _ in range(4))
+        held, still, moves, gone = (np.zeros((w, n)) for _ in ("held", "still", "moves", "gone"))
         self.possible = np.zeros((w, n), bool)
         for i in range(w):
             held[i, : n - i] = c.full[i:]

@@ -21,14 +21,18 @@ step k.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from ckptplan.core import rules
 from ckptplan.core.segment import Segment
-from ckptplan.solving.bound.linear_program import TOLERANCE, Column, Duals
+from ckptplan.solving.bound.linear_program import TOLERANCE, Column, Duals, Master
 from ckptplan.solving.bound.relaxation import Chain, Floats, Intervals
+
+FIRST_LENGTH = 8
+"""Stages of the longest segment asked for at first, and the square root of all stages on top."""
 
 
 @dataclass(slots=True)
@@ -174,7 +178,7 @@ class LinearTrees:
         self._segments()
 
     def _segments(self) -> None:
-        """What a segment costs at the top level: its tree, its forward, what it holds for later steps, its moves."""
+        """The cost of each segment at the top level: tree, forward, what it holds for later steps, moves."""
         c, n, costs, iv = self.chain, self.chain.n, self.costs, self.intervals
         w = iv.longest
         own = costs.linear_forward * c.segment_forward
@@ -282,6 +286,32 @@ class LinearTrees:
                 s += e
             s += 1
         return Segment(first, last, tuple(inner))
+
+
+class MissingColumns:
+    """The segments that a master program lacks at its multipliers.
+
+    Early multipliers are far off and ask for long segments, which make the program dense; so short ones come first.
+    """
+
+    def __init__(self, intervals: Intervals) -> None:
+        self.intervals = intervals
+        self.longest = FIRST_LENGTH + math.isqrt(intervals.chain.n)
+        self.seen: set[Segment] = set()
+
+    def add_to(self, master: Master, trees: LinearTrees, duals: Duals) -> bool:
+        """Add them to `master`; False where it lacks none."""
+        new: list[Segment] = []
+        while not new:
+            found = [trees.structure(a, b) for a, b in trees.missing(duals.stage, self.longest)]
+            new = [tree for tree in found if tree not in self.seen]
+            if self.longest >= self.intervals.longest:
+                break
+            self.longest *= 1 if new else 2
+        self.seen.update(new)
+        for tree in new:
+            master.add(column_of(self.intervals.chain, self.intervals, tree))
+        return bool(new)
 
 
 def column_of(chain: Chain, intervals: Intervals, tree: Segment) -> Column:
