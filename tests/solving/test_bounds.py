@@ -15,7 +15,6 @@ from random_chains import homogeneous_chain, random_chain, random_options, rando
 
 from ckptplan.core.option import ACTIONS
 from ckptplan.core.profile import Profile
-from ckptplan.core.request import Limits
 from ckptplan.core.schedule import StepNeed, evaluate, residency, tightest_peak
 from ckptplan.core.segment import Segment
 from ckptplan.referee import simulate
@@ -64,8 +63,8 @@ def test_never_above_the_optimum_of_small_chains(part: int) -> None:
         segments = rng.random() < 0.7
         host = rng.choice((None, None, rng.randint(0, 60)))
         space = combinations(profile, actions=actions, segments=segments)
-        least = smallest_peak(profile, Limits(host_bytes=host), within=space)
-        most = max(least, smallest_peak(profile, Limits(actions=("keep",))))
+        least = smallest_peak(profile, host_bytes=host, within=space)
+        most = max(least, smallest_peak(profile, actions=("keep",)))
         for budget in {least, (least + most) // 2, rng.randint(least, most)}:
             best = fastest(profile, budget, host_bytes=host, within=space)
             assert best is not None
@@ -220,7 +219,7 @@ def test_fluid_model_is_between_the_linear_bound_and_the_optimum() -> None:
         host = rng.choice((None, rng.randint(0, 60)))
         space = combinations(profile, segments=whole)
         trees = sorted({tree for found in space for tree in found.segments}, key=repr)
-        least = smallest_peak(profile, Limits(host_bytes=host), within=space)
+        least = smallest_peak(profile, host_bytes=host, within=space)
         budget = rng.randint(least, max(least, peak_of(profile, "keep")))
         best = fastest(profile, budget, host_bytes=host, within=space)
         assert best is not None
