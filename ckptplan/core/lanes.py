@@ -67,9 +67,9 @@ def lane(copies: Sequence[Copy], compute_s: Sequence[float]) -> tuple[float, lis
         Of each step.
     """
     end = len(compute_s)
-    awaited: list[list[int]] = [[] for _ in range(end + 1)]
+    awaited: dict[int, list[int]] = {}
     for number, copy in enumerate(copies):
-        awaited[copy.due].append(number)
+        awaited.setdefault(copy.due, []).append(number)
     done: list[float] = []
     waits_s = [0.0] * len(copies)
     now = free = 0.0
@@ -77,7 +77,7 @@ def lane(copies: Sequence[Copy], compute_s: Sequence[float]) -> tuple[float, lis
         while len(done) < len(copies) and copies[len(done)].joins <= k:
             free = copied(now, free, copies[len(done)].seconds, max)
             done.append(free)
-        for number in awaited[k]:
+        for number in awaited.get(k, ()):
             if done[number] > now:
                 waits_s[number] = done[number] - now
                 now = done[number]

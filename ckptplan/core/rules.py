@@ -168,7 +168,7 @@ def enforceable_points(glue: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int
     for k in range(len(glue)):
         last = k if k in meets else last
         prefetch.append(last)
-    return tuple(min(k, modules[-1]) for k in range(len(glue))), tuple(prefetch)
+    return (*range(modules[-1]), *[modules[-1]] * (len(glue) - modules[-1])), tuple(prefetch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Bytes and time of many plans at once, decision vectors as rows, with the same segments: core/schedule.py in numpy.
 
 core/schedule.py and core/lanes.py are the definition; tests hold the numbers here equal to theirs, to the bit. 4096
-plans of 24 stages take 0.03 s here and 0.9 s in Python one by one, which is why there are two. A single plan takes
+plans of 24 stages take 0.03 s here and 1 s in Python one by one, which is why there are two. A single plan takes
 0.6 ms here, for lack of rows, and 0.2 ms in Python: that is what `Evaluator.step_s` is for.
 
 Copies leave oldest first, hence the stages whose bytes never need to be away form a suffix `i >= cutoff`, where
