@@ -21,7 +21,8 @@ from ckptplan.runtime.state.cells import Changing, Snapshot
 from ckptplan.runtime.state.restore import restored
 
 WIDTH = 64
-COUNT = [0]
+COUNT = 0
+CALLS = [0]
 
 
 class Counter:
@@ -49,6 +50,8 @@ class Stage(nn.Module):
         self.space = types.SimpleNamespace(calls=0)
         self.count = functools.partial(setattr, self.space, "calls")
         self.number = number
+        self.notes: list[float] = []
+        self.note = self.notes.append
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.tanh(self.linear(x) * self.number(self))
@@ -90,11 +93,25 @@ def of_partial(stage: Stage) -> float:
 
 
 def of_global(stage: Stage) -> float:
-    COUNT[0] += 1
-    return COUNT[0]
+    global COUNT
+    COUNT += 1
+    return COUNT
 
 
-CHANGING = [of_object, of_what_an_object_holds, of_nested, of_queue, of_array, of_iterators, of_partial]
+def of_global_container(stage: Stage) -> float:
+    CALLS[0] += 1
+    return CALLS[0] % 5
+
+
+def of_bound_method(stage: Stage) -> float:
+    stage.note(1.0)
+    return len(stage.notes)
+
+
+CHANGING = [
+    of_object, of_what_an_object_holds, of_nested, of_queue, of_array, of_iterators, of_partial, of_global_container,
+    of_bound_method,
+]  # fmt: skip
 
 
 def enclosed() -> Callable[[Stage], float]:
@@ -132,9 +149,12 @@ def recomputed(model: nn.Module, x: torch.Tensor) -> Plan:
 
 @pytest.mark.parametrize("number", CHANGING)
 def test_gradients_are_those_of_plain_steps(number: Callable[[Stage], float]) -> None:
+    CALLS[0] = 0
     wanted = steps(*made(number))
     model, x = made(number)
-    with ckptplan.apply(model, recomputed(model, x)) as handle:
+    plan = recomputed(model, x)
+    CALLS[0] = 0
+    with ckptplan.apply(model, plan) as handle:
         found = steps(model, x)
         assert handle.stats().recomputed_stages == 36
     assert all(map(torch.equal, found, wanted))
@@ -160,8 +180,9 @@ SCALES = [torch.ones(WIDTH), torch.full((WIDTH,), 0.5)]
 
 
 def of_global_tensors(stage: Stage) -> Any:
-    COUNT[0] += 1
-    return SCALES[COUNT[0] % 2]
+    global COUNT
+    COUNT += 1
+    return SCALES[COUNT % 2]
 
 
 def test_each_stage_is_tried_though_others_run_the_same_operations() -> None:

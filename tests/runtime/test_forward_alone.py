@@ -161,17 +161,18 @@ def test_flags_that_contradict_one_another() -> None:
     assert flags() == before
 
 
-SEEN: list[bool] = []
-"""Global, so that no stage's next run finds it as it was."""
+SEEN: tuple[bool, ...] = ()
+"""A global that is replaced, so that no stage's next run finds it as it was."""
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_flags_are_back_after_a_recompute_that_fails(plan: str) -> None:
-    seen = SEEN
-    seen.clear()
+    global SEEN
+    SEEN = ()
 
     def run(stage: Stage, x: torch.Tensor) -> torch.Tensor:
-        SEEN.append(torch.backends.mkldnn.enabled)
+        global SEEN
+        SEEN += (torch.backends.mkldnn.enabled,)
         if len(SEEN) > DEPTH:
             raise KeyError("again")
         return product(stage, x)
@@ -185,7 +186,7 @@ def test_flags_are_back_after_a_recompute_that_fails(plan: str) -> None:
         with pytest.raises(KeyError):
             loss.backward()
         assert flags() == before
-    assert seen == [False] * (DEPTH + 1)
+    assert SEEN == (False,) * (DEPTH + 1)
 
 
 # Modes and context variables

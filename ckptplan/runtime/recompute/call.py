@@ -21,6 +21,7 @@ from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.runtime.observe.meter import KINDS, RECOMPUTE
 from ckptplan.runtime.recompute.put_back import Steps, enter, put_back
 from ckptplan.runtime.state.cells import Snapshot, Tables, alone, below, changing
+from ckptplan.runtime.state.code import read_by
 from ckptplan.runtime.state.generators import Generators
 from ckptplan.runtime.state.module_tables import ModuleTables
 from ckptplan.runtime.state.surroundings import Surroundings
@@ -234,7 +235,8 @@ class _State:
     def __init__(self, modules: list[nn.Module], arguments: Iterable[Any] = ()) -> None:
         self._changing = changing(modules[0])
         self._searches = self._changing.searches(modules)
-        self._cells = Snapshot(modules, arguments, self._changing, self._searches)
+        read = read_by(modules)[2] if self._searches else ()
+        self._cells = Snapshot(modules, arguments, self._changing, self._searches, read=read)
         modules = self._cells.modules
         self._tables = Tables(modules)
         self._generators = Generators(self._cells.generators)

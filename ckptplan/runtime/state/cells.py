@@ -11,7 +11,7 @@ dictionary, a set, a deque, the data attributes of a class, an array, an object 
    and through modules that lie in them. Of a module that contains the one it is found from, a parent, the attributes
    alone are looked at.
 3. Other objects (a configuration, a trainer), and functions with the variables that they enclose, lead to any number of
-   others, so they are looked at in *searches* alone.
+   others, so they are looked at in *searches* alone, and so are global containers that the modules' code names.
    Those that a stage was seen to change are cells of that stage from then on (`Changing`). Of an object that a module
    has as an attribute the attributes are always kept, by reference: the model may change one from layer to layer.
 4. Tensors aren't cells: what a write to one is, versions and copies tell (`_State` in recompute/call.py). A snapshot
@@ -53,7 +53,7 @@ _ATOMS = frozenset(
     {
         bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice,
         torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format,
-        type, types.ModuleType, types.BuiltinFunctionType,
+        type, types.ModuleType,
     }
 )  # fmt: skip
 """Types of most attributes, which don't change and lead nowhere."""
@@ -71,6 +71,7 @@ class _Kind:
     values: Callable[[Any], Iterable[Any]] = tuple
 
 
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinMethodType)
 _NO_DATA = (
     types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, property, type,
     types.MemberDescriptorType, types.GetSetDescriptorType, functools.cached_property,
@@ -191,7 +192,7 @@ def _kind_of(kind: type) -> _Kind | str | None:
 @functools.lru_cache(maxsize=1 << 10)
 def _has_attributes(kind: type) -> bool:
     """Whether objects of a type are plain ones with attributes of their own."""
-    if kind in _ATOMS or _kind_of(kind) is not _OTHER or issubclass(kind, (types.FunctionType, types.MethodType)):  # type: ignore[arg-type]
+    if kind in _ATOMS or kind in _FUNCTIONS or _kind_of(kind) is not _OTHER:  # type: ignore[arg-type]
         return False
     if str(kind.__module__).partition(".")[0] in (*_SEARCHED_NOT, "functools", "types"):
         return kind is types.SimpleNamespace
@@ -273,7 +274,9 @@ def _equal(a: Any, b: Any) -> bool:
             return same and not x.is_inference() and not y.is_inference() and x._version == y._version
         if type(x) in _ITERATORS:
             return _place(x) == _place(y)
-        if isinstance(x, (list, tuple)):
+        if isinstance(x, types.BuiltinMethodType):
+            return x.__name__ == y.__name__ and one(x.__self__, y.__self__)
+        if isinstance(x, (list, tuple, dict, set)):
             return _equal(x, y)
         return type(x) in _ATOMS and bool(x == y)
 
@@ -292,6 +295,7 @@ class Changing:
         self._objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._without_references: dict[int, type] = {}  # to which nothing can refer weakly
         self.modules: set[int] = set()  # identities of those whose plain attributes it was seen to change
+        self.places: set[Place] = set()  # of global containers that it was seen to change
         self.buffers: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         self._parents: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
@@ -336,6 +340,40 @@ class _Cell:
     is_replaced: bool = False  # whether it has values of `_REPLACED`
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A global variable: the namespace that has it, and its name there."""
+
+    namespace: dict[str, Any] = field(hash=False, compare=False)
+    module: str
+    name: str
+
+    @property
+    def value(self) -> Any:
+        """Its value now; None where it is gone."""
+        return self.namespace.get(self.name)
+
+
+class _GlobalCell(_Cell):
+    """A global container, held by its name: the container itself may lead to graphs, and these to the snapshot."""
+
+    __slots__ = ("place",)
+
+    def __init__(self, place: Place, kind: _Kind, contents: Any) -> None:
+        super().__init__(None, kind, contents, (place,), any(isinstance(x, _REPLACED) for x in kind.values(contents)))
+        self.place = place
+
+    @property
+    def cell(self) -> Any:  # type: ignore[override]
+        value = self.place.value
+        same = _kind_of(type(value)) is self.kind  # type: ignore[arg-type]
+        return value if same else type(self.contents)()  # a value of another kind has taken its place
+
+    @cell.setter
+    def cell(self, value: None) -> None:
+        pass
+
+
 _Attributes = tuple[
     nn.Module, tuple[str, ...], tuple[str, ...], Callable[[dict[str, Any]], tuple[Any, ...]], Sequence[Any], bool
 ]
@@ -357,6 +395,8 @@ class Snapshot:
         Which other objects are cells.
     searches : bool
         Look through other objects too.
+    read : iterable of Place
+        Global containers that the modules' code reads; a search tells which of them are cells.
     graphs : bool
         Hold tensors with their graphs, and so the cells themselves: for a snapshot that ends before the graphs do.
 
@@ -376,6 +416,7 @@ class Snapshot:
     changing: Changing | None = None
     searches: bool = False
     graphs: bool = False
+    read: Iterable[Place] = ()
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list, init=False)
     distant: list[tuple[str, torch.Tensor]] = field(default_factory=list, init=False)
     generators: list[Any] = field(default_factory=list, init=False)
@@ -400,6 +441,8 @@ class Snapshot:
                     self._add(c.__name__, c, _CLASS, data)
         for other in self.others:
             self._keep("argument", other, is_cell=True)
+        for place in {*self.read, *(() if self.changing is None else self.changing.places)}:
+            self._keep_global(place)
 
     def _look_at(self, module: nn.Module) -> None:
         # In every call of every stage, so this makes few calls itself.
@@ -452,6 +495,9 @@ class Snapshot:
                 return self._add(name, value, kind)
         elif isinstance(value, types.MethodType):
             self._keep(name, value.__self__)
+        elif isinstance(value, types.BuiltinMethodType) and isinstance(_kind_of(type(value.__self__)), _Kind):  # type: ignore[arg-type]
+            owner = self._keep(name, value.__self__)  # another where it has tensors with graphs
+            return value if owner is value.__self__ else getattr(owner, value.__name__)
         elif is_cell or self._is_cell(value):
             return self._add_object(name, value)
         elif self._is_searched(value):
@@ -459,6 +505,12 @@ class Snapshot:
             value = self._add_object(name, value)
             self._path.pop()
         return value
+
+    def _keep_global(self, place: Place) -> None:
+        kind = _kind_of(type(place.value))  # type: ignore[arg-type]
+        if isinstance(kind, _Kind) and id(place.value) not in self._cells:
+            contents = _replaced(kind.read(place.value), functools.partial(self._keep, place.name))
+            self._cells[id(place.value)] = _GlobalCell(place, kind, contents)
 
     def _add_object(self, name: str, value: Any) -> Any:
         return self._add(name, value, _CLOSURE if isinstance(value, types.FunctionType) else _OBJECT)
@@ -525,6 +577,9 @@ class Snapshot:
                     found.path = ()
                 else:
                     del self._cells[key]
+                continue
+            if isinstance(found, _GlobalCell):
+                self.changing.places.add(found.place)
                 continue
             for each in found.path:
                 self.changing.add(each)

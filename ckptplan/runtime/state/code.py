@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ckptplan.runtime.state.cells import SEARCH_LIMIT, Changing, Snapshot, below
+from ckptplan.runtime.state.cells import SEARCH_LIMIT, Changing, Place, Snapshot, below
 
 _NOT_READ = frozenset({"torch", "numpy", "ckptplan", *sys.stdlib_module_names})
 """Packages whose code keeps nothing of a model's."""
@@ -50,22 +50,8 @@ class Read:
     """
 
     def __init__(self, functions: Iterable[Any], *, graphs: bool = False) -> None:
-        self._caches: list[tuple[Any, int]] = []
-        containers: list[Any] = []
-        waiting = [found for value in functions for found in _begun(value)]
-        seen: set[tuple[int, type | None]] = set()
-        while waiting and len(seen) < SEARCH_LIMIT:
-            value, owner = waiting.pop()
-            kind = type(value)
-            if (kind not in _FOLLOWED and kind not in _CONTAINERS) or (id(value), owner) in seen:
-                continue
-            seen.add((id(value), owner))
-            if kind is _CACHE:
-                self._caches.append((value, value.cache_info().misses))
-            if kind not in _CONTAINERS:
-                waiting += _behind(value, owner)
-            elif len(value) <= _LONGEST:
-                containers.append(value)
+        containers, caches, _ = read_by(functions)
+        self._caches = [(cache, cache.cache_info().misses) for cache in caches]
         self._containers = Snapshot([], containers, changing=Changing(), graphs=graphs)
 
     def put(self) -> None:
@@ -76,16 +62,45 @@ class Read:
         self._containers.put()
 
 
-_Found = tuple[Any, type | None]
-"""A value, and the class of the module whose method led to it."""
+def read_by(functions: Iterable[Any]) -> tuple[list[Any], list[Any], list[Place]]:
+    """Return the containers that functions read, the caches that they call, and the places of the global containers.
+
+    Parameters
+    ----------
+    functions : iterable
+        Anything that can be called; modules stand for their forwards, and for functions among their attributes.
+    """
+    containers: list[Any] = []
+    caches: list[Any] = []
+    places: list[Place] = []
+    waiting = [found for value in functions for found in _begun(value)]
+    seen: set[tuple[int, type | None]] = set()
+    while waiting and len(seen) < SEARCH_LIMIT:
+        value, owner, place = waiting.pop()
+        kind = type(value)
+        if (kind not in _FOLLOWED and kind not in _CONTAINERS) or (id(value), owner) in seen:
+            continue
+        seen.add((id(value), owner))
+        if kind is _CACHE:
+            caches.append(value)
+        if kind not in _CONTAINERS:
+            waiting += _behind(value, owner)
+        elif len(value) <= _LONGEST:
+            containers.append(value)
+            places += [place] if place is not None else []
+    return containers, caches, places
+
+
+_Found = tuple[Any, type | None, Place | None]
+"""A value, the class of the module whose method led to it, and its place if that is a global variable."""
 
 
 def _begun(value: Any) -> Iterator[_Found]:
     if not isinstance(value, nn.Module):
-        yield value, None
+        yield value, None, None
         return
-    yield getattr(type(value), "forward", None), type(value)
-    yield vars(value).get("forward"), type(value)
+    yield getattr(type(value), "forward", None), type(value), None
+    yield from ((found, type(value), None) for found in vars(value).values() if type(found) in _FOLLOWED)
 
 
 def _behind(value: Any, owner: type | None) -> Iterator[_Found]:
@@ -95,21 +110,22 @@ def _behind(value: Any, owner: type | None) -> Iterator[_Found]:
             yield from _read_by(value, owner)
         return
     inside = next(getattr(value, name) for name in ("__func__", "__wrapped__", "func", "fget") if hasattr(value, name))
-    yield inside, owner
+    yield inside, owner, None
 
 
 def _read_by(function: types.FunctionType, owner: type | None) -> Iterator[_Found]:
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # it is empty
-            yield cell.cell_contents, owner
+            yield cell.cell_contents, owner, None
     names = set(_names(function.__code__))
     for kind in () if owner is None else owner.__mro__:
-        yield from ((vars(kind)[name], owner) for name in names & vars(kind).keys())
+        yield from ((vars(kind)[name], owner, None) for name in names & vars(kind).keys())
     for name in names & function.__globals__.keys():
         value = function.__globals__[name]
-        yield value, None
+        yield value, None, Place(function.__globals__, str(function.__module__), name)
         if type(value) is types.ModuleType and value.__name__.partition(".")[0] not in _NOT_READ:
-            yield from ((vars(value)[inner], None) for inner in names & vars(value).keys())
+            for inner in names & vars(value).keys():
+                yield vars(value)[inner], None, Place(vars(value), value.__name__, inner)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
