@@ -23,7 +23,14 @@ import numpy.typing as npt
 from ckptplan.core.allocator_settings import SMALL_BYTES, SMALL_SEGMENT_BYTES, AllocatorSettings
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.ranges import Ranges
-from ckptplan.memory.allocator import Addresses, AllocatorTimeline, BlockInfo, CachingAllocator, SegmentInfo, _timeline
+from ckptplan.memory.allocator import (
+    Addresses,
+    AllocatorTimeline,
+    BlockInfo,
+    CachingAllocator,
+    SegmentInfo,
+    timeline_of,
+)
 from ckptplan.memory.history.plain_pickle import load_plain
 
 Action = Literal["allocate", "free", "record_stream", "synchronize", "empty_cache", "make_room", "out_of_memory"]
@@ -766,7 +773,7 @@ class Replayer:
 
     def timeline(self) -> AllocatorTimeline:
         """The figures, and the allocator's peaks."""
-        return _timeline(self.allocator, self._figures)
+        return timeline_of(self.allocator, self._figures)
 
 
 class RecordedReplayer(Replayer):
