@@ -345,8 +345,8 @@ def as_tuple(items: object) -> tuple[Any, ...]:
     return tuple(items)
 
 
-def read_json(path: str | Path, schema: str) -> dict[str, Any]:
-    """The object in the JSON file at `path`, after a check of its schema.
+def read_json(path: str | Path, *schemas: str) -> dict[str, Any]:
+    """Return the object in the JSON file at `path`, after a check of its schema.
 
     Raises
     ------
@@ -358,6 +358,6 @@ def read_json(path: str | Path, schema: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidInputError(f"{path} can't be read as JSON: {error}") from error
     found = data.get("schema") if isinstance(data, dict) else None
-    if found != schema:
-        raise InvalidInputError(f"{path} has schema {found!r}; this version reads {schema!r}")
+    if found not in schemas:
+        raise InvalidInputError(f"{path} has schema {found!r}; this version reads {' and '.join(map(repr, schemas))}")
     return dict(data)

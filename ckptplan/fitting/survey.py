@@ -70,11 +70,6 @@ class DeviceFit:
     most_planned: int
     most_plan: Plan | None
 
-    @property
-    def fits_kept(self) -> bool:
-        """Whether the user's batch needs no plan."""
-        return self.kept_bytes <= self.budget_bytes
-
 
 def survey(
     model: nn.Module,
