@@ -17,7 +17,7 @@ _BATCH_NAMES = ("n", "batch", "batch_size")
 
 
 def subject_of(source: str) -> tuple[Any, Any]:
-    """Return the profile in a file, or the model named `module:name`; and the model's inputs (None: not given)."""
+    """Return the profile in a file, or the model named `module:name`, and its inputs or None."""
     path = Path(source)
     module, colon, name = source.partition(":")
     if path.exists() or not colon or "/" in source or not name.replace(".", "").isidentifier():
@@ -30,8 +30,8 @@ def subject_of(source: str) -> tuple[Any, Any]:
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise InvalidInputError(
-    """Return the profile in a file, or the model named `module:name`, and the inputs that come with it or None."""
-            "or with its inputs"
+            f"{source} gives {type(model).__name__}; it must give a torch.nn.Module, or a function that returns one, "
+            "alone or with its inputs"
         )
     return model, inputs
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ckptplan.core.checks import check_count
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -155,8 +156,7 @@ def max_batch_size(
             f"make_inputs is a {type(make_inputs).__name__}; pass a function from a batch size to inputs, such as "
             "lambda n: torch.zeros(n, 3, 224, 224)"
         )
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-        raise InvalidInputError(f"limit={limit!r} must be a whole number, at least 1")
+    check_count(limit=limit)
     if max_overhead is not None and not plan:
         raise InvalidInputError(f"max_overhead={max_overhead!r} speaks of plans; leave it out with plan=False")
     training, limits = Training.of(options), Limits.of(options)

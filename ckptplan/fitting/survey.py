@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ckptplan.core.checks import check_count
 from ckptplan.core.device import Device
-from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
+from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import UNSAID, Limits, Report, Training, ignore_progress
@@ -102,8 +103,7 @@ def survey(
     -------
     list of DeviceFit
     """
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        raise InvalidInputError(f"batch={batch!r} must be a whole number, at least 1")
+    check_count(batch=batch)
     groups: dict[object, list[Device]] = {}
     for device in devices:
         target = find_target(model, device)

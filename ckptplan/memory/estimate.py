@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ckptplan.core.allocator_settings import AllocatorSettings, allocator_conf
+from ckptplan.core.checks import check_count
 from ckptplan.core.device import library_workspaces
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.estimate import CATEGORIES, Estimate, Phase
@@ -136,8 +137,7 @@ def estimate(
     request = Training.of(training, inputs)
     target = find_target(model, request.device)
     settings = _settings(allocator, target)
-    if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
-        raise InvalidInputError(f"accumulation_steps={accumulation_steps!r} must be a whole number, at least 1")
+    check_count(accumulation_steps=accumulation_steps)
     check_supported(model)
     refuse_compiled(model, "an estimate is made without running the model")
     if request.accumulate is None and plan is not None and plan.fingerprint.accumulates:

@@ -12,7 +12,7 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import Overflow, schedule
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Phase
-from ckptplan.core.units import format_bytes, format_seconds
+from ckptplan.core.units import format_bytes, format_seconds, format_table
 from ckptplan.referee import Timeline, simulate
 
 NEAR_PEAK = 0.01
@@ -125,9 +125,7 @@ class Explanation:
         for c in self.choices:
             name = c.stage if c.count == 1 else f"{c.stage} (one of {c.count})"
             rows.append((name, c.option, _text(c.leaner), _text(c.richer)))
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        table = ["  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*lines, "", *table])
+        return "\n".join([*lines, "", *format_table(rows)])
 
 
 def _text(alternative: Alternative | None) -> str:

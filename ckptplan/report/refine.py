@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ckptplan.core.link import Link
-from ckptplan.core.measured import Copied, Measured, StageTimes, as_measured, told_together
+from ckptplan.core.measured import Copied, Measured, StageTimes, as_measured, backward_groups
 from ckptplan.core.option import Option
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -91,7 +91,7 @@ def corrected(profile: Profile, plan: Plan, measured: Measured) -> Profile:
         own[event.stage] += event.what == "recompute"
 
     forward, backward, recompute = [0.0] * len(stages), [0.0] * len(stages), {}
-    for i, members in enumerate(told_together(glue)):
+    for i, members in enumerate(backward_groups(glue)):
         found = measured.stages[i]
         predicted_s = sum(stages[m].backward_s for m in members)
         if glue[i]:
