@@ -13,17 +13,18 @@ from ckptplan.core.units import GIB
 from ckptplan.report.tables import Row
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MARKERS = "osD^vPX*"
 LINES = ("-", "--", ":")
-COLOURS = 10  # of matplotlib's cycle; beyond it the next kind of line begins
+COLOURS = 10  # length of matplotlib's cycle; the next lines get another line style
 
 
 def plot_step_time(
     rows: Sequence[Row], path: str | Path, *, title: str | None = None, ours: str | None = "ckptplan"
 ) -> None:
-    """Draw step time over budget, one line per planner; where a planner finds nothing that fits, its marker is missing.
+    """Draw step time over budget, one line per planner, without a marker at budgets for which a planner has no plan.
 
     Parameters
     ----------
@@ -32,15 +33,14 @@ def plot_step_time(
     path : str or Path
         PNG file to write.
     ours : str, optional
-        The planner drawn on top, thick.
+        The planner whose line is thick and on top.
 
     Raises
     ------
     CkptPlanError
         If matplotlib isn't installed.
     """
-    figure = _figure()
-    axes = figure.subplots()
+    figure, axes = _figure(title)
     unit, size = ("GiB", GIB) if max(row.budget_bytes for row in rows) >= GIB else ("MiB", 1 << 20)
     budgets = sorted({row.budget_bytes for row in rows})
     longest_s = max((row.step_s for row in rows if row.step_s is not None), default=1.0)
@@ -63,9 +63,6 @@ def plot_step_time(
     )
     axes.set_xlabel(f"memory budget ({unit})")
     axes.set_ylabel(f"predicted step time ({seconds})")
-    if title is not None:
-        axes.set_title(title)
-    axes.grid(alpha=0.3)
     if len(planners) > COLOURS:
         axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
     else:
@@ -88,8 +85,7 @@ def plot_frontier(plans: Sequence[Plan], path: str | Path, *, title: str | None 
     CkptPlanError
         If matplotlib isn't installed.
     """
-    figure = _figure()
-    axes = figure.subplots()
+    figure, axes = _figure(title)
     unit, size = ("GiB", GIB) if plans[-1].peak_bytes >= GIB else ("MiB", 1 << 20)
     peaks = [plan.peak_bytes / size for plan in plans]
     base_s = plans[0].baseline_step_s or 1.0
@@ -98,14 +94,11 @@ def plot_frontier(plans: Sequence[Plan], path: str | Path, *, title: str | None 
     axes.plot(peaks, [max(bound, 0.0) for bound in bounds], linestyle="--", color="grey", label="proven bound")
     axes.set_xlabel(f"peak memory ({unit})")
     axes.set_ylabel("slowdown over keeping everything (%)")
-    if title is not None:
-        axes.set_title(title)
-    axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(Path(path), format="png", dpi=150)
 
 
-def _figure() -> Figure:
+def _figure(title: str | None) -> tuple[Figure, Axes]:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -113,7 +106,11 @@ def _figure() -> Figure:
         raise CkptPlanError(
             "plots need matplotlib, which is not installed; run: pip install 'ckptplan[report]'"
         ) from error
-    # No pyplot: it would keep figures and choose a window system for the caller's process.
+    # Without pyplot, which would keep figures and choose a window system for the caller's process.
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure
+    axes = figure.subplots()
+    if title is not None:
+        axes.set_title(title)
+    axes.grid(alpha=0.3)
+    return figure, axes

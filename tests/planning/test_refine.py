@@ -100,7 +100,7 @@ def test_a_link_said_to_be_fast_is_found_slow_and_recompute_is_chosen() -> None:
     true, false = textbook(2e8), textbook(2e10)
     budget = simulate(false, [ckptplan.Decision("keep")] * 8).peak_bytes // 2
     adviser = Adviser(Job(false, Limits(time_limit_s=2.0, workers=1)))
-    plan = adviser._job.solved(budget)
+    plan = adviser.job.solved(budget)
     assert plan.host_bytes
     truth = simulate(true, plan)
     assert truth.makespan_s > 1.3 * plan.step_s
