@@ -24,7 +24,7 @@ Status = Literal["optimal", "feasible"]
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How one stage is run.
+    """The decision on one stage: its option, and the release and prefetch points of its transfers.
 
     Parameters
     ----------

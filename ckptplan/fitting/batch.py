@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from ckptplan.core.checks import check_count
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import Plan
-from ckptplan.core.profile import Profile
 from ckptplan.core.request import BatchKeywords, Limits, Training, ignore_progress, require_known
 from ckptplan.core.units import budget_to_bytes, format_bytes
 from ckptplan.memory.estimate import TrainingBytes
@@ -32,7 +31,7 @@ from ckptplan.runtime.state.restore import restored
 from ckptplan.runtime.step import TrainingStep, training_config
 from ckptplan.runtime.verify import Verification, verify
 from ckptplan.solving.frontier import smallest_within
-from ckptplan.solving.peak import MinPeak, smallest_peak
+from ckptplan.solving.peak import smallest_peak
 
 MakeInputs = Callable[[int], Any]
 """Function from a number of samples to the inputs of a batch of that size."""
@@ -391,7 +390,8 @@ class _Search:
         least = known.get(1, math.inf)
         if least == math.inf:
             return InvalidInputError(
-                f"a batch of 1 doesn't fit {format_bytes(self.budget_bytes)}: one operation needs more than is free"
+                f"a batch of 1 doesn't fit {format_bytes(self.budget_bytes)}: one operation needs more than the free "
+                "memory; use smaller inputs or a smaller model"
             )
         stage, phase = self.binding
         where = f" (stage {stage!r}, {phase})" if stage else ""
@@ -406,41 +406,31 @@ class _Search:
         )
 
     def needs(self, n: int) -> float:
-        """The smallest budget found for a batch: of its chain, or with everything kept."""
+        """Return the smallest budget found for a batch: of its chain, or with everything kept."""
         self.limits.on_progress(f"trying batch {n}")
         try:
             step = self.batches.step(n)
             if not self.plan:
                 return self.batches.sizes.reserved(step)
             if self.max_overhead is not None:
-                fast = smallest_within(
-                    profile_step(step, self.target, optimizer=self.optimizer, menus=False),
-                    self.max_overhead,
-                    self.peak_limits,
-                )
-                return fast.peak_bytes
-            least = self.smallest(traced_bytes(step, self.optimizer, self.target))
+                profile = profile_step(step, self.target, optimizer=self.optimizer, menus=False)
+                return smallest_within(profile, self.max_overhead, self.peak_limits).peak_bytes
+            least = smallest_peak(traced_bytes(step, self.optimizer, self.target), self.peak_limits)
         except _TooLarge:
             return math.inf
         self.binding = (least.stage, least.phase)
         return least.peak_bytes
 
-    def smallest(self, chain: Profile) -> MinPeak:
-        return smallest_peak(chain, self.peak_limits)
-
     def planned(self, n: int) -> float:
-        """What the plan of a batch needs, solved within the budget and tightened until what it reserves fits, too."""
+        """Return the bytes of a batch's plan, whose limit is tightened until its reserved bytes fit the budget too."""
         self.limits.on_progress(f"planning batch {n}")
         try:
             step = self.batches.step(n)
             measured = profile_step(step, self.target, optimizer=self.optimizer, on_progress=self.limits.on_progress)
-        except _TooLarge:
-            return math.inf
-        try:
             plan = replaying(Job(measured, self.limits), step, self.batches.sizes).solved(self.budget_bytes)
         except InfeasibleBudgetError as error:
             return max(error.min_peak_bytes, self.budget_bytes + 1)
-        except _TooLarge:  # in a replay
+        except _TooLarge:
             return math.inf
         if self.max_overhead is not None and plan.overhead > self.max_overhead * (1 + 1e-9):
             return math.inf

@@ -105,7 +105,7 @@ class Folding:
         self._stages: dict[bool, tuple[str, ...]] = {}
 
     def record(self, *, accumulating: bool = False, inference: bool = False) -> tuple[Recording, list[str]]:
-        """Return what `record_step` returns with everything kept."""
+        """Return the result of `record_step` with everything kept."""
         # Equal layers may branch on values that were answered for each layer, so a few don't represent all.
         answers = self._target.answers
         if self._runs and not (answers is not None and answers.phases):

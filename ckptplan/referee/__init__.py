@@ -1,4 +1,4 @@
-"""Replays and checks plans; imports core alone."""
+"""Replays and checks plans; imports only core."""
 
 from ckptplan.referee.simulate import Event, StepBytes, Timeline, simulate
 from ckptplan.referee.validate import Violation, validate

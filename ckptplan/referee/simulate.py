@@ -1,4 +1,4 @@
-"""Replay a plan from the profile alone: bytes at every step, and three lanes of time.
+"""Replay a plan with its profile: bytes at every step, and three lanes of time.
 
 It is an interpreter that adds and drops holders one at a time, and it shares no code with the solver, so that an error
 in one is detected by the other. It implements the rules of NOTE [Residency] in core/rules.py, and these of time:

@@ -135,7 +135,7 @@ class History:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SnapshotReplay:
-    """A recorded history, and what the model made of it.
+    """A recorded history and its replay by the model.
 
     Parameters
     ----------
@@ -283,19 +283,19 @@ def _pool_id(found: Any) -> tuple[int, ...]:
 def _whole(found: Mapping[str, Any], name: str, default: int | None, what: str = "a segment") -> int:
     value = found.get(name, default)
     if not isinstance(value, int) or not 0 <= value <= _MOST_NUMBER:
-        raise InvalidInputError(f"{what} has {name}={_shown(value)}; must be a whole number from 0 to 2**62")
+        raise InvalidInputError(f"{what} has {name}={_shown(value)}; it must be a whole number from 0 to 2**62")
     return value
 
 
 def _dict(found: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
-        raise InvalidInputError(f"{what} is {_shown(found)}; must be a dict")
+        raise InvalidInputError(f"{what} is {_shown(found)}; it must be a dict")
     return found
 
 
 def _list(found: Any, what: str) -> Sequence[Any]:
     if not isinstance(found, (list, tuple)):
-        raise InvalidInputError(f"{what} is {_shown(found)}; must be a list")
+        raise InvalidInputError(f"{what} is {_shown(found)}; it must be a list")
     return found
 
 
@@ -364,12 +364,9 @@ def read_history(snapshot: Mapping[str, Any], device: int = 0, settings: Allocat
         start.append(SegmentInfo(address, size, stream, pool, expandable, tuple(found)))
     if number != len(blocks):
         raise InvalidInputError("a block lies in no segment; entries are missing (skip_actions must be empty)")
-    for entry in entries:
-        if entry.action == "alloc":
-            if entry.frames:
-                frames[number] = entry.frames
-            number += 1
-    changes = np.array([_change(entry) for entry in entries], dtype=np.int64)
+    made = enumerate((entry for entry in entries if entry.action == "alloc"), start=number)
+    frames |= {number: entry.frames for number, entry in made if entry.frames}
+    changes = [entry.size_bytes * ((entry.action in _GROWS) - (entry.action in _SHRINKS)) for entry in entries]
     reserved = np.cumsum(changes, dtype=np.int64) + sum(segment.size_bytes for segment in start)
     return History(
         device=device,
@@ -543,13 +540,10 @@ class _Pools:
         return near[1]
 
     def spaces(self, start: Iterable[SegmentInfo]) -> dict[tuple[int, str], int]:
-        """(stream, pool) -> lowest address of its expandable segment that is known."""
-        points = [(stream, pool, address) for stream, known in self._known.items() for address, pool in known]
-        points += [(segment.stream, segment.pool, segment.address) for segment in start if segment.expandable]
-        found: dict[tuple[int, str], int] = {}
-        for stream, pool, address in points:
-            found[stream, pool] = min(address, found.get((stream, pool), address))
-        return found
+        """Return (stream, pool) -> the lowest known address of its expandable segment."""
+        points = [((stream, pool), address) for stream, known in self._known.items() for address, pool in known]
+        points += [((segment.stream, segment.pool), segment.address) for segment in start if segment.expandable]
+        return dict(sorted(points, key=lambda point: -point[1]))  # of several, the last one counts: the lowest
 
 
 def _limits(entries: Sequence[Entry], undone: _Undone) -> dict[int, int]:
@@ -595,11 +589,6 @@ def _block_bytes(allocator: CachingAllocator, requested: int, limit: int, pool: 
     if limit - size <= SMALL_BYTES or (oversize is not None and size >= oversize):
         return limit
     return size
-
-
-def _change(entry: Entry) -> int:
-    """Return the change of the reserved bytes by an entry."""
-    return entry.size_bytes * ((entry.action in _GROWS) - (entry.action in _SHRINKS))
 
 
 def _without_fraction(settings: AllocatorSettings) -> AllocatorSettings:
