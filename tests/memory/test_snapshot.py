@@ -390,8 +390,8 @@ def test_no_more_is_read_than_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         ({"action": "defragment"}, "entry 1 has action 'defragment'; known: segment_alloc"),
         ({"action": {"a": []}}, "entry 1 has action a dict"),
-        ({"addr": -1}, "entry 1 has addr=-1; must be a whole number"),
-        ({"addr": 1 << 100}, "addr=1267650600228229401496703205376; must be"),
+        ({"addr": -1}, "entry 1 has addr=-1; it must be a whole number"),
+        ({"addr": 1 << 100}, "addr=1267650600228229401496703205376; it must be"),
         ({"size": None}, "size=None"),
         ({"size": "much" * 100}, "size='muchmuch"),
         ({"stream": 1.5}, "stream=1.5"),

@@ -510,7 +510,7 @@ def test_positions_that_end_are_planned_for_exactly(profiles: list[str]) -> None
         warnings.simplefilter("always")
         assert same(results(model, text(4, 18)), results(plain, text(4, 18)))
         assert same(results(model, text(4, 21)), results(plain, text(4, 21)))
-        with pytest.raises(PlanMismatchError, match="can't be planned for"):
+        with pytest.raises(PlanMismatchError, match="no new plan can be made"):
             model(text(4, 22))
         assert same(results(model, text(4, 16)), results(plain, text(4, 16)))
     assert len([w for w in told if "goes beyond" in str(w.message)]) == 2
