@@ -1720,7 +1720,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         32,
         "no place in the memo but the next is taken",
         "_check",
-        "            if place > memo + 256:  # places below are BINPUT's",
+        "            if place > memo + 256:  # BINPUT writes the places below 256",
         "            if place > 1 << 62:",
         ("tests/memory/test_snapshot.py::test_snapshot_files_hold_plain_data",),
     ),

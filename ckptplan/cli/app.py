@@ -41,12 +41,12 @@ app = typer.Typer(
     rich_markup_mode="rich",
     # Locals of a training program can be gigabytes of tensors.
     pretty_exceptions_show_locals=False,
-    help="Plan what a training step keeps, swaps and recomputes, so that it fits a memory budget and loses least time.",
+    help="Plan what a training step keeps, swaps and recomputes, to fit a memory budget at the least slowdown.",
 )
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         try:
             found = version("ckptplan")
         except PackageNotFoundError:  # run from a source tree that isn't installed
@@ -76,7 +76,7 @@ def demo(
 
     Example: [bold]ckptplan demo --device cpu[/bold]
     """
-    # Here, since it imports torch, which no other command needs.
+    # Imported here: it imports torch.
     from ckptplan.cli.demo import run
 
     if not run(device, steps=steps, time_limit_s=time_limit):

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and their values from text."""
+"""Arguments and options that several commands share, and the conversion of their text."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Source = Annotated[
 ModelSource = Annotated[
     str,
     typer.Argument(
-        metavar="ModelSource",
+        metavar="MODEL",
         help="[bold]package.module:name[/bold] of a model, of a function that makes one, or of one that makes model "
         "and inputs. A function may take the batch size, as [bold]n[/bold], [bold]batch[/bold] or "
-        "[bold]batch_size[/bold]; else the inputs' first dimension is the batch.",
+        "[bold]batch_size[/bold]; otherwise the inputs' first dimension is the batch.",
     ),
 ]
 
@@ -41,22 +41,25 @@ ProfileFile = Annotated[Path, typer.Argument(metavar="PROFILE.json", help="A pro
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan made by [bold]ckptplan solve -o[/bold].")]
 
 
-# Taken as text, so that "12GB" meets the package's own message, which says the unit.
+# A text, so that the error for "12GB" is the package's own, which names the unit.
 Budget = Annotated[str | None, typer.Option("--budget-gb", metavar="X", help="Device budget in units of 2**30 bytes.")]
 
 
 HostLimit = Annotated[
-    str | None, typer.Option(metavar="X", help="Most bytes on the host tier, same unit; default: no limit.")
+    str | None, typer.Option(metavar="X", help="Limit on the host tier, in the same unit; default: no limit.")
 ]
 
 
 DiskLimit = Annotated[
     str | None,
-    typer.Option(metavar="X", help="Most bytes on the disk tier, same unit: what the host can't hold; default: none."),
+    typer.Option(
+        metavar="X",
+        help="Limit on the disk tier, in the same unit, for bytes beyond the host's limit; default: no disk.",
+    ),
 ]
 
 
-Actions = Annotated[str, typer.Option(help="What stages may do, separated by commas.")]
+Actions = Annotated[str, typer.Option(help="Actions that stages may use, separated by commas.")]
 
 
 Together = Annotated[bool, typer.Option("--segments/--no-segments", help="Whether stages may be recomputed together.")]
@@ -72,7 +75,7 @@ Accumulate = Annotated[
     bool | None,
     typer.Option(
         "--accumulate/--no-accumulate",
-        help="Steps start with gradients, as under accumulation; default: where the model has any.",
+        help="Steps start with gradients, as in gradient accumulation; default: if the model has gradients.",
     ),
 ]
 
@@ -86,7 +89,7 @@ Autocast = Annotated[str | None, typer.Option("--amp", metavar="TYPE", help="Aut
 
 
 def number(text: str | None, option: str, *, least: float | None = None) -> float | None:
-    """The number of GiB in `text`, a budget by the package's own rules or `least`."""
+    """Return the number of GiB in `text`: a valid budget, or `least`."""
     if text is None:
         return None
     try:
@@ -99,14 +102,14 @@ def number(text: str | None, option: str, *, least: float | None = None) -> floa
 
 
 def to_bytes(text: str, option: str) -> int:
-    """The bytes of `text`, in GiB."""
+    """Return the bytes of `text`, a number of GiB."""
     value = number(text, option)
     assert value is not None
     return budget_to_bytes(value, name=option)
 
 
 def to_actions(text: str) -> tuple[Action, ...]:
-    """The actions in `text`, separated by commas."""
+    """Return the actions in `text`, separated by commas."""
     wanted = [part.strip() for part in text.split(",") if part.strip()]
     unknown = [part for part in wanted if part not in ACTIONS]
     if unknown or not wanted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -11,22 +11,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from ckptplan.cli.arguments import Accumulate, Autocast, ModelSource, OptimizerName, to_bytes
-from ckptplan.cli.output import terminal
+from ckptplan.cli.output import terminal, writing
 from ckptplan.cli.subject import batches_of, model_of
-from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import Training
-from ckptplan.report.tables import FitRow, fit_table
-
-if TYPE_CHECKING:  # it imports torch
-    from ckptplan.fitting.survey import DeviceFit
+from ckptplan.report.tables import fit_table
 
 
 def calibrate(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE.json", help="Where to write the description.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="What to call the device; default: its own name.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the description; default: the device's own.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
     swap_dir: Annotated[
         Path | None,
@@ -39,11 +35,11 @@ def calibrate(
         ),
     ] = 0.6,
 ) -> None:
-    """Measure this machine: memory, rates, the link; planning for it elsewhere takes the file as a device.
+    """Measure this machine's memory, rates and link; the file describes it as a device to plan for elsewhere.
 
     Example: [bold]ckptplan calibrate -o here.json --name workstation[/bold]
     """
-    # Here, since it imports torch.
+    # Imported here: it imports torch.
     from ckptplan.profiling.times.calibrate import calibrate, summary
 
     with Console(stderr=True).status("measuring") as status:
@@ -53,10 +49,8 @@ def calibrate(
         table.add_row(*map(escape, row))
     terminal().print(table)
     if output is not None:
-        try:
+        with writing("the device", output):
             found.save(output)
-        except OSError as error:
-            raise InvalidInputError(f"the device can't be written to {output}: {error}") from error
         typer.echo(f"written to {output}")
 
 
@@ -68,19 +62,22 @@ def estimate(
     optimizer: OptimizerName = None,
     amp: Autocast = None,
     accumulate: Accumulate = None,
-    ddp: Annotated[bool, typer.Option("--ddp", help="Gradients in buckets, as in distributed data parallel.")] = False,
+    ddp: Annotated[
+        bool, typer.Option("--ddp", help="Gradients are reduced in buckets, as in distributed data parallel.")
+    ] = False,
     accumulation: Annotated[int, typer.Option(min=1, metavar="N", help="Micro-batches per update.")] = 1,
     plan_file: Annotated[
-        Path | None, typer.Option("--plan", metavar="PLAN.json", help="Trained with this plan.")
+        Path | None, typer.Option("--plan", metavar="PLAN.json", help="The plan applied in training.")
     ] = None,
     allocator: Annotated[
-        str | None, typer.Option(metavar="SETTINGS", help="CUDA's, as in PYTORCH_CUDA_ALLOC_CONF.")
+        str | None,
+        typer.Option(metavar="SETTINGS", help="Settings of CUDA's allocator, as in PYTORCH_CUDA_ALLOC_CONF."),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE.json", help="Write the estimate there too.")
+        Path | None, typer.Option("--json", metavar="FILE.json", help="Also write the estimate to this file.")
     ] = None,
 ) -> None:
-    """What training a model needs, by phase and category, without allocating it.
+    """Estimate the memory of training a model, by phase and category, without allocating it.
 
     Example: [bold]ckptplan estimate train:build --device a100-40gb --optimizer adamw --amp bfloat16[/bold]
     """
@@ -103,28 +100,28 @@ def estimate(
         )
     typer.echo(str(found))
     if json_file is not None:
-        try:
+        with writing("the estimate", json_file):
             found.save(json_file)
-        except OSError as error:
-            raise InvalidInputError(f"the estimate can't be written to {json_file}: {error}") from error
 
 
 def fit(
     source: ModelSource,
     device: Annotated[
         list[str] | None,
-        typer.Option(metavar="D", help="Only this device, or the file that describes it; may be repeated."),
+        typer.Option(metavar="D", help="Only this device, by name or by the file that describes it; may be repeated."),
     ] = None,
     budget_gb: Annotated[
-        str | None, typer.Option(metavar="X", help="In place of each device's memory, units of 2**30 bytes.")
+        str | None, typer.Option(metavar="X", help="Budget in place of each device's memory, in units of 2**30 bytes.")
     ] = None,
     optimizer: OptimizerName = None,
     amp: Autocast = None,
     accumulate: Accumulate = None,
-    batch: Annotated[int | None, typer.Option(min=1, metavar="B", help="Default: that of the inputs.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, metavar="B", help="Batch size; default: that of the inputs.")
+    ] = None,
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for each plan.")] = 0.5,
 ) -> None:
-    """Does it fit, at what batch, with what plan and slowdown: one row for each known device.
+    """Show for each known device whether a batch fits, the largest batch, and the plan and slowdown for it.
 
     Example: [bold]ckptplan fit train:build --optimizer adamw --amp bfloat16[/bold]
     """
@@ -147,20 +144,5 @@ def fit(
             time_limit_s=time_limit,
             on_progress=status.update,
         )
-    # A table wider than this is cut in many terminals.
-    console = Console(width=100, highlight=False)
-    console.print(fit_table([_fit_row(row) for row in rows], batch=batch or given))
-
-
-def _fit_row(row: DeviceFit) -> FitRow:
-    return FitRow(
-        row.device.name,
-        row.budget_bytes,
-        row.kept_bytes,
-        row.planned_bytes,
-        None if row.plan is None else row.plan.overhead,
-        row.most_kept,
-        row.most_planned,
-        None if row.most_plan is None else row.most_plan.overhead,
-        None if row.most_plan is None else row.most_plan,
-    )
+    # Many terminals cut a wider table.
+    Console(width=100, highlight=False).print(fit_table(rows, batch=batch or given))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ckptplan.cli.arguments import ModelSource, PlanFile, ProfileFile, to_bytes
-from ckptplan.cli.output import terminal, write_text
+from ckptplan.cli.output import terminal, writing
 from ckptplan.cli.subject import model_of
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.files import read_json
@@ -25,10 +26,10 @@ from ckptplan.core.request import Limits
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.referee import Violation, simulate, validate
 from ckptplan.referee.rules import broken_rules
-from ckptplan.report.tables import swapped
+from ckptplan.report.tables import right, swapped
 
 SHOWN_PEAK_S = 5.0
-"""Time to look for the smallest peak that `show` prints."""
+"""Time limit of the search for the smallest peak that `show` prints."""
 
 
 def show(
@@ -77,7 +78,7 @@ def simulate_command(
     plan.require_profile(profile)
     budget_bytes = plan.budget_bytes if budget_gb is None else to_bytes(budget_gb, "--budget-gb")
     violations = validate(profile, plan, budget_bytes, disk_bytes=plan.disk_bytes)
-    if not broken_rules(profile, plan.choices, plan.segments):  # else a replay would mean nothing
+    if not broken_rules(profile, plan.choices, plan.segments):  # otherwise it can't be replayed
         _show_timeline(profile, plan, budget_bytes)
     _show_violations(violations)
     if violations:
@@ -92,12 +93,10 @@ def trace(
     ] = Path("trace.json"),
     profile_file: Annotated[
         Path | None,
-        typer.Option(
-            "--profile", metavar="PROFILE.json", help="Draw the step as predicted from it beside the real one."
-        ),
+        typer.Option("--profile", metavar="PROFILE.json", help="Also draw the step predicted from this profile."),
     ] = None,
     swap_dir: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where the CPU's swapped bytes go; default: as in training.")
+        Path | None, typer.Option(metavar="FOLDER", help="Folder of the CPU's swap file; default: as in training.")
     ] = None,
 ) -> None:
     """Run one planned step and draw it for https://ui.perfetto.dev: compute, copies both ways, memory.
@@ -126,23 +125,23 @@ def snapshot(
         Path,
         typer.Argument(
             metavar="FILE.pickle",
-            help="As [bold]torch.cuda.memory._dump_snapshot[/bold] writes it; no code in it runs.",
+            help="A file written by [bold]torch.cuda.memory._dump_snapshot[/bold]; no code in it runs.",
         ),
     ],
     limit_gb: Annotated[
         str | None,
         typer.Option(
             metavar="X",
-            help="Most that other settings may reserve, units of 2**30 bytes; default: no limit, for "
+            help="Limit on the memory that other settings may reserve, in units of 2**30 bytes; default: no limit, for "
             "garbage_collection_threshold the recorded peak.",
         ),
     ] = None,
     json_file: Annotated[
         str | None,
-        typer.Option("--json", metavar="FILE.json", help="Write the figures there too; - prints them alone."),
+        typer.Option("--json", metavar="FILE.json", help="Also write the figures to this file; - prints them only."),
     ] = None,
 ) -> None:
-    """Explain a recorded CUDA memory history: peaks, fragments and whose they are, and what settings would change.
+    """Explain a recorded CUDA memory history: peaks, the code that causes fragments, and the effect of other settings.
 
     Example: [bold]ckptplan snapshot snapshot.pickle --json -[/bold]
     """
@@ -163,7 +162,8 @@ def snapshot(
     if not found:
         typer.echo("nothing reserved or recorded on any device")
     if json_file is not None:
-        write_text(Path(json_file), text, "the figures")
+        with writing("the figures", Path(json_file)):
+            Path(json_file).write_text(text, encoding="utf-8")
 
 
 def _load(path: Path) -> Profile | Plan:
@@ -174,9 +174,9 @@ def _load(path: Path) -> Profile | Plan:
 def _show_profile(profile: Profile) -> None:
     from ckptplan.solving.planner import smallest_peak
 
-    table = Table("stage", "options", title=f"{len(profile.stages)} stages, {len(profile.storages)} storages")
-    for column in ("saves", "pinned", "inputs", "forward", "backward", "recompute"):
-        table.add_column(column, justify="right")
+    columns = right("saves", "pinned", "inputs", "forward", "backward", "recompute", no_wrap=False)
+    title = f"{len(profile.stages)} stages, {len(profile.storages)} storages"
+    table = Table("stage", "options", *columns, title=title)
     for stage in profile.stages:
         again = stage.recompute
         table.add_row(
@@ -196,15 +196,9 @@ def _show_profile(profile: Profile) -> None:
     within = f" found in {SHOWN_PEAK_S:g} s, at least {format_bytes(smallest.bound_bytes)}"
     totals = Table(show_header=False, box=None)
     for label, text in (
-        (
-            "options",
-            "k keep, s swap, r recompute, r+s with its inputs swapped, and how many others; --options lists them",
-        ),
+        ("options", "k keep, s swap, r recompute, r+s recompute with swapped inputs, +n others; --options lists all"),
         ("keep-all peak", f"{format_bytes(keep_all.peak_bytes)} ({keep_all.peak_phase} of {keep_all.peak_stage})"),
-        (
-            "smallest feasible peak",
-            format_bytes(smallest.peak_bytes) + ("" if smallest.proven else within),
-        ),
+        ("smallest feasible peak", format_bytes(smallest.peak_bytes) + ("" if smallest.proven else within)),
         ("held without activations", format_bytes(min(profile.base_forward_bytes))),
         ("update peak", format_bytes(profile.update_peak_bytes)),
         ("keep-all step", format_seconds(profile.baseline_step_s)),
@@ -247,7 +241,7 @@ _SHORT = {"keep": "k", "swap": "s", "recompute": "r", "recompute+swap": "r+s"}
 
 
 def _menu(options: Sequence[Option]) -> str:
-    """A menu in a few characters, so that stage names keep their room."""
+    """Return a menu in a few characters, which leaves room for the names of stages."""
     names = {option.name for option in options}
     others = len(names - set(_SHORT))
     return " ".join([short for name, short in _SHORT.items() if name in names] + ([f"+{others}"] if others else []))
@@ -258,16 +252,12 @@ def _nbytes(profile: Profile, storages: Sequence[int]) -> str:
 
 
 def _show_options(profile: Profile) -> None:
-    """Every option of the first stage of each kind."""
-    table = Table("stage", "option", title="options, one stage of each kind")
-    for column in ("held", "moved", "in forward", "in backward", "recompute"):
-        table.add_column(column, justify="right")
-    seen = set()
-    for stage in profile.stages:
-        if stage.kind in seen:
-            continue
-        seen.add(stage.kind)
-        count = sum(other.kind == stage.kind for other in profile.stages)
+    """Print every option of the first stage of each kind."""
+    columns = right("held", "moved", "in forward", "in backward", "recompute", no_wrap=False)
+    table = Table("stage", "option", *columns, title="options, one stage of each kind")
+    first = {stage.kind: stage for stage in reversed(profile.stages)}
+    for kind, count in Counter(stage.kind for stage in profile.stages).items():
+        stage = first[kind]
         table.add_section()
         for option in stage.options:
             label = escape(stage.name) + (f" × {count}" if count > 1 else "")
@@ -302,9 +292,7 @@ def _show_timeline(profile: Profile, plan: Plan, budget_bytes: int) -> None:
         table.add_row(label, escape(text))
     console = terminal()
     console.print(table)
-    worst = Table("phase", "stage", title="steps with the most bytes")
-    worst.add_column("at start", justify="right")
-    worst.add_column("peak", justify="right")
+    worst = Table("phase", "stage", *right("at start", "peak", no_wrap=False), title="steps with the most bytes")
     for step in sorted(timeline.steps, key=lambda step: -step.peak_bytes)[:5]:
         worst.add_row(
             "again" if step.sweep else step.phase,

@@ -1,8 +1,10 @@
-"""What commands print and write."""
+"""Output of commands: errors, tables, files."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import typer
@@ -19,22 +21,21 @@ def show_error(text: str) -> None:
 
 
 def terminal() -> Console:
-    """Standard output; wide where it is a pipe or a file, which has no width."""
+    """Return the console of standard output; 140 columns for a pipe or a file, which has no width."""
     return Console(width=None if sys.stdout.isatty() else 140, highlight=False)
 
 
-def write_text(path: Path, text: str, what: str) -> None:
-    """Write a file, called `what` where it can't be written."""
+@contextmanager
+def writing(what: str, path: Path) -> Iterator[None]:
+    """Turn a failure to write the file `path` into an `InvalidInputError` that names its content, `what`."""
     try:
-        path.write_text(text, encoding="utf-8")
+        yield
     except OSError as error:
         raise InvalidInputError(f"{what} can't be written to {path}: {error}") from error
 
 
 def save_plan(plan: Plan, path: Path) -> None:
-    """Write a plan, and say where."""
-    try:
+    """Write a plan, and print its path."""
+    with writing("the plan", path):
         plan.save(path)
-    except OSError as error:
-        raise InvalidInputError(f"the plan can't be written to {path}: {error}") from error
     typer.echo(f"written to {path}")

@@ -31,7 +31,7 @@ from ckptplan.cli.arguments import (
     to_actions,
     to_bytes,
 )
-from ckptplan.cli.output import save_plan, terminal, write_text
+from ckptplan.cli.output import save_plan, terminal, writing
 from ckptplan.cli.subject import profile_of, subject_of
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import KEEP, Plan
@@ -42,7 +42,7 @@ from ckptplan.referee import simulate, validate
 from ckptplan.report.tables import Row, frontier_table, planners_table
 
 OURS = "ckptplan"
-"""The solver's name among the planners."""
+"""The solver's name in the list of planners."""
 
 
 def solve(
@@ -50,7 +50,7 @@ def solve(
     budget_gb: Budget = None,
     max_overhead: Annotated[
         float | None,
-        typer.Option(metavar="X", help="Instead: the smallest peak within this slowdown, 0.1 for 10 per cent."),
+        typer.Option(metavar="X", help="Find the smallest peak within this slowdown instead, 0.1 for 10 per cent."),
     ] = None,
     host_gb: HostLimit = None,
     disk_gb: DiskLimit = None,
@@ -60,23 +60,16 @@ def solve(
     time_limit: TimeLimit = 10.0,
     output: Output = None,
 ) -> None:
-    """Find the fastest plan that fits a budget, or the leanest within a slowdown, with a proven bound.
+    """Find the fastest plan within a budget, or the plan with the smallest peak within a slowdown, with a proven bound.
 
-    A model is profiled first, and its plan replayed on it. Exits with 2 if no plan fits; the message names the smallest
-    budget that works.
+    A model is profiled first, and its plan is replayed on it. Exits with 2 if no plan fits; the message names the
+    smallest budget that works.
 
     Example: [bold]ckptplan solve profile.json --budget-gb 12 -o plan.json[/bold]
     """
     if (budget_gb is None) == (max_overhead is None):
         raise InvalidInputError("give either --budget-gb, in units of 2**30 bytes, or --max-overhead, 0.1 for 10 %")
-    options = SolveKeywords(
-        host_gb=number(host_gb, "--host-gb", least=0),
-        disk_gb=number(disk_gb, "--disk-gb", least=0),
-        actions=to_actions(actions),
-        segments=segments,
-        accumulate=accumulate,
-        time_limit_s=time_limit,
-    )
+    options = _options(host_gb, disk_gb, actions, segments, accumulate, time_limit)
     budget = number(budget_gb, "--budget-gb")
     subject, inputs = subject_of(source)
     from ckptplan.api import solve as solve_subject
@@ -89,9 +82,22 @@ def solve(
         save_plan(plan, output)
 
 
+def _options(
+    host_gb: str | None, disk_gb: str | None, actions: str, segments: bool, accumulate: bool | None, time_limit: float
+) -> SolveKeywords:
+    return SolveKeywords(
+        host_gb=number(host_gb, "--host-gb", least=0),
+        disk_gb=number(disk_gb, "--disk-gb", least=0),
+        actions=to_actions(actions),
+        segments=segments,
+        accumulate=accumulate,
+        time_limit_s=time_limit,
+    )
+
+
 def frontier(
     source: Source,
-    points: Annotated[int, typer.Option(min=2, help="Most plans, both ends included.")] = 12,
+    points: Annotated[int, typer.Option(min=2, help="Largest number of plans, both ends included.")] = 12,
     host_gb: HostLimit = None,
     disk_gb: DiskLimit = None,
     actions: Actions = EVERY_ACTION,
@@ -105,18 +111,11 @@ def frontier(
         Path | None, typer.Option(metavar="FILE.png", help="Draw slowdown over memory, with the proven bound.")
     ] = None,
 ) -> None:
-    """The whole trade-off between memory and time, from the smallest peak to everything kept.
+    """Find plans along the whole trade-off between memory and time, from the smallest peak to everything kept.
 
     Example: [bold]ckptplan frontier profile.json --points 8 --plot frontier.png[/bold]
     """
-    options = SolveKeywords(
-        host_gb=number(host_gb, "--host-gb", least=0),
-        disk_gb=number(disk_gb, "--disk-gb", least=0),
-        actions=to_actions(actions),
-        segments=segments,
-        accumulate=accumulate,
-        time_limit_s=time_limit,
-    )
+    options = _options(host_gb, disk_gb, actions, segments, accumulate, time_limit)
     subject, inputs = subject_of(source)
     from ckptplan.api import frontier as frontier_of
 
@@ -130,10 +129,8 @@ def frontier(
         plot_frontier(plans, plot, title=Path(source).stem)
         typer.echo(f"drawn in {plot}")
     if output is not None:
-        try:
+        with writing("the plans", output):
             output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InvalidInputError(f"{output} can't be made a folder for the plans: {error}") from error
         for plan in plans:
             save_plan(plan, output / f"plan_{plan.budget_bytes}.json")
 
@@ -144,7 +141,7 @@ def explain(
     host_gb: HostLimit = None,
     time_limit: TimeLimit = 10.0,
 ) -> None:
-    """Say why a plan is as it is: what binds, what more memory would save, each stage's next choices.
+    """Explain a plan: the steps that limit it, the value of more memory, and the alternatives of each stage.
 
     Example: [bold]ckptplan explain profile.json plan.json[/bold]
     """
@@ -163,23 +160,23 @@ def compare(
         str | None,
         typer.Option(
             metavar="P,Q,..",
-            help="Instead: percentages of the way from the smallest peak to that of keeping everything.",
+            help="Budgets instead, in per cent of the way from the smallest peak to that of keeping everything.",
         ),
     ] = None,
     planners: Annotated[
-        str, typer.Option(metavar="A,B,..", help=f"Which planners; {OURS} is the solver, all is every one.")
+        str, typer.Option(metavar="A,B,..", help=f"Which planners to run; {OURS} is the solver, all is every one.")
     ] = "all",
     time_limit: TimeLimit = 10.0,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE.json", help="Write the rows there too.")
+        Path | None, typer.Option("--json", metavar="FILE.json", help="Also write the rows to this file.")
     ] = None,
     csv_output: Annotated[
         bool, typer.Option("--csv", help="Print comma-separated values instead of the table.")
     ] = False,
 ) -> None:
-    """Run the published planners and ours on a model or a profile, all under the same budgets and rules.
+    """Run published planners and the solver on a model or a profile, all under the same budgets and rules.
 
-    The solver always runs, since every plan's gap is measured against its bound. Every plan has passed the referee.
+    The solver always runs, since the gap of every plan refers to its bound. Every plan has passed the referee.
 
     Example: [bold]ckptplan compare profile.json --budgets 20,40,60 --planners ckptplan,pooch,rotor[/bold]
     """
@@ -196,7 +193,8 @@ def compare(
             rows += _rows(profile, limit, wanted, time_limit, status.update)
     if json_file is not None:
         data = {"source": source, "stages": len(profile.stages), "rows": [_fields(row) for row in rows]}
-        write_text(json_file, json.dumps(data, indent=1) + "\n", "the rows")
+        with writing("the rows", json_file):
+            json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     if csv_output:
         writer = csv.DictWriter(sys.stdout, list(_fields(rows[0])), lineterminator="\n")
         writer.writeheader()
@@ -213,7 +211,7 @@ def compare(
 
 
 def _budgets(profile: Profile, shares: Sequence[float], time_limit_s: float) -> list[int]:
-    """Bytes at each percentage between the smallest peak and that of keeping everything; 0 and 100 are the ends."""
+    """Return the bytes at each percentage of the way from the smallest peak to that of keeping everything."""
     from ckptplan.solving.planner import smallest_peak
 
     least = smallest_peak(profile, Limits(time_limit_s=time_limit_s)).peak_bytes
@@ -222,9 +220,9 @@ def _budgets(profile: Profile, shares: Sequence[float], time_limit_s: float) -> 
 
 
 def _rows(
-    profile: Profile, budget_bytes: int, wanted: Sequence[str], time_limit_s: float, tell: Callable[[str], None]
+    profile: Profile, budget_bytes: int, wanted: Sequence[str], time_limit_s: float, on_progress: Callable[[str], None]
 ) -> list[Row]:
-    """What each planner reaches within one budget, and our bound on all of them."""
+    """Return each planner's result within one budget, with the solver's bound on all of them."""
     from ckptplan.baselines import BASELINES
     from ckptplan.solving.planner import solve_profile
 
@@ -234,7 +232,7 @@ def _rows(
     bound_s = None
     rows = []
     for name in (OURS, *(name for name in wanted if name != OURS)):
-        tell(f"planning within {format_bytes(budget_bytes)}: {name}")
+        on_progress(f"planning within {format_bytes(budget_bytes)}: {name}")
         row = _row(profile, budget_bytes, name, ours if name == OURS else BASELINES[name])
         if name == OURS:
             bound_s = row.bound_s
@@ -245,22 +243,19 @@ def _rows(
 
 def _row(profile: Profile, budget_bytes: int, name: str, planner: Callable[[Profile, int], Plan]) -> Row:
     began = time.perf_counter()
+    row = Row(name, budget_bytes, profile.baseline_step_s, None)
     try:
         plan = planner(profile, budget_bytes)
     except InfeasibleBudgetError as error:
         took_s = time.perf_counter() - began
-        return Row(
-            name, budget_bytes, profile.baseline_step_s, None, needs_bytes=error.min_peak_bytes, planning_s=took_s
-        )
+        return replace(row, needs_bytes=error.min_peak_bytes, planning_s=took_s)
     took_s = time.perf_counter() - began
     broken = validate(profile, plan, budget_bytes)
     if broken:
-        raise CkptPlanError(f"{name} gave a plan that the referee rejects, please report it: {broken[0]}")
-    return Row(
-        name,
-        budget_bytes,
-        profile.baseline_step_s,
-        plan.step_s,
+        raise CkptPlanError(f"the referee rejects the plan of {name}, please report it: {broken[0]}")
+    return replace(
+        row,
+        step_s=plan.step_s,
         peak_bytes=plan.peak_bytes,
         host_bytes=plan.host_bytes,
         bound_s=plan.lower_bound_s,

@@ -1,4 +1,4 @@
-"""Models and profiles as they are named on the command line."""
+"""Models and profiles named on the command line."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ _BATCH_NAMES = ("n", "batch", "batch_size")
 
 
 def subject_of(source: str) -> tuple[Any, Any]:
-    """A profile from its file, or the model named `module:name`; and the model's inputs where they come with it."""
+    """Return the profile in a file, or the model named `module:name`, and its inputs or None."""
     path = Path(source)
     module, colon, name = source.partition(":")
     if path.exists() or not colon or "/" in source or not name.replace(".", "").isidentifier():
         return Profile.load(path), None
     found = _import(source, module, name)
-    # Here, since it imports torch, which no profile needs.
+    # Imported here: it imports torch, which no profile needs.
     from torch import nn
 
     made = found if isinstance(found, nn.Module) or not callable(found) else found()
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise InvalidInputError(
-            f"{source} gives {type(model).__name__}; want a torch.nn.Module, or a function that returns one, alone or "
-            "with its inputs"
+            f"{source} gives {type(model).__name__}; it must give a torch.nn.Module, or a function that returns one, "
+            "alone or with its inputs"
         )
     return model, inputs
 
 
 def model_of(source: str) -> tuple[Any, Any]:
-    """The model named `module:name` and its inputs, None where they don't come with it."""
+    """Return the model named `module:name` and its inputs (None: not given)."""
     if ":" not in source or Path(source).exists():
         raise InvalidInputError(
-            f"{source} is no model; give package.module:name of a model or of a function that makes one"
+            f"{source} is not a model; give package.module:name of a model or of a function that makes one"
         )
     return subject_of(source)
 
 
 def batches_of(source: str) -> tuple[Any, Callable[[int], Any], int]:
-    """A model, its inputs by the size of the batch, and the size of what it came with."""
+    """Return a model, a function from a batch size to its inputs, and the batch size of the inputs it came with."""
     import inspect
 
     from torch import nn
@@ -74,14 +74,14 @@ def batches_of(source: str) -> tuple[Any, Callable[[int], Any], int]:
             return resized(inputs, n)
         made = builder(**{parameter: n})
         if not (isinstance(made, tuple) and len(made) == 2):
-            raise InvalidInputError(f"{source}({parameter}={n}) gives no pair of model and inputs")
+            raise InvalidInputError(f"{source}({parameter}={n}) must return a pair of model and inputs")
         return made[1]
 
     return model, make, int(sizes[0])
 
 
 def profile_of(source: str) -> Profile:
-    """The profile in a file, or that of a model."""
+    """Return the profile in a file, or that of a model."""
     subject, inputs = subject_of(source)
     if isinstance(subject, Profile):
         return subject
@@ -93,7 +93,7 @@ def profile_of(source: str) -> Profile:
 
 def _import(source: str, module: str, name: str) -> Any:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # as python -m does; an installed command has it not
+        sys.path.insert(0, str(Path.cwd()))  # as python -m does; an installed command doesn't
     try:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
@@ -101,10 +101,10 @@ def _import(source: str, module: str, name: str) -> Any:
     except (ImportError, AttributeError) as error:
         if isinstance(error, ModuleNotFoundError) and is_torch(error):
             raise
-        raise InvalidInputError(f"{source} can't be imported: {error}; want package.module:name") from error
+        raise InvalidInputError(f"{source} can't be imported: {error}; give package.module:name") from error
     return found
 
 
 def is_torch(error: ImportError) -> bool:
-    """Whether PyTorch is what is missing."""
+    """Return whether the missing module is PyTorch."""
     return (error.name or "").partition(".")[0] == "torch"

@@ -1,29 +1,29 @@
 """The settings of PyTorch's CUDA caching allocator that change how much device memory it takes.
 
 Rules and limits are those of `c10/core/AllocatorConfig.{h,cpp}` and `c10/cuda/CUDAAllocatorConfig.h` of PyTorch 2.13,
-whose own parser (it is in the CPU build as well) was given the strings of the tests. Two things are stricter here, so
-that a slip is seen: text after a number ("128MB", which PyTorch reads as 128) and numbers below zero are errors.
+whose own parser (it is in the CPU build as well) was given the strings of the tests. Two rules are stricter, to detect
+mistakes: text after a number ("128MB", which PyTorch reads as 128) and numbers below zero are errors.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ckptplan.core.checks import is_int, is_number
 from ckptplan.core.errors import InvalidInputError
 
 MIB = 1 << 20
 MIN_BLOCK_BYTES = 512
-SMALL_BYTES = MIB  # the largest rounded size that goes to the small pool
+SMALL_BYTES = MIB  # the largest rounded size in the small pool
 SMALL_SEGMENT_BYTES = 2 * MIB
 MIN_LARGE_BYTES = 10 * MIB  # below it a large request shares a segment of `large_segment_bytes`
 ROUND_LARGE_BYTES = 2 * MIB
-LARGE_SEGMENT_BYTES = 20 * MIB  # unless set
-INTERVALS = 16  # sizes from 2**(20+i) to 2**(21+i) - 1 bytes; the first also takes all below, the last all above
+LARGE_SEGMENT_BYTES = 20 * MIB  # default of `large_segment_size_mb`
+INTERVALS = 16  # interval i has the sizes from 2**(20+i) to 2**(21+i) - 1 bytes; the first and last have no bound
 
-# They act on pinned host memory, on a lock, or under CUDA graph capture alone, so they change nothing in this model.
+# Settings of pinned host memory, a lock, or CUDA graph capture, which have no effect in this model.
 WITHOUT_EFFECT = (
     "graph_capture_record_stream_reuse",
     "pinned_free_catch_all",
@@ -36,15 +36,6 @@ WITHOUT_EFFECT = (
     "pinned_use_hip_host_register",
     "release_lock_on_cudamalloc",
     "release_lock_on_hipmalloc",
-)
-MODELLED = (
-    "expandable_segments",
-    "garbage_collection_threshold",
-    "large_segment_size_mb",
-    "max_non_split_rounding_mb",
-    "max_split_size_mb",
-    "per_process_memory_fraction",
-    "roundup_power2_divisions",
 )
 
 
@@ -59,13 +50,14 @@ class AllocatorSettings:
     max_split_size_bytes : int, optional
         Blocks of this size and more are never split, and requests below it never take one. None: no limit.
     roundup_power2_divisions : int, mapping or 16 integers
-        Sizes round up to a multiple of (power of two below the size) / divisions instead of to 512. A number holds for
+        Sizes round up to a multiple of (power of two below the size) / divisions instead of 512. A number applies to
         all sizes. A mapping from an interval's first size (bytes, a power of two of at least 1 MiB) to its divisions
-        is read as PyTorch reads its list: the first entry also holds for all smaller sizes, an interval without an
-        entry isn't rounded. Kept as one number per interval; 0 and 1 mean rounding to 512.
+        has the meaning of PyTorch's list: the first entry also applies to all smaller sizes, and an interval without an
+        entry isn't divided. Stored as one number per interval; 0 and 1 mean rounding to 512. Example: with 4 divisions
+        a request of 5 MiB rounds up to 5 MiB, one of 4.5 MiB too.
     garbage_collection_threshold : float, optional
-        Part of the allowed memory above which old unused segments are released before a new one is asked for. As in
-        PyTorch it does nothing unless `memory_fraction` is below 1.
+        Part of the allowed memory above which old unused segments are released before a new one is allocated. As in
+        PyTorch it has no effect unless `memory_fraction` is below 1.
     large_segment_bytes : int
         Size of the segments that requests above 1 MiB and below 10 MiB share; also the page of expandable segments of
         the large pool. More than 10 MiB.
@@ -77,7 +69,7 @@ class AllocatorSettings:
     Raises
     ------
     InvalidInputError
-        For values that PyTorch would refuse.
+        If PyTorch would refuse a value.
     """
 
     expandable_segments: bool = False
@@ -91,7 +83,7 @@ class AllocatorSettings:
     def __post_init__(self) -> None:
         if not isinstance(self.expandable_segments, bool):
             raise InvalidInputError(f"expandable_segments={self.expandable_segments!r} must be True or False")
-        if not _is_count(self.large_segment_bytes) or self.large_segment_bytes <= MIN_LARGE_BYTES:
+        if not is_int(self.large_segment_bytes) or self.large_segment_bytes <= MIN_LARGE_BYTES:
             raise InvalidInputError(
                 f"large_segment_bytes={self.large_segment_bytes!r} must be an integer above {MIN_LARGE_BYTES} (10 MiB),"
                 " since requests up to that size share such a segment; PyTorch's default is 20 MiB"
@@ -100,18 +92,18 @@ class AllocatorSettings:
             raise InvalidInputError(f"large_segment_bytes={self.large_segment_bytes} must be a multiple of 512")
         for name in ("max_split_size_bytes", "max_non_split_rounding_bytes"):
             value = getattr(self, name)
-            if value is not None and (not _is_count(value) or value < self.large_segment_bytes):
+            if value is not None and (not is_int(value) or value < self.large_segment_bytes):
                 raise InvalidInputError(
                     f"{name}={value!r} must be an integer of at least large_segment_bytes ({self.large_segment_bytes});"
                     " raise it, or lower large_segment_bytes"
                 )
         threshold = self.garbage_collection_threshold
-        if threshold is not None and not (_is_number(threshold) and 0 < threshold < 1):
+        if threshold is not None and not (is_number(threshold) and 0 < threshold < 1):
             raise InvalidInputError(
-                f"garbage_collection_threshold={threshold!r} must lie between 0 and 1, both excluded; None turns it off"
+                f"garbage_collection_threshold={threshold!r} must be above 0 and below 1; None turns it off"
             )
-        if not (_is_number(self.memory_fraction) and 0 <= self.memory_fraction <= 1):
-            raise InvalidInputError(f"memory_fraction={self.memory_fraction!r} must lie between 0 and 1")
+        if not (is_number(self.memory_fraction) and 0 <= self.memory_fraction <= 1):
+            raise InvalidInputError(f"memory_fraction={self.memory_fraction!r} must be a number from 0 to 1")
         object.__setattr__(self, "roundup_power2_divisions", _intervals(self.roundup_power2_divisions))
 
     @property
@@ -122,33 +114,22 @@ class AllocatorSettings:
 
     @classmethod
     def from_string(cls, text: str) -> AllocatorSettings:
-        """Settings as written in PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF.
+        """Return the settings in the text of PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF.
 
-        Known names that don't act on device memory (pinned memory, locks, graph capture) are accepted and change
-        nothing here. A name given twice counts as its last value, as in PyTorch.
+        Known names without an effect on device memory (pinned memory, locks, graph capture) are accepted. Of a name
+        given twice the last value counts, as in PyTorch.
 
         Raises
         ------
         InvalidInputError
-            For unknown names, values that can't be read or that PyTorch would refuse, and for what isn't modelled
+            If a name is unknown, PyTorch would refuse a value, or a setting isn't modelled
             (`backend:cudaMallocAsync`, `throw_on_cudamalloc_oom:True`).
         """
         values: dict[str, object] = {}
         for name, value in _items(text):
-            if name == "expandable_segments":
-                values[name] = _boolean(name, value)
-            elif name == "roundup_power2_divisions":
-                values[name] = _division_list(value)
-            elif name == "garbage_collection_threshold":
-                values[name] = _number(name, value)
-            elif name == "per_process_memory_fraction":
-                values["memory_fraction"] = _number(name, value)
-            elif name == "max_split_size_mb":
-                values["max_split_size_bytes"] = _integer(name, value) * MIB
-            elif name == "max_non_split_rounding_mb":
-                values["max_non_split_rounding_bytes"] = _integer(name, value) * MIB
-            elif name == "large_segment_size_mb":
-                values["large_segment_bytes"] = _integer(name, value) * MIB
+            if name in _READERS:
+                field, read = _READERS[name]
+                values[field] = read(name, value)
             elif name == "backend":
                 if value != "native":
                     raise InvalidInputError(f"backend:{value} isn't modelled; only the native allocator is")
@@ -157,23 +138,23 @@ class AllocatorSettings:
                     raise InvalidInputError(f"{name}:True isn't modelled (which requests it refuses); leave it out")
             elif name not in WITHOUT_EFFECT:
                 raise InvalidInputError(
-                    f"unknown allocator setting {name!r} in {text!r}; known: {', '.join((*MODELLED, *WITHOUT_EFFECT))}"
+                    f"unknown allocator setting {name!r} in {text!r}; known: {', '.join((*_READERS, *WITHOUT_EFFECT))}"
                 )
         return cls(**values)  # type: ignore[arg-type]
 
     def to_string(self) -> str:
-        """The text that `from_string` reads as these settings, in whole MiB; empty for the defaults."""
+        """Return the text that `from_string` reads as these settings, in whole MiB; empty for the defaults."""
         found = []
         if self.expandable_segments:
             found.append("expandable_segments:True")
         if self.garbage_collection_threshold is not None:
             found.append(f"garbage_collection_threshold:{self.garbage_collection_threshold}")
-        for name, nbytes, left_out in (
+        for name, nbytes, default in (
             ("large_segment_size_mb", self.large_segment_bytes, LARGE_SEGMENT_BYTES),
             ("max_non_split_rounding_mb", self.max_non_split_rounding_bytes, None),
             ("max_split_size_mb", self.max_split_size_bytes, None),
         ):
-            if nbytes is not None and nbytes != left_out:
+            if nbytes is not None and nbytes != default:
                 found.append(f"{name}:{nbytes // MIB}")
         if self.memory_fraction != 1:
             found.append(f"per_process_memory_fraction:{self.memory_fraction}")
@@ -183,7 +164,7 @@ class AllocatorSettings:
 
 
 def allocator_conf() -> str:
-    """The settings of CUDA's caching allocator that the process began with, as text."""
+    """Return the allocator settings in the environment of this process, as text."""
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
 
 
@@ -193,17 +174,9 @@ def _divisions_text(divisions: Sequence[int]) -> str:
     return "[" + ",".join(f"{1 << index}:{max(number, 1)}" for index, number in enumerate(divisions)) + "]"
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _check_divisions(value: object) -> int:
-    # 1 is no rounding, as 0 is: PyTorch divides only where there is more than one division.
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0 or value & (value - 1):
+    # 1 means no division, as 0 does.
+    if not is_int(value) or value < 0 or value & (value - 1):
         raise InvalidInputError(f"roundup_power2_divisions: {value!r} divisions; must be a power of two, or 0 for none")
     return value
 
@@ -212,7 +185,7 @@ def _intervals(given: int | Mapping[int, int] | Sequence[int]) -> tuple[int, ...
     if isinstance(given, Mapping):
         found = [0] * INTERVALS
         for number, size in enumerate(sorted(given)):
-            if not _is_count(size) or size < MIB or size & (size - 1):
+            if not is_int(size) or size < MIB or size & (size - 1):
                 raise InvalidInputError(
                     f"roundup_power2_divisions: an interval starts at {size!r} bytes; must be a power of two, 1 MiB or"
                     " more"
@@ -229,10 +202,10 @@ def _intervals(given: int | Mapping[int, int] | Sequence[int]) -> tuple[int, ...
 
 
 def _items(text: str) -> list[tuple[str, str]]:
-    """Name and value of each setting; commas inside brackets don't separate."""
+    """Return name and value of each setting; commas inside brackets don't separate settings."""
     if not isinstance(text, str):
         raise InvalidInputError(f"allocator settings {text!r} must be text such as 'max_split_size_mb:128'")
-    joined = "".join(text.split())  # blanks mean nothing, anywhere
+    joined = "".join(text.split())  # PyTorch ignores blanks everywhere
     items, start, depth = [], 0, 0
     for position, char in enumerate(joined + ","):
         depth += (char == "[") - (char == "]")
@@ -243,7 +216,7 @@ def _items(text: str) -> list[tuple[str, str]]:
             start = position + 1
     if depth:
         raise InvalidInputError(f"a closing bracket ']' is missing in allocator settings {text!r}")
-    if items[-1] == "":  # of an empty text, or after a last comma
+    if items[-1] == "":  # after a last comma, or of an empty text
         items.pop()
     found = []
     for item in items:
@@ -256,7 +229,7 @@ def _items(text: str) -> list[tuple[str, str]]:
 
 def _boolean(name: str, value: str) -> bool:
     if value not in ("True", "False"):
-        raise InvalidInputError(f"{name}:{value} must be True or False, written so")
+        raise InvalidInputError(f"{name}:{value} must be True or False, with a capital letter")
     return value == "True"
 
 
@@ -266,6 +239,10 @@ def _integer(name: str, value: str) -> int:
     return int(value)
 
 
+def _mebibytes(name: str, value: str) -> int:
+    return _integer(name, value) * MIB
+
+
 def _number(name: str, value: str) -> float:
     try:
         return float(value)
@@ -273,9 +250,8 @@ def _number(name: str, value: str) -> float:
         raise InvalidInputError(f"{name}:{value} must be a number") from None
 
 
-def _division_list(value: str) -> tuple[int, ...]:
-    """`8` or `[256:1,512:2,>:8]`, whose sizes are in MiB, as one number per interval."""
-    name = "roundup_power2_divisions"
+def _division_list(name: str, value: str) -> tuple[int, ...]:
+    """Return the divisions of each interval from text such as "8" or "[256:1,512:2,>:8]", with sizes in MiB."""
     if not value.startswith("["):
         divisions = _check_divisions(_integer(name, value))
         if divisions == 0:
@@ -291,7 +267,7 @@ def _division_list(value: str) -> tuple[int, ...]:
         if not (size and colon and text):
             raise InvalidInputError(f"{name}: {entry!r} must read size:divisions, the size in MiB or '>'")
         divisions = _check_divisions(_integer(name, text))
-        if size == ">":  # all intervals after the last named one
+        if size == ">":  # all intervals after the last one in the list
             start = 1 if last is None else last + 1
             found[start:] = [divisions] * (INTERVALS - start)
             continue
@@ -305,3 +281,15 @@ def _division_list(value: str) -> tuple[int, ...]:
         found[index] = divisions
         last = index
     return tuple(found)
+
+
+_READERS: dict[str, tuple[str, Callable[[str, str], object]]] = {
+    "expandable_segments": ("expandable_segments", _boolean),
+    "garbage_collection_threshold": ("garbage_collection_threshold", _number),
+    "large_segment_size_mb": ("large_segment_bytes", _mebibytes),
+    "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", _mebibytes),
+    "max_split_size_mb": ("max_split_size_bytes", _mebibytes),
+    "per_process_memory_fraction": ("memory_fraction", _number),
+    "roundup_power2_divisions": ("roundup_power2_divisions", _division_list),
+}
+"""Name in the text -> field, and the function that reads its value."""

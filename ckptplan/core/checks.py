@@ -1,17 +1,31 @@
-"""Checks of the values that plain data is made of: bytes, seconds, indices, types."""
+"""Checks of the values in plain data: bytes, seconds, counts, indices, types."""
 
 from __future__ import annotations
+
+from typing import TypeGuard
 
 from ckptplan.core.errors import InvalidInputError
 
 MOST_BYTES = 1 << 60
-"""Far above any device or host; sums of a few such numbers still fit 64 bits."""
+"""Above the memory of any device or host; sums of a few such numbers fit 64 bits."""
 MOST_SECONDS = 1e9
 
 
-def is_int(value: object) -> bool:
-    """Whether `value` is an integer and not a truth value."""
+def is_int(value: object) -> TypeGuard[int]:
+    """Return whether `value` is an integer other than True and False."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether `value` is an integer or float other than True and False; it may be infinite or NaN."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def check_count(**values: object) -> None:
+    """Raise `InvalidInputError` for the first of `values` that isn't a whole number, at least 1."""
+    for name, value in values.items():
+        if not (is_int(value) and value >= 1):
+            raise InvalidInputError(f"{name}={value!r} must be a whole number, at least 1")
 
 
 def check_bytes(owner: str, /, **values: int) -> None:
@@ -27,7 +41,7 @@ def check_seconds(owner: str, /, **values: float) -> None:
     """Raise `InvalidInputError` for the first of `values` that isn't a finite number of seconds, 0 or more."""
     for name, value in values.items():
         # A comparison with NaN is false.
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MOST_SECONDS:
+        if not is_number(value) or not 0 <= value <= MOST_SECONDS:
             raise InvalidInputError(
                 f"{owner}: {name}={short_repr(value)} must be a finite number of seconds, 0 or more and at most 1e9"
             )
@@ -39,7 +53,7 @@ def check_indices(owner: str, /, **values: tuple[int, ...]) -> None:
         if not isinstance(indices, tuple) or not all(is_int(i) and 0 <= i < 1 << 31 for i in indices):
             raise InvalidInputError(f"{owner}: {name}={short_repr(indices)} must be a tuple of indices, 0 to 2**31")
         if len(set(indices)) != len(indices):
-            raise InvalidInputError(f"{owner}: {name} names one twice: {indices}")
+            raise InvalidInputError(f"{owner}: {name}={indices} has an index twice; give each once")
 
 
 def check_type(owner: str, kind: type, /, **values: object) -> None:

@@ -1,7 +1,7 @@
-"""A device as data: what planning for one that isn't in the machine must know of it.
+"""A device as data, for planning on a machine that doesn't have it.
 
-The devices that are known by name lie in `devices.json` beside this file, every number with its source. A description
-of one's own is a file of the same form (docs/formats.md), written by hand or by `ckptplan calibrate`.
+`devices.json` beside this file describes the devices known by name, with a source for every number. Other devices are
+described by files of the same form (docs/formats.md), written by hand or by `ckptplan calibrate`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ckptplan.core.checks import check_bytes, check_seconds, check_type
+from ckptplan.core.checks import check_bytes, check_seconds, check_type, is_number
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.files import read_json, write_json
 
 SCHEMA = "ckptplan.device/1"
 OP_CLASSES = ("matmul", "convolution", "attention", "elementwise", "reduction", "other")
-"""What the roofline tells apart: each reaches its own share of the device's rates."""
+"""Classes of operations in the roofline; each has its own share of the device's rates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,13 @@ class Device:
     Parameters
     ----------
     name : str
-        What the user calls it, such as "a100-40gb".
+        Short name, such as "a100-40gb".
     description : str
         The product's full name.
     memory_bytes : int
         Device memory as the driver reports it.
     context_bytes : int
-        What the driver takes of it before the first tensor.
+        Device memory that the driver takes before the first tensor.
     bytes_per_s : float
         Bandwidth of the device's memory, peak.
     flops_per_s : mapping
@@ -48,14 +48,14 @@ class Device:
         Bandwidth to and from pinned host memory.
     efficiency : mapping
         Class of operation (`OP_CLASSES`) -> the share of the peak that it reaches, above 0, at most 1: of `flops_per_s`
-        for the first three, of `bytes_per_s` for the others. "class.type", such as "matmul.float32", goes before the
-        class alone.
+        for the first three, of `bytes_per_s` for the others. An entry "class.type", such as "matmul.float32", takes
+        precedence over that of the class.
     launch_s : float
-        Least seconds between the starts of two operations.
+        Smallest number of seconds between the starts of two operations.
     compute_capability : tuple of int, optional
-        CUDA's (major, minor); None for what isn't CUDA.
+        CUDA's (major, minor); None for other devices.
     sources : mapping
-        Field, or "field.key", -> where its number is from.
+        Field, or "field.key", -> source of its number.
     """
 
     name: str
@@ -78,14 +78,18 @@ class Device:
         check_seconds(owner, launch_s=self.launch_s)
         check_type(owner, Mapping, flops_per_s=self.flops_per_s, efficiency=self.efficiency, sources=self.sources)
         if self.context_bytes >= self.memory_bytes:
-            raise InvalidInputError(f"{owner}: context_bytes={self.context_bytes} leave nothing of {self.memory_bytes}")
+            raise InvalidInputError(
+                f"{owner}: context_bytes={self.context_bytes} must be below memory_bytes={self.memory_bytes}"
+            )
         rates = {name: getattr(self, name) for name in ("bytes_per_s", "out_bytes_per_s", "in_bytes_per_s")}
         rates |= {f"flops_per_s[{kind!r}]": rate for kind, rate in self.flops_per_s.items()}
         for name, rate in rates.items():
-            if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < 1e20:
+            if not is_number(rate) or not 0 < rate < 1e20:
                 raise InvalidInputError(f"{owner}: {name}={rate!r} must be a rate above 0 and below 1e20 a second")
         if "float32" not in self.flops_per_s:
-            raise InvalidInputError(f"{owner}: flops_per_s has no 'float32'; every other type's rate may be left out")
+            raise InvalidInputError(
+                f"{owner}: flops_per_s has no 'float32', the one rate that can't be left out; add it"
+            )
         for kind, share in self.efficiency.items():
             found, _, dtype = kind.partition(".")
             if found not in OP_CLASSES or (dtype and (found not in OP_CLASSES[:3] or dtype not in self.flops_per_s)):
@@ -93,7 +97,7 @@ class Device:
                     f"{owner}: efficiency names {kind!r}; classes are {', '.join(OP_CLASSES)}, the first three "
                     'also with a type of flops_per_s, such as "matmul.float32"'
                 )
-            if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            if not is_number(share) or not 0 < share <= 1:
                 raise InvalidInputError(f"{owner}: efficiency[{kind!r}]={share!r} must be above 0 and at most 1")
         capability = self.compute_capability
         if capability is not None and not (len(capability) == 2 and all(isinstance(n, int) for n in capability)):
@@ -101,12 +105,12 @@ class Device:
 
     @property
     def usable_bytes(self) -> int:
-        """What tensors and the allocator can have."""
+        """Memory for tensors and the allocator."""
         return self.memory_bytes - self.context_bytes
 
     @property
     def is_cuda(self) -> bool:
-        """Whether CUDA's caching allocator and libraries run on it."""
+        """Whether the device has CUDA's caching allocator and libraries."""
         return self.compute_capability is not None
 
     def save(self, path: str | Path) -> None:
@@ -115,7 +119,7 @@ class Device:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Device:
-        """The device that the fields of a JSON object describe.
+        """Return the device that the fields of a JSON object describe.
 
         Raises
         ------
@@ -136,12 +140,12 @@ class Device:
 
 
 def library_workspaces(compute_capability: tuple[int, int], torch_version: str) -> tuple[int, int]:
-    """Bytes of the workspaces that PyTorch allocates for a cuBLAS handle and a stream, and for cuBLASLt beside it.
+    """Return the bytes of the workspaces that PyTorch allocates per handle and stream for cuBLAS, and for cuBLASLt.
 
-    cuBLAS gets 8,519,680 bytes, but 32 MiB on 9.0, and from 2.12 on on every 9.x, 10.x and 12.x
-    (pytorch/pytorch#175344; a B200 with 2.11 had the smaller one). cuBLASLt has a MiB of its own up to 2.11 and uses
-    cuBLAS's workspace from 2.12 on (pytorch/pytorch#168175). Read out of the machine code of the published builds of
-    2.11 and 2.13; that it changed with 2.12 follows from the dates of the two requests.
+    The cuBLAS workspace has 8,519,680 bytes; it has 32 MiB on compute capability 9.0 and, from PyTorch 2.12 on, on
+    every 9.x, 10.x and 12.x (pytorch/pytorch#175344; a B200 with 2.11 had the smaller one). cuBLASLt has a workspace of
+    1 MiB up to 2.11 and uses that of cuBLAS from 2.12 on (pytorch/pytorch#168175). The sizes are those in the machine
+    code of the published builds of 2.11 and 2.13; the dates of the two requests show that the change came with 2.12.
 
     Parameters
     ----------
@@ -157,38 +161,37 @@ def library_workspaces(compute_capability: tuple[int, int], torch_version: str) 
 
 @functools.cache
 def known_devices() -> Mapping[str, Device]:
-    """Every device known by name, by name."""
+    """Return name -> device for every device known by name."""
     text = resources.files("ckptplan.core").joinpath("devices.json").read_text(encoding="utf-8")
     return {item["name"]: Device.from_dict(item) for item in json.loads(text)["devices"]}
 
 
 def find_device(name: str | Path | Device) -> Device:
-    """A device by its name, or from a file that describes it.
+    """Return a device by its name, or from a file that describes it.
 
     Raises
     ------
     InvalidInputError
-        If it is neither; names those that are nearest.
+        If there is no such name or file; the message has the nearest names.
     """
     if isinstance(name, Device):
         return name
     if str(name).endswith(".json"):
         return Device.from_dict(read_json(name, SCHEMA))
-    asked = str(name).lower()
-    plain = {_plain(known): device for known, device in known_devices().items()}
-    found = plain.get(_plain(asked))
+    wanted = _letters_and_digits(str(name))
+    found = next((device for known, device in known_devices().items() if _letters_and_digits(known) == wanted), None)
     if found is None:
-        # "a100" is both its sizes, not something like "a10".
-        near = [known for known in known_devices() if _plain(asked) and _plain(known).startswith(_plain(asked))]
-        near = near or difflib.get_close_matches(asked, known_devices(), n=4, cutoff=0.4)
+        # Names that begin with "a100" are nearer to it than "a10" is.
+        near = [known for known in known_devices() if wanted and _letters_and_digits(known).startswith(wanted)]
+        near = near or difflib.get_close_matches(str(name).lower(), known_devices(), n=4, cutoff=0.4)
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
         raise InvalidInputError(
-            f"device {str(name)!r} is not known{hint} Known are {', '.join(sorted(known_devices()))}, and any .json "
-            "file that describes one (`ckptplan calibrate` writes it for this machine)"
+            f"device {str(name)!r} is not known{hint} Give one of {', '.join(sorted(known_devices()))}, or a .json file"
+            " that describes the device (`ckptplan calibrate` writes it for this machine)"
         )
     return found
 
 
-def _plain(name: str) -> str:
-    """A name without what people write in different ways: "RTX 4090", "rtx-4090"."""
+def _letters_and_digits(name: str) -> str:
+    """Return "rtx4090" for "RTX 4090" and "rtx-4090"."""
     return "".join(c for c in name.lower() if c.isalnum())

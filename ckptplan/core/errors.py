@@ -1,4 +1,4 @@
-"""The errors a user can meet. Each message says what, the value, the limit and the remedy."""
+"""The errors of this package. Each message names the cause, the value, the limit and the remedy."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ if TYPE_CHECKING:
 
 
 class CkptPlanError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base class of all errors of this package."""
 
 
 class InvalidInputError(CkptPlanError, ValueError):
-    """An argument, a profile or a model step that can't be used as given."""
+    """An argument, a profile or a model's step can't be used as given."""
 
 
 class UnsupportedModelError(CkptPlanError):
-    """The model does something the planner can't take over (says what, and what to do)."""
+    """The model does something that planning doesn't support; the message has the remedy."""
 
 
 class PlanMismatchError(CkptPlanError):
-    """A plan meets a model, shape, device or library it was not made for (names the field)."""
+    """The plan was made for another model, shape, device or library version; the message names the field."""
 
 
 class SwapError(CkptPlanError):
@@ -34,7 +34,7 @@ class InfeasibleBudgetError(CkptPlanError):
     Attributes
     ----------
     budget_bytes : int
-        The budget asked for.
+        The given budget.
     min_peak_bytes : int
         The smallest budget for which a plan exists.
     stage : str
@@ -52,14 +52,14 @@ class InfeasibleBudgetError(CkptPlanError):
 
 
 class OutOfMemoryError(CkptPlanError, MemoryError):
-    """A step with a plan applied ran out of memory all the same; the allocator's own error is the cause.
+    """A step ran out of memory although a plan is applied; the allocator's own error is the cause.
 
     Attributes
     ----------
     shortage : Shortage
-        Where the step was, what the plan said of that moment and what was measured then; its text is the report.
+        The moment of the error, with predicted and measured bytes; its text is the report.
     replans : int
-        How many plans were tried for this step before.
+        Number of plans that were tried for this step before.
     """
 
     def __init__(self, shortage: Shortage, *, replans: int = 0, note: str = "") -> None:
@@ -70,7 +70,7 @@ class OutOfMemoryError(CkptPlanError, MemoryError):
 
 
 class CheckError(CkptPlanError):
-    """What a stage's second run made, or what came back from a swap, isn't what forward saved.
+    """A recompute, or a swap, returned other values than forward saved.
 
     The gradients of this step must not be used. Raised from the backward of a step that `apply(..., check=)` checks.
 
@@ -78,7 +78,7 @@ class CheckError(CkptPlanError):
     ----------
     stage : str
     tensor : str
-        What differs, as in the message.
+        The tensor that differs, as in the message.
     """
 
     def __init__(self, message: str, *, stage: str, tensor: str) -> None:

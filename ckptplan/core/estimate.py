@@ -1,4 +1,4 @@
-"""What a training step needs, by phase and category: the answer of `ckptplan.estimate`, as plain data."""
+"""Estimate: the memory of a training step by phase and category, as plain data."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ CATEGORIES = (
     "reservation",
     "context",
 )
-"""After DNNMem (Gao et al., ESEC/FSE 2020): what a byte on the device is for.
+"""Categories of device memory, after DNNMem (Gao et al., ESEC/FSE 2020).
 
-"forward outputs" are results that no backward needs; "rounding" is what blocks have beyond what was asked for;
-"reservation" what the caching allocator holds beyond its blocks; "context" what the driver takes.
+"forward outputs" are results that no backward needs; "rounding" is the difference between blocks and requested sizes;
+"reservation" that between reserved bytes and blocks; "context" is the driver's memory.
 """
 
-_SHOWN = 12
+_MOST_SHOWN = 12  # kinds of tensors in the printed table
 
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """Blocks of one kind that are alive at the peak.
+    """Blocks of one kind that are allocated at the peak.
 
     Parameters
     ----------
     nbytes, count : int
-        Together, as requested; how many there are.
+        Sum of the requested sizes, and number of blocks.
     category, stage : str
-        What they are for; for saved activations, the stage that saves them.
+        One of `CATEGORIES`; for saved activations, the stage that saves them.
     name : str
-        Of the parameter, buffer or state, where they have one. In all names, a star stands for the numbers of layers
-        that repeat and are taken together.
+        Name of the parameter, buffer or state; empty for other tensors. In all names, a star stands for the numbers of
+        repeated layers that are counted together.
     module, line, op : str
-        Where they come from: the module, the line of the model's code, the operation.
+        Origin: the module, the line of the model's code, the operation.
     shape : tuple of int
     dtype : str
     """
@@ -66,7 +66,7 @@ class Tensors:
 
     @property
     def source(self) -> str:
-        """What a person looks for first: the name, else the line and module."""
+        """The name, or else the line and module."""
         if self.name:
             return self.name
         return " ".join(part for part in (self.line, f"in {self.module}" if self.module else "") if part)
@@ -83,7 +83,7 @@ class Phase:
     start_bytes, end_bytes, peak_bytes : int
         In blocks, rounded up as the device does.
     reserved_bytes : int
-        Most that the allocator holds during it; on the CPU the peak.
+        Highest number of reserved bytes; on the CPU equal to the peak.
     categories : mapping
         Category -> bytes at the phase's peak; they add up to `peak_bytes`.
     """
@@ -98,7 +98,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a training step needs.
+    """The memory of a training step.
 
     Parameters
     ----------
@@ -106,23 +106,23 @@ class Estimate:
     phases : tuple of Phase
         In order, the training ones first.
     peak_bytes : int
-        Most bytes in blocks over all training phases.
+        Highest number of bytes in blocks over all training phases.
     peak_phase, peak_stage : str
-        When that is: the phase, and the stage that runs.
+        The phase and the stage of the peak.
     reserved_bytes : int
-        Most that the allocator reserves over all training phases.
+        Highest number of bytes that the allocator reserves over all training phases.
     context_bytes : int
-        What the driver takes beside it.
+        The driver's memory.
     capacity_bytes : int or None
-        What the device has in all; None where that isn't known.
+        All memory of the device; None: not known.
     categories : mapping
-        Category -> bytes when most is reserved; they add up to `total_bytes`.
+        Category -> bytes at the moment with most reserved bytes; they add up to `total_bytes`.
     saved_bytes : mapping
-        Stage -> bytes of what it saves for backward, each storage counted at the first stage that saves it.
+        Stage -> bytes that it saves for backward; each storage counts for the first stage that saves it.
     alive : tuple of Tensors
-        At the peak, largest first.
+        Blocks allocated at the peak, largest first.
     notes : tuple of str
-        What a reader must know about how it was found.
+        Limits and assumptions of the estimate.
     """
 
     device: str
@@ -140,16 +140,16 @@ class Estimate:
 
     @property
     def total_bytes(self) -> int:
-        """What the device must have: reserved, and the context."""
+        """Memory that the device needs: reserved bytes and the context."""
         return self.reserved_bytes + self.context_bytes
 
     @property
     def fits(self) -> bool | None:
-        """Whether the device has that much; None where its size isn't known."""
+        """Whether the device has enough memory; None if its size isn't known."""
         return None if self.capacity_bytes is None else self.total_bytes <= self.capacity_bytes
 
     def phase(self, name: str) -> Phase:
-        """The phase of that name.
+        """Return the phase with this name.
 
         Raises
         ------
@@ -197,12 +197,12 @@ class Estimate:
         lines += ["", f"{'category':<28}{'bytes':>12}"]
         lines += [f"{name:<28}{format_bytes(n):>12}" for name, n in self.categories.items() if n]
         lines += ["", f"{'alive at the peak':<28}{'bytes':>12}  of"]
-        for tensors in self.alive[:_SHOWN]:
+        for tensors in self.alive[:_MOST_SHOWN]:
             times = f"{tensors.count} x" if tensors.count > 1 else ""
             shape = f"{tensors.dtype}{list(tensors.shape)}" if tensors.dtype else tensors.op
-            what = " ".join(part for part in (times, shape, tensors.source) if part)
-            lines.append(f"{tensors.category:<28}{format_bytes(tensors.nbytes):>12}  {what}")
-        if len(self.alive) > _SHOWN:
-            rest = sum(t.nbytes for t in self.alive[_SHOWN:])
-            lines.append(f"{f'and {len(self.alive) - _SHOWN} more kinds':<28}{format_bytes(rest):>12}")
+            of = " ".join(part for part in (times, shape, tensors.source) if part)
+            lines.append(f"{tensors.category:<28}{format_bytes(tensors.nbytes):>12}  {of}")
+        if len(self.alive) > _MOST_SHOWN:
+            rest = sum(t.nbytes for t in self.alive[_MOST_SHOWN:])
+            lines.append(f"{f'and {len(self.alive) - _MOST_SHOWN} more kinds':<28}{format_bytes(rest):>12}")
         return "\n".join([*lines, *(["", *(f"note: {note}" for note in self.notes)] if self.notes else [])])

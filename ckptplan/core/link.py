@@ -1,4 +1,4 @@
-"""Link: the way to a tier of memory behind the device and back."""
+"""Link: the connection to a tier of memory outside the device."""
 
 from __future__ import annotations
 
@@ -6,30 +6,32 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ckptplan.core.checks import check_seconds, short_repr
+from ckptplan.core.checks import check_seconds, is_number, short_repr
 from ckptplan.core.errors import InvalidInputError
 
 STAGING_BYTES = 64 << 20
 """Page-locked host memory of a disk tier beside a device: two chunks in each direction."""
 
 Tier = Literal["host", "disk"]
-"""Where swapped bytes go: the host tier, or the disk behind it."""
+"""Destination of swapped bytes: the host tier, or the disk behind it."""
 TIERS: tuple[Tier, ...] = get_args(Tier)
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The way to a tier and back, at what speed a transfer passes the two first-in-first-out queues.
+    """Rates and latencies of the connection to a tier, with one first-in-first-out queue in each direction.
 
-    A transfer is all that a stage moves in one direction.
+    A transfer consists of all storages that a stage moves in one direction.
 
     Parameters
     ----------
+    out_bytes_per_s, in_bytes_per_s : float
+        Bandwidth to the tier and from it.
     latency_s : float
-        What a transfer takes beyond its bytes.
+        Time of a transfer in addition to that of its bytes.
     copy_s : float
-        What each storage of a transfer takes to be issued. No time in a plan has it; storages for which it matters stay
-        (`least_bytes`).
+        Time to issue the copy of one storage. Predicted times don't include it; storages so small that it matters stay
+        on the device (`least_bytes`).
     """
 
     out_bytes_per_s: float
@@ -39,8 +41,8 @@ class Link:
 
     def __post_init__(self) -> None:
         for name, value in (("out_bytes_per_s", self.out_bytes_per_s), ("in_bytes_per_s", self.in_bytes_per_s)):
-            # Beyond these, a transfer takes longer than the age of the universe or no time at all.
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1e-3 <= value <= 1e18:
+            # Outside this range a transfer takes longer than the age of the universe, or no time at all.
+            if not is_number(value) or not 1e-3 <= value <= 1e18:
                 raise InvalidInputError(
                     f"link: {name}={short_repr(value)} must be a finite number of bytes per second, from 1e-3 to 1e18"
                 )
@@ -48,19 +50,19 @@ class Link:
 
     @property
     def least_bytes(self) -> int:
-        """A storage of fewer bytes takes longer to be issued than to be copied: half of the link's rate is lost."""
+        """Size of a storage whose copy takes as long to issue as to run; smaller ones lose over half the bandwidth."""
         return math.ceil(self.copy_s * max(self.out_bytes_per_s, self.in_bytes_per_s))
 
     def out_s(self, nbytes: int) -> float:
-        """Time one transfer of `nbytes` takes to the tier, alone."""
+        """Return the time of a transfer of `nbytes` to the tier, without waiting."""
         return self.latency_s + nbytes / self.out_bytes_per_s
 
     def in_s(self, nbytes: int) -> float:
-        """Time one transfer of `nbytes` takes from the tier, alone."""
+        """Return the time of a transfer of `nbytes` from the tier, without waiting."""
         return self.latency_s + nbytes / self.in_bytes_per_s
 
     def behind(self, nearer: Link) -> Link:
-        """The same link, in nothing faster than `nearer`, through which its transfers pass; for what was measured."""
+        """Return this measured link, limited by the rates and latencies of `nearer`, which its transfers use too."""
         return Link(
             min(self.out_bytes_per_s, nearer.out_bytes_per_s),
             min(self.in_bytes_per_s, nearer.in_bytes_per_s),

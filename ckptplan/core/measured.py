@@ -1,4 +1,4 @@
-"""What a step took, stage by stage, as far as a running step can tell; and predictions told in the same way."""
+"""Measured times and bytes of a step by stage, and predicted times in the same form."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Seconds of compute that one stage takes in a step, and those it waits for copies."""
+    """Seconds of one stage in a step: of compute, and of waiting for copies."""
 
     forward_s: float = 0.0
     recompute_s: float = 0.0
@@ -17,15 +17,15 @@ class StageTimes:
 
     @property
     def total_s(self) -> float:
-        """All four."""
+        """The sum of all four."""
         return self.forward_s + self.recompute_s + self.backward_s + self.stall_s
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Bytes over one way in one step, and how long its copies took, both directions apart.
+    """Bytes copied to and from a tier in one step, and the time of the copies.
 
-    The seconds are those of the copies alone: what they waited in their queue doesn't count.
+    The time that copies wait in their queue doesn't count.
     """
 
     out_bytes: int = 0
@@ -36,16 +36,16 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBytes:
-    """Bytes of one moment, or most of a span of time, as CUDA's caching allocator counts them.
+    """Bytes at one moment, or their maximum over a span of time, as CUDA's caching allocator counts them.
 
     Attributes
     ----------
     requested_bytes : int
-        As asked for: tensors by their own sizes.
+        Sizes of the tensors.
     allocated_bytes : int
-        In blocks: rounded up to 512 bytes, and with rests that aren't split off, each up to 1 MiB.
+        Sizes of their blocks: rounded up to 512 bytes, with rests of up to 1 MiB that aren't split off.
     reserved_bytes : int
-        In segments taken from the device, fragments included.
+        Sizes of the segments, fragments included.
     """
 
     requested_bytes: int
@@ -55,20 +55,20 @@ class DeviceBytes:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Steps of a running training with a plan.
+    """Measurements of training steps with a plan.
 
     Attributes
     ----------
     stages : tuple of StageTimes
-        Medians over the steps, as a running step can tell them (`as_measured`).
+        Medians over the steps, in the form of `as_measured`.
     step_s : float
-        Median, from the beginning of forward to the end of backward.
+        Median time from the beginning of forward to the end of backward.
     steps : int
-        How many were measured.
+        Number of measured steps.
     host, disk : Copied
         The median step's copies to memory on the host and to disk.
     peak_bytes : int or None
-        Most bytes in tensors on the device; None: not known.
+        Peak of the bytes in tensors on the device; None: not known.
     """
 
     stages: tuple[StageTimes, ...]
@@ -79,30 +79,28 @@ class Measured:
     peak_bytes: int | None = None
 
 
-def told_together(glue: Sequence[bool]) -> tuple[tuple[int, ...], ...]:
-    """Per stage, the stages whose backward is measured with its own.
+def backward_groups(glue: Sequence[bool]) -> tuple[tuple[int, ...], ...]:
+    """Return, per stage, the stages whose backward is measured together with its own.
 
-    Where glue's backward begins, no code of ours runs. Backward reaches it from the next module stage, to which its
-    time is added; so a module stage's backward includes that of the glue in front of it. The glue behind the last
-    module, which most often is the loss, has its backward added to its forward.
+    No hook marks the beginning of glue's backward, so a module stage's backward is measured together with that of the
+    glue in front of it. The backward of the glue behind the last module, usually the loss, is added to its own forward.
+    For example, of the stages (glue, module, glue, module, glue), the groups are (), (0, 1), (), (2, 3), (4,).
     """
     out: list[tuple[int, ...]] = [() for _ in glue]
-    k = 0
-    while k < len(glue):
-        module = next((i for i in range(k, len(glue)) if not glue[i]), None)
-        if module is None:
-            for i in range(k, len(glue)):
-                out[i] = (i,)
-            break
-        out[module] = tuple(range(k, module + 1))
-        k = module + 1
+    begin = 0
+    for i, is_glue in enumerate(glue):
+        if not is_glue:
+            out[i] = tuple(range(begin, i + 1))
+            begin = i + 1
+    for i in range(begin, len(glue)):
+        out[i] = (i,)
     return tuple(out)
 
 
 def as_measured(glue: Sequence[bool], times: Sequence[StageTimes]) -> tuple[StageTimes, ...]:
-    """Predicted times, added up as a running step tells them."""
+    """Return predicted times, summed in the way a running step measures them (`backward_groups`)."""
     out = []
-    for i, members in enumerate(told_together(glue)):
+    for i, members in enumerate(backward_groups(glue)):
         backward_s = sum(times[m].backward_s for m in members)
         if glue[i]:
             out.append(replace(times[i], forward_s=times[i].forward_s + backward_s, backward_s=0.0))

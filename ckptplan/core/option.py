@@ -1,4 +1,4 @@
-"""Option: one way to run a stage, and what it holds, takes and moves."""
+"""Option: one way to run a stage, with the storages that it holds and moves, its bytes and its time."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class Option:
     name : str
         Unique in its stage: "keep", "swap", "recompute", "recompute+swap" (its inputs), "selective-1", ...
     saved : tuple of int
-        Storages held until backward that could be moved, in the order in which the runtime meets them.
+        Storages held until backward that can be moved, in the order in which the runtime saves them.
     pinned : tuple of int
-        Storages held until backward that can't be.
+        Storages held until backward that can't be moved.
     forward_bytes, backward_bytes : int
-        What the stage adds to the bytes at its start, at the worst moment of its forward and of its backward.
+        Difference between the bytes at the stage's start and at the peak of its forward, or of its backward.
     recompute_s : float
-        Compute time in front of its backward.
+        Compute time of the recompute before its backward.
     recomputes : bool
-        Backward runs its forward again, all of it or what `ops` leaves.
+        Whether backward runs the forward again, without the operations in `ops`.
     moves : tuple of int
-        Positions in `saved` of what leaves the device where rule 4 of NOTE [Residency] lets it.
+        Positions in `saved` of the storages that leave the device, subject to rule 4 of NOTE [Residency].
     ops : tuple of int
-        Operations whose outputs a recomputing stage saves all the same, by their number in its forward.
+        Operations whose outputs a recomputing stage saves, by their number in its forward.
     launch_s : float
-        Time in which the host launches the recompute, beside the device; 0 where it is no lane of its own.
+        Time in which the host launches the recompute; 0 if the host isn't modelled.
     """
 
     name: str
@@ -58,15 +58,15 @@ class Option:
         check_type(owner, bool, recomputes=self.recomputes)
         check_indices(owner, saved=self.saved, pinned=self.pinned, moves=self.moves, ops=self.ops)
         if set(self.saved) & set(self.pinned):
-            raise InvalidInputError(f"{owner}: {sorted(set(self.saved) & set(self.pinned))} are saved and pinned")
+            raise InvalidInputError(f"{owner}: {sorted(set(self.saved) & set(self.pinned))} are both saved and pinned")
         if any(p >= len(self.saved) for p in self.moves):
             raise InvalidInputError(
                 f"{owner}: moves={self.moves} are not positions in {len(self.saved)} saved storages"
             )
         if not self.recomputes and (self.recompute_s or self.launch_s or self.ops):
             raise InvalidInputError(
-                f"{owner}: recompute_s={self.recompute_s}, launch_s={self.launch_s}, ops={self.ops}, but it doesn't "
-                "recompute"
+                f"{owner}: recompute_s={self.recompute_s}, launch_s={self.launch_s}, ops={self.ops} must be 0 and () "
+                "with recomputes=False"
             )
 
     @property
@@ -76,7 +76,7 @@ class Option:
 
     @property
     def moved(self) -> tuple[int, ...]:
-        """Storages it would move."""
+        """Storages in `moves`."""
         return tuple(self.saved[p] for p in self.moves)
 
     @property
@@ -85,5 +85,5 @@ class Option:
         return "recompute" if self.recomputes else "swap" if self.moves else "keep"
 
     def allowed(self, actions: Sequence[str]) -> bool:
-        """Whether it uses `actions` alone; "keep" needs no leave."""
+        """Return whether the option uses no other actions than `actions` and "keep"."""
         return (not self.recomputes or "recompute" in actions) and (not self.moves or "swap" in actions)

@@ -1,4 +1,4 @@
-"""Plan: one decision per stage with its transfer schedule, and what was proven about it. Plain data."""
+"""Plan: one decision per stage with its transfer schedule, predictions and a proven bound, as plain data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.profile import Fingerprint, Profile, input_tensors
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import InputTensor
-from ckptplan.core.units import format_bytes, format_seconds
+from ckptplan.core.units import format_bytes, format_seconds, format_table
 
 SCHEMA = "ckptplan.plan/3"
 Status = Literal["optimal", "feasible"]
@@ -25,7 +25,7 @@ OPTIMAL_GAP = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How one stage is run.
+    """The decision on one stage: its option, and the release and prefetch points of its transfers.
 
     Parameters
     ----------
@@ -34,13 +34,13 @@ class Decision:
         Positions in the option's `saved` that leave the device.
     release, prefetch : int or None
         Release point: the forward step by whose end the moved storages have left the device. Prefetch point: the
-        backward step at whose start their return is issued. Stage indices, set exactly when `moves` is not empty.
+        backward step at whose start their return is issued. Stage indices; None if and only if `moves` is empty.
     option : str
-        The entry of the stage's menu; left out, the one named like the action.
+        Name of the option; default: that of the action.
     ops : tuple of int
-        Operations whose outputs a recomputed stage saves all the same.
+        Operations whose outputs a recomputed stage saves.
     tier : "host" or "disk"
-        Where the moved storages go.
+        Destination of the moved storages.
     """
 
     action: Action
@@ -53,9 +53,9 @@ class Decision:
 
     def __post_init__(self) -> None:
         if self.tier not in TIERS:
-            raise InvalidInputError(f"unknown tier {self.tier!r}; swapped bytes go to {' or '.join(TIERS)}")
+            raise InvalidInputError(f"unknown tier {self.tier!r}; the tiers are {' and '.join(TIERS)}")
         if self.tier != "host" and not self.moves:
-            raise InvalidInputError(f"tier={self.tier!r} for a stage that moves nothing")
+            raise InvalidInputError(f"tier={self.tier!r} of a stage that moves nothing must be 'host'")
         if self.action not in ACTIONS:
             raise InvalidInputError(f"unknown action {self.action!r}; the actions are {', '.join(ACTIONS)}")
         check_type("decision", str, option=self.option)
@@ -64,13 +64,15 @@ class Decision:
             if point is not None and not (is_int(point) and point >= 0):
                 raise InvalidInputError(f"release={self.release!r}, prefetch={self.prefetch!r} must be stage indices")
         if self.moves and self.action == "keep":
-            raise InvalidInputError(f"a stage that is to keep can't move storages {self.moves}")
+            raise InvalidInputError(f"a stage with action 'keep' can't move storages, but moves={self.moves}")
         if self.ops and self.action != "recompute":
-            raise InvalidInputError(f"a stage that is to {self.action} has no operations to choose: ops={self.ops}")
+            raise InvalidInputError(
+                f"a stage with action {self.action!r} can't save operations' outputs, but ops={self.ops}"
+            )
         if (self.release is None, self.prefetch is None) != (not self.moves, not self.moves):
             raise InvalidInputError(
                 f"moves={self.moves} with release={self.release} and prefetch={self.prefetch}; "
-                "both points are set exactly when something moves"
+                "set both points if something moves, otherwise neither"
             )
         if not self.option:
             object.__setattr__(self, "option", self.action)
@@ -81,7 +83,7 @@ KEEP = Decision("keep")
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """What is decided about a step, without budget or predictions: what a controller carries out.
+    """The decisions of a step, without budget or predictions, which a controller carries out.
 
     Parameters
     ----------
@@ -92,9 +94,9 @@ class Decisions:
     segments : tuple of Segment
         Stages recomputed together, by index.
     inputs : tuple of (tuple of InputTensor, or None), optional
-        Per stage, the largest tensors that the choices hold for; None: any.
+        Per stage, the largest tensors that the choices are valid for; None: any.
     saved_bytes : tuple of (tuple of int)
-        Per stage, the bytes of each storage that it was planned to save, in order; empty: not known.
+        Per stage, the bytes of each storage that it is planned to save, in order; empty: not known.
     """
 
     stages: tuple[str, ...]
@@ -106,7 +108,7 @@ class Decisions:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A decision for every stage of a profile, with its predictions and its certificate.
+    """A decision for every stage of a profile, with predictions and a proven bound.
 
     Parameters
     ----------
@@ -121,32 +123,31 @@ class Plan:
     step_s, baseline_step_s, lower_bound_s : float
         Predicted makespan, the same with everything kept, and the proven bound over `space`.
     space : str
-        The plan space the bound speaks of.
+        The plans for which the bound is proven.
     planner : str
     fingerprint : Fingerprint
     inputs : tuple of (tuple of InputTensor, or None)
-        Per stage, the largest tensors it may be called with; None: not known.
+        Per stage, the largest tensors that the plan is valid for; None: not known.
     segments : tuple of Segment
         Stages recomputed together, in order and disjoint.
     peak_bound_bytes : int or None
-        Of a plan asked for by its slowdown: no plan of `space` within that slowdown has a smaller peak than this.
+        For a plan solved for a largest slowdown: lower bound on the peak of any plan of `space` within that slowdown.
     allocated_bytes, reserved_bytes : int or None
-        On CUDA, most that the caching allocator has in blocks, and most that it reserves, in a training with the plan,
-        by its model: the optimizer's update counts where it was given to `solve`. None elsewhere, and for a plan made
-        from a profile alone.
+        On CUDA, the predicted peaks of the caching allocator's blocks and segments in training with the plan; they
+        include the optimizer's update if it was given to `solve`. None on other devices, and for a plan of a profile.
     disk_bytes : int
         The bytes that go to the disk tier.
     saved_bytes : tuple of (tuple of int)
-        Per stage, the bytes of each storage that its option saves, in the order of saving; empty: not known. By these,
-        a stage whose forward takes another path with other inputs is held to no more than what was planned.
+        Per stage, the bytes of each storage that its option saves, in the order of saving; empty: not known. The
+        runtime compares them with a forward that takes another path for other inputs.
     launch_s, baseline_launch_s : float
-        Time in which the host launches the step, and the same with everything kept; 0 where it is no lane of its own.
-        No search goes by it: a step that the host is longer for takes that long (`expected_step_s`).
+        Time in which the host launches the step, and that with everything kept; 0 if the host isn't modelled. The
+        solver ignores it; a step takes at least that long (`expected_step_s`).
     forward_peak_bytes, between_bytes : int or None
-        The peak of forward alone, and what forward leaves for backward, the output with it. By these the runtime tells
-        whether there is room for what a loop holds of the forward before. None: not known.
+        The peak of forward, and the bytes that forward leaves for backward, including the output. The runtime uses them
+        to decide whether tensors that a loop holds of the forward before fit too. None: not known.
     outside : tuple of str or None
-        Modules that the profiled step called and that lie in no stage's; None: not known.
+        Modules that the profiled step called outside all stages; None: not known.
     """
 
     stages: tuple[str, ...]
@@ -176,17 +177,17 @@ class Plan:
 
     @property
     def decided(self) -> Decisions:
-        """What it decides."""
+        """The decisions, without predictions."""
         return Decisions(self.stages, self.choices, self.segments, self.inputs, self.saved_bytes)
 
     @property
     def expected_step_s(self) -> float:
-        """Time of the step where the host may take longer than the device and the links: the larger of two sums."""
+        """Predicted time of the step, including a host that launches more slowly than the device computes."""
         return max(self.step_s, self.launch_s)
 
     @property
     def expected_baseline_step_s(self) -> float:
-        """The same with everything kept."""
+        """`expected_step_s` with everything kept."""
         return max(self.baseline_step_s, self.baseline_launch_s)
 
     @property
@@ -205,7 +206,7 @@ class Plan:
         return (self.step_s - self.lower_bound_s) / self.lower_bound_s if self.lower_bound_s else 0.0
 
     def require_profile(self, profile: Profile) -> None:
-        """Raise unless the plan's stages are the profile's.
+        """Raise unless the plan was made for the profile.
 
         Raises
         ------
@@ -295,7 +296,7 @@ class Plan:
         check_segments(self.segments, self.choices, self.stages)
 
     def __str__(self) -> str:
-        """A table a person can read: totals first, then runs of equal decisions."""
+        """Return a table: totals first, then runs of equal decisions."""
         rows = [("stages", "decision", "release after", "prefetch before")]
         around = {i: s for s in self.segments for i in range(s.first, s.last + 1)}
         start = 0
@@ -310,8 +311,6 @@ class Plan:
             disk = " to disk" if choice.tier == "disk" else ""
             rows.append((names, choice.option + disk + _together(around.get(i)), release, prefetch))
             start = i + 1
-        widths = [max(len(row[c]) for row in rows) for c in range(4)]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         counts = {action: sum(choice.action == action for choice in self.choices) for action in ACTIONS}
         head = [
             f"plan by {self.planner}: {self.status}, gap {self.gap:.2%} over {self.space}",
@@ -332,8 +331,8 @@ class Plan:
                 f"kept {format_seconds(self.expected_baseline_step_s)}",
             )
         if self.peak_bound_bytes is not None:
-            head.insert(2, f"        no plan this fast can do with less than {format_bytes(self.peak_bound_bytes)}")
-        return "\n".join([*head, "", *table])
+            head.insert(2, f"        no plan this fast has a peak below {format_bytes(self.peak_bound_bytes)}")
+        return "\n".join([*head, "", *format_table(rows)])
 
 
 def _together(segment: Segment | None) -> str:
@@ -377,7 +376,7 @@ def plan_of(
 
 
 def saved_bytes(profile: Profile, choices: Sequence[Decision]) -> tuple[tuple[int, ...], ...]:
-    """`Plan.saved_bytes` for these decisions."""
+    """Return `Plan.saved_bytes` for these decisions."""
     options = (stage.find(choice.option) for stage, choice in zip(profile.stages, choices, strict=True))
     storages = profile.storages
     return tuple(
@@ -386,7 +385,7 @@ def saved_bytes(profile: Profile, choices: Sequence[Decision]) -> tuple[tuple[in
 
 
 def launch_s(profile: Profile, choices: Sequence[Decision], segments: Sequence[Segment] = ()) -> float:
-    """`Plan.launch_s` for these decisions: what runs again is launched again, in a sweep as in forward."""
+    """Return `Plan.launch_s` for these decisions; each run of a stage in a sweep is one more launch of its forward."""
     lasts = set(_lasts(segments))
     total_s = 0.0
     for i, (stage, choice) in enumerate(zip(profile.stages, choices, strict=True)):
@@ -399,7 +398,7 @@ def launch_s(profile: Profile, choices: Sequence[Decision], segments: Sequence[S
 
 
 def _lasts(segments: Sequence[Segment]) -> Iterator[int]:
-    """The last stages of segments and of those inside."""
+    """Yield the last stages of segments and of their inner segments."""
     for segment in segments:
         yield segment.last
         yield from _lasts(segment.inner)
@@ -408,13 +407,11 @@ def _lasts(segments: Sequence[Segment]) -> Iterator[int]:
 def require_plan(plan: object) -> None:
     """Raise `InvalidInputError` unless `plan` is a Plan."""
     if not isinstance(plan, Plan):
-        raise InvalidInputError(
-            f"plan is a {type(plan).__name__}; pass a Plan, as ckptplan.solve returns it or Plan.load reads it"
-        )
+        raise InvalidInputError(f"plan is a {type(plan).__name__}; pass a Plan from ckptplan.solve or Plan.load")
 
 
 def check_stages(planned: tuple[str, ...], found: tuple[str, ...]) -> None:
-    """Raise `PlanMismatchError` unless the two lists of stage names agree; name the first that doesn't."""
+    """Raise `PlanMismatchError`, with the first difference, unless the two lists of stage names are equal."""
     if planned == found:
         return
     i = next((i for i, (a, b) in enumerate(zip(planned, found, strict=False)) if a != b), min(len(planned), len(found)))
@@ -424,19 +421,23 @@ def check_stages(planned: tuple[str, ...], found: tuple[str, ...]) -> None:
 
 
 def check_segments(segments: Sequence[Segment], choices: Sequence[Decision], stages: Sequence[str]) -> None:
-    """Raise `InvalidInputError` unless segments are in order, disjoint, and of recomputed stages and glue alone."""
+    """Raise `InvalidInputError` unless segments are in order, disjoint, and consist of recomputed stages and glue."""
     at = 0
     for segment in segments:
         where = f"segment {segment.first}..{segment.last}"
         if segment.first < at or segment.last >= len(choices) or segment.first == segment.last:
-            raise InvalidInputError(f"{where} of {len(choices)} stages: out of order, past the end, or of one stage")
+            raise InvalidInputError(f"{where} of {len(choices)} stages: out of order, past the end, or a single stage")
         at = segment.last + 1
         for i in range(segment.first, segment.last + 1):
             if choices[i].ops:
-                raise InvalidInputError(f"{where}: stage {i} saves operations' outputs, which a segment's stages don't")
+                raise InvalidInputError(
+                    f"{where}: stage {i} has ops={choices[i].ops}; stages of a segment can't save operations' outputs"
+                )
             wanted = "keep" if stages[i].startswith("(") else "recompute"
             if choices[i].action != wanted:
-                raise InvalidInputError(f"{where}: stage {stages[i]!r} is to {choices[i].action}, not to {wanted}")
+                raise InvalidInputError(
+                    f"{where}: stage {stages[i]!r} has action {choices[i].action!r}; it must be {wanted!r}"
+                )
 
 
 def _segment(item: Mapping[str, Any]) -> Segment:

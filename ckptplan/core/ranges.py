@@ -1,4 +1,4 @@
-"""Ranges of a line: addresses that are mapped, gaps between what is taken."""
+"""Sets of disjoint integer ranges, such as mapped addresses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 class Ranges:
-    """Disjoint half-open ranges in order; those that touch are one.
+    """Disjoint half-open ranges in order; adjacent ranges are merged.
 
     Attributes
     ----------
@@ -22,7 +22,7 @@ class Ranges:
         self.pairs = [pair for pair in pairs if pair[0] < pair[1]]
 
     def add(self, start: int, stop: int) -> bool:
-        """False where a part of it is there."""
+        """Add a range; return False, without a change, if a part of it is there already."""
         at = bisect_left(self.pairs, (start, stop))
         if (at and self.pairs[at - 1][1] > start) or (at < len(self.pairs) and self.pairs[at][0] < stop):
             return False
@@ -36,7 +36,7 @@ class Ranges:
         return True
 
     def remove(self, start: int, stop: int) -> bool:
-        """False where a part of it isn't there."""
+        """Remove a range; return False, without a change, if a part of it isn't there."""
         at = bisect_right(self.pairs, (start, math.inf)) - 1
         if at < 0 or self.pairs[at][1] < stop:
             return False

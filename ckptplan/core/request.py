@@ -1,6 +1,6 @@
-"""What is trained, and what a plan may use: every option of the public calls, defined, documented and checked once.
+"""Training and Limits: all options of the public calls, defined, documented and checked in one place.
 
-The public calls gather keywords (`Unpack` of a `TypedDict` below) and pass on two objects, `Training` and `Limits`:
+The public calls collect keywords (`Unpack` of a `TypedDict` below) into two objects, `Training` and `Limits`:
 
     def solve(model_or_profile, budget_gb=None, *, inputs=None, **options: Unpack[SolveKeywords]): ...
         require_known("solve", options, SolveKeywords)  # solve(model, budget_gbs=12): "did you mean budget_gb?"
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from ckptplan.core.checks import MOST_BYTES, is_int
+from ckptplan.core.checks import MOST_BYTES, is_int, is_number
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.units import budget_to_bytes
@@ -28,19 +28,19 @@ if TYPE_CHECKING:  # these import torch
     from ckptplan.runtime.step import LossFn
 
 Report = Callable[[str], None]
-"""Is given progress, in words."""
+"""Called with a description of the present work."""
 
 AMP_TYPES = ("float16", "bfloat16")
 MOST_SEED = (1 << 31) - 1
-"""CP-SAT's seed is a signed number of 32 bits."""
+"""CP-SAT's seed is a signed integer of 32 bits."""
 
 
 def ignore_progress(text: str) -> None:
-    """The report of a call whose progress is not wanted."""
+    """Do nothing: the default of `on_progress`."""
 
 
 class LossKeywords(TypedDict, total=False):
-    """How a forward becomes an update: fields of `Training`."""
+    """Fields of `Training` from the loss to the update."""
 
     loss_fn: LossFn | None
     optimizer: OptimizerLike | None
@@ -48,20 +48,20 @@ class LossKeywords(TypedDict, total=False):
 
 
 class TrainingKeywords(LossKeywords, total=False):
-    """Fields of `Training` but the inputs."""
+    """Fields of `Training` without the inputs."""
 
     device: DeviceLike
     accumulate: bool | None
 
 
 class StepKeywords(TrainingKeywords, total=False):
-    """Fields of `Training` but the inputs, with a `step` in their place."""
+    """Fields of `Training` without the inputs, with `step`."""
 
     step: Callable[[], torch.Tensor] | None
 
 
 class SearchKeywords(TypedDict, total=False):
-    """Fields of `Limits`, the host's in units of 2**30 bytes."""
+    """Fields of `Limits`, with the host's limit in units of 2**30 bytes."""
 
     actions: Iterable[Action]
     segments: bool
@@ -73,7 +73,7 @@ class SearchKeywords(TypedDict, total=False):
 
 
 class PlanKeywords(SearchKeywords, total=False):
-    """Fields of `Limits`, tiers in units of 2**30 bytes."""
+    """Fields of `Limits`, with the limits of both tiers in units of 2**30 bytes."""
 
     disk_gb: float | None
     menus: bool
@@ -88,7 +88,7 @@ class BatchKeywords(TrainingKeywords, SearchKeywords, total=False):
 
 
 class ApplyKeywords(LossKeywords, SearchKeywords, total=False):
-    """Options of `apply`: what new plans are made with."""
+    """Options of `apply`, for new plans."""
 
     step: Callable[[], torch.Tensor] | None
     disk_gb: float | None
@@ -106,36 +106,37 @@ def require_known(call: str, options: Mapping[str, object], keywords: type) -> N
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What is trained.
+    """The step that is trained: model inputs, loss, optimizer, device and precision.
 
     Parameters
     ----------
     inputs : tensor, tuple, dict, optional
-        Positional or keyword inputs of the forward; found by `find_inputs` if left out. Beside a model on CUDA, some
-        may lie on the host where its forward takes them so (lengths, indices); they take no bytes of the device.
+        Positional or keyword inputs of the forward; default: found by `find_inputs`. With a model on CUDA, inputs that
+        the forward expects on the host (lengths, indices) may be there; they take no memory of the device.
     loss_fn : callable, optional
-        Output -> scalar tensor; default `output.loss`, else the sum of the floating outputs' means.
+        Function from the output to a scalar tensor; default: `output.loss`, or else the sum of the floating outputs'
+        means.
     optimizer : Optimizer, class, callable or str, optional
-        Its state (after the first update) and its update's temporaries count. A class, a function from parameters to an
-        optimizer, or a name will do: "sgd", "momentum", "rmsprop", "adagrad", "adam", "adamw", "adafactor".
+        The optimizer, whose state and update count; or its class, a function from parameters to an optimizer, or one of
+        the names "sgd", "momentum", "rmsprop", "adagrad", "adam", "adamw", "adafactor".
     device : str, path or Device, optional
-        By default where the model is. A known device ("a100-40gb"), a file that describes one, or a `Device`, is
-        planned for without being here: bytes from fake tensors, times from a roofline; the model may lie on `meta`.
+        Default: the model's device. A known name ("a100-40gb"), a file that describes a device, or a `Device` plans for
+        a device that isn't in this machine: bytes are from fake tensors and times from a roofline, and the model may be
+        on `meta`.
     step : callable, optional
-        Runs every forward of one step and returns the loss; replaces `inputs` and `loss_fn`. The model must hold every
-        module that it trains.
+        Function that runs every forward of one step and returns the loss; replaces `inputs` and `loss_fn`. The model
+        must contain every module that the step trains.
     amp : torch.dtype or str, optional
-        Forward and loss run under autocast to this type ("float16", "bfloat16"). For a device that isn't here this is
-        the way to say it, since PyTorch turns a `torch.autocast("cuda")` of the model's own off where there is no
-        CUDA.
+        Forward and loss run under autocast to this type ("float16", "bfloat16"). Needed for a device that isn't in this
+        machine: without CUDA, PyTorch disables a `torch.autocast("cuda")` in the model's own code.
     accumulate : bool, optional
-        Steps start with gradients, which then count from the start: where `zero_grad(set_to_none=False)` keeps them, or
-        a step has several micro-batches. By default, whether any parameter that requires a gradient has one now.
+        Whether steps start with gradients, which then count from the start: `zero_grad(set_to_none=False)` keeps them,
+        or a step has several micro-batches. Default: whether a parameter that requires a gradient has one now.
 
     Raises
     ------
     InvalidInputError
-        On contradictory options, or values that can't be used.
+        If options contradict each other, or a value can't be used.
     """
 
     inputs: Any = None
@@ -149,9 +150,7 @@ class Training:
     def __post_init__(self) -> None:
         if self.step is not None:
             if self.inputs is not None or self.loss_fn is not None:
-                raise InvalidInputError(
-                    "step= runs the forwards and the loss by itself; leave out inputs= and loss_fn="
-                )
+                raise InvalidInputError("step= runs the forwards and the loss itself; leave out inputs= and loss_fn=")
             if not callable(self.step):
                 raise InvalidInputError(f"step={self.step!r} is not callable; pass a function that returns the loss")
         if self.loss_fn is not None and not callable(self.loss_fn):
@@ -159,63 +158,64 @@ class Training:
                 f"loss_fn={self.loss_fn!r} is not callable; pass a function from output to a scalar tensor"
             )
         if self.amp is not None and str(self.amp).removeprefix("torch.") not in AMP_TYPES:
-            raise InvalidInputError(f"amp={self.amp!r}: autocast goes to torch.float16 or torch.bfloat16")
+            raise InvalidInputError(
+                f"amp={self.amp!r}: autocast is to torch.float16 or torch.bfloat16; give one of them"
+            )
         if self.accumulate not in (None, False, True):
             raise InvalidInputError(f"accumulate={self.accumulate!r}; it is True, False or None")
 
     @classmethod
     def of(cls, options: Mapping[str, Any], inputs: Any = None) -> Training:
-        """The training that a call's keywords describe; other keywords are left alone."""
+        """Return the training described by a call's keywords; other keywords are ignored."""
         return cls(inputs, **{field.name: options[field.name] for field in fields(cls) if field.name in options})
 
     @property
     def has_forward(self) -> bool:
-        """Whether it says what a step runs on: inputs, or a step of its own."""
+        """Whether the inputs, or a step, are given."""
         return self.inputs is not None or self.step is not None
 
     def given(self) -> list[str]:
-        """Names of the options that aren't left out."""
+        """Return the names of the given options."""
         return [field.name for field in fields(self) if getattr(self, field.name) is not None]
 
 
 UNSAID = Training()
-"""Nothing is said of the training: inputs, loss and gradients are found by themselves."""
+"""No option given: inputs, loss and gradients are found automatically."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a plan may use, and how long the solver may take.
+    """The actions, memory and time that a plan and its solver may use.
 
     Parameters
     ----------
     actions : tuple of str
-        Which of "keep", "swap" and "recompute" may be used; "keep" must be.
+        "keep" and any of "swap" and "recompute".
     segments : bool
-        Whether consecutive stages may be recomputed together, nested where that pays; needs "recompute".
+        Whether consecutive stages may be recomputed together, also nested; needs "recompute".
     menus : bool
-        Whether a stage may also save, move or recompute some of its operations' outputs and not others.
+        Whether a stage may save, move or recompute only some of its operations' outputs.
     host_bytes : int, optional
-        Limit on swapped bytes; 0 lets nothing move, but to the disk where that is allowed. None: no limit. As a
-        keyword: `host_gb`, in units of 2**30 bytes.
+        Limit on bytes swapped to the host; with 0 swaps go to the disk, if allowed. None: no limit. As a keyword:
+        `host_gb`, in units of 2**30 bytes.
     disk_bytes : int, optional
-        Most bytes on the disk tier: what the host can't hold goes there. Needs a profile with such a tier (on CUDA,
-        `swap_dir` has it measured). The disk's staging buffers, which are pinned host memory, count against the host.
+        Limit on bytes swapped to the disk, beyond the host's limit. Needs a profile with a disk tier (on CUDA it is
+        measured if `swap_dir` is given). The disk's staging buffers, which are pinned host memory, count for the host.
         None: no disk. As a keyword: `disk_gb`, in units of 2**30 bytes, together with a `host_gb`.
     time_limit_s : float
-        Wall clock for solving, profiling not counted; small chains take far less.
+        Wall-clock limit of solving, without profiling; small chains take far less.
     seed : int
-        Of what local search and CP-SAT draw: the same seed and workers give the same plan, unless the time limit cuts
-        the search.
+        Seed of local search and CP-SAT. The same seed and workers give the same plan unless the time limit ends the
+        search.
     workers : int, optional
-        Threads of CP-SAT, which gets what time is left when everything else has come to its end; 1 where left out.
-        Nothing else runs on more than one.
+        Threads of CP-SAT, which uses the time that other searches leave; default: 1. All other searches use one thread.
     on_progress : callable
-        Given what is being done, in words.
+        Called with a description of the present work.
 
     Raises
     ------
     InvalidInputError
-        On values that can't be used.
+        If a value can't be used.
     """
 
     actions: tuple[Action, ...] = ACTIONS
@@ -241,30 +241,30 @@ class Limits:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(f"{name}={getattr(self, name)!r}; it is True or False")
         limit_s = self.time_limit_s
-        if isinstance(limit_s, bool) or not isinstance(limit_s, (int, float)) or not 0 < limit_s < math.inf:
+        if not is_number(limit_s) or not 0 < limit_s < math.inf:
             raise InvalidInputError(f"time_limit_s={limit_s!r} must be a finite number of seconds above 0")
         whole = {"host_bytes": (0, MOST_BYTES), "disk_bytes": (0, MOST_BYTES), "workers": (1, 1 << 10)}
         for name, (least, most) in whole.items():
             value = getattr(self, name)
             if value is not None and (not is_int(value) or not least <= value <= most):
-                raise InvalidInputError(f"{name}={value!r} must be a whole number, {least} or more, at most {most}")
+                raise InvalidInputError(f"{name}={value!r} must be a whole number, from {least} to {most}")
         if not is_int(self.seed) or not 0 <= self.seed <= MOST_SEED:
             raise InvalidInputError(f"seed={self.seed!r} must be a whole number from 0 to {MOST_SEED}")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Limits:
-        """The limits that a call's keywords describe; other keywords are left alone.
+        """Return the limits described by a call's keywords; other keywords are ignored.
 
         Raises
         ------
         InvalidInputError
-            Also if the disk is limited and the host isn't: then nothing would ever go to the disk.
+            If a value can't be used, or `disk_gb` is given without `host_gb`: then nothing would go to the disk.
         """
         host_gb, disk_gb = options.get("host_gb"), options.get("disk_gb")
         if disk_gb and host_gb is None:
             raise InvalidInputError(
-                f"disk_gb={disk_gb} without host_gb: only what the host can't hold goes to the disk, so say what it "
-                "can hold; host_gb=0 sends all to the disk"
+                f"disk_gb={disk_gb} without host_gb: only bytes beyond the host's limit go to the disk, so give "
+                "host_gb too; host_gb=0 sends all to the disk"
             )
         named = {field.name: options[field.name] for field in fields(cls) if field.name in options}
         if named.get("on_progress", ignore_progress) is None:
@@ -273,11 +273,11 @@ class Limits:
 
 
 NO_LIMITS = Limits()
-"""Every action, on tiers without limits."""
+"""All actions, and no limit on the host tier."""
 
 
 def tier_bytes(name: str, gb: float | None) -> int | None:
-    """Whole bytes of the limit `name` of a tier, in units of 2**30 bytes; None: no limit.
+    """Return the limit `name` of a tier, given in units of 2**30 bytes, in whole bytes; None: no limit.
 
     Raises
     ------

@@ -15,7 +15,7 @@ class Segment:
     Parameters
     ----------
     first, last : int
-        Stage indices; at the top level `first < last`, since one stage by itself is an option's business.
+        Stage indices; at the top level `first < last`, since an option recomputes a single stage.
     inner : tuple of Segment
         In order and disjoint, within `first..last-1`.
     """
@@ -27,7 +27,7 @@ class Segment:
     def __post_init__(self) -> None:
         if not (is_int(self.first) and is_int(self.last) and 0 <= self.first <= self.last):
             raise InvalidInputError(
-                f"segment {short_repr(self.first)}..{short_repr(self.last)}: want stage indices with 0 <= first <= last"
+                f"segment {short_repr(self.first)}..{short_repr(self.last)}: must be stage indices, 0 <= first <= last"
             )
         check_each(f"segment {self.first}..{self.last}", Segment, inner=self.inner)
         at = self.first
@@ -40,7 +40,7 @@ class Segment:
             at = segment.last + 1
 
     def depth(self, stage: int) -> int:
-        """How many segments, this one and inner ones, contain `stage`: the times that it runs again."""
+        """Return how many segments, this one and inner ones, contain `stage`: how often it runs again."""
         if not self.first <= stage <= self.last:
             return 0
         return 1 + sum(segment.depth(stage) for segment in self.inner)

@@ -1,4 +1,4 @@
-"""Shortage: what was alive when a planned step ran out of memory, beside what the plan said."""
+"""Shortage: measured and planned bytes at the moment when a planned step ran out of memory."""
 
 from __future__ import annotations
 
@@ -13,45 +13,44 @@ Doing = Literal["forward", "recompute", "backward", "copy out", "copy back", "up
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """One out-of-memory error of a step.
+    """An out-of-memory error of a step.
 
     Parameters
     ----------
     phase : "forward", "backward" or "update"
     stage : str
-        The last stage that began in that phase. Glue behind a stage (in backward: in front of it) counts to it.
+        The last stage that began in that phase; it includes the glue behind it (in backward: in front of it).
     doing : str
-        What ran: the stage's own forward or backward, a recompute for it, a copy of what it swaps, the update, or
-        something else behind the backward.
+        The work that ran: the stage's forward or backward, its recompute, a copy of storages that it swaps, the update,
+        or other code after backward.
     tier : "device" or "host"
-        Which memory ran out. On the CPU both are the same, and it is "device".
+        The memory that ran out; on the CPU always "device".
     requested_bytes, requested_least_bytes : int or None
-        Most and least that can have been asked for when memory ran out; None where the message doesn't say. CUDA's
-        messages tell the segment that was wanted for it, rounded: 20 MiB for all between 1 and 10.
+        Largest and smallest possible size of the request; None if the message has no size. CUDA's message has the size
+        of the segment for the request: 20 MiB for any request between 1 and 10 MiB.
     budget_bytes, planned_bytes : int
-        The plan's budget, and what it predicts for the worst moment of that stage in that phase; without a profile, of
-        the whole step.
+        The plan's budget, and its predicted peak of the stage in that phase; without a profile, that of the step.
     planned_start_bytes : int or None
-        The same at the stage's start; None without a profile.
+        Predicted bytes at the stage's start; None without a profile.
     live_bytes, allocated_bytes, reserved_bytes, capacity_bytes : int or None
-        CUDA: bytes of this process then, as asked for, in the allocator's blocks and in its segments, and how many it
-        could have. None on the CPU, whose allocator keeps no such count.
+        CUDA: this process's bytes in tensors, in the allocator's blocks and in its segments, and the largest number
+        possible. None on the CPU, whose allocator doesn't count.
     live_before_bytes : int or None
-        CUDA: bytes that had been asked for when the step began.
+        CUDA: bytes in tensors when the step began.
     expandable_segments : bool
-        CUDA: the allocator works with these, which fragment little.
+        CUDA: whether the allocator uses expandable segments, which have few fragments.
     model_bytes, process_bytes : int
         Parameters, buffers and gradients; the process's resident set in host memory.
     swapped : tuple of (str, int, int)
-        Storages the plan moves, by state: how many, and their bytes.
+        State, number and bytes of the storages that the plan moves.
     recomputed_stages, swapped_out_bytes, swapped_in_bytes : int
-        What the step had done so far.
+        Work done by the step until the error.
     planned_recomputed_stages, planned_swapped_bytes : int
-        What it was to do.
+        Work of a whole step.
     gradients_lost : bool
-        Gradients from before the step had been added to; they are None now.
+        Whether the step had added to gradients from before it, which are None now.
     half_updated : bool
-        Parameters or optimizer state had been written to; they are neither the old nor the new ones.
+        Whether the update had written a part of the parameters or the optimizer's state.
     """
 
     phase: Phase
@@ -82,9 +81,9 @@ class Shortage:
 
     @property
     def over_bytes(self) -> int | None:
-        """What was wanted beyond the prediction for this moment, at least; None: not known, below 0: within it.
+        """Smallest possible excess of tensors and request over the prediction; None: not known, below 0: no excess.
 
-        In tensors alone: neither what blocks have beyond them nor fragments are the plan's.
+        Rounding of blocks and fragments don't count, since predictions don't include them.
         """
         if self.live_bytes is None or self.tier == "host":
             return None
@@ -92,81 +91,77 @@ class Shortage:
 
     @property
     def repeatable(self) -> bool:
-        """Whether the step can run again with the result of a first run."""
+        """Whether a second run of the step would have the result of a first run."""
         return not self.gradients_lost and not self.half_updated
 
     def __str__(self) -> str:
-        """The report: where, planned, measured, the state things are in, advice."""
-        asked = ""
+        """Return the report: place, plan, measurement, state of the training, advice."""
+        request = ""
         if self.requested_bytes is not None:
             least, most = format_bytes(self.requested_least_bytes or 0), format_bytes(self.requested_bytes)
-            asked = f": {most} were asked for" if least == most else f": between {least} and {most} were asked for"
+            request = f": {most} were requested" if least == most else f": between {least} and {most} were requested"
         where = f"in {self.phase} of stage {self.stage!r}"
         if self.phase == "update":
             where = "in the optimizer's update" if self.doing == "update" else "after backward"
         doing = f" ({self.doing})" if self.phase != "update" and self.doing != self.phase else ""
         start = "" if self.planned_start_bytes is None else f"{format_bytes(self.planned_start_bytes)} at its start, "
-        rows = [
-            ("planned", f"{start}{format_bytes(self.planned_bytes)} at the worst moment "
-             + (f"of the step, of a budget of {format_bytes(self.budget_bytes)}" if self.planned_start_bytes is None
-                else f"there, of a budget of {format_bytes(self.budget_bytes)} for the step")),
-        ]  # fmt: skip
+        peak = "at the peak of the step" if self.planned_start_bytes is None else "at its peak"
+        budget = f"of a budget of {format_bytes(self.budget_bytes)} for the step"
+        rows = [("planned", f"{start}{format_bytes(self.planned_bytes)} {peak}, {budget}")]
         if self.live_bytes is not None and self.allocated_bytes is not None and self.reserved_bytes is not None:
             against = "" if self.over_bytes is None else f", with the request {_signed(self.over_bytes)} to the plan"
             rounding, unused = self.allocated_bytes - self.live_bytes, self.reserved_bytes - self.allocated_bytes
             rows.append(("tensors", f"{format_bytes(self.live_bytes)}{against}"))
-            rows.append(
-                (
-                    "reserved",
-                    f"{format_bytes(self.reserved_bytes)} of {format_bytes(self.capacity_bytes or 0)} to be had, of it "
-                    f"{format_bytes(max(rounding, 0))} rounding of blocks and {format_bytes(max(unused, 0))} fragments",
-                )
-            )
+            parts = f"{format_bytes(max(rounding, 0))} rounding of blocks and {format_bytes(max(unused, 0))} fragments"
+            capacity = format_bytes(self.capacity_bytes or 0)
+            rows.append(("reserved", f"{format_bytes(self.reserved_bytes)} of at most {capacity}, including {parts}"))
         before = ""
         if self.live_before_bytes is not None:
             before = f", of {format_bytes(self.live_before_bytes)} in all when the step began"
-        rows.append(("model", f"{format_bytes(self.model_bytes)} of parameters, buffers and gradients{before}"))
-        rows.append(("process", f"{format_bytes(self.process_bytes)} of host memory resident"))
         swapped = ", ".join(f"{count} {state} ({format_bytes(nbytes)})" for state, count, nbytes in self.swapped)
-        rows.append(("swapped", swapped or "nothing that is alive"))
-        rows.append(
-            (
-                "so far",
-                f"{self.recomputed_stages} of {self.planned_recomputed_stages} stages recomputed, "
-                f"{format_bytes(self.swapped_out_bytes)} of {format_bytes(self.planned_swapped_bytes)} swapped out, "
-                f"{format_bytes(self.swapped_in_bytes)} in",
-            )
+        done = (
+            f"{self.recomputed_stages} of {self.planned_recomputed_stages} stages recomputed, "
+            f"{format_bytes(self.swapped_out_bytes)} of {format_bytes(self.planned_swapped_bytes)} swapped out, "
+            f"{format_bytes(self.swapped_in_bytes)} in"
         )
-        rows.append(("now", self._state()))
-        rows.append(("advice", self._advice()))
-        return "\n".join([f"out of {self.tier} memory {where}{doing}{asked}", *(f"  {a:<10}{b}" for a, b in rows)])
+        rows += [
+            ("model", f"{format_bytes(self.model_bytes)} of parameters, buffers and gradients{before}"),
+            ("process", f"{format_bytes(self.process_bytes)} of host memory resident"),
+            ("swapped", swapped or "no living storages"),
+            ("so far", done),
+            ("now", self._state()),
+            ("advice", self._advice()),
+        ]
+        return "\n".join([f"out of {self.tier} memory {where}{doing}{request}", *(f"  {a:<10}{b}" for a, b in rows)])
 
     def _state(self) -> str:
-        text = "the step is undone: its graph is freed, gradients and buffers are as before"
-        if self.gradients_lost:
-            text = "the gradients from before the step had been added to, and are None; begin the accumulation again"
         if self.half_updated:
-            text = "parameters or optimizer state are half updated; load the last saved ones"
-        return text
+            return "parameters or optimizer state are half updated; load the last saved ones"
+        if self.gradients_lost:
+            return "the gradients from before the step had been added to, and are None; begin the accumulation again"
+        return "the step is undone: its graph is freed, gradients and buffers are as before"
 
     def _advice(self) -> str:
         if self.tier == "host":
             return "host memory for swapping ran out: solve with a smaller host_gb="
         if self.phase == "update":
-            return "no plan changes what is alive after backward: a leaner optimizer, or foreach=False, does"
+            return "no plan changes the memory after backward: use an optimizer with less state, or foreach=False"
         over, capacity = self.over_bytes, self.capacity_bytes
         if over is None or self.live_bytes is None or capacity is None:
-            return "the device has less than the budget: solve with a smaller budget_gb="
+            return "the device has less memory than the budget: solve with a smaller budget_gb="
         if over > 0:
-            return f"solve with a budget {format_bytes(over)} smaller, or drop what else lies on the device"
+            return f"solve with a budget {format_bytes(over)} smaller, or free other tensors on the device"
         if self.requested_bytes is None:
-            return "a library or the driver wanted memory beside PyTorch's: solve with a smaller budget_gb="
-        # Within the plan, so where the device could hold the plan, or this moment, it is not bytes that are missing.
+            return "a library or the driver needed memory outside PyTorch's allocator: solve with a smaller budget_gb="
+        # Tensors are within the plan: if the device is large enough for it, or for this request, fragments are the
+        # cause.
         if self.live_bytes + self.requested_bytes <= capacity or self.budget_bytes <= capacity:
             if self.expandable_segments:
-                return "memory is there in fragments, few as they are: solve with a smaller budget_gb="
-            return "memory is there in fragments: set PYTORCH_ALLOC_CONF=expandable_segments:True"
-        return "the device has less than the budget: solve with a smaller budget_gb="
+                return (
+                    "free memory is in fragments, though expandable segments have few: solve with a smaller budget_gb="
+                )
+            return "free memory is in fragments: set PYTORCH_ALLOC_CONF=expandable_segments:True"
+        return "the device has less memory than the budget: solve with a smaller budget_gb="
 
 
 def _signed(nbytes: int) -> str:

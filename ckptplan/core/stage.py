@@ -1,4 +1,4 @@
-"""Stage: a call of a module with its options and times, and the tensors it is called with.
+"""Stage: a call of a module, with its options, times and input tensors.
 
 A step runs forward 0, 1, ..., L-1, then backward L-1, ..., 1, 0, then the optimizer update. The bytes of each of these
 steps follow from NOTE [Residency] in rules.py.
@@ -18,12 +18,12 @@ Phase = Literal["forward", "backward", "update"]
 
 @dataclass(frozen=True, slots=True)
 class InputTensor:
-    """A tensor among what a stage is called with; a plan holds for such tensors, and for those that are nowhere larger.
+    """A tensor among the arguments of a stage; a plan is valid for tensors that aren't larger in any dimension.
 
     Parameters
     ----------
     path : str
-        Where it is among the arguments, as `torch.utils._pytree.keystr` writes it of `(args, kwargs)`.
+        Its path in `(args, kwargs)`, as `torch.utils._pytree.keystr` writes it.
     dtype : str
         Without "torch.".
     shape : tuple of int
@@ -46,24 +46,24 @@ class InputTensor:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One call of one module (or the operations between two such calls), which receives one decision.
+    """One call of one module (or the operations between two such calls, called glue), which receives one decision.
 
     Parameters
     ----------
     name : str
-        Qualified name, `#k` added from the second call on; in parentheses for operations outside of any stage.
+        Qualified name, with `#k` from the second call on; in parentheses for glue.
     kind : str
-        Equal kinds have the same operations, shapes and dtypes, and so the same measurements.
+        Stages of one kind have the same operations, shapes and dtypes, and therefore the same measurements.
     options : tuple of Option
-        The menu; the first is "keep".
+        The menu; the first option is "keep".
     forward_s, backward_s : float
-        Compute time of forward and of backward, recompute left out.
+        Compute time of forward and of backward, without recompute.
     linked : tuple of int
-        Those of the storages which "recompute" holds that are, unmodified, outputs of earlier stages.
+        The storages held by "recompute" that are unmodified outputs of earlier stages.
     inputs : tuple of InputTensor or None
-        The tensors it is called with, the largest that a plan is made for; None: not known.
+        The largest tensors among its arguments that a plan is valid for; None: not known.
     forward_launch_s, backward_launch_s : float
-        Time in which the host launches forward and backward, beside the device; 0 where it is no lane of its own.
+        Time in which the host launches forward and backward; 0 if the host isn't modelled.
     """
 
     name: str
@@ -93,14 +93,14 @@ class Stage:
         check_indices(owner, linked=self.linked)
         names = [option.name for option in self.options]
         if not names or names[0] != "keep" or len(set(names)) != len(names):
-            raise InvalidInputError(f"{owner}: options {names}; want 'keep' first and no name twice")
+            raise InvalidInputError(f"{owner}: options {names} must begin with 'keep' and have no name twice")
         if self.keep.recomputes or self.keep.moves:
-            raise InvalidInputError(f"{owner}: 'keep' neither recomputes nor moves anything")
+            raise InvalidInputError(f"{owner}: 'keep' must not recompute or move anything")
         again = self.find("recompute")
         if again is not None and (not again.recomputes or again.moves or again.ops):
-            raise InvalidInputError(f"{owner}: 'recompute' recomputes, and neither moves nor saves operations' outputs")
+            raise InvalidInputError(f"{owner}: 'recompute' must have recomputes=True, and neither moves nor ops")
         if self.linked and (again is None or not set(self.linked) <= set(again.held)):
-            raise InvalidInputError(f"{owner}: linked={self.linked} must be among what 'recompute' holds")
+            raise InvalidInputError(f"{owner}: linked={self.linked} must be storages that 'recompute' holds")
         swapping = self.find("recompute+swap")
         if swapping is not None and not (
             again is not None
@@ -109,13 +109,15 @@ class Stage:
             and not swapping.ops
             and set(swapping.held) >= set(again.held)
         ):
-            raise InvalidInputError(f"{owner}: 'recompute+swap' holds all that 'recompute' does, and moves some of it")
+            raise InvalidInputError(
+                f"{owner}: 'recompute+swap' must hold all that 'recompute' holds, and move some of it"
+            )
         if self.is_glue and len(self.options) > 1:
-            raise InvalidInputError(f"{owner}: options {names}; operations outside of any module's call are kept")
+            raise InvalidInputError(f"{owner}: options {names}; glue can only have 'keep'")
 
     @property
     def is_glue(self) -> bool:
-        """Whether these are operations outside of any module's call."""
+        """Whether these are the operations between two calls of modules."""
         return self.name.startswith("(")
 
     @property
@@ -125,15 +127,15 @@ class Stage:
 
     @property
     def recompute(self) -> Option | None:
-        """The option that holds its inputs alone; None where the stage can't run twice."""
+        """The option that holds only the inputs; None if the stage can't run twice."""
         return self.find("recompute")
 
     def find(self, name: str) -> Option | None:
-        """The option of that name."""
+        """Return the option with this name, or None."""
         return next((option for option in self.options if option.name == name), None)
 
     def option(self, name: str) -> Option:
-        """The option of that name.
+        """Return the option with this name.
 
         Raises
         ------

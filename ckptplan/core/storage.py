@@ -1,4 +1,4 @@
-"""Storage: a memory block that outlives the step that made it."""
+"""Storage: a memory block that outlives the program step that made it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class Storage:
     Parameters
     ----------
     name : str
-        Where it was made, for people.
+        Its origin, for messages.
     nbytes : int
         Size as the device's allocator counts it.
     born : int
-        Forward step that makes it; -1 when it is there before the step.
+        Forward step that makes it; -1: it exists before the step.
     program_until : int
-        Last forward step at whose start the program itself (its variables) holds it; `born` when no later step does.
+        Last forward step at whose start a variable of the program holds it; `born` if there is none.
     to_end : bool
-        The caller keeps it for the whole step (the model's output).
+        Whether the caller holds it until the end of the step, like the model's output.
     stays : bool
-        It never moves: a transfer would cost more than it frees.
+        Whether it never moves, because a transfer would cost more than it frees.
     dropped_bytes : int
-        Size of one that forward drops with the graph that saved it (an output that nothing uses). It is there when its
-        stage ends, and no stage holds it until backward: `nbytes` is 0.
+        Size of a storage that forward frees together with the graph that saved it (of an unused output). It exists at
+        the end of its stage, but no stage holds it until backward, so `nbytes` is 0.
     """
 
     name: str
@@ -48,5 +48,5 @@ class Storage:
         if not all(map(is_int, steps)) or not -1 <= self.born <= self.program_until < MOST_BYTES:
             raise InvalidInputError(
                 f"{owner}: born={short_repr(self.born)}, program_until={short_repr(self.program_until)}; "
-                "want forward steps with -1 <= born <= program_until"
+                "they must be forward steps with -1 <= born <= program_until"
             )

@@ -1,4 +1,4 @@
-"""A step drawn over time: what ran on which lane, and the bytes on the device; measured and predicted, as plain data.
+"""Trace: the busy intervals of each lane and the bytes on the device in one step, measured and predicted.
 
 Written in the JSON object form of the Trace Event Format, which https://ui.perfetto.dev and chrome://tracing open: one
 process each for the measured and the predicted step, one thread per lane, complete events ("X") for spans, counter
@@ -29,11 +29,11 @@ _LANES: dict[Lane, str] = {
 }
 _ALWAYS: tuple[Lane, ...] = ("compute", "out", "in")
 _COLORS = {"stall": "terrible", "recompute": "bad"}
-"""Names reserved by the viewers."""
+"""Colors by names that the viewers define."""
 
 
 def lane_of(way: Literal["out", "in"], tier: Tier) -> Lane:
-    """The lane of copies to or from a tier."""
+    """Return the lane of copies to or from a tier."""
     if tier == "disk":
         return "disk out" if way == "out" else "disk in"
     return way
@@ -41,9 +41,9 @@ def lane_of(way: Literal["out", "in"], tier: Tier) -> Lane:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One interval [start_s, end_s) of a lane. Spans of a lane are disjoint, or one lies inside the other.
+    """One interval [start_s, end_s) of a lane. Spans of a lane are disjoint, or one is inside the other.
 
-    `stage` is empty, and `nbytes` above 0, for a measured copy, which may be of a storage that several stages hold.
+    A measured copy has an empty `stage`, since several stages may hold the storage, and `nbytes` above 0.
     """
 
     lane: Lane
@@ -56,7 +56,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class DrawnStep:
-    """One step: its spans, and (seconds, bytes on the device) from then on."""
+    """One step: its spans, and the bytes on the device as (seconds, bytes from then on)."""
 
     spans: tuple[Span, ...]
     memory: tuple[tuple[float, int], ...]
@@ -64,25 +64,25 @@ class DrawnStep:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Most bytes on the device; None where they weren't recorded."""
+        """Peak of the bytes on the device; None if they weren't recorded."""
         return max((nbytes for _, nbytes in self.memory), default=None)
 
     def bytes_over(self, lane: Lane) -> int:
-        """Bytes copied on a lane."""
+        """Return the bytes copied on a lane."""
         return sum(span.nbytes for span in self.spans if span.lane == lane)
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A real step beside what was predicted.
+    """A measured step and its prediction.
 
     Attributes
     ----------
     measured : DrawnStep
     predicted : DrawnStep or None
-        None where the profile isn't known.
+        None if the profile isn't known.
     notes : tuple of str
-        What a reader must know about how it was measured.
+        Conditions of the measurement.
     """
 
     measured: DrawnStep
@@ -90,13 +90,13 @@ class Trace:
     notes: tuple[str, ...] = ()
 
     def events(self) -> list[dict[str, Any]]:
-        """The events of the JSON form, by process and time."""
+        """Return the events of the JSON form, by process and time."""
+        return [event for pid, (name, step) in enumerate(self._steps, start=1) for event in _events(pid, name, step)]
+
+    @property
+    def _steps(self) -> list[tuple[str, DrawnStep]]:
         steps = (("measured", self.measured), ("predicted", self.predicted))
-        out: list[dict[str, Any]] = []
-        for pid, (name, step) in enumerate(steps, start=1):
-            if step is not None:
-                out += _events(pid, name, step)
-        return out
+        return [(name, step) for name, step in steps if step is not None]
 
     def save(self, path: str | Path) -> None:
         """Write the JSON.
@@ -114,15 +114,14 @@ class Trace:
 
     def __str__(self) -> str:
         lines = []
-        for name, step in (("measured", self.measured), ("predicted", self.predicted)):
-            if step is not None:
-                peak = "not recorded" if step.peak_bytes is None else format_bytes(step.peak_bytes)
-                stall_s = sum(span.end_s - span.start_s for span in step.spans if span.what == "stall")
-                moved = sum(step.bytes_over(lane) for lane in ("out", "disk out"))
-                lines.append(
-                    f"{name:<10} step {format_seconds(step.step_s)}, of which waiting {format_seconds(stall_s)}; peak "
-                    f"{peak}; moved out {format_bytes(moved)}"
-                )
+        for name, step in self._steps:
+            peak = "not recorded" if step.peak_bytes is None else format_bytes(step.peak_bytes)
+            stall_s = sum(span.end_s - span.start_s for span in step.spans if span.what == "stall")
+            moved = sum(step.bytes_over(lane) for lane in ("out", "disk out"))
+            lines.append(
+                f"{name:<10} step {format_seconds(step.step_s)}, of which waiting {format_seconds(stall_s)}; peak "
+                f"{peak}; moved out {format_bytes(moved)}"
+            )
         return "\n".join([*lines, *self.notes])
 
 
@@ -152,5 +151,5 @@ def _events(pid: int, name: str, step: DrawnStep) -> list[dict[str, Any]]:
         {"ph": "C", "pid": pid, "tid": 0, "ts": at_s * 1e6, "name": "device memory", "args": {"bytes": nbytes}}
         for at_s, nbytes in step.memory
     ]
-    # A span that holds others comes before them.
+    # A span comes before those inside it.
     return out + sorted(timed, key=lambda event: (event["ts"], -event.get("dur", 0.0)))

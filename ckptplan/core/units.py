@@ -1,24 +1,25 @@
-"""Units at the edge: budgets come in as GiB and round down, figures go out as text."""
+"""Units of input and output: budgets in GiB are rounded down to bytes, figures are formatted as text."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from ckptplan.core.checks import MOST_BYTES
+from ckptplan.core.checks import MOST_BYTES, is_number
 from ckptplan.core.errors import InvalidInputError
 
 GIB = 1 << 30
 
 
 def budget_to_bytes(budget_gb: float, *, name: str = "budget_gb") -> int:
-    """Whole bytes in `budget_gb` units of 2**30 bytes, rounded down.
+    """Return the whole bytes in `budget_gb` units of 2**30 bytes, rounded down.
 
     Raises
     ------
     InvalidInputError
         Unless the budget is a finite number above zero.
     """
-    if isinstance(budget_gb, bool) or not isinstance(budget_gb, (int, float)):
+    if not is_number(budget_gb):
         raise InvalidInputError(
             f"{name}={budget_gb!r} is not a number; give it in units of 2**30 bytes, such as {name}=12 or {name}=0.5"
         )
@@ -30,7 +31,7 @@ def budget_to_bytes(budget_gb: float, *, name: str = "budget_gb") -> int:
 
 
 def format_bytes(nbytes: float) -> str:
-    """`nbytes` with the binary unit that suits its size."""
+    """Return `nbytes` as text in B, KiB, MiB or GiB."""
     for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(nbytes) >= size:
             return f"{nbytes / size:.2f} {unit}"
@@ -38,7 +39,13 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`seconds` as s, ms or µs, whichever suits."""
+    """Return `seconds` as text in s, ms or µs."""
     if seconds == 0 or abs(seconds) >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.1f} ms" if abs(seconds) >= 1e-3 else f"{seconds * 1e6:.0f} µs"
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows as lines with left-aligned columns, two spaces apart."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

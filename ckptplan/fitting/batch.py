@@ -1,4 +1,4 @@
-"""max_batch_size(): the largest batch that fits a device, with everything kept or with a plan, found on estimates."""
+"""max_batch_size(): the largest batch that fits a device, with everything kept or with a plan, by estimates."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ckptplan.core.checks import check_count
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import Plan
-from ckptplan.core.profile import Profile
 from ckptplan.core.request import BatchKeywords, Limits, Training, ignore_progress, require_known
 from ckptplan.core.units import budget_to_bytes, format_bytes
 from ckptplan.memory.estimate import TrainingBytes
@@ -31,43 +31,43 @@ from ckptplan.runtime.state.restore import restored
 from ckptplan.runtime.step import TrainingStep, training_config
 from ckptplan.runtime.verify import Verification, verify
 from ckptplan.solving.frontier import smallest_within
-from ckptplan.solving.peak import MinPeak, smallest_peak
+from ckptplan.solving.peak import smallest_peak
 
 MakeInputs = Callable[[int], Any]
-"""From a number of samples to the inputs of a batch that large."""
+"""Function from a number of samples to the inputs of a batch of that size."""
 
 LIMIT = 65536
-_LEAP = 16
-"""So many times the largest batch that fits is the most that the next guess may be."""
+_MOST_GROWTH = 16
+"""Largest ratio of the next batch tried to the largest one that fits: guesses far from known batches are unreliable."""
 _PEAK_SHARE = 0.25
-"""Of the time limit, for the smallest peak of one batch."""
+"""Share of the time limit for the smallest peak of one batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchFit:
-    """The largest batch that fits, and what the next larger one would need.
+    """The largest batch that fits, and the bytes that the next larger one needs.
 
     Invariant: `batch` was itself checked (traced, planned, its plan replayed), and `next_batch`, one more, was tried
-    and found not to fit, or `batch` is the limit. Bytes need not rise with every sample: a still larger one may fit.
+    and doesn't fit, or `batch` is the limit. Bytes need not grow with every sample: a still larger batch may fit.
 
     Attributes
     ----------
     batch : int
     budget_bytes : int
-        What `peak_bytes` is held against.
+        The limit for `peak_bytes`.
     peak_bytes : int
-        Predicted for `batch`: on CUDA what the allocator reserves, on the CPU what is in tensors.
+        Predicted peak of `batch`: on CUDA of the reserved bytes, on the CPU of the bytes in tensors.
     plan : Plan or None
-        For `batch`; None where everything is kept.
+        The plan of `batch`; None if everything is kept.
     next_batch, next_bytes : int or None
-        The next larger batch, and the smallest budget found for it, where that is known. None: the limit was reached.
+        The next larger batch (None: the limit was reached), and the smallest budget found for it (None: not known).
     tried : mapping
-        Batch -> the smallest budget found for it; infinite where that wasn't followed up.
+        Batch -> the smallest budget found for it; infinite if only a lower bound is known.
     measured_peak_bytes : int or None
-        Of one step of `batch` on the device that is here, forward to the end of backward, counted as `peak_bytes` is;
-        an optimizer's state that isn't there yet is added. None for a device that isn't here.
+        Measured peak of one step of `batch`, from forward to the end of backward, counted as `peak_bytes`; the state
+        that the optimizer doesn't have yet is added. None for a device that isn't in this machine.
     verification : Verification or None
-        What `verify` measured of the plan; the plain step isn't run, lest it fill the device.
+        The result of `verify` for the plan, without the plain step, which could run out of memory.
     notes : tuple of str
     """
 
@@ -106,47 +106,47 @@ def max_batch_size(
     limit: int = LIMIT,
     **options: Unpack[BatchKeywords],
 ) -> BatchFit:
-    """The largest batch that a device holds, by bisection on estimates; never by running out of memory.
+    """Return the largest batch that fits a device, found by bisection on estimates, without running out of memory.
 
     With everything kept, a batch fits if the estimate of two training steps does. With a plan, it fits if the smallest
-    peak of its chain does, stages taken as wholes (options inside a stage hardly lower that: its saved tensors are all
-    there in its backward). The largest such batch is then profiled with its menus, solved and replayed. On CUDA its
-    plan's estimate must fit as well, reserved bytes included; where one doesn't, the budget is tightened, then the
-    batch lowered.
+    peak of its chain of whole stages does. (Options inside a stage hardly lower that peak, since all saved tensors of a
+    stage exist in its backward.) The largest such batch is profiled with all options, solved and replayed. On CUDA the
+    estimate of its plan must fit too, including reserved bytes; if it doesn't, first the budget and then the batch is
+    reduced.
 
     Parameters
     ----------
     model : nn.Module
-        May lie on `meta` where `device` names one that isn't here.
+        May be on `meta` if `device` names a device that isn't in this machine.
     make_inputs : callable
-        From a batch size to the inputs of the forward, as `profile` takes them. For a device that isn't here, floating
-        inputs may lie on `meta`, which takes no memory for large batches.
+        Function from a batch size to the inputs of the forward, as in `profile`. For a device that isn't in this
+        machine floating inputs may be on `meta`, which takes no memory.
     budget_gb : float, optional
-        As in `solve`, units of 2**30 bytes, without the CUDA context. On CUDA what the allocator *reserves* is held
-        against it, not only what is in tensors. None: what the device has free, or, for one that isn't here, has
-        beside the context.
+        As in `solve`, in units of 2**30 bytes, without the CUDA context. On CUDA it limits the bytes that the allocator
+        *reserves*, not only those in tensors. Default: the free memory of the device, or all memory without the context
+        of a device that isn't in this machine.
     plan : bool
-        False: with everything kept.
+        Whether a plan may be used; False: everything is kept.
     max_overhead : float, optional
-        Largest slowdown that a plan may cost: 0.10 for ten per cent.
+        Largest slowdown by a plan: 0.10 for ten per cent.
     limit : int
         Largest batch tried.
     **options
         As in `solve`: `loss_fn`, `optimizer`, `device`, `amp`, `accumulate`; `actions`, `segments`, `host_gb`,
-        `time_limit_s`, `seed`, `workers`, `on_progress`. The time is for solving the final plan; a quarter of it for
-        the smallest peak of each batch tried. Tracing isn't counted.
+        `time_limit_s`, `seed`, `workers`, `on_progress`. The time limit is that of the final plan; the smallest peak of
+        each batch tried takes up to a quarter of it. Tracing isn't limited.
 
     Returns
     -------
     BatchFit
-        Printable. Where the model lies on the device, its plan (or the plain step) was run and measured.
+        If the model is on the device, a step with the plan (or the plain step) was run and measured.
 
     Raises
     ------
     InfeasibleBudgetError
-        If not even one sample fits; names the smallest budget that works.
+        If a batch of one sample doesn't fit; the message has the smallest budget that works.
     InvalidInputError
-        If `make_inputs` can't be used: it fails, or makes the same inputs for every batch.
+        If `make_inputs` fails, or returns the same inputs for every batch.
     UnsupportedModelError
     """
     require_known("max_batch_size", options, BatchKeywords)
@@ -155,10 +155,9 @@ def max_batch_size(
             f"make_inputs is a {type(make_inputs).__name__}; pass a function from a batch size to inputs, such as "
             "lambda n: torch.zeros(n, 3, 224, 224)"
         )
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-        raise InvalidInputError(f"limit={limit!r} must be a whole number, at least 1")
+    check_count(limit=limit)
     if max_overhead is not None and not plan:
-        raise InvalidInputError(f"max_overhead={max_overhead!r} speaks of plans; leave it out with plan=False")
+        raise InvalidInputError(f"max_overhead={max_overhead!r} limits plans; leave it out with plan=False")
     training, limits = Training.of(options), Limits.of(options)
     budget_bytes = None if budget_gb is None else budget_to_bytes(budget_gb)
     target = find_target(model, training.device)
@@ -171,7 +170,7 @@ def max_batch_size(
 
 
 class Batches:
-    """Training steps of any number of samples.
+    """Training steps for batches of any size.
 
     Parameters
     ----------
@@ -184,11 +183,11 @@ class Batches:
 
     @property
     def target(self) -> Target:
-        """Where they run."""
+        """The device of the steps."""
         return self.sizes.target
 
     def step(self, n: int) -> TrainingStep:
-        """The step on `n` samples.
+        """Return the step on `n` samples.
 
         Raises
         ------
@@ -198,7 +197,7 @@ class Batches:
         return self.sizes.step(self.inputs(n))
 
     def inputs(self, n: int) -> Any:
-        """What `make_inputs` gives, its own errors as ours."""
+        """Return the inputs from `make_inputs`; its errors are raised as `InvalidInputError`."""
         try:
             made = self.make_inputs(n)
         except CkptPlanError:
@@ -210,7 +209,7 @@ class Batches:
         return made
 
     def check(self) -> None:
-        """Raise `InvalidInputError` if one and two samples make the same inputs."""
+        """Raise `InvalidInputError` if the inputs of one and of two samples have the same shapes."""
         one, two = (self._shapes(n) for n in (1, 2))
         if one == two:
             raise InvalidInputError(
@@ -224,14 +223,15 @@ class Batches:
 
 
 class _TooLarge(CkptPlanError):
-    """An operation alone would need more than the device has free."""
+    """A single operation would need more memory than the device has free."""
 
 
 @dataclass(frozen=True)
 class _CarefulTarget(Target):
-    """The device that is here, on which no operation is run for its temporaries that may not fit.
+    """A device of this machine that doesn't run an operation, to measure its temporaries, if they may not fit.
 
-    A batch grows from small ones on, so what an operation took per byte of its operands there tells what it will take.
+    Batches are tried from small ones on, so the memory of an operation is predicted from its bytes per byte of operands
+    in smaller batches.
     """
 
     limit_bytes: int = 0
@@ -248,7 +248,7 @@ class _CarefulTarget(Target):
         peaks, failed, storages = Target.workspaces(self, wanted)
         for key, peak in peaks.items():
             func, nbytes = key[0], max(_operand_bytes(key), 1)  # type: ignore[index]
-            if nbytes >= 1 << 20:  # of small operands, fixed amounts would be most
+            if nbytes >= 1 << 20:  # for small operands, memory of fixed size dominates
                 self.seen[func] = max(self.seen.get(func, 0.0), peak / nbytes)
         return peaks, failed, storages
 
@@ -270,45 +270,42 @@ def largest(
     known: dict[int, float] | None = None,
     start: int | None = None,
 ) -> tuple[int, int | None]:
-    """The largest batch found that needs at most the budget, and the next one, which needs more.
+    """Return the largest batch found that needs at most the budget, and the next one, which needs more.
 
-    Bytes are nearly linear in the batch: two batches tell where to look next, and bisection helps where they mislead.
+    Bytes are nearly linear in the batch, so the next guess is extrapolated from two batches; every third one bisects.
+    For example, if batches of 1 and 2 need 3 and 4 GiB, the first guess for a budget of 10 GiB is 8.
 
     Parameters
     ----------
     needs : callable
-        Batch -> bytes, infinite where it is only known that they are too many.
+        Function from a batch to its bytes, infinite if they are only known to exceed the budget.
     limit : int
         Largest batch tried.
     known : dict, optional
-        Batches and what they need, where the search begins; filled with what was asked for.
+        Batch -> bytes, known at the start; the search adds those that it computes.
     start : int, optional
-        The first to try, where none is known to fit.
+        The first batch to try if none is known to fit.
 
     Returns
     -------
     (int, int or None)
-        0 if nothing fits; None where the limit does.
+        The first is 0 if nothing fits; the second is None if the limit fits.
     """
     known = {} if known is None else known
-
-    def ask(n: int) -> float:
-        if n not in known:
-            known[n] = needs(n)
-        return known[n]
-
     low = max((n for n, needed in known.items() if needed <= budget_bytes), default=0)
     high = min((n for n, needed in known.items() if n > low and needed > budget_bytes), default=None)
     stride, turn = 1, 0
     while low < limit and (high is None or high - low > 1):
         guess = _guess(known, budget_bytes, low, high) if low else start
         if high is None:
-            n = min(max(guess or 0, low + stride), _LEAP * low or 1, limit)
+            n = min(max(guess or 0, low + stride), _MOST_GROWTH * low or 1, limit)
             stride = 2 * stride if n == low + stride and low else 1
         else:
             turn += 1
             n = (low + high) // 2 if guess is None or turn % 3 == 0 else min(max(guess, low + 1), high - 1)
-        if ask(n) <= budget_bytes:
+        if n not in known:
+            known[n] = needs(n)
+        if known[n] <= budget_bytes:
             low = n
         else:
             high = n
@@ -316,7 +313,7 @@ def largest(
 
 
 def _guess(known: Mapping[int, float], budget_bytes: int, low: int, high: int | None) -> int | None:
-    """Where the line through the two batches nearest to the budget meets it."""
+    """Return the batch at which the line through the two batches nearest to the budget reaches it."""
     at = (low, known[low])
     if high is not None and known.get(high, math.inf) < math.inf:
         other = (high, known[high])
@@ -333,7 +330,7 @@ def _guess(known: Mapping[int, float], budget_bytes: int, low: int, high: int | 
 
 @dataclass
 class _Search:
-    """One answer of `max_batch_size`."""
+    """The search of one call of `max_batch_size`."""
 
     batches: Batches
     budget_bytes: int
@@ -343,7 +340,7 @@ class _Search:
     limit: int
     notes: list[str] = field(default_factory=list)
     plans: dict[int, tuple[Plan, int]] = field(default_factory=dict)
-    """Batch -> its plan, and what that needs."""
+    """Batch -> its plan, and the bytes that the plan needs."""
     binding: tuple[str, str] = ("", "backward")
 
     @property
@@ -356,14 +353,14 @@ class _Search:
 
     @property
     def peak_limits(self) -> Limits:
-        """The limits of the search for one batch's smallest peak."""
+        """Limits of the search for one batch's smallest peak."""
         return replace(self.limits, time_limit_s=self.limits.time_limit_s * _PEAK_SHARE, on_progress=ignore_progress)
 
     def run(self) -> BatchFit:
         known: dict[int, float] = {}
         best, following = largest(self.needs, self.budget_bytes, self.limit, known)
         if best and self.plan and (needed := self.planned(best)) > self.budget_bytes:
-            # The chain fits and its plan doesn't: below it, only plans count.
+            # The chain fits, but its plan doesn't: from here on, smaller batches are judged by their plans.
             start = int(best * self.budget_bytes / needed)
             firm = {best: needed}
             best, following = largest(self.planned, self.budget_bytes, self.limit, firm, start)
@@ -372,7 +369,7 @@ class _Search:
             raise self.infeasible(known)
         chosen, peak_bytes = self.plans[best] if self.plan else (None, int(known[best]))
         if following is None:
-            self.notes.append(f"limit={self.limit} was reached; larger batches weren't tried")
+            self.notes.append(f"limit={self.limit} was reached; raise it to try larger batches")
         measured, verification = self.measured(best, chosen)
         next_bytes = None if following is None or known[following] == math.inf else int(known[following])
         return BatchFit(
@@ -389,11 +386,12 @@ class _Search:
         )
 
     def infeasible(self, known: dict[int, float]) -> Exception:
-        """One sample doesn't fit."""
+        """Return the error for a batch of one sample that doesn't fit."""
         least = known.get(1, math.inf)
         if least == math.inf:
             return InvalidInputError(
-                f"a batch of 1 doesn't fit {format_bytes(self.budget_bytes)}: one operation needs more than is free"
+                f"a batch of 1 doesn't fit {format_bytes(self.budget_bytes)}: one operation needs more than the free "
+                "memory; use smaller inputs or a smaller model"
             )
         stage, phase = self.binding
         where = f" (stage {stage!r}, {phase})" if stage else ""
@@ -408,41 +406,31 @@ class _Search:
         )
 
     def needs(self, n: int) -> float:
-        """The smallest budget found for a batch: of its chain, or with everything kept."""
+        """Return the smallest budget found for a batch: of its chain, or with everything kept."""
         self.limits.on_progress(f"trying batch {n}")
         try:
             step = self.batches.step(n)
             if not self.plan:
                 return self.batches.sizes.reserved(step)
             if self.max_overhead is not None:
-                fast = smallest_within(
-                    profile_step(step, self.target, optimizer=self.optimizer, menus=False),
-                    self.max_overhead,
-                    self.peak_limits,
-                )
-                return fast.peak_bytes
-            least = self.smallest(traced_bytes(step, self.optimizer, self.target))
+                profile = profile_step(step, self.target, optimizer=self.optimizer, menus=False)
+                return smallest_within(profile, self.max_overhead, self.peak_limits).peak_bytes
+            least = smallest_peak(traced_bytes(step, self.optimizer, self.target), self.peak_limits)
         except _TooLarge:
             return math.inf
         self.binding = (least.stage, least.phase)
         return least.peak_bytes
 
-    def smallest(self, chain: Profile) -> MinPeak:
-        return smallest_peak(chain, self.peak_limits)
-
     def planned(self, n: int) -> float:
-        """What the plan of a batch needs, solved within the budget and tightened until what it reserves fits, too."""
+        """Return the bytes of a batch's plan, whose limit is tightened until its reserved bytes fit the budget too."""
         self.limits.on_progress(f"planning batch {n}")
         try:
             step = self.batches.step(n)
             measured = profile_step(step, self.target, optimizer=self.optimizer, on_progress=self.limits.on_progress)
-        except _TooLarge:
-            return math.inf
-        try:
             plan = replaying(Job(measured, self.limits), step, self.batches.sizes).solved(self.budget_bytes)
         except InfeasibleBudgetError as error:
             return max(error.min_peak_bytes, self.budget_bytes + 1)
-        except _TooLarge:  # in a replay
+        except _TooLarge:
             return math.inf
         if self.max_overhead is not None and plan.overhead > self.max_overhead * (1 + 1e-9):
             return math.inf
@@ -451,7 +439,7 @@ class _Search:
 
     @in_own_context
     def measured(self, n: int, plan: Plan | None) -> tuple[int | None, Verification | None]:
-        """Peak of one step on the device, where it is here."""
+        """Return the measured peak of one step, and the verification of its plan; None for a device elsewhere."""
         if self.target.spec is not None:
             return None, None
         sizes, model, device = self.batches.sizes, self.batches.sizes.model, self.target.device
@@ -459,7 +447,7 @@ class _Search:
         missing = sizes.missing_state_bytes()
         if missing:
             self.notes.append(
-                f"the optimizer's state, {format_bytes(missing)}, isn't there yet; it is added to what was measured"
+                f"the optimizer's state, {format_bytes(missing)}, doesn't exist yet; it is added to the measured peak"
             )
         if isinstance(self.target, _CarefulTarget) and self.budget_bytes > self.target.limit_bytes:
             free = format_bytes(self.target.limit_bytes)
@@ -492,7 +480,7 @@ class _Search:
                 peak = step_peaks(lambda: run_step(step), device, held, rewind).needed_bytes + missing
         if peak > self.budget_bytes:
             self.notes.append(
-                f"measured {format_bytes(peak)} are over the budget of {format_bytes(self.budget_bytes)}; take a "
+                f"the measured {format_bytes(peak)} exceed the budget of {format_bytes(self.budget_bytes)}; use a "
                 "smaller batch, and please report it"
             )
         return peak, found

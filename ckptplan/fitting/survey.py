@@ -1,7 +1,8 @@
-"""Which of many devices a training fits, at what batch and with what plan, from as few traces as will do.
+"""Survey of devices: the largest batch and the plans of a training on each, from few traces.
 
-CUDA devices of one `byte_class` take the same bytes and share every trace; times are rooflines of the same operations.
-Chains of batches between and beyond two traced ones are interpolated: a storage's bytes are linear in the batch.
+CUDA devices of one `byte_class` need the same bytes and share every trace; their times are rooflines of the same
+operations. Chains of other batches are interpolated from two traced ones, since a storage's bytes are linear in the
+batch.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ckptplan.core.checks import check_count
 from ckptplan.core.device import Device
-from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
+from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import UNSAID, Limits, Report, Training, ignore_progress
@@ -29,35 +31,36 @@ from ckptplan.solving.peak import smallest_peak
 from ckptplan.solving.planner import solve_profile
 
 _SPREAD = 8
-"""The second batch traced is so many times the user's."""
+"""Ratio of the second batch traced to the user's."""
 _RETRIES = 4
 _STEP_BACK = 0.02
-"""Where the solver finds no plan for a batch, it is asked for one smaller by this share."""
+"""If the solver finds no plan for a batch, the next one tried is smaller by this share."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFit:
-    """What one device holds.
+    """The batches that fit one device.
 
     Attributes
     ----------
     device : Device
     batch : int
-        The user's.
+        The user's batch.
     budget_bytes : int
-        What the device has for tensors and the allocator.
+        The device's memory for tensors and the allocator.
     kept_bytes : int
-        What `batch` needs with everything kept.
+        Bytes of `batch` with everything kept.
     planned_bytes : int
-        The smallest budget in which a plan was found for `batch`.
+        The smallest budget for which a plan of `batch` was found.
     plan : Plan or None
-        For `batch`; None where everything fits kept, or nothing fits.
+        The plan of `batch`; None if none is needed or none fits.
     most_kept : int
-        Largest batch with everything kept, 0 for none; checked by an estimate, and so was the next larger one.
+        Largest batch with everything kept, 0 for none; an estimate confirmed it, and that the next larger one is too
+        large.
     most_planned : int
-        Largest batch with a plan, 0 for none; on interpolated chains.
+        Largest batch with a plan, 0 for none; by interpolated chains.
     most_plan : Plan or None
-        Its plan; None where no more fits than kept.
+        The plan of that batch; None if it isn't larger than `most_kept`.
     """
 
     device: Device
@@ -69,11 +72,6 @@ class DeviceFit:
     most_kept: int
     most_planned: int
     most_plan: Plan | None
-
-    @property
-    def fits_kept(self) -> bool:
-        """Whether the user's batch needs no plan."""
-        return self.kept_bytes <= self.budget_bytes
 
 
 def survey(
@@ -88,31 +86,30 @@ def survey(
     time_limit_s: float = 1.0,
     on_progress: Report = ignore_progress,
 ) -> list[DeviceFit]:
-    """What each device holds, in the order given.
+    """Return the batches that fit each device, in the given order.
 
-    Plans take stages as wholes, so `solve` may find faster ones. On CUDA what a plan needs is its tensors' peak times
-    what the allocator reserved over it in one estimated plan on the same kind of device.
+    Plans decide on whole stages only, so `solve` may find faster ones. On CUDA the bytes of a plan are the peak of its
+    tensors times the ratio of reserved bytes to tensors in one estimated plan on the same kind of device.
 
     Parameters
     ----------
     devices : sequence of Device
     batch : int
-        The one that plans are shown for.
+        The batch for which plans are made.
     budget_bytes : int, optional
-        In place of what each device has.
+        Budget in place of each device's memory.
     time_limit_s : float
-        For each plan.
+        Time limit of each plan.
 
     Returns
     -------
     list of DeviceFit
     """
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        raise InvalidInputError(f"batch={batch!r} must be a whole number, at least 1")
+    check_count(batch=batch)
     groups: dict[object, list[Device]] = {}
     for device in devices:
         target = find_target(model, device)
-        # What isn't CUDA is measured here, as this machine would run it: one trace each.
+        # A device without CUDA is traced by itself, with the operations that this machine runs.
         groups.setdefault(target.byte_class or device.name, []).append(device)
     found: dict[str, DeviceFit] = {}
     for same in groups.values():
@@ -127,12 +124,12 @@ def survey(
 
 
 def _shape(chain: Profile) -> list[list[str]]:
-    """The names that a plan chooses from."""
+    """Return the names of all stages and options."""
     return [[stage.name, *(option.name for option in stage.options)] for stage in chain.stages]
 
 
 class _Traces:
-    """Chains of any batch on devices that run the same operations."""
+    """Chains for any batch on devices that run the same operations."""
 
     def __init__(
         self,
@@ -150,7 +147,7 @@ class _Traces:
         self._share = 1.0
 
     def chain(self, n: int, name: str) -> Profile:
-        """The chain of a batch on one of the devices: traced, or from two that were."""
+        """Return the chain of a batch on one of the devices, traced or interpolated from two traced ones."""
         if n not in self.chains:
             a, b = self.batch, _SPREAD * self.batch
             between = between_batches(self._traced(a)[name], a, self._traced(b)[name], b, n)
@@ -159,7 +156,7 @@ class _Traces:
         return self._traced(n)[name]
 
     def _traced(self, n: int) -> dict[str, Profile]:
-        """Chains by device."""
+        """Return the traced chains by device."""
         if n not in self.chains:
             target = self.batches.target
             self.tell(f"{target.description}: tracing batch {n}")
@@ -169,21 +166,21 @@ class _Traces:
         return self.chains[n]
 
     def least_bytes(self, n: int) -> int:
-        """The smallest budget of a batch: that of the plan whose peak is smallest at the second batch traced."""
+        """Return the smallest budget of a batch, with the plan whose peak is smallest at the second traced batch."""
         if self._reference is None:
             self._reference = self._refer()
         name = self.devices[0].name
         chain = self.chain(n, name)
         if _shape(chain) == _shape(self._traced(_SPREAD * self.batch)[name]):
             peak_bytes = Evaluator(chain).peak(*self._reference)
-        else:  # other options: small tensors aren't worth moving
+        else:  # the options differ: small tensors aren't worth moving
             if n not in self._least:
                 self._least[n] = smallest_peak(chain, Limits(time_limit_s=4 * self.time_limit_s)).peak_bytes
             peak_bytes = self._least[n]
         return math.ceil(peak_bytes * self._share)
 
     def _refer(self) -> tuple[tuple[int, ...], tuple[Segment, ...]]:
-        """Find that plan, and what CUDA's allocator reserves over its peak."""
+        """Return the plan with the smallest peak at the second traced batch, and set the ratio of reserved bytes."""
         n = _SPREAD * self.batch
         chain = self._traced(n)[self.devices[0].name]
         least = smallest_peak(chain, Limits(time_limit_s=4 * self.time_limit_s))
@@ -195,7 +192,7 @@ class _Traces:
         return least.codes, least.segments
 
     def plan(self, device: Device, n: int, budget_bytes: int) -> Plan | None:
-        """The fastest plan found for a batch; a tight budget is given more time."""
+        """Return the fastest plan found for a batch, with more time in a second try; None if there is none."""
         chain, limit = self.chain(n, device.name), int(budget_bytes / self._share)
         return self._solved(chain, limit) or self._solved(chain, limit, 4 * self.time_limit_s)
 
@@ -208,14 +205,14 @@ class _Traces:
 
 
 class _Group:
-    """Devices on which a step takes the same bytes."""
+    """Devices on which a step needs the same bytes."""
 
     def __init__(self, batches: Batches, traces: _Traces, batch: int, limit: int, tell: Report) -> None:
         self.batches, self.traces, self.batch, self.limit, self.tell = batches, traces, batch, limit, tell
         self.kept: dict[int, float] = {}
 
     def fit(self, device: Device, budget_bytes: int) -> DeviceFit:
-        """What one of them holds."""
+        """Return the batches that fit one of the devices."""
         kept = self.kept_bytes(self.batch)
         most_kept, _ = largest(self.kept_bytes, budget_bytes, self.limit, self.kept)
         self.tell(f"{device.name}: planning")
@@ -223,18 +220,18 @@ class _Group:
         plan = self.traces.plan(device, self.batch, budget_bytes) if kept > budget_bytes >= least else None
         most, most_plan = self.most(device, budget_bytes, most_kept)
         if plan is None and most == self.batch:
-            plan = most_plan  # a tight budget's plan isn't found in every run of the time limit
+            plan = most_plan  # within a tight budget, not every run finds the plan in time
         return DeviceFit(device, self.batch, budget_bytes, kept, min(least, kept), plan, most_kept, most, most_plan)
 
     def kept_bytes(self, n: int) -> int:
-        """Bytes with everything kept."""
+        """Return the bytes of a batch with everything kept."""
         if n not in self.kept:
             self.tell(f"{self.batches.target.description}: estimating batch {n}")
             self.kept[n] = self.batches.sizes.reserved(self.batches.step(n))
         return int(self.kept[n])
 
     def most(self, device: Device, budget_bytes: int, most_kept: int) -> tuple[int, Plan | None]:
-        """The largest batch with a plan."""
+        """Return the largest batch with a plan, and the plan."""
         n, _ = largest(self.traces.least_bytes, budget_bytes, self.limit)
         for _ in range(_RETRIES):
             if n <= most_kept:
@@ -247,10 +244,10 @@ class _Group:
 
 
 def between_batches(a: Profile, n_a: int, b: Profile, n_b: int, n: int) -> Profile | None:
-    """The chain of `n` samples from those of `n_a` and `n_b`; None where these differ in more than bytes and seconds.
+    """Return the chain of `n` samples from those of `n_a` and `n_b`; None if other fields than amounts differ.
 
-    Bytes are rounded up; a chain that is linear up to blocks of 512 bytes comes out so that each storage is off by less
-    than two blocks per multiple of the distance between the two.
+    Bytes are rounded up. If they are linear up to blocks of 512 bytes, each storage is off by less than two blocks per
+    multiple of the distance between the two. Example: 1000 bytes at 1 sample and 3000 at 3 give 2000 at 2.
     """
     share = (n - n_a) / (n_b - n_a)
 
@@ -293,6 +290,6 @@ class _Differs(Exception):
 
 
 _SAME = {"saved", "pinned", "moves", "ops", "linked", "born", "program_until", "link"}
-"""What two chains of one model share at any batch, by field: places, not amounts."""
+"""Fields that must be equal in both chains: positions, not amounts."""
 _EITHER = {"kind", "fingerprint", "notes", "stays"}
-"""What names shapes, or follows from them."""
+"""Fields that depend on shapes and are taken from one of the two chains."""

@@ -1,1 +1,1 @@
-"""Memory predicted before it is spent: what a step allocates, and what the caching allocator makes of it."""
+"""Prediction of memory: the blocks that a step allocates, and the segments that the caching allocator reserves."""

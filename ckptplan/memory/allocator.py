@@ -1,26 +1,26 @@
-"""A model of PyTorch's CUDA caching allocator: what a trace of requests makes it reserve.
+"""A model of PyTorch's CUDA caching allocator: the memory that a trace of requests makes it reserve.
 
 Source of the rules: `c10/cuda/CUDACachingAllocator.cpp` of PyTorch, read at a development revision after 2.9 that has
 the setting `large_segment_size_mb` (GitHub, DustyL/pytorch at 023bca6; what that fork adds for managed memory is left
 out), and the headers `c10/core/AllocatorConfig.h` and `c10/cuda/CUDAAllocatorConfig.h` of 2.13; nothing of it is
-copied. The words are PyTorch's: a *segment* is what the driver handed out, a *block* a part of it, *allocated* counts
-the blocks of live tensors, *requested* what was asked for, *reserved* the segments.
+copied. The terms are PyTorch's: a *segment* is memory obtained from the driver, a *block* is a part of a segment,
+*allocated* counts the blocks of live tensors, *requested* their sizes before rounding, *reserved* the segments.
 
 On a request, in this order:
 
 1. Blocks whose streams have passed their events become free.
-2. The size rounds up, to 512 or to a division of its power of two. Up to 1 MiB it belongs to the small pool, else to
-   the large one.
+2. The size rounds up, to 512 or to a division of its power of two. Up to 1 MiB it belongs to the small pool,
+   otherwise to the large one.
 3. The smallest free block of that pool and stream that holds it is taken; of equal ones that with the lowest address.
    With `max_split_size_bytes`, a smaller request takes no block of that size or more, and another no block that is
    larger by `max_non_split_rounding_bytes`.
 4. With a threshold and a memory fraction, segments unused for long are released (large pool only).
-5. A new segment: 2 MiB in the small pool; `large_segment_bytes` for less than 10 MiB; else the size rounded up to
-   2 MiB.
+5. A new segment: 2 MiB in the small pool; `large_segment_bytes` for less than 10 MiB; above that the size rounded up
+   to 2 MiB.
 6. If that fails: with `max_split_size_bytes`, unused blocks of at least that size are released, the smallest that is
    large enough or as many as it takes, and 5 again; then every unused whole segment of both pools and all streams is,
    after waiting for all events, and 5 again; then out of memory.
-7. What is left of the block is split off: in the small pool from 512 bytes, in the large pool above 1 MiB and only for
+7. The rest of the block is split off: in the small pool from 512 bytes, in the large pool above 1 MiB and only for
    sizes below `max_split_size_bytes`. The request keeps the low address.
 
 On a free the block merges with its free neighbours. A block that other streams have used waits for their events.
@@ -30,7 +30,7 @@ lowest address of the stream's segment where free and unmapped room together suf
 is mapped counts; in step 3 a block counts with the unmapped room behind it; rests split off from 512 bytes; releasing
 unmaps every page that holds no part of a live block.
 
-Where the source differs from the short list of rules in this project's notes, the source was followed:
+Details of the source that are easily missed:
 
 - "requested" falls when a block is free for reuse, not when it is freed: with events outstanding it can exceed
   "allocated". `active_bytes` counts the blocks that are allocated or wait.
@@ -42,25 +42,30 @@ Where the source differs from the short list of rules in this project's notes, t
 - The memory fraction is checked with the size of rule 5, also where expandable segments would map less.
 - `max_split_size_bytes` acts with expandable segments too (rule 3).
 
-Where the driver puts a segment decides between equal free blocks of different segments (rule 3), so it can decide what
-is reserved. It is the one thing here that isn't a rule of PyTorch: `Addresses` says where new segments go. By default
-those above 2 MiB get falling addresses, as Linux drivers mostly do, and the others growing ones.
+The address of a segment breaks the tie between equal free blocks of different segments (rule 3), so it can change how
+much is reserved. Addresses are the driver's choice, not a rule of PyTorch: `Addresses` models it. By default segments
+above 2 MiB get falling addresses, as from most Linux drivers, and the others growing ones.
+
+Worked example: after `allocate(0, 3 << 20)`, a segment of 20 MiB is reserved and 3 MiB of it are allocated; a request
+for 20 MiB needs a second segment, because only 17 MiB of the first are free; `free(0)` makes the first whole again, and
+`empty_cache()` returns its 20 MiB.
 
 Checked against histories recorded on real GPUs (`ckptplan.memory.history.reader`, `tests/memory/test_histories.py`):
-with the recorded segments' addresses every block's address and every reserved byte is the same, expandable segments
-and an out-of-memory among them. No record has shown `max_split_size`, garbage collection, divisions, other streams'
-events or private pools yet.
+with the recorded segments' addresses every block's address and every reserved byte is the same, also with expandable
+segments and in an out-of-memory error. `max_split_size`, garbage collection, divisions, other streams' events and
+private pools occur in no recorded history yet.
 
 Limits: physical memory never fragments below a segment or page. Private pools (CUDA graphs, `torch.cuda.MemPool`),
-callbacks that free memory of other processes, and `cudaMallocAsync` aren't modelled. Events are done when `synchronize`
-says so, or when memory runs short, not by themselves.
+callbacks that free memory of other processes, and `cudaMallocAsync` aren't modelled. Events complete at `synchronize`
+or when memory runs short, not by themselves.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -89,26 +94,26 @@ __all__ = [
     "replay",
 ]
 
-FREE = -1  # in place of a size: the block is freed
-_FIRST_ADDRESS = 1 << 60  # above every address a device has, so that recorded ones are free for a replay
-_FIRST_SPACE = 1 << 62  # of expandable segments
-_ENDLESS = 1 << 61  # address space of an expandable segment where no capacity is known
-_LIMIT = 1 << 60  # PyTorch refuses larger requests outright
+FREE = -1  # stands in place of a size for an event that frees the block
+_FIRST_ADDRESS = 1 << 60  # above every address of a device, so that a replay can use the recorded ones
+_FIRST_SPACE = 1 << 62  # lowest address of expandable segments
+_UNLIMITED_SPACE = 1 << 61  # address space of an expandable segment if the capacity isn't known
+_MOST_REQUEST_BYTES = 1 << 60  # PyTorch refuses larger requests at once
 
 
 class SimulatedOutOfMemoryError(CkptPlanError):
-    """The real allocator would raise `torch.OutOfMemoryError` here, after all its retries.
+    """A request for which PyTorch would raise `torch.OutOfMemoryError`, after all its retries.
 
     Attributes
     ----------
     requested_bytes, allocated_bytes, reserved_bytes : int
-        The request, and the state after everything that could be released was.
+        The request, and the state after the release of all unused memory.
     free_bytes : int
         Bytes inside the remaining segments that no tensor uses.
     largest_free_bytes : int
         The largest single free block among them, of any pool and stream.
     limit_bytes : int or None
-        Capacity, or the part of it that the memory fraction allows; None where the request alone is out of all bounds.
+        Capacity, or the part of it that the memory fraction allows; None if the request is larger than PyTorch accepts.
     event_index : int or None
         Position of the request in the replayed trace.
     """
@@ -161,41 +166,27 @@ class SegmentInfo:
     blocks: tuple[BlockInfo, ...]
 
 
+@dataclass(slots=True, eq=False)
 class _Block:
     """A block; `before` and `after` are its neighbours in the segment, mapped or not."""
 
-    __slots__ = (
-        "address",
-        "after",
-        "age_base",
-        "allocated",
-        "before",
-        "events",
-        "mapped",
-        "number",
-        "pool",
-        "requested",
-        "segment",
-        "size",
-        "stream",
-        "used_on",
-    )
-
-    def __init__(self, pool: _Pool, stream: int, address: int, size: int, segment: _Expandable | None = None) -> None:
-        self.pool = pool
-        self.stream = stream
-        self.address = address
-        self.size = size
-        self.segment = segment
-        self.requested = 0
-        self.allocated = False
-        self.mapped = True
-        self.number: int | None = None
-        self.before: _Block | None = None
-        self.after: _Block | None = None
-        self.events = 0  # outstanding
-        self.used_on: set[int] | None = None  # other streams, until freed
-        self.age_base = 0  # searches of the pool when it became free
+    pool: _Pool
+    stream: int
+    address: int
+    size: int
+    segment: _Expandable | None = None
+    mapped: bool = True
+    allocated: bool = False
+    requested: int = 0
+    number: int | None = None
+    before: _Block | None = None
+    after: _Block | None = None
+    events: int = 0
+    """Events of other streams that aren't complete."""
+    used_on: set[int] = field(default_factory=set)
+    """Other streams that use the block, until it is freed."""
+    age_base: int = 0
+    """Searches of the pool up to the moment the block became free."""
 
     @property
     def is_split(self) -> bool:
@@ -207,7 +198,7 @@ class _Block:
         return not self.allocated and not self.events
 
     def link(self, before: _Block | None, after: _Block | None) -> None:
-        """Stand between two neighbours."""
+        """Insert the block between two neighbours."""
         self.before, self.after = before, after
         if before is not None:
             before.after = self
@@ -218,17 +209,16 @@ class _Block:
 _Entry = tuple[int, int, _Block]  # size, address, block; no two have the same address
 
 
+@dataclass(slots=True, eq=False)
 class _Pool:
     """Free blocks of the small or the large pool: per stream, by size and then address."""
 
-    __slots__ = ("free", "page_bytes", "searches", "small", "unmapped")
-
-    def __init__(self, small: bool, page_bytes: int) -> None:
-        self.small = small
-        self.page_bytes = page_bytes
-        self.free: dict[int, list[_Entry]] = {}
-        self.unmapped: dict[int, list[tuple[int, _Block]]] = {}  # by address
-        self.searches = 0
+    small: bool
+    page_bytes: int
+    free: dict[int, list[_Entry]] = field(default_factory=dict)
+    unmapped: dict[int, list[tuple[int, _Block]]] = field(default_factory=dict)
+    """By address."""
+    searches: int = 0
 
     def insert(self, block: _Block) -> None:
         block.age_base = self.searches
@@ -246,28 +236,24 @@ class _Pool:
         del entries[bisect_left(entries, (block.address,))]
 
     def blocks(self) -> list[_Block]:
-        """All free blocks, by stream, size and address; a copy, so that they may be released meanwhile."""
+        """Return a copy of the free blocks, by stream, size and address; the caller may release them meanwhile."""
         return [entry[2] for stream in sorted(self.free) for entry in self.free[stream]]
 
 
-class _Expandable:
-    """Address space of one expandable segment: [address, address + size)."""
+class _Expandable(NamedTuple):
+    """Address space of an expandable segment, from `address` on."""
 
-    __slots__ = ("address", "page_bytes", "size")
-
-    def __init__(self, address: int, size: int, page_bytes: int) -> None:
-        self.address = address
-        self.size = size
-        self.page_bytes = page_bytes
+    address: int
+    page_bytes: int
 
 
 class Addresses:
-    """Where the driver puts new segments: never where one was before.
+    """Addresses of new segments; none is used twice.
 
     Parameters
     ----------
     descending : bool
-        Whether segments above 2 MiB get falling addresses, as with Linux drivers mostly; False: all addresses grow, as
+        Whether segments above 2 MiB get falling addresses, as from most Linux drivers; False: all addresses grow, as
         under WSL.
     """
 
@@ -277,7 +263,7 @@ class Addresses:
         self._space = _FIRST_SPACE
 
     def segment(self, nbytes: int) -> int:
-        """Address of a new segment."""
+        """Return the address of a new segment."""
         nbytes = -(-nbytes // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES  # the driver aligns to 2 MiB
         if self._descending and nbytes > SMALL_SEGMENT_BYTES:
             self._high -= nbytes
@@ -286,23 +272,38 @@ class Addresses:
         return self._low - nbytes
 
     def space(self, nbytes: int) -> int:
-        """Address of an expandable segment's address space."""
+        """Return the address of an expandable segment's address space."""
         self._space += nbytes
         return self._space - nbytes
 
 
 class CachingAllocator:
-    """The allocator of one device.
+    """The caching allocator of one device.
 
     Parameters
     ----------
     settings : AllocatorSettings, optional
         PyTorch's defaults if left out.
     capacity_bytes : int, optional
-        What the driver can hand out to this allocator: the device's memory less the context and whatever else lives
-        there. None: it never fails. The memory fraction is taken of this number, PyTorch takes it of the whole device.
+        Memory that the driver can give to this allocator: the device's memory less the context and other programs.
+        None: no limit. The memory fraction refers to this number; PyTorch's refers to the whole device.
     addresses : Addresses, optional
-        Where new segments go; falling addresses for those above 2 MiB if left out.
+        Addresses of new segments; falling ones above 2 MiB if left out.
+
+    Attributes
+    ----------
+    allocated_bytes : int
+        Bytes of the blocks that live tensors hold.
+    requested_bytes : int
+        Sizes before rounding of the blocks that are allocated or wait for events.
+    active_bytes : int
+        Bytes of the blocks that are allocated or wait for events.
+    reserved_bytes : int
+        Bytes of all segments (of an expandable one: of its mapped pages).
+    inactive_split_bytes : int
+        Bytes of free blocks in segments that are partly in use; expandable segments don't count.
+    peak_allocated_bytes, peak_requested_bytes, peak_active_bytes, peak_reserved_bytes, peak_inactive_split_bytes : int
+        Highest value of each since the start or `reset_peaks`.
 
     Notes
     -----
@@ -318,13 +319,14 @@ class CachingAllocator:
         self.settings = settings = AllocatorSettings() if settings is None else settings
         if not isinstance(settings, AllocatorSettings):
             raise InvalidInputError(
-                f"settings={settings!r} must be AllocatorSettings; from_string() makes them of text"
+                f"settings={settings!r} must be AllocatorSettings; AllocatorSettings.from_string reads them from text"
             )
         if capacity_bytes is not None and (not isinstance(capacity_bytes, int) or capacity_bytes < 0):
             raise InvalidInputError(f"capacity_bytes={capacity_bytes!r} must be an integer of at least 0, or None")
         if capacity_bytes is None and settings.memory_fraction < 1:
             raise InvalidInputError(
-                f"memory_fraction={settings.memory_fraction} is a part of capacity_bytes, which is None; pass it"
+                f"memory_fraction={settings.memory_fraction} is a part of capacity_bytes, which is None; pass"
+                " capacity_bytes"
             )
         self.capacity_bytes = capacity_bytes
         self._allowed: int | None = None
@@ -344,79 +346,40 @@ class CachingAllocator:
         self._waiting: dict[int, list[_Block]] = {}  # stream -> blocks with an event on it
         self._passed: list[_Block] = []  # one entry per event that is done
         self._addresses = Addresses() if addresses is None else addresses
-        self._allocated = self._requested = self._active = self._reserved = self._inactive = 0
-        self._peaks = [0] * 5
-
-    # --- figures ---
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes of the blocks that live tensors hold."""
-        return self._allocated
-
-    @property
-    def requested_bytes(self) -> int:
-        """Bytes asked for, before rounding, by what holds a block or waits for events."""
-        return self._requested
-
-    @property
-    def active_bytes(self) -> int:
-        """Bytes of the blocks that are allocated or wait for events."""
-        return self._active
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes of all segments (of an expandable one: of its mapped pages)."""
-        return self._reserved
-
-    @property
-    def inactive_split_bytes(self) -> int:
-        """Bytes of free blocks in segments that are partly in use; expandable segments don't count."""
-        return self._inactive
-
-    @property
-    def peak_allocated_bytes(self) -> int:
-        """Highest `allocated_bytes` since the start or `reset_peaks`."""
-        return self._peaks[0]
-
-    @property
-    def peak_requested_bytes(self) -> int:
-        """Highest `requested_bytes` since the start or `reset_peaks`."""
-        return self._peaks[1]
-
-    @property
-    def peak_active_bytes(self) -> int:
-        """Highest `active_bytes` since the start or `reset_peaks`."""
-        return self._peaks[2]
-
-    @property
-    def peak_reserved_bytes(self) -> int:
-        """Highest `reserved_bytes` since the start or `reset_peaks`."""
-        return self._peaks[3]
-
-    @property
-    def peak_inactive_split_bytes(self) -> int:
-        """Highest `inactive_split_bytes` since the start or `reset_peaks`."""
-        return self._peaks[4]
+        self.allocated_bytes = self.requested_bytes = self.active_bytes = 0
+        self.reserved_bytes = self.inactive_split_bytes = 0
+        self.reset_peaks()
 
     def reset_peaks(self) -> None:
-        """Let every peak start again from its present value."""
-        self._peaks = [self._allocated, self._requested, self._active, self._reserved, self._inactive]
+        """Set every peak to its present value."""
+        self.peak_allocated_bytes, self.peak_requested_bytes = self.allocated_bytes, self.requested_bytes
+        self.peak_active_bytes, self.peak_reserved_bytes = self.active_bytes, self.reserved_bytes
+        self.peak_inactive_split_bytes = self.inactive_split_bytes
 
-    # --- what programs do ---
+    def _raise_peaks(self) -> None:
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        self.peak_requested_bytes = max(self.peak_requested_bytes, self.requested_bytes)
+        self.peak_active_bytes = max(self.peak_active_bytes, self.active_bytes)
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        self.peak_inactive_split_bytes = max(self.peak_inactive_split_bytes, self.inactive_split_bytes)
+
+    # --- calls of a program ---
 
     def allocate(self, block: int, nbytes: int, stream: int = 0, *, grow: bool = False) -> None:
-        """Give allocation number `block` `nbytes` bytes on `stream`.
+        """Allocate `nbytes` bytes on `stream` as allocation number `block`.
 
-        With `grow` from new memory: a record shows that everything unused was released for this request, after which
-        PyTorch doesn't look at the free blocks again, though waiting for events may have made one that fits.
+        Parameters
+        ----------
+        grow : bool
+            Take new memory, as a record shows for a request for which PyTorch released all unused memory: it doesn't
+            search the free blocks again then, though a completed event may have freed one that fits.
 
         Raises
         ------
         SimulatedOutOfMemoryError
-            Where PyTorch would raise its own, with what could be released released.
+            If PyTorch would raise `torch.OutOfMemoryError`; unused memory has been released by then.
         InvalidInputError
-            For a number that is alive, or a size below 0.
+            If the number is in use, or the size is below 0.
         """
         if block in self._live:
             raise InvalidInputError(f"block {block} is allocated already; free it first, or use another number")
@@ -435,47 +398,44 @@ class CachingAllocator:
         self._hand_out(found, size, nbytes, block)
 
     def free(self, block: int) -> None:
-        """Free allocation number `block`; it waits where other streams have used it.
+        """Free allocation number `block`; if other streams have used it, it waits for their events.
 
         Raises
         ------
         InvalidInputError
-            For a number that isn't alive.
+            If the number isn't in use.
         """
         found = self._find(block)
         del self._live[block]
         if found is None:
             return
         found.allocated = False
-        self._allocated -= found.size
-        if found.used_on:
-            for stream in found.used_on:
-                found.events += 1
-                self._waiting.setdefault(stream, []).append(found)
-            found.used_on = None
-        else:
+        self.allocated_bytes -= found.size
+        for stream in found.used_on:
+            found.events += 1
+            self._waiting.setdefault(stream, []).append(found)
+        found.used_on.clear()
+        if not found.events:
             self._make_free(found)
 
     def record_stream(self, block: int, stream: int) -> None:
-        """Note that `stream` uses the block, so that after its free it waits for what that stream has queued by then.
+        """Note that `stream` uses the block, which once freed waits for the work queued on that stream by then.
 
         Raises
         ------
         InvalidInputError
-            For a number that isn't alive.
+            If the number isn't in use.
         """
         found = self._find(block)
         if found is not None and stream != found.stream:
-            if found.used_on is None:
-                found.used_on = set()
             found.used_on.add(stream)
 
     def synchronize(self, stream: int) -> None:
-        """Let the events recorded on `stream` so far be done; the next request finds their blocks free."""
+        """Complete the events recorded on `stream` so far; the next request finds their blocks free."""
         self._passed.extend(self._waiting.pop(stream, ()))
 
     def empty_cache(self) -> None:
-        """Wait for all events and release every segment (expandable: every page) that nothing uses."""
+        """Complete all events and release every unused segment (expandable: every unused page)."""
         for stream in list(self._waiting):
             self.synchronize(stream)
         self._free_passed()
@@ -487,7 +447,7 @@ class CachingAllocator:
                     self._release(block)
 
     def release(self, address: int) -> bool:
-        """Give back the segment at `address` alone, as a record says that PyTorch did; False where it is in use."""
+        """Release only the segment at `address`, as a record shows; return False if it is in use."""
         for pool in (self._large, self._small):
             for block in pool.blocks():
                 if block.address == address and block.segment is None and not block.is_split:
@@ -496,36 +456,36 @@ class CachingAllocator:
         return False
 
     def address_of(self, block: int) -> int | None:
-        """Address of allocation number `block`; None for one of 0 bytes.
+        """Return the address of allocation number `block`; None for one of 0 bytes.
 
         Raises
         ------
         InvalidInputError
-            For a number that isn't alive.
+            If the number isn't in use.
         """
         found = self._find(block)
         return None if found is None else found.address
 
     def restore(self, segments: Iterable[SegmentInfo], spaces: Mapping[tuple[int, str], int] | None = None) -> None:
-        """Take over a state, as `snapshot` gives it, in place of the empty one that an allocator starts with.
+        """Start from a state returned by `snapshot` instead of an empty one.
 
-        Blocks keep their numbers. One that waits does so for a made-up stream, -1 less its number. The age of free
-        blocks isn't in a state; all begin at 0.
+        Blocks keep their numbers. A block that waits for events waits for the virtual stream `-1 - number`. A state
+        doesn't contain the ages of free blocks; all start at 0.
 
         Parameters
         ----------
         segments : iterable of SegmentInfo
         spaces : mapping, optional
-            (stream, pool) -> where its expandable segment begins, which a state doesn't say if the first pages are
-            unmapped; left out, with the first page that is mapped.
+            (stream, pool) -> first address of its expandable segment, which a state doesn't contain if the first pages
+            are unmapped; default: the first mapped page.
 
         Raises
         ------
         InvalidInputError
-            For an allocator in use, or segments that their blocks don't tile.
+            If the allocator is in use, or blocks don't tile their segment.
         """
-        if self._reserved or self._live:
-            raise InvalidInputError("a state can only be restored into a new allocator; this one is in use")
+        if self.reserved_bytes or self._live:
+            raise InvalidInputError("the allocator is in use; restore a state into a new one")
         ranges: dict[tuple[int, str], list[SegmentInfo]] = {}
         for segment in sorted(segments, key=lambda segment: segment.address):
             if segment.expandable:
@@ -534,7 +494,7 @@ class CachingAllocator:
                 self._restore_blocks(segment, None, None)
         for key, mapped in ranges.items():
             self._restore_space(mapped, (spaces or {}).get(key, mapped[0].address))
-        self._inactive = sum(
+        self.inactive_split_bytes = sum(
             block.size
             for pool in (self._small, self._large)
             for block in pool.blocks()
@@ -543,7 +503,7 @@ class CachingAllocator:
         self.reset_peaks()
 
     def snapshot(self) -> tuple[SegmentInfo, ...]:
-        """All segments by address, with their blocks."""
+        """Return all segments by address, with their blocks."""
         return tuple(
             SegmentInfo(
                 head.address,
@@ -562,7 +522,7 @@ class CachingAllocator:
         pool = self._small if ranges[0].pool == "small" else self._large
         stop = ranges[-1].address + ranges[-1].size_bytes
         room = max(self._space_bytes(pool), stop - address)
-        space = _Expandable(address, room, pool.page_bytes)
+        space = _Expandable(address, pool.page_bytes)
         end: _Block | None = None
         at = address
         for mapped in ranges:
@@ -576,21 +536,20 @@ class CachingAllocator:
     def _restore_unmapped(
         self, pool: _Pool, stream: int, start: int, stop: int, space: _Expandable, before: _Block | None
     ) -> _Block:
-        block = _Block(pool, stream, start, stop - start, space)
-        block.mapped = False
+        block = _Block(pool, stream, start, stop - start, space, mapped=False)
         block.link(before, None)
         pool.insert_unmapped(block)
         return block
 
     def _restore_blocks(self, segment: SegmentInfo, space: _Expandable | None, before: _Block | None) -> _Block | None:
-        """The blocks of a segment or mapped range, linked behind `before`; the last of them."""
+        """Link the blocks of a segment or mapped range behind `before`, and return the last one."""
         pool = self._small if segment.pool == "small" else self._large
         at = segment.address
         for info in segment.blocks:
             if info.address != at or info.size_bytes <= 0:
                 raise InvalidInputError(
-                    f"the blocks of the segment at {segment.address} must tile it; one at {info.address} has"
-                    f" {info.size_bytes} bytes where {at} is next"
+                    f"the blocks of the segment at {segment.address} must tile it: the next one has to start at {at},"
+                    f" but starts at {info.address}, with {info.size_bytes} bytes"
                 )
             at += info.size_bytes
             block = _Block(pool, segment.stream, info.address, info.size_bytes, space)
@@ -602,26 +561,26 @@ class CachingAllocator:
             if info.block is None or info.block in self._live:
                 raise InvalidInputError(f"the block at {info.address} needs a number of its own, not {info.block}")
             block.number, block.requested = info.block, info.requested_bytes
-            self._active += block.size
-            self._requested += block.requested
+            self.active_bytes += block.size
+            self.requested_bytes += block.requested
             if info.state == "waiting":
                 block.events = 1
                 self._waiting[-1 - info.block] = [block]
             else:
                 block.allocated = True
                 self._live[info.block] = block
-                self._allocated += block.size
+                self.allocated_bytes += block.size
         if at != segment.address + segment.size_bytes:
             raise InvalidInputError(
                 f"the blocks of the segment at {segment.address} end at {at}, not after its {segment.size_bytes} bytes"
             )
-        self._reserved += segment.size_bytes
+        self.reserved_bytes += segment.size_bytes
         return before
 
     # --- sizes ---
 
     def rounded_bytes(self, nbytes: int) -> int:
-        """Bytes of the block for a request, before what may be left unsplit behind it."""
+        """Return the rounded size of a request; a block may keep a rest behind it that isn't split off."""
         if self._divisions is not None and nbytes >= MIN_BLOCK_BYTES:
             interval = min(max(nbytes.bit_length() - MIB.bit_length(), 0), INTERVALS - 1)
             divisions = self._divisions[interval]
@@ -641,7 +600,7 @@ class CachingAllocator:
     # --- taking and splitting ---
 
     def _take_free(self, pool: _Pool, stream: int, size: int) -> _Block | None:
-        """Best fit among the free blocks of the pool and stream, taken out of them."""
+        """Remove and return the best fit among the free blocks of the pool and stream."""
         if self._collect_above is not None:
             pool.searches += 1
         entries = pool.free.get(stream)
@@ -651,7 +610,7 @@ class CachingAllocator:
         if at == len(entries):
             return None
         if self._expandable:
-            # The unmapped room behind a block counts as its own, so that the tail of the segment is used last.
+            # The unmapped room behind a block counts as part of it, so that the tail of the segment is used last.
             while at + 1 < len(entries) and _reach(entries[at + 1][2]) < _reach(entries[at][2]):
                 at += 1
         found = entries[at][2]
@@ -665,35 +624,27 @@ class CachingAllocator:
         return found
 
     def _hand_out(self, found: _Block, size: int, nbytes: int, number: int) -> None:
-        """Split off what isn't needed and mark the block as allocated."""
+        """Split off the rest and mark the block as allocated."""
         rest = found.size - size
         counts = found.segment is None  # as inactive split bytes
-        was_split = found.before is not None or found.after is not None
+        was_split = found.is_split
         if self._is_split_off(found.pool, size, rest):
             remainder = _Block(found.pool, found.stream, found.address + size, rest, found.segment)
             remainder.link(found, found.after)
             found.size = size
             found.pool.insert(remainder)
             if counts:
-                self._inactive += -size if was_split else rest
+                self.inactive_split_bytes += -size if was_split else rest
         elif was_split and counts:
-            self._inactive -= found.size
+            self.inactive_split_bytes -= found.size
         found.allocated = True
         found.requested = nbytes
         found.number = number
         self._live[number] = found
-        self._allocated += found.size
-        self._requested += nbytes
-        self._active += found.size
-        peaks = self._peaks
-        if self._allocated > peaks[0]:
-            peaks[0] = self._allocated
-        if self._requested > peaks[1]:
-            peaks[1] = self._requested
-        if self._active > peaks[2]:
-            peaks[2] = self._active
-        if self._inactive > peaks[4]:
-            peaks[4] = self._inactive
+        self.allocated_bytes += found.size
+        self.requested_bytes += nbytes
+        self.active_bytes += found.size
+        self._raise_peaks()
 
     def _is_split_off(self, pool: _Pool, size: int, rest: int) -> bool:
         if pool.small or self._expandable:
@@ -704,24 +655,23 @@ class CachingAllocator:
 
     def _find(self, block: int) -> _Block | None:
         if block not in self._live:
-            raise InvalidInputError(f"block {block} isn't allocated: never was, or freed before")
+            raise InvalidInputError(f"block {block} isn't allocated: it was freed before, or never allocated")
         return self._live[block]
 
     def _make_free(self, block: _Block) -> None:
-        """Merge a block that nothing uses any more with its neighbours, and keep it for reuse."""
-        self._active -= block.size
-        self._requested -= block.requested
+        """Merge an unused block with its free neighbours, and keep it for reuse."""
+        self.active_bytes -= block.size
+        self.requested_bytes -= block.requested
         block.requested = 0
         block.number = None
         merged = self._merge(block, block.before) + self._merge(block, block.after)
         block.pool.insert(block)
         if block.segment is None:
-            self._inactive += (block.size if block.is_split else 0) - merged
-            if self._inactive > self._peaks[4]:
-                self._peaks[4] = self._inactive
+            self.inactive_split_bytes += (block.size if block.is_split else 0) - merged
+            self._raise_peaks()
 
     def _merge(self, block: _Block, other: _Block | None) -> int:
-        """Take a neighbour in, if it is as free (and as mapped) as the block; its size, or 0."""
+        """Merge a usable neighbour into the block if both are mapped or both aren't; return its size, or 0."""
         if other is None or not other.is_usable or other.mapped != block.mapped:
             return 0
         if other.mapped:
@@ -746,10 +696,10 @@ class CachingAllocator:
     # --- growing ---
 
     def _grow_with_retries(self, pool: _Pool, stream: int, size: int, nbytes: int) -> _Block:
-        if size >= _LIMIT:
+        if size >= _MOST_REQUEST_BYTES:
             raise self._out_of_memory(nbytes, size)
-        if self._collect_above is not None and self._reserved > self._collect_above:
-            self._collect_garbage(self._reserved - self._collect_above)
+        if self._collect_above is not None and self.reserved_bytes > self._collect_above:
+            self._collect_garbage(self.reserved_bytes - self._collect_above)
         found = self._grow(pool, stream, size)
         if found is None and self._max_split is not None and self._release_oversize(pool, stream, size):
             found = self._grow(pool, stream, size)
@@ -761,9 +711,9 @@ class CachingAllocator:
         return found
 
     def _grow(self, pool: _Pool, stream: int, size: int) -> _Block | None:
-        """A block from new memory: a new segment, or new pages of an expandable one."""
+        """Return a block of new memory: a new segment, or new pages of an expandable one."""
         segment_size = self._segment_size(size)
-        if self._allowed is not None and self._reserved + segment_size > self._allowed:
+        if self._allowed is not None and self.reserved_bytes + segment_size > self._allowed:
             return None
         if self._expandable:
             return self._grow_expandable(pool, stream, size)
@@ -772,10 +722,10 @@ class CachingAllocator:
         return _Block(pool, stream, self._addresses.segment(segment_size), segment_size)
 
     def _reserve(self, nbytes: int) -> bool:
-        if self.capacity_bytes is not None and self._reserved + nbytes > self.capacity_bytes:
+        if self.capacity_bytes is not None and self.reserved_bytes + nbytes > self.capacity_bytes:
             return False
-        self._reserved += nbytes
-        self._peaks[3] = max(self._peaks[3], self._reserved)
+        self.reserved_bytes += nbytes
+        self._raise_peaks()
         return True
 
     def _grow_expandable(self, pool: _Pool, stream: int, size: int) -> _Block | None:
@@ -783,7 +733,7 @@ class CachingAllocator:
         if not found.mapped and not self._map(found, min(found.size, size)):
             return None
         while found.size < size:
-            # What follows is unmapped: together they have room enough. Mapping merges the two.
+            # The block behind is unmapped, and both together have enough room. Mapping merges them.
             behind = found.after
             assert behind is not None
             if not self._map(behind, min(size - found.size, behind.size)):
@@ -793,7 +743,7 @@ class CachingAllocator:
         return found
 
     def _expandable_room(self, pool: _Pool, stream: int, size: int) -> _Block:
-        """The first of the free and unmapped blocks in a row that hold `size`, at the lowest address."""
+        """Return the first of consecutive free and unmapped blocks that together hold `size`, lowest address first."""
         for _, unmapped in pool.unmapped.get(stream, ()):
             before = unmapped.before
             first = before if before is not None and before.is_usable else unmapped
@@ -805,20 +755,19 @@ class CachingAllocator:
             if room >= size:
                 return first
         room = self._space_bytes(pool)
-        segment = _Expandable(self._addresses.space(room), room, pool.page_bytes)
-        block = _Block(pool, stream, segment.address, room, segment)
-        block.mapped = False
+        segment = _Expandable(self._addresses.space(room), pool.page_bytes)
+        block = _Block(pool, stream, segment.address, room, segment, mapped=False)
         pool.insert_unmapped(block)
         return block
 
     def _space_bytes(self, pool: _Pool) -> int:
-        """Address space of an expandable segment, in whole pages."""
-        # An eighth more than the device has, so that pages freed at low addresses can come back at the end.
-        room = _ENDLESS if self.capacity_bytes is None else self.capacity_bytes + self.capacity_bytes // 8
+        """Return the address space of an expandable segment, in whole pages."""
+        # An eighth more than the device has, so that pages freed at low addresses can be mapped again at the end.
+        room = _UNLIMITED_SPACE if self.capacity_bytes is None else self.capacity_bytes + self.capacity_bytes // 8
         return -(-room // pool.page_bytes) * pool.page_bytes
 
     def _map(self, block: _Block, nbytes: int) -> bool:
-        """Back the start of an unmapped block with pages; all of them or none."""
+        """Map pages at the start of an unmapped block: all that `nbytes` need, or none."""
         assert block.segment is not None
         page = block.segment.page_bytes
         mapped = -(-nbytes // page) * page
@@ -827,8 +776,9 @@ class CachingAllocator:
         block.pool.remove_unmapped(block)
         block.mapped = True
         if mapped < block.size:
-            rest = _Block(block.pool, block.stream, block.address + mapped, block.size - mapped, block.segment)
-            rest.mapped = False
+            rest = _Block(
+                block.pool, block.stream, block.address + mapped, block.size - mapped, block.segment, mapped=False
+            )
             rest.link(block, block.after)
             block.pool.insert_unmapped(rest)
             block.size = mapped
@@ -840,12 +790,12 @@ class CachingAllocator:
     # --- releasing ---
 
     def _release(self, block: _Block) -> None:
-        """Give a whole segment back."""
+        """Release a whole segment."""
         block.pool.remove(block)
-        self._reserved -= block.size
+        self.reserved_bytes -= block.size
 
     def _unmap(self, block: _Block) -> None:
-        """Give back the pages that lie wholly inside a free block of an expandable segment."""
+        """Unmap the pages that lie wholly inside a free block of an expandable segment."""
         segment, pool = block.segment, block.pool
         assert segment is not None
         page = segment.page_bytes
@@ -866,16 +816,16 @@ class CachingAllocator:
         block.address, block.size, block.mapped = start, stop - start, False
         self._merge(block, block.before)
         self._merge(block, block.after)
-        self._reserved -= stop - start
+        self.reserved_bytes -= stop - start
         if block.is_split:
             pool.insert_unmapped(block)
-        # else the segment is empty and goes, address space and all
+        # Otherwise the segment is empty: its address space isn't used again.
 
     def _release_oversize(self, pool: _Pool, stream: int, size: int) -> bool:
         """Release unused blocks of at least `max_split_size_bytes` of the pool and stream.
 
-        The smallest one that alone holds the request; else from the largest down until their sum does. False: it
-        doesn't.
+        The smallest one that holds the request by itself, or otherwise from the largest down until their sum does.
+        Return whether enough was released.
         """
         assert self._max_split is not None
         wanted = max(size, self._max_split)
@@ -896,65 +846,57 @@ class CachingAllocator:
     def _collect_garbage(self, target: int) -> None:
         """Release unused whole segments of the large pool, those of at least mean age first, until `target` is met.
 
-        A block's age is the number of searches of the pool since it became free. Every block of a round goes, even
-        past the target.
+        A block's age is the number of searches of the pool since it became free. A round releases all blocks of its
+        age, even beyond the target.
         """
         pool = self._large
-        blocks = [block for block in pool.blocks() if not block.is_split]
-        age = sum(pool.searches - block.age_base for block in blocks)
-        reclaimed, count = 0, len(blocks)
-        freed = True
-        while reclaimed < target and freed and count:
-            threshold = age / count
-            freed = False
-            left = []
-            for block in blocks:
-                own_age = pool.searches - block.age_base
-                if block.segment is None and own_age >= threshold:
-                    freed = True
-                    reclaimed += block.size
-                    age -= own_age
-                    count -= 1
-                    self._release(block)
-                else:
-                    left.append(block)
-            blocks = left
+        ages = {block: pool.searches - block.age_base for block in pool.blocks() if not block.is_split}
+        reclaimed = 0
+        while reclaimed < target and ages:
+            threshold = sum(ages.values()) / len(ages)
+            released = [block for block, age in ages.items() if block.segment is None and age >= threshold]
+            if not released:
+                break
+            for block in released:
+                reclaimed += block.size
+                del ages[block]
+                self._release(block)
 
     def _out_of_memory(self, nbytes: int, segment_size: int) -> SimulatedOutOfMemoryError:
         free = [block.size for pool in (self._small, self._large) for block in pool.blocks()]
         limit = self.capacity_bytes if self._allowed is None else self._allowed
-        room = "no device has that much" if limit is None else f"the limit is {format_bytes(limit)}"
+        room = "PyTorch accepts less than 2**60 bytes" if limit is None else f"the limit is {format_bytes(limit)}"
         if self._allowed is not None and self.capacity_bytes is not None:
             room += f" ({self.settings.memory_fraction:g} of {format_bytes(self.capacity_bytes)})"
         message = (
             f"simulated out of memory: {format_bytes(nbytes)} requested, as {format_bytes(segment_size)} of new memory;"
-            f" {room}, {format_bytes(self._reserved)} are reserved after every retry,"
-            f" {format_bytes(self._allocated)} of them allocated and {format_bytes(sum(free))} free in {len(free)}"
+            f" {room}, {format_bytes(self.reserved_bytes)} are reserved after all retries,"
+            f" {format_bytes(self.allocated_bytes)} of them allocated and {format_bytes(sum(free))} free in {len(free)}"
             f" fragments, the largest {format_bytes(max(free, default=0))}; {self._remedy(nbytes, sum(free), limit)}"
         )
         return SimulatedOutOfMemoryError(
             message,
             requested_bytes=nbytes,
-            allocated_bytes=self._allocated,
-            reserved_bytes=self._reserved,
+            allocated_bytes=self.allocated_bytes,
+            reserved_bytes=self.reserved_bytes,
             free_bytes=sum(free),
             largest_free_bytes=max(free, default=0),
             limit_bytes=limit,
         )
 
     def _remedy(self, nbytes: int, free_bytes: int, limit: int | None) -> str:
-        if limit is None or self._allocated + nbytes > limit:
+        if limit is None or self.allocated_bytes + nbytes > limit:
             return "tensors alone don't fit: use a smaller batch, or a plan with a smaller budget"
         if self._expandable:
             return "fragments are smaller than a page or of another pool or stream: leave some room below the limit"
         if free_bytes >= nbytes:
-            return "the fragments would hold it: set expandable_segments:True, or max_split_size_mb"
+            return "the fragments together would hold it: set expandable_segments:True, or max_split_size_mb"
         return "set expandable_segments:True, which reserves in smaller steps, or leave some room below the limit"
 
     # --- snapshot ---
 
     def _heads(self) -> Iterator[_Block]:
-        """First block of each segment, or of each mapped range."""
+        """Yield the first block of each segment, or of each mapped range."""
         waiting = {id(block): block for blocks in self._waiting.values() for block in blocks}
         waiting |= {id(block): block for block in self._passed}
         live = [block for block in self._live.values() if block is not None]
@@ -991,7 +933,7 @@ class AllocatorTimeline:
     allocated_bytes, requested_bytes, reserved_bytes : numpy.ndarray of int64, shape (events,)
         After each event.
     peak_allocated_bytes, peak_requested_bytes, peak_reserved_bytes : int
-        The highest value ever, also within an event.
+        The highest value, also within an event.
     """
 
     allocated_bytes: npt.NDArray[np.int64]
@@ -1003,7 +945,7 @@ class AllocatorTimeline:
 
     @property
     def fragmentation(self) -> float:
-        """1 - allocated / reserved at the first event with the highest reserved bytes; 0 where nothing is reserved."""
+        """1 - allocated / reserved at the first event with the highest reserved bytes; 0 if nothing is reserved."""
         if not self.reserved_bytes.size or not self.reserved_bytes.any():
             return 0.0
         at = int(self.reserved_bytes.argmax())
@@ -1013,44 +955,44 @@ class AllocatorTimeline:
 def replay(
     events: Iterable[tuple[int, int]], settings: AllocatorSettings | None = None, capacity_bytes: int | None = None
 ) -> AllocatorTimeline:
-    """Figures of a trace on one stream.
+    """Return the figures of a trace on one stream.
 
     Parameters
     ----------
     events : iterable of (block, nbytes)
-        An allocation for `nbytes` of 0 or more, a free for -1. A number may come again after its free.
+        An allocation for `nbytes` of 0 or more, a free for -1. A block's number may be used again after its free.
     settings, capacity_bytes
         See `CachingAllocator`.
 
     Raises
     ------
     SimulatedOutOfMemoryError
-        Where the allocator would fail; its `event_index` says at which event.
+        If the allocator would fail; `event_index` is the position of the event.
     InvalidInputError
-        For events that no program can make.
+        If a number is allocated twice, or freed without being allocated.
     """
     allocator = CachingAllocator(settings, capacity_bytes)
     figures: list[tuple[int, int, int]] = []
-    index = 0
-    try:
-        for index, (block, nbytes) in enumerate(events):  # noqa: B007
-            if nbytes == FREE:
-                allocator.free(block)
-            else:
+    for index, (block, nbytes) in enumerate(events):
+        if nbytes == FREE:
+            allocator.free(block)
+        else:
+            try:
                 allocator.allocate(block, nbytes)
-            figures.append((allocator._allocated, allocator._requested, allocator._reserved))
-    except SimulatedOutOfMemoryError as error:
-        error.event_index = index
-        raise
-    return _timeline(allocator, figures)
+            except SimulatedOutOfMemoryError as error:
+                error.event_index = index
+                raise
+        figures.append((allocator.allocated_bytes, allocator.requested_bytes, allocator.reserved_bytes))
+    return timeline_of(allocator, figures)
 
 
-def _timeline(allocator: CachingAllocator, figures: list[tuple[int, int, int]]) -> AllocatorTimeline:
-    columns = np.array(figures, dtype=np.int64).reshape(-1, 3).T.copy()
+def timeline_of(allocator: CachingAllocator, figures: list[tuple[int, int, int]]) -> AllocatorTimeline:
+    """Return the figures (allocated, requested, reserved) after each event as arrays, with the allocator's peaks."""
+    allocated, requested, reserved = np.array(figures, dtype=np.int64).reshape(-1, 3).T.copy()
     return AllocatorTimeline(
-        columns[0],
-        columns[1],
-        columns[2],
+        allocated,
+        requested,
+        reserved,
         allocator.peak_allocated_bytes,
         allocator.peak_requested_bytes,
         allocator.peak_reserved_bytes,

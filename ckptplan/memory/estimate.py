@@ -1,4 +1,4 @@
-"""estimate(): the memory of a training step, by category and phase, before any of it is spent."""
+"""estimate(): the memory of a training step, by category and phase, without allocating it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ckptplan.core.allocator_settings import AllocatorSettings, allocator_conf
+from ckptplan.core.checks import check_count
 from ckptplan.core.device import library_workspaces
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.estimate import CATEGORIES, Estimate, Phase
@@ -33,7 +34,7 @@ from ckptplan.runtime.state.restore import restored
 from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint, training_config
 
 _UNKNOWN_ON_CUDA = (
-    (("aten.convolution", "aten.convolution_backward"), "workspaces that cuDNN chooses for convolutions are not in it"),
+    (("aten.convolution", "aten.convolution_backward"), "cuDNN's workspaces for convolutions are not included"),
     (("aten.mkldnn_rnn_layer", "aten.mkldnn_rnn_layer_backward"), "recurrent layers are counted as on the CPU"),
 )
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear")
@@ -41,16 +42,17 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "l
 
 @dataclass(frozen=True, slots=True)
 class DDP:
-    """Distributed data parallel, as far as it takes memory (Li et al., VLDB 2020).
+    """Memory of distributed data parallel (Li et al., VLDB 2020).
 
-    Gradients are copied into buckets, or, with `gradient_as_bucket_view`, lie there from the start. What NCCL takes is
-    outside of PyTorch's allocator and not in an estimate.
+    Gradients are copied into buckets or, with `gradient_as_bucket_view`, are views of buckets from the start. NCCL's
+    own memory is outside PyTorch's allocator and not part of an estimate.
 
     Parameters
     ----------
     bucket_cap_mb, first_bucket_mb : float
-        Sizes, in units of 2**20 bytes, from which on a bucket is full.
+        Size of a full bucket and of the first one, in units of 2**20 bytes.
     gradient_as_bucket_view : bool
+        As in `torch.nn.parallel.DistributedDataParallel`.
     """
 
     bucket_cap_mb: float = 25.0
@@ -64,7 +66,7 @@ class DDP:
                 raise InvalidInputError(f"ddp: {name}={value!r} must be a number above 0, in units of 2**20 bytes")
 
     def buckets(self, parameters: Iterable[torch.Tensor]) -> list[int]:
-        """Bytes of each bucket: gradients in reverse order, by data type, a bucket ends once it is full."""
+        """Return the bytes of each bucket: gradients in reverse order, by data type, until a bucket is full."""
         sizes: list[int] = []
         filling: dict[torch.dtype, int] = {}
         for p in reversed([p for p in parameters if p.requires_grad]):
@@ -88,45 +90,44 @@ def estimate(
     allocator: AllocatorSettings | str | None = None,
     **training: Unpack[StepKeywords],
 ) -> Estimate:
-    """What training `model` needs, by category and phase, without allocating it.
+    """Return the memory of training `model`, by category and phase, without allocating it.
 
-    The loop that is meant: forward, loss, backward (`accumulation_steps` times, the batch on the device all the
-    while), the optimizer's update, `zero_grad`. Output and loss are let go when backward has ended. Two steps are
-    laid out, since the optimizer's state comes with the first update; then one forward without autograd
+    The training loop consists of forward, loss and backward (`accumulation_steps` times, with the batch on the device
+    throughout), the optimizer's update, and `zero_grad`. Output and loss are freed at the end of backward. The estimate
+    covers two steps, since the first update makes the optimizer's state, and then one forward without autograd
     ("inference").
 
     Parameters
     ----------
     model : nn.Module
-        May lie on `meta`, where `device` names one that isn't here.
+        May be on `meta` if `device` names a device that isn't in this machine.
     inputs : tensor, tuple, dict, optional
         As in `profile`.
     grad_scaler : bool, optional
-        A `GradScaler` is used; by default with float16.
+        Whether a `GradScaler` is used; default: with float16.
     ddp : DDP or bool
-        Gradients are reduced in buckets.
+        Whether gradients are reduced in buckets.
     accumulation_steps : int
         Micro-batches per update, each as large as `inputs`.
     set_to_none : bool
-        What `zero_grad` does; False keeps the gradients' memory.
+        Argument of `zero_grad`; False keeps the gradients' memory.
     checkpoint_on_device : bool
-        The weights were loaded from a file onto the device (no `map_location`), and what was loaded is still
+        Whether the weights were loaded from a file onto the device (no `map_location`) and the loaded tensors are still
         referenced.
     plan : Plan, optional
-        Applied in training.
+        The plan applied in training.
     allocator : AllocatorSettings or str, optional
         CUDA's caching allocator as in PYTORCH_CUDA_ALLOC_CONF, such as "expandable_segments:True".
     **training
-        What is trained: `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate`
-        (`ckptplan.core.request.Training`). Without an optimizer there is no update, and gradients stay from the first
-        backward on until `zero_grad`. With `accumulate` the first step starts with gradients already, and none are
-        dropped, as with `set_to_none=False` in a training under way; by default where the model has gradients now, or
-        `plan` is for such steps.
+        `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate` (see `ckptplan.core.request.Training`). Without an
+        optimizer there is no update, and gradients exist from the first backward until `zero_grad`. With `accumulate`
+        gradients exist from the start and are never dropped, as with `set_to_none=False` after the first step; default:
+        whether the model has gradients now, or `plan` is for such steps.
 
     Returns
     -------
     Estimate
-        Printable.
+        `print` shows it as tables.
 
     Raises
     ------
@@ -136,8 +137,7 @@ def estimate(
     request = Training.of(training, inputs)
     target = find_target(model, request.device)
     settings = _settings(allocator, target)
-    if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
-        raise InvalidInputError(f"accumulation_steps={accumulation_steps!r} must be a whole number, at least 1")
+    check_count(accumulation_steps=accumulation_steps)
     check_supported(model)
     refuse_compiled(model, "an estimate is made without running the model")
     if request.accumulate is None and plan is not None and plan.fingerprint.accumulates:
@@ -161,16 +161,16 @@ def estimate(
 
 
 class TrainingBytes:
-    """What training one model takes at most, for one batch after the other.
+    """Peak memory of training one model, for batches of different sizes.
 
-    The optimizer's update is the same for all of them and recorded once.
+    The optimizer's update is the same for all batches and recorded once.
 
     Parameters
     ----------
     model : nn.Module
     target : Target
     training : Training
-        Its inputs and device don't matter.
+        Its inputs and device are ignored.
     """
 
     def __init__(self, model: nn.Module, target: Target, training: Training = UNSAID) -> None:
@@ -182,11 +182,11 @@ class TrainingBytes:
         self._updates: Recording | None = None
 
     def step(self, inputs: Any) -> TrainingStep:
-        """The training step on `inputs`."""
+        """Return the training step on `inputs`."""
         return training_step(self.model, replace(self.training, inputs=inputs), self.target)[0]
 
     def missing_state_bytes(self) -> int:
-        """What the optimizer's first update will make, in blocks; 0 where it has been."""
+        """Return the bytes of the state that the optimizer's first update will make, in blocks; 0 after it."""
         if self._optimizer is None or self._optimizer.state:
             return 0
         if self._updates is None:
@@ -196,12 +196,12 @@ class TrainingBytes:
         return sum(-(-nbytes // block) * block for nbytes in sizes)
 
     def reserved(self, step: TrainingStep, plan: Plan | None = None) -> int:
-        """Most that the allocator holds in two steps, the update included; on the CPU most bytes in tensors."""
+        """Return the peak of the reserved bytes in two steps, updates included; on the CPU that of tensors."""
         return self.peaks(step, plan).reserved_bytes
 
     @in_own_context
     def peaks(self, step: TrainingStep, plan: Plan | None = None) -> DeviceBytes:
-        """The same by all of the allocator's accounts; on the CPU they are one."""
+        """Return the peaks of two steps, updates included; on the CPU the three are equal."""
         with (
             training_config(self.model),
             restored(self.model, step.reached()) as rewind,
@@ -227,26 +227,27 @@ def _in_float16(step: TrainingStep) -> bool:
 
 
 def _settings(allocator: AllocatorSettings | str | None, target: Target) -> AllocatorSettings | None:
-    """The allocator's settings: as given, else this process's for the device that is here, else the defaults."""
+    """Return the given settings, or else this process's for a device of this machine, or else the defaults."""
     if allocator is None and target.spec is None and target.is_cuda:
         allocator = allocator_conf()
     if not target.is_cuda:
         if allocator is not None:
             raise InvalidInputError(
-                f"allocator={allocator!r} are settings of CUDA's allocator; the step runs on the CPU"
+                f"allocator={allocator!r} are settings of CUDA's allocator, but the step runs on the CPU; leave it out"
             )
         return None
     return AllocatorSettings.from_string(allocator) if isinstance(allocator, str) else allocator or AllocatorSettings()
 
 
 def _workspaces(target: Target) -> Iterator[Block]:
-    """The workspaces of a cuBLAS handle: by device and version, or on the device here as CUBLAS_WORKSPACE_CONFIG says.
+    """Yield the workspaces of a cuBLAS handle.
 
-    The variable lists pairs ":KiB:count".
+    Sizes are those of the device and version; for a device of this machine CUBLAS_WORKSPACE_CONFIG overrides them with
+    pairs ":KiB:count".
     """
     cublas, cublaslt = library_workspaces(target.compute_capability or (0, 0), torch.__version__)
-    asked = "" if target.spec is not None else os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
-    numbers = [part for part in asked.split(":") if part]
+    setting = "" if target.spec is not None else os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+    numbers = [part for part in setting.split(":") if part]
     if numbers and len(numbers) % 2 == 0 and all(part.isdecimal() for part in numbers):
         cublas = 1024 * sum(int(size) * int(count) for size, count in zip(numbers[::2], numbers[1::2], strict=True))
     yield Block(cublas, "workspaces and temporaries", "cuBLAS workspace")
@@ -254,9 +255,13 @@ def _workspaces(target: Target) -> Iterator[Block]:
         yield Block(cublaslt, "workspaces and temporaries", "cuBLASLt workspace")
 
 
+def _block(nbytes: int, category: str, name: str, tensor: torch.Tensor) -> Block:
+    return Block(nbytes, category, name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+
+
 @dataclass
 class _Run:
-    """One training run to be laid out."""
+    """One training run, of which a ledger is made."""
 
     step: TrainingStep
     target: Target
@@ -274,7 +279,7 @@ class _Run:
     folding: Folding | None = None
 
     def estimate(self, rewind: Callable[[], None], settings: AllocatorSettings | None) -> Estimate:
-        """Record the parts, lay them out, add them up."""
+        """Record the parts, write them into ledgers, add them up."""
         training, fresh = self.recorded(rewind)
         inferring = self._record(rewind, inference=True)
         inference = Ledger()
@@ -285,20 +290,20 @@ class _Run:
         return self._result(account, phases, fresh)
 
     def recorded(self, rewind: Callable[[], None]) -> tuple[Ledger, Recording]:
-        """Training laid out, and its first forward and backward."""
+        """Return the ledger of training, and the recording of its first forward and backward."""
         self.inputs = self.step.tensors() if self.step.fn is None else outside_tensors(self.step, self.target)
         rewind()
         if self.plan is not None:
             made_for = fingerprint(self.step, self.target.name)
             self.plan.fingerprint.require(made_for, ignore=("device", "torch_version", "accumulates"))
         fresh = self._record(rewind)
-        # From the second backward on there are gradients to add to, unless each step's are dropped.
+        # From the second backward on, gradients exist to add to, unless they are dropped after each step.
         lasting = self.accumulation_steps > 1 or not self._drops_gradients
         adding = self._record(rewind, accumulating=True) if lasting else fresh
         return self._training(fresh, adding), fresh
 
     def _record(self, rewind: Callable[[], None], *, accumulating: bool = False, inference: bool = False) -> Recording:
-        """The step once, with or without gradients there already, or one forward that saves nothing."""
+        """Record a step, with or without existing gradients, or one forward that saves nothing."""
         if self.plan is not None and not inference:
             recording, unknown = record_step(
                 self.step,
@@ -315,20 +320,18 @@ class _Run:
         self.unknown.update(unknown)
         return recording
 
-    # --- laying out ---
+    # --- the ledger ---
 
     def _training(self, fresh: Recording, adding: Recording) -> Ledger:
-        """Two steps: in the first the optimizer makes its state."""
+        """Return the ledger of two steps; in the first one the optimizer makes its state."""
         ledger = Ledger()
         self._load(ledger)
         if self.updates is None and self.optimizer is not None:
             self.updates = record_updates(self.optimizer, self.step.model, self.target, fresh)
-        updates = self.updates
         resumed = self.optimizer is not None and bool(self.optimizer.state)
-        updating = None if updates is None else Player(ledger, updates)
+        updating = None if self.updates is None else Player(ledger, self.updates)
         if updating is not None and resumed:
             updating.hold("optimizer state")
-        ran_backward = False
         gradients: list[int] = []
         for number in (1, 2):
             suffix = "" if number == 1 else f" {number}"
@@ -340,9 +343,8 @@ class _Run:
                 if updating is None and self._drops_gradients and micro == 0:
                     gradients = self._free(ledger, gradients)
                 ledger.phase(f"backward{name}")
-                if not ran_backward:
-                    self._products(ledger, adding)  # the thread that runs backward has a handle of its own
-                    ran_backward = True
+                if number == 1 and not micro:
+                    self._products(ledger, adding)  # the thread that runs backward has a cuBLAS handle of its own
                 player.run("backward", "end")
                 gradients += player.left("gradients")
                 player.drop()
@@ -356,7 +358,7 @@ class _Run:
 
     @property
     def _drops_gradients(self) -> bool:
-        """Whether gradients go between steps."""
+        """Whether gradients are freed between steps."""
         return self.set_to_none and not self.step.accumulates
 
     @property
@@ -370,33 +372,25 @@ class _Run:
         return []
 
     def _load(self, ledger: Ledger, *, training: bool = True) -> None:
-        """What is on the device before the first step."""
+        """Allocate the tensors that are on the device before the first step."""
         ledger.phase("loaded")
         model = self.step.model
         seen: set[int] = set()
-
-        def put(name: str, tensor: torch.Tensor, category: str) -> None:
+        named: list[tuple[str, str, torch.Tensor]] = [("weights", *pair) for pair in model.named_parameters()]
+        named += [("buffers", *pair) for pair in model.named_buffers()]
+        for category, name, tensor in named:
             storage = tensor.untyped_storage()
             if storage._cdata not in seen and not (category == "buffers" and self._on_host(tensor)):
                 seen.add(storage._cdata)
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                ledger.allocate(Block(storage.nbytes(), category, name, shape=tuple(tensor.shape), dtype=dtype))
-
-        for name, parameter in model.named_parameters():
-            put(name, parameter, "weights")
-        for name, buffer in model.named_buffers():
-            put(name, buffer, "buffers")
+                ledger.allocate(_block(storage.nbytes(), category, name, tensor))
         if self.checkpoint_on_device:
-            loaded: list[tuple[str, torch.Tensor]] = [*model.named_parameters(), *model.named_buffers()]
-            for name, tensor in loaded:
+            for _, name, tensor in named:
                 nbytes = tensor.numel() * tensor.element_size()
                 ledger.allocate(Block(nbytes, "weights", f"{name} (as loaded from the file)"))
         if training and self.step.accumulates and not self._in_buckets:
             for name, parameter in model.named_parameters():
-                nbytes = made_gradient_bytes([parameter])
-                if nbytes:
-                    dtype = str(parameter.dtype).removeprefix("torch.")
-                    ledger.allocate(Block(nbytes, "gradients", name, shape=tuple(parameter.shape), dtype=dtype))
+                if nbytes := made_gradient_bytes([parameter]):
+                    ledger.allocate(_block(nbytes, "gradients", name, parameter))
         if training and self.ddp is not None:
             for n, nbytes in enumerate(self.ddp.buckets(model.parameters())):
                 ledger.allocate(Block(nbytes, "gradients", f"DDP bucket {n}"))
@@ -412,21 +406,18 @@ class _Run:
         if name in ("forward", "inference"):
             inputs = {t.untyped_storage()._cdata: t for t in self.inputs if not self._on_host(t)}
             for tensor in inputs.values():
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                nbytes = tensor.untyped_storage().nbytes()
-                ledger.allocate(Block(nbytes, "inputs", "input", shape=tuple(tensor.shape), dtype=dtype))
+                ledger.allocate(_block(tensor.untyped_storage().nbytes(), "inputs", "input", tensor))
             self._products(ledger, player.recording)
         player.run("forward")
         if name == "inference":
             player.run("end")
 
     def _products(self, ledger: Ledger, recording: Recording) -> None:
-        """The workspaces that cuBLAS gets with its first product and keeps."""
+        """Allocate the workspaces that cuBLAS gets with its first product and keeps."""
         operations = {block.op.removeprefix("aten.") for block in recording.blocks}
-        if not self.target.is_cuda or not operations.intersection(_PRODUCTS):
-            return
-        for block in _workspaces(self.target):
-            ledger.allocate(block)
+        if self.target.is_cuda and operations.intersection(_PRODUCTS):
+            for block in _workspaces(self.target):
+                ledger.allocate(block)
 
     def _unscale(self, ledger: Ledger) -> None:
         if self.scaler:
@@ -436,7 +427,7 @@ class _Run:
     # --- adding up ---
 
     def _account(self, training: Ledger, settings: AllocatorSettings | None) -> Account:
-        """What the allocator makes of it; where that is more than there is, after giving back what it keeps unused."""
+        """Return the bytes of training; if they exceed the capacity, those with unused segments released on the way."""
         account = Account.of(training, settings)
         capacity, context = self.target.capacity_bytes, self.target.context_bytes
         if capacity is None or account.reserved.max() + context <= capacity:
@@ -445,7 +436,7 @@ class _Run:
             tight = Account.of(training, settings, capacity - context)
         except SimulatedOutOfMemoryError:
             return account
-        self.notes.append("fits only because the allocator gives cached segments back on the way, which takes time")
+        self.notes.append("fits only because the allocator releases cached segments during the step, which takes time")
         return tight
 
     def _result(self, account: Account, phases: tuple[Phase, ...], fresh: Recording) -> Estimate:

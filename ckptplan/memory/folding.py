@@ -1,25 +1,27 @@
 """Record a model of many equal layers by running a few of them.
 
-Layers of a container that repeat (with any period: a model may alternate two kinds) are shortened to four periods,
-the short model is recorded, and the second period is written out as often as the full model has it. That is done only
-where both of two comparisons find nothing:
+Layers of a container that repeat, with any period (a model may alternate two kinds), are shortened to four periods. The
+short model is recorded, and its second period is written out as often as the full model has it. For example, of 24
+equal blocks, blocks 0 to 3 are run, and the recording of block 1 stands for blocks 1 to 21. This happens only if two
+comparisons find no difference:
 
-- In the recording, the second and third period do the same, event by event, in forward and backward, and reach no
-  further than their neighbours.
-- In one forward of the full model, which saves nothing, every period runs the operations of the one that stands for it,
-  on tensors of the same place, shape, type and need of gradients, saves the same for backward, and lets go of the same;
-  what runs around the layers is what ran around them in the short model. So a forward may treat a layer specially by
-  its place, by the number of layers or by anything else: it is seen, and the full model is recorded.
+- In the recording, the second and third period do the same, event by event, in forward and backward, and use blocks of
+  neighbouring periods only.
+- In one forward of the full model without saving for backward, every period runs the operations of the period that
+  stands for it, on tensors with the same origin, shape, type and `requires_grad`, saves the same for backward, and
+  frees the same; and the operations around the layers are those of the short model. So a forward that depends on a
+  layer's place, or on the number of layers, is detected, and the full model is recorded.
 
-What a backward does follows from that, unless its code asks for its place: hooks on tensors and backward formulas
-written in Python that allocate more in some layers than in others would go unseen.
+The backward follows from that, with two exceptions that would go undetected: hooks on tensors, and backward formulas
+written in Python, that allocate more in some layers than in others.
 
-Recording a step costs several times as much as that forward, so an estimate's time grows mostly with the distinct
-layers, and little with their number.
+Recording a step costs several times as much as that forward, so the time of an estimate grows mostly with the number of
+distinct layers, and little with the number of layers.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import itertools
@@ -43,10 +45,10 @@ from ckptplan.profiling.target import Target
 from ckptplan.runtime.step import TrainingStep
 
 _KEPT = 4
-"""Periods that are run: the first and the last see other neighbours, the two between are compared."""
+"""Periods that are run: the first and the last have other neighbours, the two between are compared."""
 _LONGEST_PERIOD = 8
 _POSITIONS = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "block_index", "idx", "index"}
-"""Attributes by which layers know their place; what follows from it shows in other attributes, or in the comparison."""
+"""Attributes with a layer's place, which differ between equal layers. The comparisons detect a use of the place."""
 _PLAIN = (bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.Size, torch.device)
 
 
@@ -59,8 +61,9 @@ class Run:
     path : str
         The container's qualified name.
     first, count : int
-        Its members first to first + count - 1, where count is a multiple of the period.
+        The layers are the container's members first to first + count - 1; count is a multiple of the period.
     period : int
+        Number of members after which the pattern repeats.
     """
 
     path: str
@@ -70,19 +73,29 @@ class Run:
 
     @property
     def periods(self) -> int:
-        """How often the pattern comes."""
+        """Number of repetitions of the pattern."""
         return self.count // self.period
+
+    @property
+    def fewer(self) -> int:
+        """Number of layers that the shortened model leaves out."""
+        return self.count - _KEPT * self.period
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """The name of a member of the container, or of a part of one; the group is the member's index."""
+        return re.compile((re.escape(self.path) + r"\." if self.path else "") + r"(\d+)(?=[.:#)]|$)")
 
 
 class Folding:
-    """Records steps with everything kept, running repeated layers only as often as it takes to know them all.
+    """Records steps with everything kept, running only a few of the layers that repeat.
 
     Parameters
     ----------
     step : TrainingStep
     target : Target
     rewind : callable
-        Puts the model and the random generators back; called before every run, so that all start alike.
+        Restores the model and the random generators; called before every run, so that all start from one state.
     """
 
     def __init__(self, step: TrainingStep, target: Target, rewind: Callable[[], None]) -> None:
@@ -92,8 +105,8 @@ class Folding:
         self._stages: dict[bool, tuple[str, ...]] = {}
 
     def record(self, *, accumulating: bool = False, inference: bool = False) -> tuple[Recording, list[str]]:
-        """As `record_step` with everything kept."""
-        # Layers that look alike take other paths on other values: what was answered for all can't be had from a few.
+        """Return the result of `record_step` with everything kept."""
+        # Equal layers may branch on values that were answered for each layer, so a few don't represent all.
         answers = self._target.answers
         if self._runs and not (answers is not None and answers.phases):
             found = self._folded(accumulating, inference)
@@ -110,18 +123,18 @@ class Folding:
         return record_step(self._step, stages, self._target, accumulating=accumulating, inference=inference)
 
     def _found(self) -> tuple[str, ...]:
-        """Stages of the model, shortened or full, as it is now: the same in every recording."""
+        """Return the stages of the model in its present form, shortened or full."""
         self._rewind()
         try:
             return find_stages(self._step, self._target).stages
-        except UnsupportedModelError:  # no module saves anything, as where the model checkpoints by itself
+        except UnsupportedModelError:  # no module saves anything, as in a model that checkpoints by itself
             return ("",)  # the model itself
 
     def _folded(self, accumulating: bool, inference: bool) -> tuple[Recording, list[str]] | None:
         try:
             with _quiet(), shortened(self._step.model, self._runs):
                 short, unknown = self._record(accumulating, inference, short=True)
-        except Exception:  # a forward may well need all of its layers; where it fails with them, that is told
+        except Exception:  # a forward may need all its layers; an error of the full model is raised by its recording
             return None
         full = short
         places = [_Place(segment) for segment in range(2 * len(short.stages) + 1)]
@@ -140,7 +153,7 @@ class Folding:
         return full, unknown
 
     def _does_the_same(self, short: tuple[str, ...], full: tuple[str, ...], places: list[_Place]) -> bool:
-        """Whether the full model's forward is what the short one's is written out to."""
+        """Return whether the full model's forward is the short one's with the middle periods repeated."""
         model = self._step.model
         try:
             with shortened(model, self._runs):
@@ -153,11 +166,11 @@ class Folding:
         return _Comparison(self._runs, places, expected, seen).holds()
 
 
-# --- finding what repeats ---
+# --- finding repeated layers ---
 
 
 def find_runs(model: nn.Module) -> list[Run]:
-    """What can be shortened: outermost containers first, none inside of another."""
+    """Return the layers that can be left out: outermost containers first, none inside another."""
     owners = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     out: list[Run] = []
     for path, container in model.named_modules():
@@ -175,7 +188,7 @@ def find_runs(model: nn.Module) -> list[Run]:
 
 
 def _longest(path: str, signatures: list[Any]) -> Run | None:
-    """The run that saves most layers, if any saves one."""
+    """Return the run that leaves out most layers; None if no run does."""
     best: tuple[int, Run] | None = None
     for period in range(1, _LONGEST_PERIOD + 1):
         first = 0
@@ -192,7 +205,7 @@ def _longest(path: str, signatures: list[Any]) -> Run | None:
 
 
 def _per_layer_settings(model: nn.Module, layers: int) -> list[tuple[str, ...]]:
-    """Lists in configurations with an entry per layer, which a forward may read by the layer's place."""
+    """Return the lists with one entry per layer in the model's configurations; a forward may read its layer's entry."""
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     found = []
     for config in configs.values():
@@ -203,7 +216,7 @@ def _per_layer_settings(model: nn.Module, layers: int) -> list[tuple[str, ...]]:
 
 
 def _signature(module: nn.Module) -> Any:
-    """What two modules that do the same have in common."""
+    """Return a value that is equal for modules that do the same."""
     plain = {}
     for name, value in vars(module).items():
         if name in _POSITIONS or name in ("_parameters", "_buffers", "_modules"):
@@ -229,13 +242,13 @@ def _settings(value: Any) -> Any:
 
 
 def _is_shared(value: Any) -> bool:
-    """Objects that say by their identity what they do: functions and classes; others by their type."""
+    """Return whether a value is compared by identity, as functions and classes are, and not by its type."""
     return callable(value) and not isinstance(value, nn.Module) and hasattr(value, "__name__")
 
 
 @contextlib.contextmanager
 def shortened(model: nn.Module, runs: list[Run]) -> Iterator[None]:
-    """Inside, each run has as few periods as are run; members behind it move up."""
+    """Shorten each run to `_KEPT` periods while the context is active; the members behind it are renumbered."""
     modules = dict(model.named_modules())
     saved = [(modules[run.path], modules[run.path]._modules) for run in runs]
     try:
@@ -243,7 +256,7 @@ def shortened(model: nn.Module, runs: list[Run]) -> Iterator[None]:
             kept = [
                 m
                 for i, m in enumerate(members.values())
-                if i < run.first + _KEPT * run.period or i >= run.first + run.count
+                if not run.first + _KEPT * run.period <= i < run.first + run.count
             ]
             container._modules = {str(i): m for i, m in enumerate(kept)}
         yield
@@ -256,7 +269,7 @@ def shortened(model: nn.Module, runs: list[Run]) -> Iterator[None]:
 
 
 class _Witness(Tracker):  # type: ignore[no-untyped-call]
-    """Notes what a forward does, segment by segment: operations, and what is let go of between them."""
+    """Records a forward, segment by segment: its operations, and the storages freed between them."""
 
     def __init__(self, target: Target, model: nn.Module) -> None:
         self.items: dict[int, list[_Item]] = {}
@@ -268,7 +281,7 @@ class _Witness(Tracker):  # type: ignore[no-untyped-call]
 
     @classmethod
     def of(cls, step: TrainingStep, stages: tuple[str, ...], target: Target) -> _Witness:
-        """What the forward of `step` does."""
+        """Return the record of the forward of `step`."""
         witness = cls(target, step.model)
         seen = replay(step, stages, (KEEP,) * len(stages), target, tracker=witness, saves=False)
         for segment, sids in seen.saved.items():
@@ -289,7 +302,7 @@ class _Witness(Tracker):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return func(*args, **(kwargs or {}))
-        if self._model is not None:  # by now the twins are in place
+        if self._model is not None:  # the first operation: fake tensors are in place of the model's now
             self._name_tensors(self._model)
             self._model = None
         given = [self._of(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -317,23 +330,20 @@ class _Operation(NamedTuple):
 
 
 _Operand = tuple[Sid | str, bool]
-"""A tensor by its storage, or by its name in the model, and whether it needs gradients."""
+"""The storage of a tensor, or its name in the model, and whether it requires gradients."""
 _Item = _Operation | Sid
-"""An operation, or a storage that goes."""
+"""An operation, or a storage that is freed."""
 
 
 class _Comparison:
-    """A full model's forward against a short one's, both in terms of the short one."""
+    """Compares a full model's forward with a short one's, in terms of the short one's segments."""
 
     def __init__(self, runs: list[Run], places: list[_Place], expected: _Witness, seen: _Witness) -> None:
         self._runs, self._places = runs, places
         self._expected, self._seen = expected, seen
-        self._named = [
-            (run, re.compile((re.escape(run.path) + r"\." if run.path else "") + r"(\d+)(?=\.|$)")) for run in runs
-        ]
 
     def holds(self) -> bool:
-        """Whether they do the same."""
+        """Return whether the two forwards do the same."""
         segments = {*self._seen.items, *self._seen.saved}
         if any(segment >= len(self._places) for segment in segments):
             return False
@@ -344,17 +354,17 @@ class _Comparison:
         seen, later = self._written(segment, place)
         if expected != seen or set(late) != set(later):
             return False
-        # What lies around the layers lets go of something of each: of both between in the short model.
+        # Code around the layers may free a storage of each: of the two middle periods in the short model.
         if any(n != _KEPT - 2 for n in late.values()) or any(n != run.periods - 2 for (run, *_), n in later.items()):
             return False
         saved = [self._sid(sid, place) for sid in self._seen.saved.get(segment, ())]
         return saved == self._expected.saved.get(place.segment, [])
 
     def _written(self, segment: int, place: _Place | None) -> tuple[list[Any], Counter[Any]]:
-        """A segment's operations and what goes between them, and what goes of the periods between first and last."""
+        """Return a segment's operations and storages freed between them, and counts of the middle periods' frees."""
         witness = self._expected if place is None else self._seen
         out: list[Any] = []
-        going: list[Any] = []
+        freed: list[Any] = []
         late: Counter[Any] = Counter()
         for item in witness.items.get(segment, ()):
             if not isinstance(item, _Operation):
@@ -362,14 +372,14 @@ class _Comparison:
                 if key is not None and self._is_outside(segment, place):
                     late[key] += 1
                 else:
-                    going.append(self._sid(item, place))
+                    freed.append(self._sid(item, place))
                 continue
-            out.append(sorted(going))
-            going = []
+            out.append(sorted(freed))
+            freed = []
             given = [(self._operand(where, place), grad) for where, grad in item.given]
             made = [(*made[:-1], self._sid(made[-1], place)) for made in item.made]
             out.append((_without_numbers(item.key), given, made))
-        return [*out, sorted(going)], late
+        return [*out, sorted(freed)], late
 
     def _is_outside(self, segment: int, place: _Place | None) -> bool:
         if place is not None:
@@ -377,7 +387,7 @@ class _Comparison:
         return all(p.run is None for p in self._places if p.segment == segment)
 
     def _between(self, sid: Sid, place: _Place | None) -> Any:
-        """A storage made in a period between the first and the last, without that period's number; else None."""
+        """Return a storage made in a middle period, without that period's number; None for any other storage."""
         if place is not None:
             home = self._places[sid[1]]
             if home.run is None or not 0 < home.period < home.run.periods - 1:
@@ -391,7 +401,7 @@ class _Comparison:
         return None
 
     def _sid(self, sid: Sid | None, place: _Place | None) -> Any:
-        """A storage of the full model by that of the short one, as seen from `place`; one that matches none if none."""
+        """Return the short model's storage for one of the full model's at `place`; ("far", ...) if there is none."""
         if sid is None or place is None:
             return sid
         home = self._places[sid[1]]
@@ -406,7 +416,7 @@ class _Comparison:
         return (sid[0], home.segment, sid[2])
 
     def _neighbour(self, home: _Place, place: _Place, away: int) -> int:
-        """The segment that stands for `home` beside what stands for `place`."""
+        """Return the segment that stands for `home`, `away` periods from the segment that stands for `place`."""
         assert home.run is not None
         last = home.run.periods - 1
         kept = {0: 0, last: _KEPT - 1}
@@ -415,16 +425,16 @@ class _Comparison:
         return home.segment + (wanted - kept.get(home.period, 1)) * length
 
     def _operand(self, where: Sid | str, place: _Place | None) -> Any:
-        if not isinstance(where, str) or place is None:
-            return self._sid(where, place) if not isinstance(where, str) else where
-        for run, pattern in self._named:
-            found = pattern.match(where)
+        if not isinstance(where, str):
+            return self._sid(where, place)
+        for run in self._runs if place is not None else ():
+            found = run.pattern.match(where)
             if found:
-                i, fewer = int(found[1]), run.count - _KEPT * run.period
+                i = int(found[1])
                 q = (i - run.first) // run.period
                 if i >= run.first + run.count or q == run.periods - 1:
-                    i -= fewer
-                elif i >= run.first and place.run == run and place.period == q:
+                    i -= run.fewer
+                elif i >= run.first and place is not None and (place.run, place.period) == (run, q):
                     i -= (q - min(q, 1)) * run.period
                 elif i >= run.first and q > 0:
                     return f"far {where}"
@@ -433,71 +443,56 @@ class _Comparison:
 
 
 def _without_numbers(key: Any) -> Any:
-    """An operation's key without numbers that may differ and change no bytes, such as a slope or a rate."""
+    """Return an operation's key without numbers that don't change its bytes, such as a slope or a rate."""
     if key is None:
         return None
     func, leaves, spec = key
     return func, tuple(float if isinstance(x, float) and x not in (0.0, 1.0, 2.0) else x for x in leaves), spec
 
 
-# --- writing it out ---
+# --- writing the full recording ---
 
 _Reference = tuple[Any, ...]
-"""A block by where it is made: ("unit", periods away, direction, segment in the period, number) or ("outside", ...)."""
+"""The origin of a block: ("unit", periods away, direction, segment in the period, number) or ("outside", ...)."""
 
 
 class _Folded:
-    """A recording of a shortened model, with where each of its blocks and sections belongs."""
+    """A recording of a shortened model, with the period of each of its blocks and sections.
 
-    def __init__(self, recording: Recording, run: Run) -> None:
-        self.recording, self.run = recording, run
-        self.begins = self._begins()
+    Parameters
+    ----------
+    recording : Recording
+    run : Run
+    begins : list of int
+        First segment of each period, and the first segment after the last period.
+    """
+
+    def __init__(self, recording: Recording, run: Run, begins: list[int]) -> None:
+        self.recording, self.run, self.begins = recording, run, begins
         self.births: dict[int, tuple[str, int, int]] = {}
         made: Counter[tuple[str, int]] = Counter()
         for section in recording.sections:
+            at = (section.direction, section.segment)
             for code, block in section.events:
                 if code == ALLOCATE:
-                    at = (section.direction, section.segment)
                     self.births[block] = (*at, made[at])
                     made[at] += 1
 
-    def _begins(self) -> list[int] | None:
-        """First segment of each period, and the first after the last one; None unless they lie in order, one by one."""
-        members: list[int] = []
-        segments: list[int] = []
-        pattern = re.compile(re.escape(self.run.path) + r"\.(\d+)(?=[.#]|$)")
-        for j, name in enumerate(self.recording.stages):
-            found = pattern.match(name) if self.run.path else re.match(r"(\d+)(?=[.#]|$)", name)
-            if found and self.run.first <= int(found[1]) < self.run.first + _KEPT * self.run.period:
-                members.append((int(found[1]) - self.run.first) // self.run.period)
-                segments.append(2 * j + 1)
-        if members != sorted(members) or set(members) != set(range(_KEPT)):
-            return None
-        if segments != list(range(segments[0], segments[-1] + 1, 2)):
-            return None
-        begins = [segments[members.index(r)] for r in range(_KEPT)]
-        begins.append(segments[-1] + 2)  # with the glue behind the last layer
-        return begins if len({b - a for a, b in itertools.pairwise(begins)}) == 1 else None
-
-    def period(self, segment: int) -> int | None:
-        """The period that a segment is in."""
-        assert self.begins is not None
-        for r in range(_KEPT):
-            if self.begins[r] <= segment < self.begins[r + 1]:
-                return r
-        return None
+    def period(self, direction: str, segment: int) -> int | None:
+        """Return the period that a segment is in."""
+        r = bisect.bisect_right(self.begins, segment) - 1
+        return r if direction != "end" and 0 <= r < _KEPT else None
 
     def reference(self, block: int, r: int | None) -> _Reference:
-        """A block as seen from period `r`, or from outside."""
+        """Return the origin of a block as seen from period `r`, or from outside."""
         direction, segment, number = self.births[block]
-        home = self.period(segment) if direction != "end" else None
+        home = self.period(direction, segment)
         if home is None:
             return ("outside", direction, segment, number)
-        assert self.begins is not None
         return ("unit", home - (r or 0), direction, segment - self.begins[home], number)
 
     def written(self, section: Section, r: int) -> list[Any]:
-        """A section's events in terms of its period."""
+        """Return a section's events with the blocks as seen from its period."""
         return [
             (code, self.reference(block, r), self.recording.blocks[block].nbytes, self.recording.blocks[block].category)
             for code, block in section.events
@@ -506,7 +501,7 @@ class _Folded:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """PyTorch logs what fails on fake tensors, which may fail here for want of layers."""
+    """Silence PyTorch's log of failures on fake tensors, which a missing layer may cause here."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -516,7 +511,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _Place(NamedTuple):
-    """A segment by the one that stands for it, and the period of a run that it is in."""
+    """The recorded segment that stands for a segment, and the period of a run that contains the segment."""
 
     segment: int
     run: Run | None = None
@@ -524,24 +519,41 @@ class _Place(NamedTuple):
 
 
 def unfolded(recording: Recording, run: Run) -> tuple[Recording, list[_Place]] | None:
-    """The recording of the full model from that of the shortened one; None where the periods aren't alike.
+    """Return the recording of the full model from that of the shortened one, and the place of each of its segments.
 
-    Beside it, for each segment of the full one, its place.
+    None if the periods differ.
     """
-    folded = _Folded(recording, run)
-    if folded.begins is None or not _alike(folded):
+    begins = _begins(recording.stages, run)
+    if begins is None or not _alike(folded := _Folded(recording, run, begins)):
         return None
     writer = _Writer(folded)
     return writer.write(), writer.places()
 
 
+def _begins(stages: tuple[str, ...], run: Run) -> list[int] | None:
+    """Return the first segment of each period and of what follows; None unless they are equally long and in order."""
+    members: list[int] = []
+    segments: list[int] = []
+    for j, name in enumerate(stages):
+        found = run.pattern.match(name)
+        if found and 0 <= (r := (int(found[1]) - run.first) // run.period) < _KEPT:
+            members.append(r)
+            segments.append(2 * j + 1)
+    if members != sorted(members) or set(members) != set(range(_KEPT)):
+        return None
+    if segments != list(range(segments[0], segments[-1] + 1, 2)):
+        return None
+    begins = [segments[members.index(r)] for r in range(_KEPT)]
+    begins.append(segments[-1] + 2)  # the operations behind the last layer belong to its period
+    return begins if len({b - a for a, b in itertools.pairwise(begins)}) == 1 else None
+
+
 def _alike(folded: _Folded) -> bool:
-    """Whether the second and third period do the same, and only with their neighbours or with what lies outside."""
-    assert folded.begins is not None
+    """Return whether the second and third period do the same, with blocks of their neighbours or from outside only."""
     sides: list[dict[tuple[str, int], list[Any]]] = [{}, {}]
     outside: list[Counter[Any]] = [Counter(), Counter()]
     for position, section in enumerate(folded.recording.sections):
-        r = folded.period(section.segment) if section.direction != "end" else None
+        r = folded.period(section.direction, section.segment)
         if r is not None and any(_far(folded.reference(block, r)) for _, block in section.events):
             return False
         if r in (1, 2):
@@ -551,54 +563,53 @@ def _alike(folded: _Folded) -> bool:
                 reference = folded.reference(block, None)
                 if reference[0] == "unit" and reference[1] in (1, 2):
                     outside[reference[1] - 1][position, code, reference[2:]] += 1
-    # Periods of which nothing was recorded show nothing.
+    # Periods without any recorded section can't be compared.
     return bool(sides[0]) and sides[0] == sides[1] and outside[0] == outside[1]
 
 
 def _far(reference: _Reference) -> bool:
-    """Whether a block belongs to a period that is no neighbour; between the first and the last it is clear which."""
+    """Return whether a block belongs to a period that is neither a neighbour nor, of the first, the last one."""
     return bool(reference[0] == "unit" and 1 < abs(reference[1]) < _KEPT - 1)
 
 
 class _Writer:
-    """Writes a folded recording out."""
+    """Writes the recording of the full model."""
 
     def __init__(self, folded: _Folded) -> None:
         self.folded, self.run = folded, folded.run
         self.blocks: list[Block] = []
         self.index: dict[tuple[Any, ...], int] = {}
-        assert folded.begins is not None
         self.begins = folded.begins
         self.length = self.begins[1] - self.begins[0]
         self.more = (self.run.periods - _KEPT) * self.length
 
     def source(self, q: int) -> int:
-        """The recorded period that stands for period `q` of the full model."""
+        """Return the recorded period that stands for period `q` of the full model."""
         n = self.run.periods
         return 0 if q == 0 else _KEPT - 1 if q == n - 1 else 1
 
     def write(self) -> Recording:
-        sections = self.folded.recording.sections
-        outside_or_last = self._segments_by_direction(sections)
+        """Return the recording of the full model."""
         out: list[Section] = []
-        for group in outside_or_last:
-            r = group[0][0]
-            if r is None:
-                out += [self._section(section, None, None) for _, section in group]
+
+        def kind(section: Section) -> tuple[bool, str]:
+            return self.folded.period(section.direction, section.segment) is not None, section.direction
+
+        for (inside, direction), group in itertools.groupby(self.folded.recording.sections, key=kind):
+            if not inside:
+                out += [self._section(section, None, None) for section in group]
                 continue
-            # A whole direction's periods, in order: write every period of the full model from its source.
-            forward = group[0][1].direction == "forward"
-            by_period: dict[int, list[Section]] = {}
-            for period, section in group:
-                assert period is not None
-                by_period.setdefault(period, []).append(section)
-            order = range(self.run.periods) if forward else range(self.run.periods - 1, -1, -1)
-            for q in order:
+            # All periods of one direction, in order: write every period of the full model from its source.
+            by_period: dict[int | None, list[Section]] = {}
+            for section in group:
+                by_period.setdefault(self.folded.period(direction, section.segment), []).append(section)
+            order = range(self.run.periods)
+            for q in order if direction == "forward" else reversed(order):
                 out += [self._section(section, self.source(q), q) for section in by_period.get(self.source(q), ())]
         return Recording(self._stages(), self.blocks, out)
 
     def places(self) -> list[_Place]:
-        """Where each segment of the full model comes from."""
+        """Return the place of each segment of the full model."""
         first, behind = self.begins[0], self.begins[0] + self.run.periods * self.length
         out = []
         for segment in range(2 * len(self.folded.recording.stages) + 1 + self.more):
@@ -609,20 +620,7 @@ class _Writer:
             out.append(_Place(self.begins[self.source(q)] + offset, self.run, q))
         return out
 
-    def _segments_by_direction(self, sections: list[Section]) -> list[list[tuple[int | None, Section]]]:
-        """Sections in groups: one outside of the periods each, or all of one direction's periods together."""
-        groups: list[list[tuple[int | None, Section]]] = []
-        for section in sections:
-            r = self.folded.period(section.segment) if section.direction != "end" else None
-            last = groups[-1][0] if groups else (None, section)
-            if r is not None and last[0] is not None and last[1].direction == section.direction:
-                groups[-1].append((r, section))
-            else:
-                groups.append([(r, section)])
-        return groups
-
     def _section(self, section: Section, r: int | None, q: int | None) -> Section:
-        assert (r is None) == (q is None)
         if q is None or r is None:
             late = section.direction != "end" and section.segment >= self.begins[-1]
             segment = section.segment + (self.more if late else 0)
@@ -661,15 +659,14 @@ class _Writer:
         return self.index[key]
 
     def _renamer(self, r: int | None, q: int | None) -> Callable[[str], str]:
-        """Names of the shortened model in those of the full one, as seen in period `q`, recorded as `r`."""
+        """Return a function from the short model's names to the full one's, for period `q` recorded as `r`."""
         run = self.run
-        pattern = re.compile((re.escape(run.path) + r"\." if run.path else "") + r"(\d+)(?=[.:#)]|$)")
         head = f"{run.path}." if run.path else ""
 
         def renamed(found: re.Match[str]) -> str:
             i = int(found[1])
             if i >= run.first + _KEPT * run.period:
-                i += run.count - _KEPT * run.period
+                i += run.fewer
             elif i >= run.first:
                 recorded = (i - run.first) // run.period
                 if r is not None and q is not None:
@@ -678,7 +675,7 @@ class _Writer:
                     i += (run.periods - _KEPT) * run.period
             return f"{head}{i}"
 
-        return lambda name: pattern.sub(renamed, name, count=1) if head in name else name
+        return lambda name: run.pattern.sub(renamed, name, count=1) if head in name else name
 
     def _stages(self) -> tuple[str, ...]:
         out: list[str] = []

@@ -1,11 +1,13 @@
-"""A training run as one list of events: what is loaded, then steps as recorded, with the optimizer's updates."""
+"""A training run as one list of events: the loaded tensors, then recorded steps and updates of the optimizer."""
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +21,7 @@ Sizes = npt.NDArray[np.int64]
 
 @dataclass
 class Ledger:
-    """Blocks, events on them in order, and where phases and stages begin.
+    """Blocks, their events in order, and the beginnings of phases and stages.
 
     Attributes
     ----------
@@ -29,7 +31,7 @@ class Ledger:
     phases : list of (str, int)
         Name, and the index of the first event.
     stages : list of (int, str)
-        Index of the first event, and the stage that runs from there on.
+        Index of the first event, and the name of the stage that runs from there on.
     """
 
     blocks: list[Block] = field(default_factory=list)
@@ -38,18 +40,18 @@ class Ledger:
     stages: list[tuple[int, str]] = field(default_factory=list)
 
     def phase(self, name: str) -> None:
-        """A phase begins."""
+        """Begin a phase."""
         self.phases.append((name, len(self.events)))
         self.stages.append((len(self.events), ""))
 
     def allocate(self, block: Block) -> int:
-        """A new block, by its index."""
+        """Allocate a block and return its index."""
         self.blocks.append(block)
         self.events.append((ALLOCATE, len(self.blocks) - 1))
         return len(self.blocks) - 1
 
     def free(self, index: int) -> None:
-        """A block is freed."""
+        """Free a block."""
         self.events.append((FREE, index))
 
 
@@ -61,7 +63,7 @@ class Player:
     ledger : Ledger
     recording : Recording
     in_buckets : bool
-        Gradients are views of buckets, which are there already: what backward makes is copied there and freed at once.
+        Gradients are views of buckets, which are allocated already: backward copies each gradient there and frees it.
     """
 
     def __init__(self, ledger: Ledger, recording: Recording, *, in_buckets: bool = False) -> None:
@@ -70,7 +72,7 @@ class Player:
         self._index: dict[int, int] = {}
 
     def run(self, *directions: str) -> None:
-        """The sections of these directions, in the order they ran."""
+        """Write the sections of these directions, in the order they ran."""
         for section in self.recording.sections:
             if section.direction in directions:
                 stages = self.recording.stages
@@ -88,18 +90,18 @@ class Player:
                         self._ledger.free(self._index.pop(block))
 
     def hold(self, category: str) -> None:
-        """All blocks of a category are there already."""
+        """Allocate all blocks of a category, which exist before the step."""
         for block, made in enumerate(self.recording.blocks):
             if made.category == category:
                 self._index[block] = self._ledger.allocate(made)
 
     def left(self, category: str) -> list[int]:
-        """What is alive of a category, taken out of the player's hands."""
+        """Return the live blocks of a category; from now on the caller frees them."""
         found = [b for b in self._index if self.recording.blocks[b].category == category]
         return [self._index.pop(b) for b in found]
 
     def drop(self) -> None:
-        """Free what is left."""
+        """Free all blocks that are left."""
         for index in self._index.values():
             self._ledger.free(index)
         self._index.clear()
@@ -112,8 +114,8 @@ class Account:
     Parameters
     ----------
     ledger : Ledger
-    requested, allocated, reserved : array of int64
-        Bytes asked for, in blocks as the device rounds them, and held by its allocator.
+    requested, allocated, reserved : array of int64, shape (events,)
+        Bytes of the tensors, of their blocks as the device rounds them, and of the allocator's segments.
     """
 
     ledger: Ledger
@@ -123,16 +125,23 @@ class Account:
 
     @classmethod
     def of(cls, ledger: Ledger, settings: AllocatorSettings | None, capacity_bytes: int | None = None) -> Account:
-        """Add the events up; `settings` of CUDA's caching allocator, None on the CPU, which keeps nothing.
+        """Compute the bytes after each event.
+
+        Parameters
+        ----------
+        ledger : Ledger
+        settings : AllocatorSettings or None
+            Settings of CUDA's caching allocator; None on the CPU, whose allocator caches nothing.
+        capacity_bytes : int, optional
+            As for `CachingAllocator`.
 
         Raises
         ------
         SimulatedOutOfMemoryError
-            If the allocator can't do with `capacity_bytes`, given all back that it keeps.
+            If the allocator needs more than `capacity_bytes` after the release of all unused memory.
         """
-        sizes = np.fromiter((block.nbytes for block in ledger.blocks), np.int64, len(ledger.blocks))
-        index = np.fromiter((block for _, block in ledger.events), np.int64, len(ledger.events))
-        sign = np.fromiter((code for code, _ in ledger.events), np.int64, len(ledger.events))
+        sizes = np.array([block.nbytes for block in ledger.blocks], dtype=np.int64)
+        sign, index = np.array(ledger.events, dtype=np.int64).reshape(-1, 2).T
         requested = np.cumsum(sizes[index] * sign)
         if settings is None:
             return cls(ledger, requested, requested, requested)
@@ -141,13 +150,12 @@ class Account:
         return cls(ledger, requested, timeline.allocated_bytes, timeline.reserved_bytes)
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
-        """Each phase's name, first event, and first event after it."""
-        ends = [begin for _, begin in self.ledger.phases[1:]] + [len(self.ledger.events)]
-        for (name, begin), end in zip(self.ledger.phases, ends, strict=True):
+        """Yield each phase's name, first event, and first event after it."""
+        for (name, begin), (_, end) in pairwise([*self.ledger.phases, ("", len(self.ledger.events))]):
             yield name, begin, end
 
     def phases(self) -> tuple[Phase, ...]:
-        """Every phase with its peak."""
+        """Return every phase with its peak."""
         out = []
         for name, begin, end in self.spans():
             start = int(self.allocated[begin - 1]) if begin else 0
@@ -163,7 +171,7 @@ class Account:
         return tuple(out)
 
     def alive(self, at: int) -> list[int]:
-        """Blocks alive after event `at`."""
+        """Return the blocks that are allocated after event `at`."""
         held: dict[int, None] = {}
         for code, block in self.ledger.events[: at + 1]:
             if code == ALLOCATE:
@@ -173,7 +181,7 @@ class Account:
         return list(held)
 
     def categories(self, at: int) -> dict[str, int]:
-        """Category -> bytes after event `at`, rounding among them; together they are `allocated[at]`."""
+        """Return category -> bytes after event `at`, including "rounding"; they add up to `allocated[at]`."""
         if at < 0:
             return {}
         total: Counter[str] = Counter()
@@ -183,7 +191,7 @@ class Account:
         return {name: total[name] for name in CATEGORIES if total[name]}
 
     def tensors(self, at: int) -> tuple[Tensors, ...]:
-        """Blocks alive after event `at`, largest first; equal ones together, also those of layers that repeat."""
+        """Return the blocks allocated after event `at`, largest first; equal ones of repeated layers are one entry."""
         kinds: dict[tuple[object, ...], list[Block]] = {}
         for index in self.alive(at):
             block = self.ledger.blocks[index]
@@ -209,26 +217,22 @@ class Account:
         return tuple(sorted(out, key=lambda tensors: -tensors.nbytes))
 
     def stage(self, at: int) -> str:
-        """The stage that runs when event `at` happens."""
-        found = ""
-        for begin, name in self.ledger.stages:
-            if begin > at:
-                break
-            found = name
-        return found
+        """Return the stage that runs when event `at` happens."""
+        last = bisect_right(self.ledger.stages, at, key=lambda stage: stage[0]) - 1
+        return self.ledger.stages[last][1] if last >= 0 else ""
 
 
 def _numberless(name: str) -> str:
-    """A name with its numbers left out, which tell apart layers that repeat."""
+    """Return a name with a star for each number, which is equal for layers that repeat."""
     return _NUMBER.sub("*", name)
 
 
 _NUMBER = re.compile(r"(?<![A-Za-z0-9_])\d+")
-"""A number that is a name of its own: "3" in "layers.3.fc1", not what "fc1" ends in."""
+"""A part of a name that is a number: "3" in "layers.3.fc1", not the "1" of "fc1"."""
 
 
 def _common(names: list[str]) -> str:
-    """One name for all: numbers in which they differ become a star."""
+    """Return one name for all: a star stands for each number in which they differ."""
     if len(set(names)) == 1:
         return names[0]
     found = [_NUMBER.findall(name) for name in names]
@@ -238,7 +242,7 @@ def _common(names: list[str]) -> str:
 
 
 def saved_bytes(blocks: Iterable[Block]) -> dict[str, int]:
-    """Stage -> bytes of what it saves for backward."""
+    """Return stage -> bytes that it saves for backward."""
     out: Counter[str] = Counter()
     for block in blocks:
         if block.category == "saved activations" and block.stage:

@@ -1,7 +1,7 @@
 """Record every block of memory that a step makes and frees, in order, by running it on fake tensors.
 
-A *recording* is a list of blocks and, per section of the step, the events on them. Sections are the tracker's segments
-(a stage, or the glue before it) in one direction, in the order they ran.
+A *recording* is a list of blocks and, per section of the step, their events. A section is one of the tracker's segments
+(a stage, or the glue before it) in one direction; sections are in the order they ran.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 import types
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -45,13 +45,13 @@ class Block:
     Attributes
     ----------
     nbytes : int
-        As requested, before any rounding.
+        Size before rounding.
     category : str
-        What it is for (`ckptplan.core.estimate.CATEGORIES`).
+        One of `ckptplan.core.estimate.CATEGORIES`.
     name : str
-        Of the parameter, buffer or state; empty for what a step makes.
+        Name of the parameter, buffer or state; empty for other tensors.
     module, line, op : str
-        Which module's forward made it, or belongs to the backward that did; the line of code outside of PyTorch that
+        The module whose forward, or whose forward's backward, made the block; the line of code outside PyTorch that
         called the operation; the operation.
     shape : tuple of int
     dtype : str
@@ -72,7 +72,7 @@ class Block:
 
 @dataclass(slots=True)
 class Section:
-    """What happened in one segment in one direction ("forward", "backward"; "end": after the step)."""
+    """The events of one segment in one direction ("forward", "backward"; "end": after the step)."""
 
     direction: Direction
     segment: int
@@ -99,14 +99,13 @@ class Recording:
         assert all(s.segment <= 2 * len(self.stages) for s in self.sections)
 
 
-@dataclass(frozen=True, slots=True)
-class _Where:
+class _Where(NamedTuple):
     module: str
     line: str
 
 
 class Recorder(Tracker):
-    """A tracker that also writes down each block with where it is from.
+    """A tracker that also records each block with its origin.
 
     Parameters
     ----------
@@ -137,12 +136,12 @@ class Recorder(Tracker):
     # --- sections ---
 
     def enter_segment(self, segment: int) -> None:
-        """Forward moves on to `segment`."""
+        """Continue forward with `segment`."""
         super().enter_segment(segment)
         self.sections.append(Section("forward", segment))
 
     def enter_backward(self, segment: int | None = None) -> None:
-        """Backward begins, or moves down to `segment`."""
+        """Begin backward, or continue it with `segment`."""
         before = (self._in_backward, self._segment)
         super().enter_backward(segment)
         if (self._in_backward, self._segment) != before:
@@ -151,7 +150,7 @@ class Recorder(Tracker):
                 self.sections.append(Section("backward", passed))
 
     def finish(self) -> None:
-        """The step has ended; its gradients live on."""
+        """End the step; its gradients stay allocated."""
         super().finish()
         unlisted = (("(of a parameter that the model doesn't list)", other) for other, _ in self.foreign.values())
         for name, parameter in (*unlisted, *self._model.named_parameters()):  # a listed one's name wins
@@ -187,7 +186,7 @@ class Recorder(Tracker):
         return result
 
     def _of_node(self) -> _Where:
-        """Where the forward operation is whose backward runs."""
+        """Return the origin of the forward operation whose backward runs."""
         node = torch._C._current_autograd_node()
         if node is None or not self._nodes:
             return self._where
@@ -204,7 +203,7 @@ class Recorder(Tracker):
         key = id(tensor.untyped_storage())
         earlier = self._sums.pop(key, None)
         if earlier is not None and earlier in self._block_of:
-            # The real sum is written into the earlier block, which goes on living under the new name.
+            # PyTorch adds into the earlier block, which stays allocated and gets the sum's key.
             self._block_of[key] = self._block_of.pop(earlier)
             return sid
         index = len(self.blocks)
@@ -230,18 +229,18 @@ class Recorder(Tracker):
     def _freed(self, key: int, nbytes: int) -> None:
         super()._freed(key, nbytes)
         block = self._block_of.pop(key, None)
-        if block is not None and block not in self.gradients:  # those outlive what is recorded
+        if block is not None and block not in self.gradients:  # gradients stay allocated after the recording
             self.sections[-1].events.append((FREE, block))
 
     def block_of(self, tensor: torch.Tensor) -> int | None:
-        """The index of a tensor's block; None for what was there before."""
+        """Return the index of a tensor's block; None for a tensor from before the recording."""
         return self._block_of.get(id(tensor.untyped_storage()))
 
     # --- modules ---
 
     @contextlib.contextmanager
     def watching_modules(self) -> Iterator[None]:
-        """Know which module's forward runs."""
+        """Track which module's forward runs while the context is active."""
 
         def enter(module: nn.Module, args: Any) -> None:
             if threading.get_ident() == self._thread:
@@ -265,11 +264,11 @@ _OURS = os.path.dirname(os.path.abspath(ckptplan.__file__))
 
 
 def _line(frame: types.FrameType | None) -> str:
-    """The innermost line of the model's code that is neither PyTorch's nor ours; empty where there is none."""
+    """Return the innermost line of code that is neither PyTorch's nor this package's; empty if there is none."""
     while frame is not None:
         path = frame.f_code.co_filename
         if path == _STEP:
-            return ""  # it began there: whatever lies further out is not the model's
+            return ""  # the step began here: frames further out aren't the model's
         if not path.startswith((_TORCH, _OURS, "<")) and "/contextlib.py" not in path:
             return f"{_short(path)}:{frame.f_lineno}"
         frame = frame.f_back
@@ -277,7 +276,7 @@ def _line(frame: types.FrameType | None) -> str:
 
 
 def _short(path: str) -> str:
-    """A file's path from its package on."""
+    """Return a file's path relative to its entry of `sys.path`."""
     for root in sys.path:
         if root and path.startswith(root + os.sep):
             return path[len(root) + 1 :]
@@ -301,18 +300,18 @@ def record_step(
     stages : tuple of str
         The module stages.
     choices, segments
-        Of a plan; by default everything is kept.
+        Those of a plan; default: everything is kept.
     accumulating : bool
-        Parameters have gradients already.
+        Whether parameters have gradients at the start.
     inference : bool
         Record one forward that saves nothing instead.
 
     Returns
     -------
     Recording
-        Parameters, buffers and inputs are not in it, and gradients only where they are made.
+        Without parameters, buffers and inputs, and without gradients from before the step.
     list of str
-        Operations whose temporaries could not be found out.
+        Operations whose temporaries couldn't be determined.
     """
     recorder = Recorder(target, step.model)
     with recorder.watching_modules():
@@ -334,7 +333,7 @@ def record_step(
     _categorize(recorder, seen, modules, inference)
     peaks, failed, storages = target.workspaces(key for key, *_ in recorder.operations)
     if learn_storages(target, (*seen.forward.values(), *seen.backward.values()), storages):
-        return record_step(
+        return record_step(  # again, with the storages that were learned
             step,
             stages,
             target,
@@ -351,8 +350,8 @@ def record_step(
 def _keep_random_states(recorder: Recorder, modules: tuple[str, ...], choices: list[Decision]) -> None:
     """Add the random state that each recomputed stage keeps from its forward to its backward.
 
-    On the CPU it lies among the tensors, out of a dispatch mode's sight; while a stage is run again, the present state
-    is set aside as well.
+    On the CPU it is a tensor, which a dispatch mode doesn't see. A second one holds the current state during the
+    recompute.
     """
     nbytes = torch.get_rng_state().numel()
     for j, choice in enumerate(choices):
@@ -377,7 +376,7 @@ def record_updates(
 ) -> Recording:
     """Record two updates of `optimizer`, the first of which makes its state: sections "update 1" and "update 2".
 
-    Of the model's parameters, those are updated that `step` leaves a gradient for; without it all that may need one.
+    The update covers the model's parameters that have a gradient after `step`; without `step`, all that require one.
 
     Raises
     ------
@@ -412,7 +411,7 @@ def record_updates(
 
 
 def _with_workspaces(recorder: Recorder, events: list[Event], peaks: dict[Hashable, int]) -> Iterator[Event]:
-    """`events` with a block for what each operation allocates beside its results and frees again."""
+    """Yield `events`, with a block for the memory that each operation allocates beside its results and frees again."""
     for code, index in events:
         if code != WORK:
             yield code, index
@@ -427,7 +426,7 @@ def _with_workspaces(recorder: Recorder, events: list[Event], peaks: dict[Hashab
 
 
 def _categorize(recorder: Recorder, seen: Replay, stages: tuple[str, ...], inference: bool) -> None:
-    """Say what each block is for."""
+    """Set the category of each block."""
     holder: dict[int, int] = {}
     for segment, sids in () if inference else sorted(seen.saved.items()):
         for sid in sids:

@@ -1,4 +1,4 @@
-"""Corrects the profile of an applied plan by what was measured, and solves again. No torch."""
+"""New plans from the profile of an applied plan, corrected by measurements. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,30 +13,27 @@ from ckptplan.core.trace import DrawnStep
 from ckptplan.planning.job import Job
 from ckptplan.referee import simulate
 from ckptplan.report.refine import corrected, drawn, stage_times
-from ckptplan.report.shortage import corrections, planned_bytes, told
+from ckptplan.report.shortage import corrections, planned_bytes, with_predictions
 
 
 class Adviser:
-    """Knows the profile of what is applied, as corrected so far (`runtime.handle.Adviser`)."""
+    """Makes predictions and new plans for an applied plan (`runtime.adviser.Adviser`).
+
+    Attributes
+    ----------
+    job : Job
+        The profile of the applied plan with the corrections so far, and the limits.
+    """
 
     def __init__(self, job: Job) -> None:
-        self._job = job
-
-    @property
-    def job(self) -> Job:
-        """The profile as corrected so far, and the limits."""
-        return self._job
-
-    def turn_to(self, job: Job) -> None:
-        """A plan of another profile is applied from now on."""
-        self._job = job
+        self.job = job
 
     def planned(self, plan: Plan, phase: Phase, stage: int | None) -> tuple[int, int]:
-        """Bytes at the start and at the worst moment of a stage."""
-        return planned_bytes(self._job.profile, plan, phase, stage)
+        """Return the predicted bytes at the start and at the peak of a stage."""
+        return planned_bytes(self.job.profile, plan, phase, stage)
 
     def replan(self, plan: Plan, shortage: Shortage) -> Plan:
-        """The fastest plan of the corrected profile.
+        """Return the fastest plan of the profile corrected by a shortage.
 
         Raises
         ------
@@ -44,8 +41,8 @@ class Adviser:
             If none fits.
         """
         refused: list[InfeasibleBudgetError] = []
-        for correction in corrections(self._job.profile, plan, shortage):
-            job = replace(self._job, profile=correction.profile)
+        for correction in corrections(self.job.profile, plan, shortage):
+            job = replace(self.job, profile=correction.profile)
             try:
                 leaner = job.solved(correction.limit_bytes)
             except InfeasibleBudgetError as error:
@@ -53,33 +50,33 @@ class Adviser:
                 if correction.leaner_than_bytes is None or error.min_peak_bytes >= correction.leaner_than_bytes:
                     continue
                 leaner = job.solved(error.min_peak_bytes)
-            self._job = replace(job, profile=correction.means or correction.profile)
-            return told(leaner, correction, plan)
+            self.job = replace(job, profile=correction.means or correction.profile)
+            return with_predictions(leaner, correction, plan)
         raise refused[0]
 
     def stage_times(self, plan: Plan) -> tuple[StageTimes, ...]:
-        """What each stage is to take, told as a running step tells it."""
-        return stage_times(self._job.profile, plan)
+        """Return the predicted times of each stage, in the form in which a running step measures them."""
+        return stage_times(self.job.profile, plan)
 
     def drawn(self, plan: Plan) -> DrawnStep:
-        """The step as it is to run."""
-        return drawn(self._job.profile, plan)
+        """Return the predicted step."""
+        return drawn(self.job.profile, plan)
 
     def refined(self, plan: Plan, measured: Measured) -> tuple[Plan, Plan]:
-        """The fastest plan found by what was measured, and `plan` with the predictions that this gives.
+        """Return the fastest plan of the profile corrected by measurements, and `plan` with corrected predictions.
 
         Raises
         ------
         InfeasibleBudgetError
             If none fits.
         """
-        job = replace(self._job, profile=corrected(self._job.profile, plan, measured))
-        # What the allocator needs beyond tensors isn't known of another plan; taken to be as much as of this.
+        job = replace(self.job, profile=corrected(self.job.profile, plan, measured))
+        # Another plan's rounding and fragments aren't known; they are assumed to be those of this plan.
         slack = 0 if plan.reserved_bytes is None else max(plan.reserved_bytes - plan.peak_bytes, 0)
         limit = max(plan.budget_bytes - slack, 1)
         found = job.solved(limit)
         timeline = simulate(job.profile, plan)
-        told = replace(
+        before = replace(
             plan,
             peak_bytes=timeline.peak_bytes,
             step_s=timeline.makespan_s,
@@ -90,7 +87,7 @@ class Adviser:
             forward_peak_bytes=timeline.forward_peak_bytes,
             between_bytes=timeline.between_bytes,
         )
-        self._job = job
+        self.job = job
         if timeline.peak_bytes <= limit and timeline.makespan_s <= found.step_s:
-            return replace(told, status=found.status if timeline.makespan_s == found.step_s else "feasible"), told
-        return found, told
+            return replace(before, status=found.status if timeline.makespan_s == found.step_s else "feasible"), before
+        return found, before

@@ -50,53 +50,52 @@ def apply(
     inputs: Any = None,
     **options: Unpack[ApplyKeywords],
 ) -> Handle:
-    """Make every training forward of `model` follow `plan`.
+    """Apply `plan` to `model`: its training forwards keep, swap and recompute as planned.
 
-    The model's classes, parameter names, `state_dict` and hooks stay as they are; only `forward` of the stages is
-    replaced on the instances. Forwards without gradients, or in evaluation mode, run as if no plan were there. The
-    `use_cache` of a Hugging Face configuration is off while the plan is applied. On CUDA the allocator's cache is
-    emptied and its peak statistics are reset, so that `handle.stats` tells the plan's own (its `earlier` has the
-    former).
+    The model's classes, parameter names, `state_dict` and hooks don't change; only `forward` of the stages is replaced
+    on the instances. Forwards without gradients, or in evaluation mode, run without the plan. The `use_cache` of a
+    Hugging Face configuration is off while the plan is applied. On CUDA the allocator's cache is emptied and its peak
+    statistics are reset, so that `handle.stats` has the plan's peaks (its `earlier` has those from before).
 
     Parameters
     ----------
     swap_dir : path, optional
-        Where the swap file of a CPU plan, or of a CUDA plan's disk tier, lives (unnamed, at most the plan's swapped
-        bytes per living graph).
+        Folder of the swap file of a CPU plan, or of a CUDA plan's disk tier. The file has no name, and at most the
+        plan's swapped bytes per living graph.
     checksums : bool
-        Take a checksum of everything that leaves and compare it with what comes back: finds damage on any tier, and
-        costs the time of reading all of it twice.
+        Whether to compare checksums of all bytes that leave and return; detects damage on any tier, and takes the time
+        to read all of them twice.
     synchronous : bool
-        Wait for every copy where it is issued: the same results without overlap, for finding faults.
+        Whether to wait for every copy where it is issued: the same results without overlap, for debugging.
     check : "sampled", "always" or "off"
-        In which steps to compare what comes back with what was there in forward: what each recomputed stage reads
-        (parameters, buffers, inputs) and saves, and each storage that was swapped. A difference is a `CheckError` from
-        that backward, before an optimizer steps. "sampled": in the first three forwards, then in one of a hundred on
-        average. Other steps cost nothing. docs/runtime.md says what this finds, and what it doesn't.
+        Steps in which values are compared with those of forward: the values that each recomputed stage reads
+        (parameters, buffers, inputs) and saves, and each swapped storage. A difference raises `CheckError` from that
+        backward, before an optimizer steps. "sampled": the first three forwards, then one of a hundred on average.
+        Other steps have no overhead. docs/runtime.md lists which errors this detects.
     on_oom : "raise", "report" or "replan"
-        What `handle.step(fn)` does when memory runs out in `fn`. "raise": nothing, the error is the allocator's.
-        "report": undo the step and raise `OutOfMemoryError`, which says what was alive and what was planned. "replan":
-        undo it, correct the profile by what was measured, solve again, and run the step with the new plan. Steps that
-        aren't run through `handle.step` are as with "raise".
+        Action of `handle.step(fn)` if memory runs out in `fn`. "raise": raise the allocator's error. "report": undo the
+        step and raise `OutOfMemoryError`, with measured and planned bytes. "replan": undo the step, correct the profile
+        by the measurement, solve again, and run the step with the new plan. Steps outside `handle.step` are as with
+        "raise".
     profile : Profile, optional
-        The one that the plan was made from; needed for "replan" and `handle.refine`. Reports, `handle.stats` and
-        `handle.trace` tell by it what was planned for each stage, rather than for the step.
+        The profile that the plan was made from; needed for "replan" and `handle.refine`. With it, reports,
+        `handle.stats` and `handle.trace` have predictions for each stage, not only for the step.
     retries : int
-        So many new plans are tried for one step, 1 or more.
+        Largest number of new plans for one step, 1 or more.
     on_larger : "raise" or "replan"
-        What happens at a forward whose inputs are in some dimension larger than the plan holds for. "raise": a
-        `PlanMismatchError`. "replan": before anything of that forward has run, it is profiled, with what grew extended
-        by a quarter by repeating the inputs, and a plan for the same budget takes the present one's place. It needs
-        `loss_fn`, `optimizer` and `amp` as given to `solve` (autocast around the forward counts as `amp`), and a step
-        of one forward.
+        Action at a forward whose inputs are larger in a dimension than the plan is valid for. "raise": raise
+        `PlanMismatchError`. "replan": profile the forward before it runs, with the dimensions that grew extended by a
+        quarter by repeating the inputs, and replace the plan by one for the same budget. This needs `loss_fn`,
+        `optimizer` and `amp` as given to `solve` (autocast around the forward counts as `amp`), and a step of one
+        forward.
     inputs : tensor, tuple, dict, optional
-        As given to `solve`; needed (or `step`) for a plan made for a device that wasn't there, which is checked again
-        here: it is replayed on this device's operations, and must keep its budget.
+        As given to `solve`; needed (or `step`) for a plan made on another machine for this device. Such a plan is
+        replayed with this device's operations, and has to stay within its budget.
     **options
-        As given to `solve`: `loss_fn`, `optimizer`, `step`, `amp` for such a check and for new plans; for new plans
-        `actions`, `segments`, `time_limit_s`, `seed`, `workers`, `on_progress`. `host_gb` limits pinned host memory of
-        a CUDA plan (a disk tier's staging of 64 MiB counts), `disk_gb` the swap file, both in units of 2**30 bytes; new
-        plans move no more on any device.
+        As given to `solve`: `loss_fn`, `optimizer`, `step`, `amp` for that check and for new plans; `actions`,
+        `segments`, `time_limit_s`, `seed`, `workers`, `on_progress` for new plans. `host_gb` limits the pinned host
+        memory of a CUDA plan, including 64 MiB of staging buffers for a disk tier, `disk_gb` the swap file, both in
+        units of 2**30 bytes. The limits apply to new plans on any device.
 
     Returns
     -------
@@ -109,13 +108,13 @@ def apply(
     UnsupportedModelError
         If a plan is applied already, or the model checkpoints by itself or is compiled.
     InvalidInputError
-        If the swap directory can't be written or is too small, or an argument is impossible. The model is unchanged
-        after any of these.
+        If the swap directory can't be written or is too small, or an argument is invalid. None of these errors changes
+        the model.
     """
     require_known("apply", options, ApplyKeywords)
     require_plan(plan)
     if profile is not None and not isinstance(profile, Profile):
-        raise InvalidInputError(f"profile is a {type(profile).__name__}; pass what ckptplan.profile returned")
+        raise InvalidInputError(f"profile is a {type(profile).__name__}; pass the Profile from ckptplan.profile")
     host_gb, disk_gb = options.get("host_gb"), options.pop("disk_gb", None)
     disk_bytes = (plan.disk_bytes or None) if disk_gb is None else tier_bytes("disk_gb", disk_gb)
     limits = replace(Limits.of(options), disk_bytes=disk_bytes)
@@ -126,7 +125,7 @@ def apply(
         raise InvalidInputError(f"on_oom={on_oom!r}; it is 'raise', 'report' or 'replan'")
     if on_oom == "replan" and profile is None:
         raise InvalidInputError(
-            "on_oom='replan' solves again, for which it needs the profile that the plan was made from: "
+            "on_oom='replan' needs the profile that the plan was made from: "
             "p = ckptplan.profile(model, ...); plan = ckptplan.solve(p, ...); pass profile=p"
         )
     if not is_int(retries) or retries < (on_oom == "replan"):
@@ -170,22 +169,22 @@ def trace(
     swap_dir: str | Path | None = None,
     warm_up: int = 2,
 ) -> Trace:
-    """Run a planned step and draw it: what compute and copies did when, and the bytes on the device.
+    """Run a planned step and return its trace: the times of compute and copies, and the bytes on the device.
 
-    Parameters, buffers, gradients and random states are as before afterwards.
+    Parameters, buffers, gradients and random states are restored afterwards.
 
     Parameters
     ----------
     inputs, loss_fn, step
-        As the plan was made for (see `profile`). What a `step` callable holds on the device doesn't count on the CPU.
+        Those that the plan was made for (see `profile`). On the CPU, tensors held by a `step` callable don't count.
     accumulate : bool, optional
-        The step starts with gradients; by default where the plan is for such steps.
+        Whether the step starts with gradients; default: whether the plan is for such steps.
     optimizer : Optimizer, optional
-        Its state counts to the memory; no update is run.
+        The optimizer whose state counts as memory; no update is run.
     profile : Profile, optional
-        The one that the plan was made from: draws the predicted step beside the measured one.
+        The profile that the plan was made from; adds the predicted step to the trace.
     warm_up : int
-        Steps before the one that is drawn.
+        Steps before the measured one.
 
     Returns
     -------
@@ -200,7 +199,7 @@ def trace(
         If the inputs don't fit.
     """
     if inputs is None and step is None:
-        raise InvalidInputError("trace needs the inputs the plan was made for: pass inputs= (or step=)")
+        raise InvalidInputError("trace needs the inputs that the plan was made for: pass inputs= (or step=)")
     require_plan(plan)
     if accumulate is None:
         accumulate = plan.fingerprint.accumulates
@@ -221,12 +220,12 @@ def trace(
 
 
 def _arrived(model: nn.Module, plan: Plan, training: Training) -> Plan:
-    """A plan made for a device that wasn't there, bound to the one that is here now.
+    """Return a plan that was made on another machine, checked and bound to this machine's device.
 
     Raises
     ------
     PlanMismatchError
-        If this is another kind of device, has too little memory, or the plan doesn't keep its budget here.
+        If this is another kind of device, its memory is too small, or the plan exceeds its budget here.
     InvalidInputError
         If the inputs are missing.
     """
@@ -239,8 +238,8 @@ def _arrived(model: nn.Module, plan: Plan, training: Training) -> Plan:
         )
     if not training.has_forward:
         raise InvalidInputError(
-            f"the plan was made for {planned_for!r} without having it; pass inputs= (and loss_fn=, optimizer=, step=, "
-            "amp= as given to solve), so that it can be checked on this device"
+            f"the plan was made for {planned_for!r} on another machine; pass inputs= (and loss_fn=, optimizer=, step=, "
+            "amp= as given to solve) to check it on this device"
         )
     step, _ = training_step(model, replace(training, accumulate=plan.fingerprint.accumulates), target)
     here = fingerprint(step)

@@ -1,4 +1,4 @@
-"""Plans for forwards with larger inputs than the applied plan holds for."""
+"""New plans for forwards whose inputs are larger than the applied plan is valid for."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
 
 _REMEMBERED = 16
-"""Plans, and shapes without one, that are kept in mind."""
+"""Plans, and shapes without a plan, that are stored."""
 
 
 @dataclass(slots=True)
 class _Known:
-    """A plan that there is: what it holds for, and the profile that it is made from (None: not given)."""
+    """A plan, the inputs that it is valid for, and the profile that it was made from (None: not given)."""
 
     inputs: tuple[InputTensor, ...]
     plan: Plan
@@ -46,8 +46,8 @@ class _Known:
 class Enlarger:
     """Plans for forwards with larger inputs (`runtime.guard.shapes.OnLarger`).
 
-    Plans that were made stay known: where inputs go beyond the present one and an earlier one holds for them, that one
-    returns without any profiling. What no plan is found for is remembered too.
+    Plans are stored: if an earlier plan is valid for the inputs, it is applied again without profiling. Shapes for
+    which there is no plan are stored too.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Enlarger:
         self._refused: list[tuple[tuple[InputTensor, ...], InfeasibleBudgetError]] = []
 
     def beyond(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether some tensor is larger than planned."""
+        """Return whether a tensor is larger than planned."""
         return self._within.first_beyond(*self._by_name(args, kwargs)) is not None
 
     def enlarged(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Larger | None]:
-        """A plan that holds for these inputs.
+        """Return a plan that is valid for these inputs.
 
         Raises
         ------
@@ -93,7 +93,7 @@ class Enlarger:
         given = input_tensors(*named)
         beyond = self._within.first_beyond(*named)
         assert beyond is not None
-        if plan is not self._now.plan:  # a leaner one came after a shortage of memory
+        if plan is not self._now.plan:  # replanned after a shortage of memory
             self._now.plan = plan
             self._now.job = None if self._adviser is None else self._adviser.job
             self._budget_bytes = min(self._budget_bytes, max(plan.budget_bytes, plan.reserved_bytes or 0))
@@ -112,7 +112,7 @@ class Enlarger:
     def _turn_to(self, known: _Known) -> Plan:
         self._now, self._within = known, known.limits
         if self._adviser is not None and known.job is not None:
-            self._adviser.turn_to(known.job)
+            self._adviser.job = known.job
         return known.plan
 
     @in_own_context
@@ -124,7 +124,7 @@ class Enlarger:
             amp = torch.get_autocast_dtype(kind)
         accumulate = self._now.plan.fingerprint.accumulates or None  # where gradients exist now, they do in later steps
         calls = enlarged_calls(call, named, self._now.inputs, [known.inputs for known in self._known])
-        # Autocast around the user's forward would go on into the loss and backward, and keep casts made in here.
+        # Autocast around the user's forward would extend to the loss and backward, and cache casts made in here.
         with torch.autocast(kind, enabled=False):
             for args, kwargs in calls:
                 try:
@@ -140,7 +140,7 @@ class Enlarger:
                 except CkptPlanError as error:
                     failed = error
                     continue
-                # The replay goes with this forward's inputs, which nothing else should keep.
+                # The replay refers to this forward's inputs and would keep them alive.
                 job = replace(job, replayed=None, on_cuda=False)
                 return _Known(input_tensors(*self._by_name(args, kwargs)), plan, job)
         given = input_tensors(*named)
@@ -148,12 +148,12 @@ class Enlarger:
             self._refused = [*self._refused[-_REMEMBERED + 1 :], (given, failed)]
             raise _again(failed)
         raise PlanMismatchError(
-            f"inputs {', '.join(map(str, given))} go beyond the plan and can't be planned for: {failed}"
+            f"inputs {', '.join(map(str, given))} are larger than planned, and no new plan can be made: {failed}"
         ) from failed
 
 
 def _holds(given: Sequence[InputTensor], shapes: Sequence[InputTensor]) -> bool:
-    """Whether `given` is nowhere smaller than `shapes`, so that what is infeasible for these is so for those."""
+    """Return whether no dimension in `given` is smaller than in `shapes`; infeasible shapes stay infeasible then."""
     sizes = {t.path: t.shape for t in given}
     return all(
         len(sizes.get(t.path, ())) == len(t.shape) and all(a >= b for a, b in zip(sizes[t.path], t.shape, strict=True))
@@ -163,9 +163,9 @@ def _holds(given: Sequence[InputTensor], shapes: Sequence[InputTensor]) -> bool:
 
 
 def _again(error: InfeasibleBudgetError) -> InfeasibleBudgetError:
-    """A new error like `error`, which keeps no frames alive."""
+    """Return a copy of `error` without a traceback, which would keep frames alive."""
     return InfeasibleBudgetError(
-        f"{error}; the former plan goes on",
+        f"{error}; the former plan stays applied",
         budget_bytes=error.budget_bytes,
         min_peak_bytes=error.min_peak_bytes,
         stage=error.stage,

@@ -1,4 +1,4 @@
-"""The job of planning a model: its step put together, profiled, and each plan replayed on it."""
+"""The job of planning a model: its step is built and profiled, and each plan is replayed on it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from ckptplan.solving.tiers import check_disk
 
 
 def job_of_model(model: nn.Module, training: Training, swap_dir: str | Path | None, limits: Limits) -> Job:
-    """The job of planning a model's step, which is profiled first."""
+    """Profile a model's step and return the job of planning it."""
     target = find_target(model, training.device)
     check_supported(model)
-    # Once, so that profile and replay see the very same inputs, whether given or found.
+    # Built once, so that profile and replay have the same inputs, whether given or found.
     step, notes = training_step(model, training, target)
     return job_of_step(step, notes, target, training.optimizer, swap_dir, staged(limits) if target.is_cuda else limits)
 
@@ -39,7 +39,7 @@ def job_of_step(
     swap_dir: str | Path | None,
     limits: Limits,
 ) -> Job:
-    """The job of a step that is put together already."""
+    """Profile a step and return the job of planning it."""
     measured = profile_step(
         training,
         target,
@@ -56,7 +56,7 @@ def job_of_step(
 
 
 def replaying(job: Job, step: TrainingStep, sizes: TrainingBytes) -> Job:
-    """The same job with each plan replayed on `step`, which the profile is of."""
+    """Return `job` with a replay of each plan on `step`, from which its profile was made."""
     target = sizes.target
 
     def replayed(plan: Plan) -> DeviceBytes:
@@ -69,12 +69,12 @@ def replaying(job: Job, step: TrainingStep, sizes: TrainingBytes) -> Job:
 
 
 def default_budget(model: nn.Module, device: DeviceLike) -> int:
-    """The budget where none is given: what `device`, by default the model's own, has free for a step."""
+    """Return the default budget: the free memory of `device`, by default the model's, for a step."""
     return free_bytes(model, find_target(model, device))
 
 
 def free_bytes(model: nn.Module, target: Target) -> int:
-    """What a step may use: what is free or the model's own now, or the whole of a device that isn't here."""
+    """Return the free memory plus the model's own, or all usable memory of a device that isn't in this machine."""
     if target.spec is not None:
         return target.spec.usable_bytes
     device, held = target.device, unique_bytes(held_tensors(model), target.device)

@@ -29,22 +29,22 @@ class Violation:
 
 
 def holds(profile: Profile, i: int, choice: Decision, segment: Segment | None) -> tuple[int, ...]:
-    """Storages that stage `i` holds from its forward on; `segment` is the outermost one around it (rule 2)."""
+    """Return the storages that stage `i` holds from its forward on; `segment` is the outermost around it (rule 2)."""
     stage = profile.stages[i]
     held = stage.option(choice.option).held
     if segment is None:
         return held
-    # Glue is linked to nothing: it isn't run again, so it needs what it saved.
+    # Glue isn't run again and needs all it saved; it has no linked storages.
     return tuple(s for s in held if s not in stage.linked or profile.storages[s].born < segment.first)
 
 
 def outermost(segments: Sequence[Segment]) -> dict[int, Segment]:
-    """Stage -> the outermost segment around it, for the stages that are in one."""
+    """Return stage -> the outermost segment around it, for the stages inside segments."""
     return {i: segment for segment in segments for i in range(segment.first, segment.last + 1)}
 
 
 def broken_rules(profile: Profile, choices: Sequence[Decision], segments: Sequence[Segment]) -> tuple[Violation, ...]:
-    """The rules of structure that decisions and segments break; empty when they can be replayed."""
+    """Return the violated rules of structure; empty if decisions and segments can be replayed."""
     if len(choices) != len(profile.stages):
         return (Violation("stages", "", f"{len(choices)} decisions for {len(profile.stages)} stages"),)
     broken = [*_options(profile, choices), *_segments(profile, choices, segments)]
@@ -77,18 +77,18 @@ def _segments(profile: Profile, choices: Sequence[Decision], segments: Sequence[
     for segment in segments:
         where = f"segment {segment.first}..{segment.last}"
         if segment.first < end or segment.last >= len(choices) or segment.first == segment.last:
-            yield Violation("segment", "", f"{where} is out of order, past the last stage, or of one stage alone")
+            yield Violation("segment", "", f"{where} is out of order, past the last stage, or a single stage")
             return
         end = segment.last + 1
         for i in range(segment.first, end):
             stage, name = profile.stages[i], choices[i].option
             if stage.is_glue:
                 if name != "keep":
-                    yield Violation("segment", stage.name, f"{where}: glue is kept, not {name!r}")
+                    yield Violation("segment", stage.name, f"{where}: glue must be decided 'keep', not {name!r}")
             elif stage.recompute is None:
                 yield Violation("segment", stage.name, f"{where}: the stage can't be recomputed")
             elif name not in ("recompute", "recompute+swap"):
-                yield Violation("segment", stage.name, f"{where}: the stage is decided {name!r}, not 'recompute'")
+                yield Violation("segment", stage.name, f"{where}: the stage must be decided 'recompute', not {name!r}")
         yield from _last_stages(profile, segment)
 
 
@@ -115,7 +115,7 @@ def _moves(profile: Profile, choices: Sequence[Decision], held: Sequence[tuple[i
             if s in mover:
                 yield Violation("moves", stage.name, f"storage {s} is moved by {mover[s]!r} too")
             if profile.storages[s].stays:
-                yield Violation("moves", stage.name, f"moves storage {s}, which is to stay")
+                yield Violation("moves", stage.name, f"moves storage {s}, which must stay")
             mover[s] = stage.name
 
 
@@ -142,7 +142,7 @@ def _tiers(profile: Profile, choices: Sequence[Decision]) -> Iterator[Violation]
         return
     for stage, choice in zip(profile.stages, choices, strict=True):
         if choice.tier == "disk":
-            yield Violation("tier", stage.name, "moves to the disk, and the profile knows no disk tier")
+            yield Violation("tier", stage.name, "moves to the disk, but the profile has no disk tier")
 
 
 def _holders(profile: Profile, choices: Sequence[Decision], held: Sequence[tuple[int, ...]]) -> Iterator[Violation]:

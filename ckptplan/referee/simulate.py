@@ -1,7 +1,7 @@
 """Independent of core's rules and of every planner on purpose: a replay of a plan, bytes at each step and three lanes.
 
-An interpreter: it walks the step, adds and drops holders one at a time, and shares no code with what chose the plan.
-The rules it follows are NOTE [Residency] in core/rules.py and these, for time:
+An interpreter that adds and drops holders one at a time, and shares no code with the solver, so that an error in one is
+detected by the other. It implements the rules of NOTE [Residency] in core/rules.py, and these of time:
 
 1. Compute runs forward 0..L-1, then backward L-1..0; a recomputed stage's backward has its recompute in front.
 2. What a stage moves joins the outward queue, as one transfer, when its forward ends. Compute waits at the end of
@@ -13,7 +13,12 @@ The rules it follows are NOTE [Residency] in core/rules.py and these, for time:
    them: a transfer takes its latency and the time of its bytes at the rate of `link`, or of `disk` for that tier.
 5. A segment's sweep runs after these waits and before its last stage's own recompute; each of its runs takes the
    stage's `forward_s`. The sweep of an inner segment runs at the start of its own last stage's backward. In its
-   backward step, a stage that a sweep kept takes `backward_s` alone, the last stage of a segment its `recompute_s` too.
+   backward step, a stage that a sweep kept takes only `backward_s`, the last stage of a segment also its `recompute_s`.
+
+Worked example: two stages with `forward_s` 1 and `backward_s` 2 s each, and a link that needs 3 s for stage 0's
+transfer in each direction. Stage 0 moves with release 1 and prefetch 1. Forward ends at 2 s; the transfer, queued at 1
+s, ends at 4 s, for which compute waits (rule 2). Backward of stage 1 starts at 4 s and queues the return (rule 3),
+which ends at 7 s; it ends at 6 s itself, so compute waits for 1 s more, and the step ends at 9 s.
 """
 
 from __future__ import annotations
@@ -51,7 +56,7 @@ class Event:
 class StepBytes:
     """Bytes on the device in one program step: at its start, and at its worst moment.
 
-    With `sweep`, the run of `stage` in a segment's sweep, a part of the backward step that follows.
+    With `sweep`, the run of `stage` in a segment's sweep, which is a part of the following backward step.
     """
 
     phase: Phase
@@ -63,9 +68,9 @@ class StepBytes:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The course of a step with a plan.
+    """The result of a replay: peak, makespan, bytes per step and one event per interval of each lane.
 
-    `runs` counts, per stage, how often its forward runs, the parts that a selective option runs again as one.
+    `runs` is the number of times that each stage's forward runs; a selective option's partial recompute counts as one.
     """
 
     peak_bytes: int
@@ -80,23 +85,23 @@ class Timeline:
 
     @property
     def forward_peak_bytes(self) -> int:
-        """Bytes on the device at the worst moment of forward."""
+        """Peak of the bytes on the device in forward."""
         return max(step.peak_bytes for step in self.steps if step.phase == "forward")
 
     @property
     def between_bytes(self) -> int:
-        """Bytes there when backward begins that weren't when forward began."""
+        """Bytes on the device when backward begins, less those when forward began."""
         turn = next(step for step in self.steps if step.phase == "backward")
         return max(turn.start_bytes - self.steps[0].start_bytes, 0)
 
     @property
     def stall_s(self) -> float:
-        """Time compute waits for transfers."""
+        """Time in which compute waits for transfers."""
         return sum(event.end_s - event.start_s for event in self.events if event.what == "wait")
 
 
 def simulate(profile: Profile, plan: Plan | Sequence[Decision], segments: Sequence[Segment] = ()) -> Timeline:
-    """Replay `plan`, or bare decisions with their segments, on `profile`; no limit is applied.
+    """Replay `plan`, or decisions with their segments, on `profile`, without any limit.
 
     Returns
     -------
@@ -108,7 +113,7 @@ def simulate(profile: Profile, plan: Plan | Sequence[Decision], segments: Sequen
     PlanMismatchError
         If the plan was made for another profile.
     InvalidInputError
-        If the decisions break a rule of structure (`validate` lists all that do).
+        If the decisions break a rule of structure (`validate` lists all violations).
     """
     choices: Sequence[Decision]
     if isinstance(plan, Plan):
@@ -123,7 +128,7 @@ def simulate(profile: Profile, plan: Plan | Sequence[Decision], segments: Sequen
 
 
 def replay(profile: Profile, choices: Sequence[Decision], segments: Sequence[Segment]) -> Timeline:
-    """`simulate` for decisions whose structure has been checked."""
+    """Replay decisions whose structure has been checked; see `simulate`."""
     step = _Step(profile, choices, segments)
     n = len(choices)
     for k in range(n):
@@ -147,14 +152,14 @@ def replay(profile: Profile, choices: Sequence[Decision], segments: Sequence[Seg
 
 
 Block = tuple[int, int]
-"""A storage, and 0 for the one that forward made or the number of the sweep that made it again."""
+"""A storage, and 0 if forward made it, or the number of the sweep that made it again."""
 
 _PROGRAM, _CALLER, _SWEEP = -1, -2, -3
-"""Holders that aren't stages: the program's variables, the caller, and a sweep on the way to a linked stage."""
+"""Holders other than stages: the program's variables, the caller, and a sweep until a linked stage has run."""
 
 
 class _Device:
-    """Blocks with their holders; a block without one is freed."""
+    """Blocks with their holders; a block without holders is freed."""
 
     def __init__(self, storages: Sequence[Storage]) -> None:
         self._storages = storages
@@ -193,7 +198,7 @@ class _Device:
 
 
 class _Clock:
-    """Compute's time, and when each transfer queue is free again."""
+    """The time of compute, and the times at which the transfer queues become free."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -223,7 +228,7 @@ class _Clock:
 
 
 class _Step:
-    """One step under way."""
+    """The state of a step that is being replayed."""
 
     def __init__(self, profile: Profile, choices: Sequence[Decision], segments: Sequence[Segment]) -> None:
         n = len(choices)
@@ -235,7 +240,7 @@ class _Step:
         self.ways = [
             profile.disk if choice.tier == "disk" and profile.disk is not None else profile.link for choice in choices
         ]
-        # How each stage ran last: by its decision, or as a sweep ran it.
+        # The option with which each stage ran last: that of its decision, or the sweep's.
         self.option: list[Option] = [
             stage.option(choice.option) for stage, choice in zip(self.stages, choices, strict=True)
         ]
@@ -275,7 +280,7 @@ class _Step:
             self.program_ends[min(max(until[s], 0), n - 1)].append(s)
 
     def _program_until(self) -> list[int]:
-        """Per storage, the program's last step with it; a stage that is the first to hold it got it from there."""
+        """Return the program's last step with each storage; it passes the storage to the first stage that holds it."""
         until = [storage.program_until for storage in self.storages]
         held: set[int] = set()
         for i, storages in enumerate(self.forward_holds):
@@ -320,7 +325,7 @@ class _Step:
                 self.device.send_away((s, 0))
 
     def turn(self) -> None:
-        """Nothing of the program's own lasts into backward."""
+        """Drop the storages held by variables of the program, which don't last into backward."""
         for s in range(len(self.storages)):
             self.device.drop((s, 0), _PROGRAM)
 
@@ -344,7 +349,7 @@ class _Step:
             self.device.drop(block, k)
 
     def _sweep(self, segment: Segment) -> None:
-        """Rules 6 and 7: run `segment` again up to its last stage, which then is about to be recomputed."""
+        """Run `segment` again up to its last stage, which is recomputed next (rules 6 and 7)."""
         self.sweeps += 1
         number = self.sweeps
         inner = outermost(segment.inner)
@@ -374,7 +379,7 @@ class _Step:
         self.option[segment.last] = last
 
     def _arrive(self, k: int, kept: Iterable[int], number: int, awaited_by: dict[int, int]) -> None:
-        """Stage `k` of sweep `number` has run, or is about to be recomputed: it holds `kept` from here on."""
+        """Let stage `k`, which sweep `number` has run or is about to recompute, hold `kept`."""
         for s in kept:
             self._take(k, s, (s, number))
         for s in self.stages[k].linked:
@@ -384,7 +389,7 @@ class _Step:
     def _recompute(self, k: int) -> Option:
         option = self.stages[k].recompute
         if option is None:
-            raise InvalidInputError(f"stage {self.stages[k].name!r} is in a segment and can't be recomputed")
+            raise InvalidInputError(f"stage {self.stages[k].name!r} is in a segment, but can't be recomputed")
         return option
 
     def update(self) -> None:

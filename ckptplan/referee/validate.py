@@ -18,7 +18,7 @@ def validate(
     host_bytes: int | None = None,
     disk_bytes: int | None = None,
 ) -> tuple[Violation, ...]:
-    """The rules `plan` breaks on `profile`, empty when it is sound.
+    """Return the rules that `plan` breaks on `profile`; empty if it is sound.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ def validate(
     Returns
     -------
     tuple of Violation
-        Structure first; bytes and predictions are checked only where the structure holds.
+        Violations of structure; if there are none, those of limits and predictions.
     """
     return examine(profile, plan, budget_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes)[0]
 
@@ -40,7 +40,7 @@ def validate(
 def examine(
     profile: Profile, plan: Plan, budget_bytes: int, *, host_bytes: int | None = None, disk_bytes: int | None = None
 ) -> tuple[tuple[Violation, ...], Timeline | None]:
-    """`validate` with the replay that it goes by; None where the structure doesn't hold."""
+    """Return the result of `validate`, and the replay on which it is based; None if the structure is broken."""
     names = tuple(stage.name for stage in profile.stages)
     if plan.stages != names:
         return (Violation("stages", "", "the plan's stages are not the profile's"),), None
@@ -51,7 +51,7 @@ def examine(
     timeline = replay(profile, plan.choices, plan.segments)
     for step in timeline.steps:
         if step.peak_bytes > budget_bytes:
-            what = f"{step.phase} needs" if not step.sweep else "run again in front of a segment's backward, it needs"
+            what = f"{step.phase} needs" if not step.sweep else "its run in a segment's sweep needs"
             broken.append(Violation("budget", step.stage, f"{what} {step.peak_bytes} of {budget_bytes} bytes"))
     if host_bytes is not None and timeline.host_bytes > host_bytes:
         broken.append(Violation("host budget", "", f"{timeline.host_bytes} of {host_bytes} bytes"))

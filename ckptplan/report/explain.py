@@ -1,4 +1,4 @@
-"""Why a plan is as it is: what binds where, what memory and links are worth, and each stage's next choices."""
+"""Explanation of a plan: the steps that limit it, the value of memory and links, and alternatives per stage."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import StepNeed, evaluate
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Phase
-from ckptplan.core.units import format_bytes, format_seconds
+from ckptplan.core.units import format_bytes, format_seconds, format_table
 from ckptplan.referee import Timeline, simulate
 
 NEAR_PEAK = 0.01
-"""A step is among those that bind when it needs the peak to within this share."""
+"""A step binds if its bytes are within this share of the peak."""
 MOST_STAGES = 60
-"""Of a longer plan, this many representatives of its runs of equal decisions are looked at."""
+"""Runs of equal decisions that are examined, the longest ones first: each takes several schedules."""
 MOST_PASSING = 3
 """Storages of `Binding.passing` that are printed by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """What more of a resource would save, to first order, in seconds a step: the prices of a proven bound.
+    """Seconds per step that more of a resource would save, to first order: the prices of a proven bound.
 
     Attributes
     ----------
     gib_s : float
-        A GiB more of budget.
+        Saved by one more GiB of budget.
     out_s, in_s : float
-        A link twice as fast, outwards and inwards.
+        Saved by doubling the bandwidth out and in.
     """
 
     gib_s: float
@@ -55,7 +55,7 @@ class Passing:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Neighbouring steps of one phase that need the peak to within 1 %, and how much of the budget is free in them.
+    """Neighbouring steps of one phase within 1 % of the peak, and the bytes of the budget that are free in them.
 
     `passing`: what passes one of these steps on its way to a later stage, such as skip connections, largest first.
     """
@@ -70,16 +70,16 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """The same plan with another choice for one stage (or one segment), under its best schedule.
+    """The same plan with another option for one stage (or one segment), with its best schedule.
 
     Attributes
     ----------
     option : str
         Name of the option, or "each by itself" for a segment's stages.
     extra_s : float
-        Change of the predicted step.
+        Change of the predicted step time.
     missing_bytes : int
-        By how much the budget would have to be larger; 0 where it fits.
+        Bytes missing in the budget; 0 if the alternative fits.
     """
 
     option: str
@@ -89,7 +89,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One stage's choice, standing for `count` neighbours decided alike, beside the next in memory either way."""
+    """The option of one of `count` neighbours with the same one, and the best with less and with more memory."""
 
     stage: str
     count: int
@@ -100,18 +100,18 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What decides a plan.
+    """The causes of a plan's overhead, its binding steps and alternatives.
 
     Attributes
     ----------
     recompute_s, out_wait_s, in_wait_s : float
-        Where the overhead comes from: computing again, waiting for copies out and for copies in.
+        Overhead by cause: recompute, waiting for copies out, and for copies in.
     out_busy, in_busy : float
-        Share of the step that each link is busy.
+        Share of the step in which each link is busy.
     bindings : tuple of Binding
-        Where memory is short; empty when everything is kept.
+        Steps that limit the plan; empty if everything is kept.
     worth : Worth or None
-        None where no prices were found in the time given.
+        None if no prices were found within the time limit.
     choices : tuple of Choice
     """
 
@@ -131,7 +131,7 @@ class Explanation:
             f"links     busy {self.out_busy:.0%} of the step outwards, {self.in_busy:.0%} inwards",
         ]
         if not self.bindings:
-            lines.append("memory    binds nowhere: everything is kept, more budget would change nothing")
+            lines.append("memory    binds nowhere: everything is kept, and more budget would change nothing")
         for b in self.bindings:
             where = b.first if b.steps == 1 else f"{b.first} .. {b.last} ({b.steps})"
             lines.append(f"memory    binds in {b.phase} of {where}: {format_bytes(b.spare_bytes)} free")
@@ -149,9 +149,7 @@ class Explanation:
         for c in self.choices:
             name = c.stage if c.count == 1 else f"{c.stage} (one of {c.count})"
             rows.append((name, c.option, _text(c.leaner), _text(c.richer)))
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        table = ["  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*lines, "", *table])
+        return "\n".join([*lines, "", *format_table(rows)])
 
 
 def _text(alternative: Alternative | None) -> str:
@@ -159,7 +157,7 @@ def _text(alternative: Alternative | None) -> str:
         return "-"
     missing = f", needs {format_bytes(alternative.missing_bytes)} more" if alternative.missing_bytes else ""
     change = f"{'+' if alternative.extra_s > 0 else '-'}{format_seconds(abs(alternative.extra_s))}"
-    if abs(alternative.extra_s) < 1e-9:  # the same seconds added in another order
+    if abs(alternative.extra_s) < 1e-9:  # a sum of the same seconds in another order
         change = "as fast"
     return f"{alternative.option}: {change}{missing}"
 
@@ -167,19 +165,19 @@ def _text(alternative: Alternative | None) -> str:
 def explain(
     profile: Profile, plan: Plan, *, worth: Worth | None = None, actions: tuple[Action, ...] = ACTIONS
 ) -> Explanation:
-    """Explain `plan` on `profile`.
+    """Return an explanation of `plan`, which was made for `profile`.
 
     Parameters
     ----------
     worth : Worth, optional
-        Passed on.
+        Becomes `Explanation.worth`.
     actions : tuple of str
-        What alternatives may use.
+        Actions that alternatives may use.
 
     Raises
     ------
     PlanMismatchError
-        If the plan isn't one of this profile.
+        If the plan was made for another profile.
     """
     timeline = simulate(profile, plan)
     menu = tuple(
@@ -257,7 +255,7 @@ def _choices(profile: Profile, plan: Plan, menu: Sequence[Sequence[int]]) -> tup
 def _stage_choice(
     profile: Profile, plan: Plan, options: list[Option], menu: Sequence[Sequence[int]], run: list[int]
 ) -> Choice:
-    """The middle one of `run`, neighbours decided alike."""
+    """Return the choice of the middle stage of `run`, neighbours with the same option."""
     i = run[len(run) // 2]
     kept = _on_device(profile, options[i])
     leaner: list[Alternative] = []
@@ -281,7 +279,7 @@ def _segment_choice(profile: Profile, plan: Plan, options: list[Option], segment
 
 
 def _on_device(profile: Profile, option: Option) -> int:
-    """Bytes that an option holds and doesn't move."""
+    """Return the bytes that an option holds on the device."""
     moved = set(option.moved)
     return sum(profile.storages[s].nbytes for s in option.held if s not in moved)
 
@@ -290,7 +288,7 @@ def _alternative(
     profile: Profile, plan: Plan, name: str, options: Sequence[Option], segments: tuple[Segment, ...]
 ) -> Alternative:
     missing = 0
-    # What moves now stays on its tier; what doesn't would go to the host.
+    # Stages that move now keep their tier; others would move to the host.
     on_disk = [i for i, choice in enumerate(plan.choices) if choice.tier == "disk"]
     found = evaluate(profile, options, plan.budget_bytes, segments)
     while isinstance(found, StepNeed):

@@ -1,4 +1,4 @@
-"""A plan's times as a running step tells them, and a profile corrected by what was measured."""
+"""Predicted times in the form of measured ones, and a profile corrected by measurements."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ckptplan.core.link import Link
-from ckptplan.core.measured import Copied, Measured, StageTimes, as_measured, told_together
+from ckptplan.core.measured import Copied, Measured, StageTimes, as_measured, backward_groups
 from ckptplan.core.option import Option
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -21,7 +21,7 @@ _LANES: dict[str, Lane] = {"disk_out": "disk out", "disk_in": "disk in"}
 
 
 def stage_times(profile: Profile, plan: Plan) -> tuple[StageTimes, ...]:
-    """What the referee predicts for each stage, told as a running step tells it."""
+    """Return the predicted times of each stage, in the form in which a running step measures them."""
     return as_measured([stage.is_glue for stage in profile.stages], _stage_times(profile, plan))
 
 
@@ -35,18 +35,18 @@ def _stage_times(profile: Profile, plan: Plan) -> tuple[StageTimes, ...]:
 
 
 def drawn(profile: Profile, plan: Plan) -> DrawnStep:
-    """The referee's replay as spans, its memory at each step's worst moment from that step's beginning on."""
+    """Return the referee's replay as spans, and the peak of each step as the bytes from its beginning on."""
     timeline = simulate(profile, plan)
-    moved = {}
-    for stage, choice in zip(profile.stages, plan.choices, strict=True):
-        saved = stage.option(choice.option).saved
-        moved[stage.name] = sum(profile.storages[saved[p]].nbytes for p in choice.moves)
+    moved = {
+        stage.name: sum(profile.storages[stage.option(choice.option).saved[p]].nbytes for p in choice.moves)
+        for stage, choice in zip(profile.stages, plan.choices, strict=True)
+    }
     spans = []
     for event in timeline.events:
         what, lane = _DRAWN.get(event.what, event.what), _LANES.get(event.lane, event.lane)
         nbytes = 0 if lane == "compute" else moved[event.stage]
         spans.append(Span(lane, what, event.stage, event.start_s, event.end_s, nbytes))  # type: ignore[arg-type]
-    # Steps and compute's events are in the same order; a backward step has its recompute in front.
+    # Steps and compute's events have the same order; a backward step may begin with a recompute.
     running = iter([e for e in timeline.events if e.lane == "compute" and e.what != "wait"])
     memory = []
     for step in timeline.steps:
@@ -61,7 +61,7 @@ def drawn(profile: Profile, plan: Plan) -> DrawnStep:
 
 
 def _means(values: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """By kind of stage, so that equal stages stay equal and their total is what was measured."""
+    """Return the mean by kind of stage: equal stages stay equal, and their sum is that of the measurements."""
     found: dict[str, list[float]] = defaultdict(list)
     for kind, value in values:
         found[kind].append(value)
@@ -69,17 +69,17 @@ def _means(values: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def corrected(profile: Profile, plan: Plan, measured: Measured) -> Profile:
-    """`profile` with the times, links and bytes that steps with `plan` showed.
+    """Return `profile` with the times, links and bytes measured in steps with `plan`.
 
-    - A stage's forward and backward are what was measured, the mean over the stages of its kind. What is measured
-      together (a module's backward and that of the glue in front of it, the last glue's forward and backward) is
-      divided as the profile has it.
-    - Recompute that ran is what was measured; where a segment's sweep ran a stage's forward again, both share what they
-      took together. A kind's other recomputing options grow or shrink in the same proportion; those of kinds that
-      nothing recomputed, in proportion to their forward.
-    - A link that moved anything has the rate at which it did. One that didn't stays as it is.
-    - Bytes measured beyond the predicted peak are added to every moment. Fewer change nothing, since a prediction is an
-      upper bound.
+    - A stage's forward and backward times are the measured means over the stages of its kind. Times measured together
+      (a module's backward and that of the glue in front of it, the last glue's forward and backward) are divided in the
+      proportion of the profile. Example: of 6 ms measured for glue and module predicted at 1 and 2 ms, the glue gets 2.
+    - A recompute time is the measured one; if a segment's sweep ran a stage's forward again, forward and sweep each get
+      the mean. A kind's other recomputing options change by the same factor; those of kinds without any recompute
+      change by the factor of their forward.
+    - A link that moved bytes gets the measured bandwidth; another link stays as it is.
+    - Bytes measured beyond the predicted peak are added to every moment. Fewer bytes change nothing, since a prediction
+      is an upper bound.
     """
     stages, glue = profile.stages, [stage.is_glue for stage in profile.stages]
     timeline = simulate(profile, plan)
@@ -91,7 +91,7 @@ def corrected(profile: Profile, plan: Plan, measured: Measured) -> Profile:
         own[event.stage] += event.what == "recompute"
 
     forward, backward, recompute = [0.0] * len(stages), [0.0] * len(stages), {}
-    for i, members in enumerate(told_together(glue)):
+    for i, members in enumerate(backward_groups(glue)):
         found = measured.stages[i]
         predicted_s = sum(stages[m].backward_s for m in members)
         if glue[i]:
@@ -114,21 +114,19 @@ def corrected(profile: Profile, plan: Plan, measured: Measured) -> Profile:
     forwards = _means(zip(kinds, forward, strict=True))
     backwards = _means(zip(kinds, backward, strict=True))
     before = _means((stage.kind, stage.forward_s) for stage in stages)
-    # By kind, of what its chosen options took and were said to take.
-    took: dict[str, list[float]] = defaultdict(list)
-    for i, taken_s in recompute.items():
-        said_s = stages[i].option(plan.choices[i].option).recompute_s
-        if said_s:
-            took[kinds[i]].append(taken_s / said_s)
+    # Per kind, the ratios of measured and predicted recompute times of the chosen options.
+    ratios: dict[str, list[float]] = defaultdict(list)
+    for i, measured_s in recompute.items():
+        if predicted_s := stages[i].option(plan.choices[i].option).recompute_s:
+            ratios[kinds[i]].append(measured_s / predicted_s)
 
     def scaled(option: Option, kind: str) -> Option:
         if not option.recomputes:
             return option
-        if kind in took:
-            return replace(option, recompute_s=option.recompute_s * statistics.mean(took[kind]))
-        return replace(
-            option, recompute_s=option.recompute_s * (forwards[kind] / before[kind] if before[kind] else 1.0)
-        )
+        if kind in ratios:
+            return replace(option, recompute_s=option.recompute_s * statistics.mean(ratios[kind]))
+        factor = forwards[kind] / before[kind] if before[kind] else 1.0
+        return replace(option, recompute_s=option.recompute_s * factor)
 
     def again(stage: Stage) -> Stage:
         return replace(

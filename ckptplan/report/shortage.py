@@ -1,4 +1,4 @@
-"""What ran short, beside what was planned for that moment; and a profile corrected by the difference."""
+"""Planned bytes at the moment of a shortage, and profiles corrected by the difference to the measured ones."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ckptplan.core.shortage import Shortage
 from ckptplan.core.stage import Phase
 from ckptplan.referee import simulate
 
-_LESS = 20
-"""Where nothing says how much was missing, a twentieth of what was planned is taken for it."""
+_MISSING_PART = 20
+"""If the missing bytes aren't known, they are assumed to be a twentieth of the planned ones."""
 
 
 def planned_bytes(profile: Profile, plan: Plan, phase: Phase, stage: int | None) -> tuple[int, int]:
-    """Bytes at the start and at the worst moment of `stage` in `phase`, as the plan has them.
+    """Return the predicted bytes at the start and at the peak of `stage` in `phase`.
 
-    With its stage goes the glue that runs after it in the same phase, since nothing tells where that begins; and with a
-    stage's backward the sweep in front of it. `stage` None: the glue behind the last stage.
+    A stage includes the glue that runs after it in the same phase, whose beginning isn't measured, and a backward
+    includes the sweep in front of it. None as a stage is the glue behind the last stage.
     """
     steps = [step for step in simulate(profile, plan).steps if step.phase == phase]
     if phase == "update":
@@ -39,19 +39,19 @@ def planned_bytes(profile: Profile, plan: Plan, phase: Phase, stage: int | None)
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """A model of memory that a shortage agrees with.
+    """A profile corrected by a shortage.
 
     Parameters
     ----------
     profile : Profile
-        With the bytes that were missing added.
+        The profile with the missing bytes added.
     limit_bytes : int
-        What a plan may use of it.
+        The limit of a plan for it.
     leaner_than_bytes : int or None
-        The correction rests on what was asked for, which may be far more than what was missing: where no plan keeps the
-        limit, any plan with a smaller peak than this is worth a try. None: the correction was measured.
+        The limit was derived from the size of the request, which may be far more than the missing bytes: if no plan
+        fits the limit, any plan with a smaller peak than this is tried. None: the correction was measured.
     means : Profile or None
-        What to tell a plan's predictions by, where `profile` has bytes that only steer the solver.
+        The profile for a plan's predictions, if `profile` has additional bytes that only guide the solver.
     """
 
     profile: Profile
@@ -61,17 +61,21 @@ class Correction:
 
 
 def corrections(profile: Profile, plan: Plan, shortage: Shortage) -> tuple[Correction, ...]:
-    """What to plan with after `plan` ran short; where no plan fits the first, the next.
+    """Return the corrections to try after `plan` ran out of memory, in order, until one has a plan.
 
-    1. Bytes measured beyond the prediction (CUDA) are added: those that were there before the step to every moment, the
-       rest to the stages of the kind that ran, in that phase, since equal kinds do the same. The limit is the plan's
-       budget, or what the device can give where that is less.
-    2. If `plan` would still seem to fit, which it didn't, and always on the CPU, where nothing is measured: at that
-       moment at most what was asked for was missing. So the limit is that much less than what was planned for it.
-    3. Where other moments, which no plan changes, rule that out: the limit is as in 1, and the stages of that kind, in
-       that phase, get so many bytes more that they must do with a twentieth less than planned, or with so much less as
-       was asked for. These bytes steer the solver and are forgotten; the next retry goes on from there.
-    4. Where that fails too: a plan whose peak, wherever it is, is so much smaller, or smaller at all.
+    1. Bytes measured beyond the prediction (CUDA) are added: those from before the step to every moment, the others to
+       the stages of the kind that ran, in that phase, since stages of one kind do the same. The limit is the plan's
+       budget, or the device's capacity if that is smaller.
+    2. If `plan` still fits the corrected profile, and always on the CPU, where nothing is measured: at most the
+    requested
+       bytes were missing at that moment. The limit is the planned bytes of that moment less the request.
+    3. If other moments, which no plan changes, need more than that: the limit is that of 1, and the stages of that
+    kind,
+       in that phase, get additional bytes, so that their plan has to use a twentieth less, or less by the request.
+       These bytes guide the solver only; they aren't part of the profile for the next retry.
+    4. If that fails too: a plan whose highest peak is smaller by that much, or smaller at all.
+
+    Example for 2: 900 MiB were planned, a request of 100 MiB failed; the limit is 800 MiB.
     """
     limit = min(plan.budget_bytes, shortage.capacity_bytes or plan.budget_bytes)
     over = max(shortage.over_bytes or 0, 0)
@@ -80,20 +84,20 @@ def corrections(profile: Profile, plan: Plan, shortage: Shortage) -> tuple[Corre
     planned = shortage.planned_bytes + over
     if planned > limit:
         return (Correction(measured, limit),)
-    asked = max(shortage.requested_bytes or planned // _LESS, 1)
-    less = min(asked, planned // _LESS + 1)
+    requested = max(shortage.requested_bytes or planned // _MISSING_PART, 1)
+    less = min(requested, planned // _MISSING_PART + 1)
     peak = simulate(measured, plan).peak_bytes
     return (
-        Correction(measured, max(planned - asked, 1), planned),
+        Correction(measured, max(planned - requested, 1), planned),
         Correction(_charged(measured, shortage, 0, limit - planned + less), limit, means=measured),
         Correction(measured, max(min(peak, limit) - less, 1), peak),
     )
 
 
-def told(plan: Plan, correction: Correction, before: Plan) -> Plan:
-    """`plan`, solved for a correction, with the predictions and the bound that hold without what steered the solver.
+def with_predictions(plan: Plan, correction: Correction, before: Plan) -> Plan:
+    """Return `plan`, solved for a correction, with predictions and a bound for `correction.means`.
 
-    The bound is that of the plan before, which speaks of no larger budget and the same or fewer bytes.
+    The bound is that of the plan before, which was proven for at least this budget and at most these bytes.
     """
     if correction.means is None:
         return plan

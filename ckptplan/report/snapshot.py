@@ -13,16 +13,17 @@ from rich.table import Table
 from rich.text import Text
 
 from ckptplan.core.units import format_bytes
+from ckptplan.report.tables import right
 
-if TYPE_CHECKING:  # memory stands above reports
+if TYPE_CHECKING:  # memory is above report in the order of imports
     from ckptplan.memory.history.summary import Alternative, DeviceSummary, Holder, State
 
 UNCHECKED = "modelled, not checked against a device"
-HOLDERS = 8  # lines of each table; the JSON has all
+MOST_HOLDERS = 8  # lines by each of two orders; the JSON has all
 
 
 def snapshot_tables(summary: DeviceSummary) -> RenderableType:
-    """One device: figures, what the peak consists of, whose it is, and what other settings would reserve."""
+    """Return the tables of one device: figures, parts of the peak, code that causes them, and other settings."""
     return Group(*_parts(summary))
 
 
@@ -37,7 +38,7 @@ def _parts(summary: DeviceSummary) -> Iterator[RenderableType]:
     if summary.alternatives:
         yield _alternatives(summary)
         yield Text()
-        yield Text(_advice(summary), no_wrap=True, overflow="ignore")  # it is for copying
+        yield Text(_advice(summary), no_wrap=True, overflow="ignore")  # one line, for copying
     for shortage in summary.shortages:
         yield Text(
             f"out of memory at entry {shortage.entry}: {format_bytes(shortage.requested_bytes)} requested,"
@@ -71,9 +72,7 @@ def _exact(nbytes: int | None) -> str:
 
 def _state(state: State) -> Table:
     when = "at the snapshot" if state.entry is None else f"at the peak (entry {state.entry})"
-    table = Table("reserved " + when, title_justify="left", box=None)
-    table.add_column("bytes", justify="right")
-    table.add_column("part", justify="right")
+    table = Table("reserved " + when, *right("bytes", "part", no_wrap=False), title_justify="left", box=None)
     for name, nbytes in (
         ("requested by tensors", state.requested_bytes),
         ("rounding of their blocks", state.rounding_bytes),
@@ -87,11 +86,10 @@ def _state(state: State) -> Table:
 
 
 def _holders(state: State) -> Table:
-    table = Table("made by", title_justify="left", box=None)
-    for column in ("fragments beside", "unused segments", "alive", "blocks"):
-        table.add_column(column, justify="right", no_wrap=True)
-    first = [holder for holder in state.holders if holder.fragment_bytes + holder.unused_bytes][:HOLDERS]
-    most = sorted(state.holders, key=lambda holder: -holder.allocated_bytes)[:HOLDERS]
+    columns = right("fragments beside", "unused segments", "alive", "blocks")
+    table = Table("made by", *columns, title_justify="left", box=None)
+    first = [holder for holder in state.holders if holder.fragment_bytes + holder.unused_bytes][:MOST_HOLDERS]
+    most = sorted(state.holders, key=lambda holder: -holder.allocated_bytes)[:MOST_HOLDERS]
     shown = list(dict.fromkeys((*first, *most)))
     for holder in shown:
         table.add_row(escape(_short(holder)), *_held((holder,)))
@@ -111,7 +109,7 @@ def _held(holders: Sequence[Holder]) -> tuple[str, ...]:
 
 
 def _short(holder: Holder) -> str:
-    """The place with no more of the file's path than its last two folders."""
+    """Return the place with at most the last two folders of the file's path."""
     found = re.fullmatch(r"(.*):(\d+ .*)", holder.where)
     if found is None:
         return holder.where
@@ -119,10 +117,9 @@ def _short(holder: Holder) -> str:
 
 
 def _alternatives(summary: DeviceSummary) -> Table:
-    """The recorded settings, and of each setting the value that reserves least; the JSON has all that were tried."""
-    table = Table("settings, same requests", title_justify="left", box=None)
-    for column in ("reserved peak", "against recorded settings"):
-        table.add_column(column, justify="right", no_wrap=True)
+    """Return a table of the recorded settings and the best value of each setting; the JSON has all values."""
+    columns = right("reserved peak", "against recorded settings")
+    table = Table("settings, same requests", *columns, title_justify="left", box=None)
     failed = any(found.fits_failed_requests is not None for found in summary.alternatives)
     if failed:
         table.add_column("failed requests", no_wrap=True)
@@ -164,7 +161,7 @@ def _advice(summary: DeviceSummary) -> str:
 
 
 def _how(found: Alternative, device: int) -> str:
-    """What a threshold needs beside it."""
+    """Return the call that a garbage collection threshold needs, if it is one."""
     if not found.change.startswith("garbage_collection_threshold") or found.limit_bytes is None:
         return ""
     return (

@@ -5,18 +5,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from ckptplan.core.option import ACTIONS
 from ckptplan.core.plan import Plan
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.referee import Timeline
 
+if TYPE_CHECKING:  # fitting is above report in the order of imports
+    from ckptplan.fitting.survey import DeviceFit
+
+
+def right(*headers: str, no_wrap: bool = True) -> list[Column]:
+    """Return right-aligned columns."""
+    return [Column(header, justify="right", no_wrap=no_wrap) for header in headers]
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one planner reached under one budget.
+    """The result of one planner under one budget.
 
     Parameters
     ----------
@@ -25,15 +34,15 @@ class Row:
     baseline_step_s : float
         Predicted step with everything kept.
     step_s : float or None
-        Predicted step of the plan; None where nothing fits.
+        Predicted step of the plan; None if no plan fits.
     peak_bytes, host_bytes : int or None
-        Its peak on the device, and what it moves.
+        The plan's peak on the device, and the bytes that it moves.
     bound_s : float or None
-        No plan within this budget is faster, by the solver's proof; None where there is no such proof.
+        Proven lower bound on the step of any plan within this budget; None: not known.
     needs_bytes : int or None
-        Where nothing fits, the smallest budget that the planner can do with.
+        If no plan fits, the smallest budget for which the planner finds one.
     planning_s : float or None
-        Wall clock the planner took.
+        Wall-clock time of planning.
     """
 
     planner: str
@@ -48,27 +57,29 @@ class Row:
 
     @property
     def overhead(self) -> float | None:
-        """Excess over keeping everything, as a fraction; None where nothing fits."""
+        """Excess over keeping everything, as a fraction; None if no plan fits."""
         return None if self.step_s is None else self.step_s / self.baseline_step_s - 1 if self.baseline_step_s else 0.0
 
     @property
     def gap(self) -> float | None:
-        """Excess over the bound, as a fraction; None where nothing fits or there is no bound."""
+        """Excess over the bound, as a fraction; None if no plan fits or there is no bound."""
         if self.step_s is None or self.bound_s is None:
             return None
         return self.step_s / self.bound_s - 1 if self.bound_s else 0.0
 
 
 def planners_table(rows: Sequence[Row], *, title: str | None = None) -> Table:
-    """One line per planner and budget, a section per budget; the fastest steps of each are bold.
+    """Return a table with a section per budget and a line per planner; the fastest steps of a budget are bold.
 
-    Where nothing fits, the line has the smallest budget that the planner can do with.
+    If no plan fits, the line has the smallest budget for which the planner finds one.
     """
     budgets = sorted({row.budget_bytes for row in rows})
-    table = Table(title=title, caption="overhead: over keeping everything; gap: over the proven bound")
-    table.add_column("planner", no_wrap=True)
-    for column in ("step", "overhead", "peak", "swapped", "gap", "planned in"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = Table(
+        Column("planner", no_wrap=True),
+        *right("step", "overhead", "peak", "swapped", "gap", "planned in"),
+        title=title,
+        caption="overhead: over keeping everything; gap: over the proven bound",
+    )
     for budget in budgets:
         found = [row for row in rows if row.budget_bytes == budget]
         best = min((row.step_s for row in found if row.step_s is not None), default=None)
@@ -80,7 +91,7 @@ def planners_table(rows: Sequence[Row], *, title: str | None = None) -> Table:
                 needs = "–" if row.needs_bytes is None else f"needs {format_bytes(row.needs_bytes)}"
                 table.add_row(row.planner, "–", "–", needs, "–", "–", took)
                 continue
-            # Sums of the same seconds may differ in the last bits.
+            # Sums of the same seconds in another order may differ in the last bits.
             fastest = best is not None and row.step_s <= best * (1 + 1e-9)
             cells = (
                 format_seconds(row.step_s),
@@ -95,10 +106,11 @@ def planners_table(rows: Sequence[Row], *, title: str | None = None) -> Table:
 
 
 def frontier_table(plans: Sequence[Plan]) -> Table:
-    """One line per plan of a frontier."""
-    table = Table(caption="overhead: over keeping everything; gap: over the proven bound")
-    for column in ("peak", "step", "overhead", "gap", "swapped", "keep", "swap", "recompute", "segments"):
-        table.add_column(column, justify="right", no_wrap=True)
+    """Return a table with one line per plan of a frontier."""
+    table = Table(
+        *right("peak", "step", "overhead", "gap", "swapped", *ACTIONS, "segments"),
+        caption="overhead: over keeping everything; gap: over the proven bound",
+    )
     for plan in plans:
         counts = [sum(choice.action == action for choice in plan.choices) for action in ACTIONS]
         table.add_row(
@@ -114,23 +126,21 @@ def frontier_table(plans: Sequence[Plan]) -> Table:
 
 
 def swapped(found: Plan | Timeline) -> str:
-    """The bytes that move, by tier where some go to the disk."""
+    """Return the bytes that a plan moves, by tier if some go to the disk."""
     if not found.disk_bytes:
         return format_bytes(found.host_bytes)
     return f"{format_bytes(found.host_bytes)} + {format_bytes(found.disk_bytes)} to disk"
 
 
 def comparison_table(rows: Sequence[Row], *, title: str | None = None) -> Table:
-    """One line per planner, one column per budget: overhead over keeping everything.
+    """Return a table of overheads over keeping everything, one line per planner, one column per budget.
 
-    The smallest overhead of each budget is bold; a dash says that the planner's rule finds nothing that fits.
+    The smallest overhead of each budget is bold; a dash stands for a planner that finds no plan that fits.
     """
     budgets = sorted({row.budget_bytes for row in rows})
     overhead = {(row.planner, row.budget_bytes): row.overhead for row in rows}
-    table = Table(title=title, caption="overhead over keeping everything; – : nothing fits")
-    table.add_column("planner")
-    for budget in budgets:
-        table.add_column(format_bytes(budget), justify="right")
+    columns = right(*map(format_bytes, budgets), no_wrap=False)
+    table = Table("planner", *columns, title=title, caption="overhead over keeping everything; – : nothing fits")
     best = {
         budget: min((value for (_, b), value in overhead.items() if b == budget and value is not None), default=None)
         for budget in budgets
@@ -148,59 +158,27 @@ def _cell(value: float | None, best: float | None) -> str:
     return f"[bold]{text}[/bold]" if text == f"{max(best, 0.0):.1%}" else text
 
 
-@dataclass(frozen=True, slots=True)
-class FitRow:
-    """What one device holds.
-
-    Parameters
-    ----------
-    device : str
-    budget_bytes : int
-        What it has for tensors and the allocator.
-    kept_bytes, least_bytes : int
-        What the user's batch needs with everything kept, and with the leanest plan found.
-    overhead : float or None
-        Of the plan for the user's batch; None where none is needed or none fits.
-    most_kept, most_planned : int
-        Largest batches, kept and with a plan; 0 for none.
-    most_overhead : float or None
-        Of the plan for the largest batch.
-    most_plan : Plan or None
-    """
-
-    device: str
-    budget_bytes: int
-    kept_bytes: int
-    least_bytes: int
-    overhead: float | None
-    most_kept: int
-    most_planned: int
-    most_overhead: float | None
-    most_plan: Plan | None
-
-
-def fit_table(rows: Sequence[FitRow], *, batch: int) -> Table:
-    """One line per device."""
+def fit_table(rows: Sequence[DeviceFit], *, batch: int) -> Table:
+    """Return a table with one line per device."""
     table = Table(
+        "device",
+        *right("has", f"batch {batch}", "largest kept", "largest planned", "slowdown there", no_wrap=False),
+        "its stages",
         title=f"batch {batch} needs {_range(row.kept_bytes for row in rows)} with everything kept, "
-        f"{_range(row.least_bytes for row in rows)} with the leanest plan",
+        f"{_range(row.planned_bytes for row in rows)} with the leanest plan",
         caption="bytes as CUDA's allocator reserves them, context aside; the largest with a plan is interpolated\n"
         "plans take whole stages, solve may find faster ones; k kept, s swapped, r recomputed",
         box=None,
         padding=(0, 1),
     )
-    table.add_column("device")
-    for column in ("has", f"batch {batch}", "largest kept", "largest planned", "slowdown there"):
-        table.add_column(column, justify="right")
-    table.add_column("its stages")
     for row in rows:
         table.add_row(
-            row.device,
+            row.device.name,
             format_bytes(row.budget_bytes),
             _answer(row),
             str(row.most_kept or "–"),
             str(row.most_planned or "–"),
-            "–" if row.most_overhead is None else f"{row.most_overhead:+.1%}",
+            "–" if row.most_plan is None else f"{row.most_plan.overhead:+.1%}",
             "" if row.most_plan is None else _counts(row.most_plan),
         )
     return table
@@ -211,15 +189,13 @@ def _range(sizes: Iterable[int]) -> str:
     return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
 
-def _answer(row: FitRow) -> str:
-    """Whether the user's batch fits."""
+def _answer(row: DeviceFit) -> str:
+    """Return whether the user's batch fits, in words."""
     if row.kept_bytes <= row.budget_bytes:
         return "fits"
-    if row.overhead is not None:
-        return f"plan {row.overhead:+.1%}"
-    return f"needs {format_bytes(row.least_bytes)}"
+    return f"needs {format_bytes(row.planned_bytes)}" if row.plan is None else f"plan {row.plan.overhead:+.1%}"
 
 
 def _counts(plan: Plan) -> str:
     counts = Counter(choice.action for choice in plan.choices)
-    return " ".join(f"{action[0]}{counts[action]}" for action in ("keep", "swap", "recompute") if counts[action])
+    return " ".join(f"{action[0]}{counts[action]}" for action in ACTIONS if counts[action])

@@ -17,7 +17,7 @@ import torch
 
 import ckptplan
 from ckptplan.core.plan import Plan
-from ckptplan.memory.history.reader import load_snapshot, replay_snapshot
+from ckptplan.memory.history.reader import load_snapshot, read_history, replay_history
 from ckptplan.runtime.state.restore import restored
 from ckptplan.runtime.step import TrainingStep
 from experiments.gpu.cases import Case
@@ -310,7 +310,7 @@ def history(bench: Bench, plans: Mapping[str, dict[str, Any]] | None) -> dict[st
 def replayed(path: Path) -> dict[str, Any]:
     """The allocator's model on the recorded history; a failure is told beside what was measured."""
     try:
-        found = replay_snapshot(load_snapshot(path))
+        found = replay_history(read_history(load_snapshot(path)))
     except Exception as error:
         return {"replay_error": f"{type(error).__name__}: {error}"[:500]}
     return {

@@ -151,24 +151,24 @@ CONTRADICTIONS: dict[str, tuple[str, Callable[[], object]]] = {
     "name": ("name", lambda: Storage(["s"], 1, 0, 2)),  # type: ignore[arg-type]
     "saved and pinned": ("saved and pinned", lambda: Option("keep", (1, 2), (2,), 1, 1)),
     "moves what it doesn't save": ("positions", lambda: Option("swap", (7,), (), 1, 1, moves=(1,))),
-    "time without recompute": ("doesn't recompute", lambda: replace(AGAIN, recomputes=False)),
-    "operations without recompute": ("doesn't recompute", lambda: replace(KEEPING, ops=(1,))),
+    "time without recompute": ("with recomputes=False", lambda: replace(AGAIN, recomputes=False)),
+    "operations without recompute": ("with recomputes=False", lambda: replace(KEEPING, ops=(1,))),
     "recomputes, perhaps": ("recomputes", lambda: replace(AGAIN, recomputes=1)),  # type: ignore[arg-type]
-    "no options": ("'keep' first", lambda: Stage("s", "s", (), 1, 1)),
-    "keep isn't first": ("'keep' first", lambda: Stage("s", "s", (AGAIN, KEEPING), 1, 1)),
+    "no options": ("begin with 'keep'", lambda: Stage("s", "s", (), 1, 1)),
+    "keep isn't first": ("begin with 'keep'", lambda: Stage("s", "s", (AGAIN, KEEPING), 1, 1)),
     "two of one name": ("no name twice", lambda: Stage("s", "s", (KEEPING, AGAIN, AGAIN), 1, 1)),
-    "keep moves": ("neither recomputes nor moves", lambda: Stage("s", "s", (replace(KEEPING, moves=(0,)),), 1, 1)),
-    "keep recomputes": ("neither recomputes nor", lambda: Stage("s", "s", (replace(AGAIN, name="keep"),), 1, 1)),
+    "keep moves": ("'keep' must not recompute or move", lambda: Stage("s", "s", (replace(KEEPING, moves=(0,)),), 1, 1)),
+    "keep recomputes": ("'keep' must not recompute", lambda: Stage("s", "s", (replace(AGAIN, name="keep"),), 1, 1)),
     "recompute keeps": (
-        "'recompute' recomputes",
+        "'recompute' must have recomputes=True",
         lambda: Stage("s", "s", (KEEPING, replace(KEEPING, name="recompute")), 1, 1),
     ),
     "recompute saves operations": (
-        "'recompute' recomputes",
+        "'recompute' must have recomputes=True",
         lambda: Stage("s", "s", (KEEPING, replace(AGAIN, ops=(1,))), 1, 1),
     ),
     "recompute+swap holds other things": (
-        r"'recompute\+swap' holds all",
+        r"'recompute\+swap' must hold all",
         lambda: Stage(
             "s",
             "s",
@@ -178,14 +178,14 @@ CONTRADICTIONS: dict[str, tuple[str, Callable[[], object]]] = {
         ),
     ),
     "recompute+swap without recompute": (
-        r"'recompute\+swap' holds all",
+        r"'recompute\+swap' must hold all",
         lambda: Stage("s", "s", (KEEPING, replace(AGAIN, name="recompute+swap", saved=(1,), moves=(0,))), 1, 1),
     ),
     "glue that swaps": (
-        "are kept",
+        "glue can only have 'keep'",
         lambda: Stage("(s)", "s", (KEEPING, replace(KEEPING, name="swap", moves=(0,))), 1, 1),
     ),
-    "glue that recomputes": ("are kept", lambda: Stage("(s)", "s", (KEEPING, AGAIN), 1, 1)),
+    "glue that recomputes": ("glue can only have 'keep'", lambda: Stage("(s)", "s", (KEEPING, AGAIN), 1, 1)),
     "linked to what isn't held": ("linked", lambda: Stage("s", "s", (KEEPING, AGAIN), 1, 1, linked=(0,))),
     "linked and can't recompute": ("linked", lambda: Stage("s", "s", (KEEPING,), 1, 1, linked=(0,))),
     "an option that is none": ("Option", lambda: Stage("s", "s", ("keep",), 1, 1)),  # type: ignore[arg-type]
@@ -203,7 +203,7 @@ CONTRADICTIONS: dict[str, tuple[str, Callable[[], object]]] = {
     "unknown action": ("unknown action", lambda: Decision("offload")),  # type: ignore[arg-type]
     "an action that is no word": ("unknown action", lambda: Decision(["keep"])),  # type: ignore[arg-type]
     "kept and moved": ("can't move", lambda: Decision("keep", (0,), 1, 1)),
-    "swapped, and operations chosen": ("no operations to choose", lambda: Decision("swap", ops=(1,))),
+    "swapped, and operations chosen": ("can't save operations", lambda: Decision("swap", ops=(1,))),
     "moved without points": ("both points", lambda: Decision("swap", (0,))),
     "moved without prefetch": ("both points", lambda: Decision("swap", (0,), 1)),
     "points without moves": ("both points", lambda: Decision("swap", (), 1, 1)),
@@ -277,19 +277,19 @@ IMPOSSIBLE: dict[str, tuple[str, Callable[[], object]]] = {
         lambda: replace(a_plan(), segments=(), choices=(Decision("swap", (0,), 1, 4), KEEP, KEEP, KEEP)),
     ),
     "segment past the end": ("past the end", lambda: replace(a_plan(), segments=(Segment(2, 4),))),
-    "segment of one": ("of one stage", lambda: replace(a_plan(), segments=(Segment(2, 2),))),
+    "segment of one": ("a single stage", lambda: replace(a_plan(), segments=(Segment(2, 2),))),
     "segments overlap": ("out of order", lambda: replace(a_plan(), segments=(Segment(0, 2), Segment(2, 3)))),
     "segments out of order": ("out of order", lambda: replace(a_plan(), segments=(Segment(2, 3), Segment(0, 1)))),
     "segment of a kept stage": (
-        "'d' is to keep, not to recompute",
+        "'d' has action 'keep'; it must be 'recompute'",
         lambda: replace(a_plan(), choices=(*a_plan().choices[:3], KEEP)),
     ),
     "segment with recomputed glue": (
-        r"'\(b\)' is to recompute, not to keep",
+        r"'\(b\)' has action 'recompute'; it must be 'keep'",
         lambda: replace(a_plan(), choices=(a_plan().choices[0], Decision("recompute"), *a_plan().choices[2:])),
     ),
     "segment with operations chosen": (
-        "saves operations' outputs",
+        "can't save operations' outputs",
         lambda: replace(
             a_plan(), choices=(*a_plan().choices[:3], Decision("recompute", option="selective-1", ops=(3,)))
         ),

@@ -92,7 +92,7 @@ def test_limits_that_cannot_be_used(options: dict[str, Any], message: str) -> No
         ({"step": print, "inputs": 1}, "leave out inputs= and loss_fn="),
         ({"step": 1}, "step=1 is not callable"),
         ({"loss_fn": 1}, "loss_fn=1 is not callable"),
-        ({"amp": "float64"}, "amp='float64': autocast goes to"),
+        ({"amp": "float64"}, "amp='float64': autocast is to"),
         ({"accumulate": "yes"}, "accumulate='yes'; it is True, False or None"),
     ],
 )

@@ -12,7 +12,8 @@ import pytest
 
 from ckptplan.memory.history.reader import (
     load_snapshot,
-    replay_snapshot,
+    read_history,
+    replay_history,
 )
 
 RECORDED = """
@@ -68,7 +69,7 @@ def test_replay_of_recorded_history(conf: str, tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     allocated, reserved = json.loads(ran.stdout.splitlines()[-1])
-    found = replay_snapshot(load_snapshot(path))
+    found = replay_history(read_history(load_snapshot(path)))
     assert found.recorded_peak_reserved_bytes == reserved
     assert (found.timeline.peak_reserved_bytes, found.timeline.peak_allocated_bytes) == (reserved, allocated)
     assert found.first_difference is None

@@ -22,11 +22,10 @@ from ckptplan.memory.allocator import BlockInfo, CachingAllocator, SegmentInfo
 from ckptplan.memory.history.plain_pickle import _PlainUnpickler, load_plain
 from ckptplan.memory.history.reader import (
     TraceEvent,
-    events_from_snapshot,
+    events_of,
     load_snapshot,
     read_history,
-    replay_events,
-    replay_snapshot,
+    replay_history,
     settings_from_snapshot,
 )
 from ckptplan.memory.history.summary import (
@@ -102,7 +101,7 @@ AFTER_HISTORY = ((A, 12 * M, [(A, 12 * M)]), (C, 12 * M, [(C, 12 * M)]))
 
 def test_a_recorded_history_as_events() -> None:
     snapshot = snapshot_of(HISTORY, *AFTER_HISTORY)
-    assert events_from_snapshot(snapshot) == [
+    assert events_of(read_history(snapshot)) == [
         TraceEvent("allocate", 1, 0, 12 * M - 100),
         TraceEvent("allocate", 3, 1, 30 * M),
         TraceEvent("record_stream", 4, 0, stream=-1),
@@ -113,7 +112,7 @@ def test_a_recorded_history_as_events() -> None:
         TraceEvent("free", 10, 1),
         TraceEvent("empty_cache", 12),
     ]
-    found = replay_snapshot(snapshot)
+    found = replay_history(read_history(snapshot))
     recorded = [12, 12, 42, 42, 42, 42, 54, 54, 54, 54, 54, 54, 24]
     assert found.recorded_reserved_bytes.tolist() == [size * M for size in recorded]
     assert found.timeline.reserved_bytes.tolist() == [size * M for size in (12, 42, 42, 42, 54, 54, 54, 54, 24)]
@@ -124,7 +123,7 @@ def test_a_recorded_history_as_events() -> None:
 def test_relative_error_of_a_record_that_differs() -> None:
     # A record in which 8 MiB took a segment of 8 MiB, which no allocator of these rules does.
     entries = [entry("segment_alloc", A, 8 * M), entry("alloc", A, 8 * M)]
-    found = replay_snapshot(snapshot_of(entries, (A, 8 * M, [(A, 8 * M)])))
+    found = replay_history(read_history(snapshot_of(entries, (A, 8 * M, [(A, 8 * M)]))))
     assert (found.relative_error, found.first_difference) == (1.5, 1)
 
 
@@ -140,9 +139,14 @@ def test_a_release_of_all_that_is_unused_is_an_empty_cache() -> None:
         entry("alloc", B, 40 * M),
     ]
     snapshot = snapshot_of(entries, (B, 40 * M, [(B, 40 * M)]))
-    assert [event.action for event in events_from_snapshot(snapshot)] == ["allocate", "free", "empty_cache", "allocate"]
+    assert [event.action for event in events_of(read_history(snapshot))] == [
+        "allocate",
+        "free",
+        "empty_cache",
+        "allocate",
+    ]
     for capacity in (None, 60 * M, 80 * M):
-        assert replay_snapshot(snapshot, capacity_bytes=capacity).timeline.peak_reserved_bytes == 40 * M
+        assert replay_history(read_history(snapshot), capacity_bytes=capacity).timeline.peak_reserved_bytes == 40 * M
 
 
 def test_a_release_of_some_segments_is_the_record_s_or_the_model_s() -> None:
@@ -159,12 +163,12 @@ def test_a_release_of_some_segments_is_the_record_s_or_the_model_s() -> None:
         entry("alloc", A, 26 * M),
     ]
     snapshot = snapshot_of(entries, (A, 26 * M, [(A, 26 * M)]), (C, 24 * M, []), conf="max_split_size_mb:20")
-    actions = [event.action for event in events_from_snapshot(snapshot)]
+    actions = [event.action for event in events_of(read_history(snapshot))]
     assert actions == ["allocate", "allocate", "free", "free", "make_room", "allocate"]
-    found = replay_snapshot(snapshot)  # the one that the record names goes
+    found = replay_history(read_history(snapshot))  # the one that the record names goes
     assert found.timeline.reserved_bytes.tolist() == [size * M for size in (50, 74, 74, 74, 24, 50)]
     assert found.first_difference is None
-    found = replay_snapshot(snapshot, capacity_bytes=80 * M)  # goes with the next request
+    found = replay_history(read_history(snapshot), capacity_bytes=80 * M)  # goes with the next request
     assert found.timeline.reserved_bytes.tolist() == [size * M for size in (50, 74, 74, 74, 74, 50)]
     assert found.relative_error == 0
 
@@ -183,7 +187,7 @@ def test_a_recorded_history_of_expandable_segments() -> None:
     final = ((A + 20 * M, 20 * M, [(A + 30 * M, 5 * M)]), (B, 20 * M, [(B, 10 * M)]))
     snapshot = snapshot_of(entries, *final, conf="expandable_segments:True")
     snapshot["segments"][1]["stream"] = 7
-    found = replay_snapshot(snapshot)
+    found = replay_history(read_history(snapshot))
     assert found.first_difference is None
     assert found.recorded_reserved_bytes.tolist() == [size * M for size in (40, 40, 40, 40, 40, 20, 40, 40)]
     # Of [0, 30) free, the page [0, 20) goes.
@@ -194,7 +198,11 @@ def test_histories_that_cannot_be_replayed() -> None:
     alloc = [entry("segment_alloc", A, 12 * M), entry("alloc", A, 12 * M)]
     live = (A, 12 * M, [(A, 12 * M)])
     for entries, final, message in (
-        (alloc, (A, 12 * M, []), r"entry 1 \(alloc at address \d+\) doesn't fit what follows it; entries are missing"),
+        (
+            alloc,
+            (A, 12 * M, []),
+            r"entry 1 \(alloc at address \d+\) contradicts the entries after it; entries are missing",
+        ),
         ([*alloc, entry("free_completed", A, 12 * M)], live, r"entry 2 \(free_completed"),
         ([*alloc, entry("free_requested", A, 12 * M)], live, r"entry 2 \(free_requested"),
         ([*alloc, entry("segment_free", A, 12 * M)], live, r"entry 2 \(segment_free"),
@@ -207,15 +215,13 @@ def test_histories_that_cannot_be_replayed() -> None:
             read_history(snapshot_of(entries, final))
     private = snapshot_of([alloc[0], {**alloc[1], "pool_id": (0, 1)}], live)
     with pytest.raises(InvalidInputError, match="private pools"):
-        events_from_snapshot(private)
+        events_of(read_history(private))
     private = snapshot_of(alloc, live)
     private["segments"][0]["segment_pool_id"] = (1, 0)
     with pytest.raises(InvalidInputError, match="private pools"):
-        events_from_snapshot(private)
+        events_of(read_history(private))
     with pytest.raises(InvalidInputError, match="no device 3"):
-        events_from_snapshot(snapshot_of(alloc, live), device=3)
-    with pytest.raises(InvalidInputError, match="needs a block"):
-        replay_events([TraceEvent("free", 0)])
+        read_history(snapshot_of(alloc, live), device=3)
 
 
 def test_settings_of_a_snapshot() -> None:
@@ -258,7 +264,8 @@ def test_a_start_is_what_undoing_leaves() -> None:
     assert history.reserved_bytes.tolist() == [50 * M] * 5 + [20 * M]
     assert (history.reserved_at_start_bytes, history.peak_reserved_bytes) == (50 * M, 50 * M)
     # The first event finds the place at A + 15 MiB taken by nothing, and 9 MiB free at A + 11 MiB: the model differs.
-    assert replay_snapshot(snapshot_of(entries, (A, 20 * M, [(A, 6 * M), (A + 15 * M, 3 * M)]))).first_difference == 1
+    history = read_history(snapshot_of(entries, (A, 20 * M, [(A, 6 * M), (A + 15 * M, 3 * M)])))
+    assert replay_history(history).first_difference == 1
 
 
 def test_what_is_allocated_behind_a_block_shows_its_size() -> None:
@@ -285,7 +292,7 @@ def test_a_record_that_begins_in_a_free() -> None:
     snapshot = snapshot_of(entries, (A, 12 * M, [(A, 12 * M)]))
     history = read_history(snapshot)
     assert [block.state for block in history.start[0].blocks] == ["waiting"]
-    assert replay_snapshot(snapshot).first_difference is None
+    assert replay_history(read_history(snapshot)).first_difference is None
 
 
 def test_an_expandable_segment_begins_where_the_record_maps_its_lowest_page() -> None:
@@ -296,7 +303,7 @@ def test_an_expandable_segment_begins_where_the_record_maps_its_lowest_page() ->
     history = read_history(snapshot)
     assert [(segment.address, segment.size_bytes) for segment in history.start] == [(A + 20 * M, 40 * M)]
     assert history.spaces == {(0, "large"): A}
-    assert replay_snapshot(snapshot).first_difference is None
+    assert replay_history(read_history(snapshot)).first_difference is None
 
 
 def test_older_formats() -> None:
@@ -305,13 +312,13 @@ def test_older_formats() -> None:
     entries.append(entry("free_requested", A, 5 * M))
     snapshot = snapshot_of(entries, (A, 20 * M, [(A, 5 * M), (A + 5 * M, 6 * M)]))
     snapshot["segments"][0]["blocks"][0]["state"] = "active_awaiting_free"
-    new = replay_snapshot(snapshot)
+    new = replay_history(read_history(snapshot))
     for block in snapshot["segments"][0]["blocks"]:
         del block["address"]
     for name in ("device", "is_expandable"):
         del snapshot["segments"][0][name]
     del snapshot["allocator_settings"]
-    old = replay_snapshot(snapshot)
+    old = replay_history(read_history(snapshot))
     assert new.first_difference is old.first_difference is None
     assert old.timeline.reserved_bytes.tolist() == new.timeline.reserved_bytes.tolist() == [20 * M] * 4
 
@@ -339,10 +346,10 @@ def test_snapshot_files_hold_plain_data(tmp_path: Path) -> None:
         (pickle.dumps({"segments": []}), "must be a dict with 'segments'"),
         (pickle.dumps(plain["segments"]), "memory_snapshot\\(\\), without history"),
         (whole[:-50], "cut off|are left"),
-        (b"\x80\x04" + text + b".", "1152921504606846976 bytes are announced, 1 are left"),
+        (b"\x80\x04" + text + b".", "claims 1152921504606846976 bytes, 1 are left"),
         (b"\x80\x02]r\xff\xff\xff\xff.", "place 4294967295 of the memo"),
-        (deep, "the tuple at byte 4 holds more than numbers"),
-        (b"\x80\x02\x8b\x40\x00\x00\x00" + bytes(64) + b".", "a number of 64 bytes"),
+        (deep, "the tuple at byte 4 holds other things"),
+        (b"\x80\x02\x8b\x40\x00\x00\x00" + bytes(64) + b".", "has 64 bytes, the limit is 16"),
         (b"\x80\x02}]K\x01s.", "unhashable"),
         (b"\x80\x02a.", "holds no plain data"),
         (b"\xff", "byte 0 is 0xff"),
@@ -383,8 +390,8 @@ def test_no_more_is_read_than_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         ({"action": "defragment"}, "entry 1 has action 'defragment'; known: segment_alloc"),
         ({"action": {"a": []}}, "entry 1 has action a dict"),
-        ({"addr": -1}, "entry 1 has addr=-1; must be a whole number"),
-        ({"addr": 1 << 100}, "addr=1267650600228229401496703205376; must be"),
+        ({"addr": -1}, "entry 1 has addr=-1; it must be a whole number"),
+        ({"addr": 1 << 100}, "addr=1267650600228229401496703205376; it must be"),
         ({"size": None}, "size=None"),
         ({"size": "much" * 100}, "size='muchmuch"),
         ({"stream": 1.5}, "stream=1.5"),

@@ -13,7 +13,7 @@ from random_chains import random_chain, random_options, random_segments
 import ckptplan
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.link import Link
-from ckptplan.core.measured import Copied, Measured, StageTimes, as_measured, told_together
+from ckptplan.core.measured import Copied, Measured, StageTimes, as_measured, backward_groups
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits
@@ -26,9 +26,9 @@ from ckptplan.report.refine import corrected, stage_times
 pytestmark = pytest.mark.planning
 
 
-def test_what_is_told_together() -> None:
+def test_what_is_backward_groups() -> None:
     glue = [True, False, True, True, False, False, True]
-    assert told_together(glue) == ((), (0, 1), (), (), (2, 3, 4), (5,), (6,))
+    assert backward_groups(glue) == ((), (0, 1), (), (), (2, 3, 4), (5,), (6,))
     times = [StageTimes(1.0, 0.0, 10.0 * i) for i in range(7)]
     found = as_measured(glue, times)
     assert [t.backward_s for t in found] == [0.0, 10.0, 0.0, 0.0, 90.0, 50.0, 0.0]
@@ -100,7 +100,7 @@ def test_a_link_said_to_be_fast_is_found_slow_and_recompute_is_chosen() -> None:
     true, false = textbook(2e8), textbook(2e10)
     budget = simulate(false, [ckptplan.Decision("keep")] * 8).peak_bytes // 2
     adviser = Adviser(Job(false, Limits(time_limit_s=2.0, workers=1)))
-    plan = adviser._job.solved(budget)
+    plan = adviser.job.solved(budget)
     assert plan.host_bytes
     truth = simulate(true, plan)
     assert truth.makespan_s > 1.3 * plan.step_s

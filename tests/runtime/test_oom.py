@@ -446,11 +446,11 @@ def test_fragments_are_no_overrun() -> None:
     found = shortage(**common)
     assert found.over_bytes == -9 * MIB + 1
     text = str(found)
-    assert "between 1.00 MiB and 20.00 MiB were asked for" in text
+    assert "between 1.00 MiB and 20.00 MiB were requested" in text
     assert "15.00 MiB rounding of blocks and 115.00 MiB fragments" in text
-    assert "memory is there in fragments: set PYTORCH_ALLOC_CONF=expandable_segments:True" in text
+    assert "free memory is in fragments: set PYTORCH_ALLOC_CONF=expandable_segments:True" in text
     assert corrections(measured("transformer"), plan, found)[0].profile is not None
-    assert "few as they are" in str(shortage(**common, expandable_segments=True))
+    assert "expandable segments have few" in str(shortage(**common, expandable_segments=True))
     # More than planned for certain, by tensors alone.
     over = shortage(**{**common, "live_bytes": 901 * MIB})
     assert over.over_bytes == 2 * MIB + 1

@@ -249,7 +249,7 @@ def test_violations_of_tiers() -> None:
     gone = kinds(replace(profile, disk=None), plan, host, disk)
     assert gone
     assert set(gone) == {"tier"}
-    with pytest.raises(InvalidInputError, match="knows no disk tier"):
+    with pytest.raises(InvalidInputError, match="the profile has no disk tier"):
         simulate(replace(profile, disk=None), plan)
     at_host = replace(plan, choices=tuple(replace(c, tier="host") for c in plan.choices))
     assert set(kinds(profile, at_host, host, disk)) == {"host budget", "prediction"}

@@ -1,10 +1,11 @@
-"""Pickles of plain data from strangers: dicts, lists, texts and numbers, and no more of them than memory holds.
+"""Pickles of plain data from untrusted files: dicts, lists, texts and numbers, within limits of memory.
 
 Reading a pickle can run code, and a few bytes can make it take all memory (a memo of four billion places, a text that
-claims 2**60 bytes) or crash the interpreter (tuples nested a million deep as a dict's key). So the instructions are
-walked through first, without carrying out any: every one must be known, every length lie inside the file, every place
-in the memo be the next one, every tuple hold numbers alone, and what they make be bounded. Then Python's own reader,
-which still refuses every class and function, builds the data.
+claims 2**60 bytes) or crash the interpreter (tuples nested a million deep as a dict's key). So all instructions are
+checked before any is executed: each must be known, each length must lie within the file, each place in the memo must be
+the next one, tuples hold numbers only, and the number of objects is limited. For example, the instruction BINUNICODE8
+with a length of 2**60 in a file of 100 bytes is an error at its first byte. Then Python's own reader, which still
+refuses all classes and functions, builds the data.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,17 @@ from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.units import format_bytes
 
 MOST_FILE_BYTES = 4 << 30
-MOST_OBJECTS = 100_000_000  # of some 60 bytes each, more for containers; a recorded entry makes about ten
+MOST_OBJECTS = 100_000_000  # each takes 60 bytes or more; a recorded entry has about ten
 MOST_NUMBER_BYTES = 16  # addresses and sizes take 9 at most
 
-# After the instruction's byte: this many bytes of argument.
+# Instruction -> bytes of its argument.
 _ARGUMENT = {pickle.PROTO: 1, pickle.FRAME: 8, pickle.BINGET: 1, pickle.LONG_BINGET: 4, pickle.BINPUT: 1}
 _ARGUMENT |= dict.fromkeys((pickle.MARK, pickle.POP, pickle.POP_MARK, pickle.DUP), 0)
 _ARGUMENT |= dict.fromkeys((pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS, pickle.MEMOIZE), 0)
 _MAKES = {pickle.NONE: 0, pickle.NEWTRUE: 0, pickle.NEWFALSE: 0, pickle.BINFLOAT: 8}
 _MAKES |= dict.fromkeys((pickle.EMPTY_DICT, pickle.EMPTY_LIST, pickle.EMPTY_TUPLE, pickle.LIST, pickle.DICT), 0)
 _NUMBERS = {pickle.BININT: 4, pickle.BININT1: 1, pickle.BININT2: 2}
-# A length of this many bytes, and then so many bytes.
+# Instruction -> bytes of its length, which is followed by that many bytes.
 _TEXTS = {pickle.SHORT_BINUNICODE: 1, pickle.BINUNICODE: 4, pickle.BINUNICODE8: 8, pickle.SHORT_BINSTRING: 1}
 _TEXTS |= {pickle.BINSTRING: 4, pickle.SHORT_BINBYTES: 1, pickle.BINBYTES: 4, pickle.BINBYTES8: 8}
 _LONGS = {pickle.LONG1: 1, pickle.LONG4: 4}
@@ -38,14 +38,7 @@ _TUPLES = {pickle.TUPLE1: 1, pickle.TUPLE2: 2, pickle.TUPLE3: 3}
 
 _OTHER, _SKIP, _MAKE, _NUMBER, _TEXT, _LONG, _TUPLE = range(7)
 _KINDS = [(_OTHER, 0)] * 256
-for _kind, _table in (
-    (_SKIP, _ARGUMENT),
-    (_MAKE, _MAKES),
-    (_NUMBER, _NUMBERS),
-    (_TEXT, _TEXTS),
-    (_LONG, _LONGS),
-    (_TUPLE, _TUPLES),
-):
+for _kind, _table in enumerate((_ARGUMENT, _MAKES, _NUMBERS, _TEXTS, _LONGS, _TUPLES), start=_SKIP):
     for _code, _size in _table.items():
         _KINDS[_code[0]] = (_kind, _size)
 _FRAME, _LONG_BINPUT, _MEMOIZE, _STOP = (
@@ -54,16 +47,16 @@ _FRAME, _LONG_BINPUT, _MEMOIZE, _STOP = (
 
 
 def load_plain(path: str | Path) -> Any:
-    """The data in a pickle file.
+    """Return the data in a pickle file.
 
     Raises
     ------
     InvalidInputError
-        For a file that can't be read, is no pickle, is cut off, holds anything but plain data, or more than the limits.
+        If the file can't be read, is no pickle, is cut off, holds anything but plain data, or exceeds the limits.
     """
     try:
         with open(path, "rb") as file:
-            size = _file_bytes(path)
+            size = Path(path).stat().st_size  # 0 for a pipe
             if size > MOST_FILE_BYTES:
                 raise InvalidInputError(
                     f"{path} has {format_bytes(size)}, the limit is {format_bytes(MOST_FILE_BYTES)}; record with"
@@ -99,22 +92,17 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it holds {module}.{name}; only dicts, lists, texts and numbers are read")
 
 
-def _file_bytes(path: str | Path) -> int:
-    status = Path(path).stat()
-    return status.st_size if stat.S_ISREG(status.st_mode) else 0
-
-
 def _check(data: bytes) -> None:
-    """Walk through the instructions up to the end of the pickle."""
+    """Check all instructions up to the end of the pickle."""
     at, size = 0, len(data)
-    objects = memo = numbers = 0  # `numbers`: how many of the last instructions made whole numbers
+    objects = memo = numbers = 0  # `numbers`: consecutive whole numbers made by the instructions just before
     kinds = _KINDS
     while at < size and objects <= MOST_OBJECTS:
         kind, n = kinds[data[at]]
         if kind == _SKIP:
             code = data[at]
             memo += code == _MEMOIZE
-            if code != _FRAME:  # which stands between any two instructions
+            if code != _FRAME:  # a frame may begin between any two instructions
                 numbers = 0
             at += 1 + n
             continue
@@ -127,9 +115,10 @@ def _check(data: bytes) -> None:
         if kind in (_TEXT, _LONG):
             length = int.from_bytes(data[at + 1 : at + 1 + n], "little")
             if length > size - at - 1 - n:
-                raise pickle.UnpicklingError(f"at byte {at} {length} bytes are announced, {size - at - 1 - n} are left")
+                left = size - at - 1 - n
+                raise pickle.UnpicklingError(f"the text at byte {at} claims {length} bytes, {left} are left")
             if kind == _LONG and length > MOST_NUMBER_BYTES:
-                raise pickle.UnpicklingError(f"at byte {at} is a number of {length} bytes, the limit is 16")
+                raise pickle.UnpicklingError(f"the number at byte {at} has {length} bytes, the limit is 16")
             numbers = numbers + 1 if kind == _LONG else 0
             at += 1 + n + length
         elif kind == _MAKE:
@@ -137,7 +126,7 @@ def _check(data: bytes) -> None:
             at += 1 + n
         elif kind == _TUPLE:
             if numbers < n:
-                raise pickle.UnpicklingError(f"the tuple at byte {at} holds more than numbers")
+                raise pickle.UnpicklingError(f"the tuple at byte {at} holds other things than numbers")
             numbers = 0
             at += 1
         else:
@@ -147,15 +136,15 @@ def _check(data: bytes) -> None:
             if data[at] != _LONG_BINPUT:
                 raise pickle.UnpicklingError(_unknown(data[at : at + 1], at))
             place = int.from_bytes(data[at + 1 : at + 5], "little")
-            if place > memo + 256:  # places below are BINPUT's
-                raise pickle.UnpicklingError(f"at byte {at} place {place} of the memo is taken, of {memo} before")
+            if place > memo + 256:  # BINPUT writes the places below 256
+                raise pickle.UnpicklingError(f"at byte {at} place {place} of the memo is written, after {memo} others")
             memo += 1
             at += 5
     if objects > MOST_OBJECTS:
         raise pickle.UnpicklingError(
             f"more than {MOST_OBJECTS} objects; record with max_entries=1000000, or with context=None"
         )
-    raise pickle.UnpicklingError(f"it ends after {size} bytes without the end of the pickle; it was cut off")
+    raise pickle.UnpicklingError(f"it ends after {size} bytes without an end of the pickle; the file was cut off")
 
 
 def _unknown(code: bytes, at: int) -> str:

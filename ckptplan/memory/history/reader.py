@@ -1,11 +1,13 @@
-"""PyTorch's recorded memory history as events for the allocator model, to check the one against the other.
+"""PyTorch's recorded memory history as events for the allocator model, which is checked against the record.
 
-The history is what `torch.cuda.memory._record_memory_history()` and `_snapshot()` give (PyTorch 2.1 to 2.13): a plain
-dict, or the file that `_dump_snapshot` writes. It needn't reach back to the first allocation: the state before the
-first entry follows from the state at the snapshot by undoing entry after entry.
+The input is a dict as `torch.cuda.memory._snapshot()` returns it after `_record_memory_history()` (PyTorch 2.1 to
+2.13), or the file that `_dump_snapshot` writes. It needn't begin with the first allocation: the state before the first
+entry is derived from the state at the snapshot by undoing the entries one by one. For example, the entries "alloc A"
+and "free_requested B" before a snapshot in which A is allocated and B waits for events mean that at the start A was
+free and B allocated.
 
-Taken over from the record, because the model can't know them: where new segments lie, when a block that other streams
-had used became free, and which unused segments were released. A memory fraction isn't in a snapshot.
+Three things are taken from the record, because the model can't derive them: the addresses of new segments, when a block
+that other streams had used became free, and which unused segments were released. A snapshot has no memory fraction.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ import numpy.typing as npt
 from ckptplan.core.allocator_settings import SMALL_BYTES, SMALL_SEGMENT_BYTES, AllocatorSettings
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.ranges import Ranges
-from ckptplan.memory.allocator import Addresses, AllocatorTimeline, BlockInfo, CachingAllocator, SegmentInfo, _timeline
+from ckptplan.memory.allocator import (
+    Addresses,
+    AllocatorTimeline,
+    BlockInfo,
+    CachingAllocator,
+    SegmentInfo,
+    timeline_of,
+)
 from ckptplan.memory.history.plain_pickle import load_plain
 
 Action = Literal["allocate", "free", "record_stream", "synchronize", "empty_cache", "make_room", "out_of_memory"]
@@ -33,19 +42,28 @@ _GROWS = ("segment_alloc", "segment_map")
 _SHRINKS = ("segment_free", "segment_unmap")
 _ACTIONS = (*_GROWS, *_SHRINKS, "alloc", "free_requested", "free_completed", "oom", "snapshot")
 _WAITING = ("active_pending_free", "active_awaiting_free")  # the name in PyTorch's code, and that in its documentation
-_MOST = 1 << 62  # of addresses, sizes and streams
+_MOST_NUMBER = 1 << 62  # largest address, size or stream
 _MOST_DEVICES = 1024
-_MOST_ENTRIES = 20_000_000  # entries and blocks of all devices; lists may share them, so a file's size is no limit
+_MOST_ENTRIES = 20_000_000  # entries and blocks of all devices; lists may share items, so the file's size is no bound
 
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """One call of a `CachingAllocator` method; `index` is the record's entry that it comes from.
+    """One call of a `CachingAllocator` method.
 
-    Two are no calls. "make_room": some unused segments were released, which the model does by itself if it knows the
-    capacity. "out_of_memory": a request for `nbytes` failed. `block` is None for these two, "synchronize" and
-    "empty_cache". `nbytes` counts for "allocate" and "out_of_memory" only. `stream` is that of the request, or the one
-    that a "record_stream" or "synchronize" names; made-up streams are below 0.
+    Parameters
+    ----------
+    action : str
+        The method, or one of two actions that aren't calls. "make_room": some unused segments were released, which a
+        model with a capacity does by itself. "out_of_memory": a request for `nbytes` failed.
+    index : int
+        The record's entry that the event comes from.
+    block : int or None
+        None for "synchronize", "empty_cache", "make_room" and "out_of_memory".
+    nbytes : int
+        Size of the request; 0 unless the action is "allocate" or "out_of_memory".
+    stream : int
+        The stream of the request, or the argument of "record_stream" and "synchronize"; virtual streams are below 0.
     """
 
     action: Action
@@ -57,7 +75,10 @@ class TraceEvent:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry of the record; `address` is 0 where it has none, for "oom" what the device had free."""
+    """One entry of the record.
+
+    `address` is 0 if the entry has none; for "oom" it is the number of bytes that the device had free.
+    """
 
     action: str
     address: int
@@ -69,22 +90,22 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class History:
-    """What a snapshot says of one device, from the first recorded entry to the snapshot.
+    """The history of one device, from the first recorded entry to the snapshot.
 
-    Allocations are numbered: first those alive before the first entry, by address, then those of the entries.
+    Allocations are numbered: first those that exist before the first entry, by address, then those of the entries.
 
     Parameters
     ----------
     device : int
     settings : AllocatorSettings
-        As the snapshot has them, or as given.
+        Those of the snapshot unless others were given.
     entries : tuple of Entry
     start, end : tuple of SegmentInfo
         The state before the first entry and that at the snapshot. In `end` blocks have no numbers.
     spaces : mapping
         (stream, pool) -> lowest known address of its expandable segment.
     frames : mapping
-        Number of an allocation -> where it was made; only those with a recorded stack.
+        Number of an allocation -> its stack, if one was recorded.
     reserved_bytes : numpy.ndarray of int64, shape (entries,)
         After each entry.
     private : bool
@@ -103,7 +124,7 @@ class History:
 
     @property
     def reserved_at_start_bytes(self) -> int:
-        """Reserved before the first entry; 0 where the record reaches back to the first allocation."""
+        """Bytes reserved before the first entry; 0 if the record begins with the first allocation."""
         return sum(segment.size_bytes for segment in self.start)
 
     @property
@@ -114,21 +135,21 @@ class History:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SnapshotReplay:
-    """A recorded history beside the model's.
+    """A recorded history and its replay by the model.
 
     Parameters
     ----------
     timeline : AllocatorTimeline
-        The model's figures, one for each event of `events_from_snapshot`.
+        The model's figures, one for each event of `events_of`.
     recorded_reserved_bytes : numpy.ndarray of int64, shape (entries,)
         Reserved bytes after each entry of the record.
     recorded_peak_reserved_bytes : int
         Highest reserved bytes of the record, its start included.
     allocations : int
-        How many addresses were compared.
+        Number of addresses compared.
     first_difference : int or None
-        The first entry whose block lies elsewhere in the model, or behind which the model has reserved another amount;
-        None where all is the same.
+        The first entry for which the model's block has another address, or after which the model has another number of
+        bytes reserved; None if there is none.
     """
 
     timeline: AllocatorTimeline
@@ -139,7 +160,7 @@ class SnapshotReplay:
 
     @property
     def relative_error(self) -> float:
-        """(model - record) / record of the reserved peaks; 0 for an empty record."""
+        """Relative error of the model's reserved peak; 0 for an empty record."""
         recorded = self.recorded_peak_reserved_bytes
         return (self.timeline.peak_reserved_bytes - recorded) / recorded if recorded else 0.0
 
@@ -148,14 +169,14 @@ class SnapshotReplay:
 
 
 def load_snapshot(path: str | Path) -> dict[str, Any]:
-    """Snapshot from a file of `torch.cuda.memory._dump_snapshot`.
+    """Read a file written by `torch.cuda.memory._dump_snapshot`.
 
     A pickle can run code when it is read; this reader builds dicts, lists, texts and numbers only.
 
     Raises
     ------
     InvalidInputError
-        For a file that holds anything else, or no snapshot.
+        If the file holds anything else, or no snapshot.
     """
     found = load_plain(path)
     if isinstance(found, list) and found and isinstance(found[0], Mapping) and "total_size" in found[0]:
@@ -172,12 +193,12 @@ def load_snapshot(path: str | Path) -> dict[str, Any]:
 
 
 def devices(snapshot: object) -> range:
-    """Numbers of the snapshot's devices.
+    """Return the numbers of the snapshot's devices.
 
     Raises
     ------
     InvalidInputError
-        For what isn't a snapshot, or larger than any.
+        If it isn't a snapshot, or larger than the limits.
     """
     if not isinstance(snapshot, Mapping) or not {"segments", "device_traces"} <= set(snapshot):
         raise InvalidInputError("no memory snapshot: it must be a dict with 'segments' and 'device_traces'")
@@ -197,14 +218,14 @@ def devices(snapshot: object) -> range:
 
 
 def settings_from_snapshot(snapshot: Mapping[str, Any]) -> AllocatorSettings:
-    """The settings that the snapshot names.
+    """Return the snapshot's allocator settings.
 
     A memory fraction set by `torch.cuda.set_per_process_memory_fraction` isn't in a snapshot.
 
     Raises
     ------
     InvalidInputError
-        For settings that aren't modelled, or that were changed by other means than the text the snapshot holds.
+        If the settings aren't modelled, or were changed after the text in the snapshot was read.
     """
     held = _dict(snapshot.get("allocator_settings") or {}, "allocator_settings")
     text = held.get("PYTORCH_CUDA_ALLOC_CONF") or held.get("PYTORCH_ALLOC_CONF") or ""
@@ -212,7 +233,7 @@ def settings_from_snapshot(snapshot: Mapping[str, Any]) -> AllocatorSettings:
     expandable = held.get("expandable_segments", settings.expandable_segments)
     if expandable != settings.expandable_segments:
         raise InvalidInputError(
-            f"the snapshot says expandable_segments is {expandable}, but its settings read {text!r}; pass settings="
+            f"the snapshot has expandable_segments={expandable}, but its settings text is {text!r}; pass settings="
         )
     return settings
 
@@ -224,7 +245,7 @@ def _require_device(snapshot: Mapping[str, Any], device: int) -> None:
 
 
 def _final_segments(snapshot: Mapping[str, Any], device: int) -> list[Mapping[str, Any]]:
-    """Segments of one device, as the snapshot has them."""
+    """Return the segments of one device in the snapshot's form."""
     _require_device(snapshot, device)
     return [segment for segment in snapshot["segments"] if segment.get("device", 0) == device]
 
@@ -247,39 +268,39 @@ def _entry(index: int, found: Any) -> Entry:
 
 
 def _frames(found: Mapping[str, Any]) -> Frames:
-    """The stack of an entry or block; empty where none was recorded."""
+    """Return the stack of an entry or block; empty if none was recorded."""
     frames = found.get("frames")
     known = isinstance(frames, list) and (not frames or isinstance(frames[0], Mapping))
     return frames if known else ()  # type: ignore[return-value]
 
 
 def _pool_id(found: Any) -> tuple[int, ...]:
-    """Empty for the common pool."""
+    """Return the number of a private pool; empty for the common pool."""
     pool = tuple(number for number in found if isinstance(number, int)) if isinstance(found, (tuple, list)) else ()
     return pool if any(pool) else ()
 
 
 def _whole(found: Mapping[str, Any], name: str, default: int | None, what: str = "a segment") -> int:
     value = found.get(name, default)
-    if not isinstance(value, int) or not 0 <= value <= _MOST:
-        raise InvalidInputError(f"{what} has {name}={_shown(value)}; must be a whole number from 0 to 2**62")
+    if not isinstance(value, int) or not 0 <= value <= _MOST_NUMBER:
+        raise InvalidInputError(f"{what} has {name}={_shown(value)}; it must be a whole number from 0 to 2**62")
     return value
 
 
 def _dict(found: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
-        raise InvalidInputError(f"{what} is {_shown(found)}; must be a dict")
+        raise InvalidInputError(f"{what} is {_shown(found)}; it must be a dict")
     return found
 
 
 def _list(found: Any, what: str) -> Sequence[Any]:
     if not isinstance(found, (list, tuple)):
-        raise InvalidInputError(f"{what} is {_shown(found)}; must be a list")
+        raise InvalidInputError(f"{what} is {_shown(found)}; it must be a list")
     return found
 
 
 def _shown(value: object) -> str:
-    """A value from a file for a message; of all but texts and numbers the type, since it may be endless."""
+    """Return a value from a file for a message: a text or number itself, otherwise its type."""
     if value is None or isinstance(value, (str, float, bool)):
         return repr(value)[:60]
     if isinstance(value, int):
@@ -291,10 +312,11 @@ def _shown(value: object) -> str:
 
 
 def read_history(snapshot: Mapping[str, Any], device: int = 0, settings: AllocatorSettings | None = None) -> History:
-    """One device's history, with the state in which it starts.
+    """Return one device's history, with the state before its first entry.
 
-    Undoing an entry needs no rules: an allocation's block goes, a freed one comes back, and so do segments. The record
-    doesn't have the sizes of blocks that were there before it and are freed in it; `_block_bytes` has the rule.
+    Undoing an entry needs no allocator rules: the block of an allocation is removed, a freed one is added, and segments
+    likewise. Only the sizes of blocks that existed before the record and are freed in it follow from a rule, see
+    `_block_bytes`.
 
     Parameters
     ----------
@@ -307,7 +329,7 @@ def read_history(snapshot: Mapping[str, Any], device: int = 0, settings: Allocat
     Raises
     ------
     InvalidInputError
-        For records that miss entries, and settings that aren't modelled.
+        If entries are missing, or the settings aren't modelled.
     """
     settings = settings_from_snapshot(snapshot) if settings is None else settings
     entries = entries_of(snapshot, device)
@@ -342,12 +364,9 @@ def read_history(snapshot: Mapping[str, Any], device: int = 0, settings: Allocat
         start.append(SegmentInfo(address, size, stream, pool, expandable, tuple(found)))
     if number != len(blocks):
         raise InvalidInputError("a block lies in no segment; entries are missing (skip_actions must be empty)")
-    for entry in entries:
-        if entry.action == "alloc":
-            if entry.frames:
-                frames[number] = entry.frames
-            number += 1
-    changes = np.array([_change(entry) for entry in entries], dtype=np.int64)
+    made = enumerate((entry for entry in entries if entry.action == "alloc"), start=number)
+    frames |= {number: entry.frames for number, entry in made if entry.frames}
+    changes = [entry.size_bytes * ((entry.action in _GROWS) - (entry.action in _SHRINKS)) for entry in entries]
     reserved = np.cumsum(changes, dtype=np.int64) + sum(segment.size_bytes for segment in start)
     return History(
         device=device,
@@ -364,7 +383,7 @@ def read_history(snapshot: Mapping[str, Any], device: int = 0, settings: Allocat
 
 
 def _segment(found: Mapping[str, Any]) -> SegmentInfo:
-    """A segment of the snapshot."""
+    """Return a segment of the snapshot as a `SegmentInfo`."""
     address = at = _whole(found, "address", None)
     blocks = []
     for block in _list(found.get("blocks", ()), "blocks"):
@@ -374,7 +393,7 @@ def _segment(found: Mapping[str, Any]) -> SegmentInfo:
         free = state == "inactive"
         requested = 0 if free else _whole(block, "requested_size", size, "a block")
         known = "free" if free else "waiting" if state in _WAITING else "allocated"
-        # The first versions that recorded histories gave no addresses of blocks, but all blocks in order.
+        # The first PyTorch versions that recorded histories list all blocks in order, without addresses.
         at = _whole(block, "address", at, "a block")
         blocks.append(BlockInfo(at, size, requested, known, None))
         at += size
@@ -389,19 +408,19 @@ def _segment(found: Mapping[str, Any]) -> SegmentInfo:
 
 
 def entries_of(snapshot: Mapping[str, Any], device: int) -> tuple[Entry, ...]:
-    """Entries of a device's record, oldest first; none where nothing was recorded."""
+    """Return the entries of a device's record, oldest first; empty if nothing was recorded."""
     _require_device(snapshot, device)
     traces = snapshot["device_traces"]
     return tuple(_entry(index, entry) for index, entry in enumerate(traces[device] if device < len(traces) else ()))
 
 
 def segments_of(snapshot: Mapping[str, Any], device: int) -> tuple[SegmentInfo, ...]:
-    """State of a device at the snapshot, by address; blocks have no numbers."""
+    """Return the segments of a device at the snapshot, by address; blocks have no numbers."""
     return tuple(sorted(map(_segment, _final_segments(snapshot, device)), key=lambda segment: segment.address))
 
 
 def stacks_of(snapshot: Mapping[str, Any], device: int) -> dict[int, Frames]:
-    """Address of a block that is alive at the snapshot -> where it was made, if recorded."""
+    """Return address -> stack of the blocks in use at the snapshot whose stack was recorded."""
     found: dict[int, Frames] = {}
     for segment in _final_segments(snapshot, device):
         at = segment["address"]
@@ -414,13 +433,13 @@ def stacks_of(snapshot: Mapping[str, Any], device: int) -> dict[int, Frames]:
 
 
 def segment_stacks_of(snapshot: Mapping[str, Any], device: int) -> dict[int, Frames]:
-    """Address of a segment -> the stack of the request that it was made for, if recorded."""
+    """Return address of a segment -> stack of the request for which it was allocated; empty if not recorded."""
     return {segment["address"]: _frames(segment) for segment in _final_segments(snapshot, device)}
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A live block while entries are undone; its size is None once a free has been undone."""
+    """A block in use while entries are undone; its size is None after the undoing of its free."""
 
     requested_bytes: int
     state: str
@@ -446,13 +465,13 @@ class _Undone:
         for index in range(len(entries) - 1, -1, -1):
             if not self._undo(entries[index]):
                 raise InvalidInputError(
-                    f"entry {index} ({entries[index].action} at address {entries[index].address}) doesn't fit what"
-                    " follows it; entries are missing (skip_actions must be empty, and the snapshot taken while"
+                    f"entry {index} ({entries[index].action} at address {entries[index].address}) contradicts the"
+                    " entries after it; entries are missing (skip_actions must be empty, and the snapshot taken while"
                     " recording)"
                 )
 
     def segments(self) -> list[tuple[int, int, int, str, bool]]:
-        """Address, size, stream, pool, whether expandable; by address."""
+        """Return (address, size, stream, pool, whether expandable) of each segment, by address."""
         found = [(address, *fixed, False) for address, fixed in self._fixed.items()]
         for stream, ranges in self._mapped.items():
             found += [
@@ -464,7 +483,7 @@ class _Undone:
         return self._mapped.setdefault(stream, Ranges())
 
     def _undo(self, entry: Entry) -> bool:
-        """False where the entry can't have led to what follows it."""
+        """Undo an entry; return False if the state after it contradicts it."""
         action, address, size, stream = entry.action, entry.address, entry.size_bytes, entry.stream
         held = self.blocks.get(address)
         if action == "alloc":
@@ -493,11 +512,11 @@ class _Undone:
 
 
 class _Pools:
-    """Which pool the pages at an address belong to.
+    """The pool of the pages at an address.
 
-    The snapshot says it of what is mapped at its end; pages that were mapped for a request belong to the request's
-    pool. Of others it is that of the nearest known pages of the stream: the expandable segments of two pools lie apart
-    by more than the device's memory.
+    It is known for pages mapped at the snapshot, and for pages mapped for a request, which belong to the request's
+    pool. Other pages belong to the pool of the nearest known pages of the stream, since the expandable segments of two
+    pools are further apart than the size of the device's memory.
     """
 
     def __init__(self, entries: Sequence[Entry], end: Iterable[SegmentInfo]) -> None:
@@ -521,19 +540,16 @@ class _Pools:
         return near[1]
 
     def spaces(self, start: Iterable[SegmentInfo]) -> dict[tuple[int, str], int]:
-        """(stream, pool) -> lowest address of its expandable segment that is known."""
-        points = [(stream, pool, address) for stream, known in self._known.items() for address, pool in known]
-        points += [(segment.stream, segment.pool, segment.address) for segment in start if segment.expandable]
-        found: dict[tuple[int, str], int] = {}
-        for stream, pool, address in points:
-            found[stream, pool] = min(address, found.get((stream, pool), address))
-        return found
+        """Return (stream, pool) -> the lowest known address of its expandable segment."""
+        points = [((stream, pool), address) for stream, known in self._known.items() for address, pool in known]
+        points += [((segment.stream, segment.pool), segment.address) for segment in start if segment.expandable]
+        return dict(sorted(points, key=lambda point: -point[1]))  # of several, the last one counts: the lowest
 
 
 def _limits(entries: Sequence[Entry], undone: _Undone) -> dict[int, int]:
-    """Address of each block alive before the first entry -> where it ends at the latest.
+    """Return the address of each block in use before the first entry -> the largest possible end of it.
 
-    That is where a block lies behind it while it lives, or the end of its segment.
+    That is the address of the next block during its lifetime, or the end of its segment.
     """
     alive = sorted(undone.blocks)
     limits: dict[int, int] = {}
@@ -559,11 +575,12 @@ def _limits(entries: Sequence[Entry], undone: _Undone) -> dict[int, int]:
 
 
 def _block_bytes(allocator: CachingAllocator, requested: int, limit: int, pool: str, expandable: bool) -> int:
-    """Size of a block that has `limit` bytes up to whatever is behind it.
+    """Return the size of a block with `limit` bytes up to the next block or the segment's end.
 
-    In the large pool a rest of up to 1 MiB isn't split off, so what is free behind a block is larger than that: a
-    smaller gap belongs to the block. In a larger gap a part of up to 1 MiB might; it is taken as free. Elsewhere rests
-    are always split off.
+    In the large pool a rest of up to 1 MiB isn't split off, so a gap of at most 1 MiB belongs to the block. Of a larger
+    gap a part of up to 1 MiB may belong to it; the whole gap is taken as free. In the small pool and in expandable
+    segments rests are always split off. Example: a block of 3 MiB with 3.5 MiB up to the next one has 3.5 MiB; with
+    5 MiB up to the next one it is taken to have 3 MiB.
     """
     size = allocator.rounded_bytes(requested)
     oversize = allocator.settings.max_split_size_bytes
@@ -574,40 +591,30 @@ def _block_bytes(allocator: CachingAllocator, requested: int, limit: int, pool: 
     return size
 
 
-def _change(entry: Entry) -> int:
-    """By how much the entry changes what is reserved."""
-    return entry.size_bytes * ((entry.action in _GROWS) - (entry.action in _SHRINKS))
-
-
 def _without_fraction(settings: AllocatorSettings) -> AllocatorSettings:
-    """The same settings for an allocator without a limit, of which a fraction means nothing."""
+    """Return the settings for an allocator without a capacity, which has no fraction."""
     return replace(settings, memory_fraction=1.0)
 
 
 # --- as events ---
 
 
-def events_from_snapshot(snapshot: Mapping[str, Any], device: int = 0) -> list[TraceEvent]:
-    """Calls of a `CachingAllocator` that the record of a device amounts to; see `events_of`."""
-    return events_of(read_history(snapshot, device))
-
-
 def events_of(history: History) -> list[TraceEvent]:
-    """Calls of a `CachingAllocator` that the history amounts to, from its start on.
+    """Return the calls of a `CachingAllocator` that the history corresponds to, from its start on.
 
-    A block whose free is completed at once was used on its own stream alone. One that is completed later waited for
-    other streams; it is noted for a made-up stream of its own, which is synchronized where the record completes it.
-    A run of released segments is an `empty_cache` if no unused segment is left after it, whether the program asked for
-    it or memory ran short: before the next request both leave the same state. Else it is a "make_room".
+    A block whose free is completed at once was used on its own stream only. A block whose free is completed later
+    waited for other streams: it gets a virtual stream of its own, which is synchronized at the entry that completes the
+    free. Consecutive releases of segments are one "empty_cache" if no unused segment is left after them, otherwise one
+    "make_room". Whether the program called `empty_cache` or memory ran short makes no difference to the state.
 
     Raises
     ------
     InvalidInputError
-        For private pools (CUDA graphs, `torch.cuda.MemPool`).
+        If there are private pools (CUDA graphs, `torch.cuda.MemPool`).
     """
     if history.private:
         raise InvalidInputError(
-            "parts of it belong to private pools; CUDA graphs and MemPool aren't modelled, record without them"
+            "the history has private pools (CUDA graphs, MemPool), which aren't modelled; record without them"
         )
     events: list[TraceEvent] = []
     segments = _Segments(history.start)
@@ -645,17 +652,14 @@ def events_of(history: History) -> list[TraceEvent]:
 
 
 def _live_at(start: Iterable[SegmentInfo]) -> tuple[dict[int, int], dict[int, int]]:
-    """By address: the numbers of the allocated blocks, and the made-up streams of those that wait."""
-    blocks = [block for segment in start for block in segment.blocks]
-    live = {b.address: b.block for b in blocks if b.state == "allocated" and b.block is not None}
-    waiting = {
-        block.address: -1 - block.block for block in blocks if block.state == "waiting" and block.block is not None
-    }
-    return live, waiting
+    """Return, by address, the numbers of the allocated blocks, and the virtual streams of those that wait."""
+    blocks = [(b.state, b.address, b.block) for segment in start for b in segment.blocks if b.block is not None]
+    live = {address: number for state, address, number in blocks if state == "allocated"}
+    return live, {address: -1 - number for state, address, number in blocks if state == "waiting"}
 
 
 class _Segments:
-    """How many blocks each segment of the record has in use; expandable ones (`segment_map`) don't count."""
+    """Number of blocks in use per segment of the record, expandable segments left out."""
 
     def __init__(self, start: Iterable[SegmentInfo]) -> None:
         fixed = [segment for segment in start if not segment.expandable]
@@ -680,9 +684,10 @@ class _Segments:
 
 
 def laid_out_afresh(history: History) -> list[TraceEvent]:
-    """Requests for what is alive before the first entry, by address, for an allocator that starts empty; index -1.
+    """Return requests for the blocks in use before the first entry, by address, with index -1.
 
-    In an allocator with other settings the blocks would lie elsewhere, and what was cached wouldn't be the same.
+    They are for an empty allocator with other settings, in which the blocks would have other addresses, and the cache
+    other segments.
     """
     events = []
     for segment in history.start:
@@ -700,7 +705,7 @@ def laid_out_afresh(history: History) -> list[TraceEvent]:
 
 
 class RecordedAddresses(Addresses):
-    """New segments get the addresses that the record has for them, others those of `Addresses`."""
+    """The recorded addresses of new segments; those of `Addresses` for segments that the record doesn't have."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         super().__init__()
@@ -710,7 +715,7 @@ class RecordedAddresses(Addresses):
         self._mapped: deque[int] = deque()
 
     def advance(self, index: int) -> None:
-        """Go on to an entry: what was made after the one before it is for the request that this one records."""
+        """Move to the entry of a request; segments recorded since the previous request were allocated for it."""
         self._fixed.clear()
         self._mapped.clear()
         while self._next <= index:
@@ -723,35 +728,34 @@ class RecordedAddresses(Addresses):
 
     @property
     def any_new(self) -> bool:
-        """Whether something was made for the present entry."""
+        """Whether the record has a new segment, or new pages, for the present entry."""
         return bool(self._fixed or self._mapped)
 
     def segment(self, nbytes: int) -> int:
-        """Address of a new segment."""
+        """Return the address of a new segment."""
         return self._fixed.popleft() if self._fixed else super().segment(nbytes)
 
     def space(self, nbytes: int) -> int:
-        """Address of an expandable segment's address space: that of its first page."""
+        """Return the address of an expandable segment: that of its first page."""
         return self._mapped.popleft() if self._mapped else super().space(nbytes)
 
 
 class Replayer:
-    """Feeds events to an allocator, one by one, and keeps its figures after each."""
+    """Applies events to an allocator, one by one, and keeps its figures after each."""
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self.allocator = allocator
         self._figures: list[tuple[int, int, int]] = []
 
     def apply(self, event: TraceEvent) -> None:
-        """Do what the event says; a "make_room" is left to the allocator."""
+        """Call the allocator; "make_room" and "out_of_memory" call nothing."""
         allocator = self.allocator
         if event.action == "synchronize":
             allocator.synchronize(event.stream)
         elif event.action == "empty_cache":
             allocator.empty_cache()
         elif event.action not in ("make_room", "out_of_memory"):
-            if event.block is None:
-                raise InvalidInputError(f"event {event} needs a block")
+            assert event.block is not None
             if event.action == "allocate":
                 allocator.allocate(event.block, event.nbytes, event.stream, grow=self._grows())
             elif event.action == "free":
@@ -761,18 +765,18 @@ class Replayer:
         self._figures.append((allocator.allocated_bytes, allocator.requested_bytes, allocator.reserved_bytes))
 
     def _grows(self) -> bool:
-        """Whether the next request is known to take new memory."""
+        """Return whether the next request is known to take new memory."""
         return False
 
     def timeline(self) -> AllocatorTimeline:
-        """The figures, and the allocator's peaks."""
-        return _timeline(self.allocator, self._figures)
+        """Return the figures, and the allocator's peaks."""
+        return timeline_of(self.allocator, self._figures)
 
 
 class RecordedReplayer(Replayer):
-    """Replays a history from its start, with its segments' addresses, and releases those that it releases.
+    """Replays a history from its start, with the recorded addresses and releases of segments.
 
-    With a capacity, which unused segments go is left to the allocator.
+    With a capacity, the allocator itself chooses which unused segments to release.
     """
 
     def __init__(self, history: History, capacity_bytes: int | None = None) -> None:
@@ -787,7 +791,7 @@ class RecordedReplayer(Replayer):
         self.allocator.restore(history.start, history.spaces)
 
     def apply(self, event: TraceEvent) -> None:
-        """Do what the event says."""
+        """Call the allocator, and release the segments of a "make_room" unless there is a capacity."""
         self._addresses.advance(event.index)
         self._released, self._was_released = event.action in ("empty_cache", "make_room"), self._released
         if event.action == "make_room" and self._follows_releases:
@@ -801,58 +805,25 @@ class RecordedReplayer(Replayer):
         return self._was_released and self._addresses.any_new
 
 
-def replay_events(
-    events: Iterable[TraceEvent], settings: AllocatorSettings | None = None, capacity_bytes: int | None = None
-) -> AllocatorTimeline:
-    """Figures after each event; as `ckptplan.memory.allocator.replay`, with streams and releases.
-
-    Without a capacity there is no shortage, and a "make_room" does nothing.
-
-    Raises
-    ------
-    SimulatedOutOfMemoryError
-        Where the model fails.
-    """
-    replayer = Replayer(CachingAllocator(settings, capacity_bytes))
-    for event in events:
-        replayer.apply(event)
-    return replayer.timeline()
-
-
-def replay_snapshot(
-    snapshot: Mapping[str, Any],
-    device: int = 0,
-    *,
-    settings: AllocatorSettings | None = None,
-    capacity_bytes: int | None = None,
-) -> SnapshotReplay:
+def replay_history(history: History, *, capacity_bytes: int | None = None) -> SnapshotReplay:
     """Replay a recorded history through the model, from the recorded start and with the recorded addresses.
 
     Parameters
     ----------
-    snapshot : mapping
-        From `torch.cuda.memory._snapshot()` or `load_snapshot`.
-    device : int
-        Which of its devices.
-    settings : AllocatorSettings, optional
-        Those of the snapshot if left out.
+    history : History
+        From `read_history`.
     capacity_bytes : int, optional
-        As for `CachingAllocator`. With it the model itself releases unused segments where only some of them were
-        released, as happens with `max_split_size_mb` and `garbage_collection_threshold`; without, those that the record
-        says.
+        As for `CachingAllocator`. With it the model itself chooses which unused segments to release if the record
+        releases only some, as with `max_split_size_mb` and `garbage_collection_threshold`; without it the model
+        releases the recorded ones.
 
     Raises
     ------
     InvalidInputError
-        For a record that can't be replayed; see `read_history` and `events_of`.
+        If the record can't be replayed; see `events_of`.
     SimulatedOutOfMemoryError
-        Where the model fails though the recorded run didn't.
+        If the model runs out of memory though the recorded run didn't.
     """
-    return replay_history(read_history(snapshot, device, settings), capacity_bytes=capacity_bytes)
-
-
-def replay_history(history: History, *, capacity_bytes: int | None = None) -> SnapshotReplay:
-    """Replay a history through the model; see `replay_snapshot`."""
     replayer = RecordedReplayer(history, capacity_bytes)
     allocations, difference = 0, None
     for event in events_of(history):

@@ -1,16 +1,17 @@
-"""Summary of a recorded history: its peaks, its fragments and whose they are, and what settings would change.
+"""Summary of a recorded history: its peaks, the code that causes its fragments, and the effect of other settings.
 
-The recorded figures come from the record itself. Whose the fragments are is read off the allocator model at the peak,
-which is replayed with the recorded segment addresses; `first_difference` says whether the model did the same as the
-device up to the end. For other settings the same requests go through the model again, from an empty allocator into
-which first goes what was alive before the first entry. The recorded settings are tried that way too, since only that
-compares: what a device had cached before the record began isn't there then.
+Peaks are those of the record. Fragments are attributed by the state of the allocator model at the peak, which is
+reached by a replay with the recorded segment addresses; `first_difference` tells whether the replay agrees with the
+record to the end. For other settings the same requests are replayed from an empty allocator that first allocates all
+blocks in use before the first entry. The recorded settings are replayed that way too, for a fair comparison: segments
+that the device had cached before the record don't exist in that replay.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -47,28 +48,28 @@ from ckptplan.memory.history.reader import (
 MAX_SPLIT_MIB = (32, 64, 128, 256, 512)
 DIVISIONS = (1, 2, 4, 8, 16)
 THRESHOLDS = (0.6, 0.8, 0.9)
-NEAR = 0.01  # settings within this part of the least are equally good; gains below it aren't worth a setting
-MOST_SHORTAGES = 16  # a program that catches the error may run into it at every step
+NEAR = 0.01  # settings within this part of the best one count as equally good; a smaller gain isn't worth a setting
+MOST_SHORTAGES = 16  # the last ones are listed; a program that catches the error may have one in every step
 
 Place = tuple[str, int, str]  # file, line, function
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Blocks made at one place of the program, at the peak.
+    """Blocks allocated by one line of the program, at the peak.
 
     Parameters
     ----------
     where : str
         File, line and function of the innermost Python frame that isn't PyTorch's; in backward, which has none, the
-        node of the graph; else why there is none.
+        node of the graph; without either, the reason in parentheses.
     blocks, allocated_bytes : int
-        Its live blocks.
+        Number and bytes of the blocks in use.
     fragment_bytes : int
-        Free bytes next to its blocks, in segments that these keep from being released: each fragment counts in halves
-        for the blocks on its two sides.
+        Free bytes next to the blocks, which prevent the release of the segments. A fragment between two blocks counts
+        half for each.
     unused_bytes : int
-        In unused segments that were made for its requests.
+        Bytes of unused segments that were allocated for requests of this line.
     """
 
     where: str
@@ -80,25 +81,25 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What reserved memory consists of at one moment; the five parts add up to `reserved_bytes`.
+    """The parts of reserved memory at one moment; they add up to `reserved_bytes`.
 
     Parameters
     ----------
     entry : int or None
-        The record's entry behind which it is so; None for the moment of the snapshot.
+        The state is that after this entry of the record; None: that of the snapshot.
     reserved_bytes : int
     requested_bytes : int
-        Asked for by live tensors.
+        Sizes of live tensors.
     rounding_bytes : int
-        What their blocks have beyond that.
+        Bytes of their blocks beyond that.
     waiting_bytes : int
-        Freed, but other streams may still use it.
+        Freed blocks that other streams may still use.
     fragment_bytes : int
-        Free, in segments (expandable ones: pages) that are partly in use.
+        Free bytes in segments (of expandable ones: in pages) that are partly in use.
     unused_bytes : int
-        In whole segments or pages that nothing uses: `torch.cuda.empty_cache()` gives them back.
+        Bytes of unused segments or pages, which `torch.cuda.empty_cache()` would release.
     holders : tuple of Holder
-        Those with most fragments and unused segments first.
+        By fragments and unused segments, largest first.
     """
 
     entry: int | None
@@ -124,11 +125,11 @@ class Alternative:
     reserved_peak_bytes : int or None
         None: out of memory within the limit.
     limit_bytes : int or None
-        Most that it could reserve; None for no limit.
+        Limit on reserved bytes; None: no limit.
     fits_failed_requests : bool or None
-        Whether each request that ran out of memory would have found room; None where none did.
+        Whether each recorded request that ran out of memory would have found room; None: there is no such request.
     checked : bool
-        Whether histories of real devices have shown that the model does this as PyTorch does.
+        Whether the model was checked against recorded histories of devices with such settings.
     """
 
     change: str
@@ -149,9 +150,9 @@ class Shortage:
     requested_bytes : int
         Rounded as the allocator does.
     device_free_bytes : int
-        What the device had left, as recorded.
+        Free memory of the device, as recorded.
     reserved_bytes : int
-        After everything that could be released was.
+        Reserved bytes after the release of all unused memory.
     """
 
     entry: int
@@ -168,46 +169,46 @@ class DeviceSummary:
     ----------
     device : int
     settings : str
-        The recorded ones, as PYTORCH_CUDA_ALLOC_CONF takes them.
+        The recorded settings, as PYTORCH_CUDA_ALLOC_CONF takes them.
     entries : int
-        How many the record has; 0: there was no recording.
-    reserved_at_start_bytes : int or None
-        Reserved before the first entry; None without a history, or one that couldn't be undone.
+        Number of entries of the record; 0: nothing was recorded.
     reserved_peak_bytes, requested_peak_bytes : int
-        Highest of the history; without one, at the snapshot.
-    allocated_peak_bytes : int or None
-        Likewise, of blocks; None where the history couldn't be replayed.
-    allocations : int
-        Whose addresses were compared with the model's.
-    exact : bool or None
-        Whether each of them and the reserved bytes after each entry were the model's; None: not replayed.
-    first_difference : int or None
-        The first entry at which one wasn't.
+        Highest values of the history; without a history, those at the snapshot.
     at_peak : State
-        Where most is reserved; of several such moments that with most allocated.
+        The state with most reserved bytes; of several, the one with most allocated bytes.
+    allocated_peak_bytes : int or None
+        Highest bytes of blocks; None if the history couldn't be replayed.
+    reserved_at_start_bytes : int or None
+        Bytes reserved before the first entry; None without a history, or if it couldn't be undone.
+    allocations : int
+        Number of addresses compared with the model's.
+    exact : bool or None
+        Whether all addresses, and the reserved bytes after each entry, agree with the model's; None: not replayed.
+    first_difference : int or None
+        The first entry at which they don't.
     shortages : tuple of Shortage
     alternatives : tuple of Alternative
         The recorded settings first.
     advice : Alternative or None
-        The one to use; None where no setting gains anything.
+        The recommended settings; None if no setting reserves less.
     notes : tuple of str
     """
 
     device: int
     settings: str
     entries: int
-    reserved_at_start_bytes: int | None
     reserved_peak_bytes: int
     requested_peak_bytes: int
-    allocated_peak_bytes: int | None
-    allocations: int
-    exact: bool | None
-    first_difference: int | None
     at_peak: State
-    shortages: tuple[Shortage, ...]
-    alternatives: tuple[Alternative, ...]
-    advice: Alternative | None
-    notes: tuple[str, ...]
+    allocated_peak_bytes: int | None = None
+    reserved_at_start_bytes: int | None = None
+    allocations: int = 0
+    exact: bool | None = None
+    first_difference: int | None = None
+    shortages: tuple[Shortage, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    advice: Alternative | None = None
+    notes: tuple[str, ...] = ()
 
 
 def summarize(
@@ -216,34 +217,34 @@ def summarize(
     limit_bytes: int | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> tuple[DeviceSummary, ...]:
-    """Each device that has something reserved or recorded.
+    """Return a summary of each device with reserved memory or recorded entries.
 
     Parameters
     ----------
     snapshot : mapping
         From `load_snapshot`.
     limit_bytes : int, optional
-        Most that other settings may reserve. Without it there is no limit, but for garbage collection, which needs one:
-        there it is the recorded peak.
+        Limit on the bytes that other settings may reserve. Default: no limit, except for garbage collection, which
+        needs one and gets the recorded peak.
     on_progress : callable, optional
-        Called with what is being done.
+        Called with a description of the present work.
 
     Raises
     ------
     InvalidInputError
-        For a snapshot that is none.
+        If `snapshot` isn't a memory snapshot.
     """
     found = (_Summary(snapshot, device, limit_bytes, on_progress).summary() for device in devices(snapshot))
     return tuple(summary for summary in found if summary.entries or summary.reserved_peak_bytes)
 
 
 def to_json(summaries: Iterable[DeviceSummary]) -> str:
-    """The JSON of docs/formats.md."""
+    """Return the summaries as JSON (docs/formats.md)."""
     return json.dumps({"devices": [asdict(summary) for summary in summaries]}, indent=1)
 
 
 class _Summary:
-    """Collects one device's figures; where a part can't be had, a note says why."""
+    """Computes one device's figures; a note gives the reason for each part that is missing."""
 
     def __init__(
         self,
@@ -270,7 +271,7 @@ class _Summary:
         history = self._history() if entries else None
         if not entries:
             self.notes.append(
-                "no history was recorded, so this is the moment of the snapshot; call"
+                "no history was recorded, so the figures are those of the moment of the snapshot; call"
                 " torch.cuda.memory._record_memory_history() before the model is built"
             )
         segment_stacks = segment_stacks_of(self.snapshot, self.device)
@@ -284,58 +285,51 @@ class _Summary:
         )
         if history is None:
             self.notes += ["the figures are those of the moment of the snapshot"] * bool(entries)
-            requested, rounding = at_end.requested_bytes, at_end.rounding_bytes
             return DeviceSummary(
                 device=self.device,
                 settings=self.settings.to_string(),
                 entries=len(entries),
-                reserved_at_start_bytes=None,
                 reserved_peak_bytes=at_end.reserved_bytes,
-                requested_peak_bytes=requested,
-                allocated_peak_bytes=requested + rounding,
-                allocations=0,
-                exact=None,
-                first_difference=None,
+                requested_peak_bytes=at_end.requested_bytes,
                 at_peak=at_end,
-                shortages=(),
-                alternatives=(),
-                advice=None,
+                allocated_peak_bytes=at_end.requested_bytes + at_end.rounding_bytes,
                 notes=tuple(self.notes),
             )
-        replay = peak = None
-        alternatives: tuple[Alternative, ...] = ()
         shortages = tuple(_shortages(history))
-        if self.modelled:
-            self.on_progress(f"device {self.device}: replaying {len(history.entries)} entries")
-            replay = replay_history(history)
-            peak = self._at_peak(history, replay.timeline)
-            if replay.first_difference is not None:
-                self.notes.append(
-                    f"the model differs from the record from entry {replay.first_difference} on; what depends on it"
-                    " (fragments, other settings) is approximate"
-                )
-            alternatives = tuple(self._alternatives(history, shortages))
-        if history.reserved_at_start_bytes:
-            self.notes.append(
-                "the record begins with memory in use; other settings start with what was alive then, laid out afresh"
-            )
-        return DeviceSummary(
+        found = DeviceSummary(
             device=self.device,
             settings=self.settings.to_string(),
-            entries=len(history.entries),
-            reserved_at_start_bytes=history.reserved_at_start_bytes,
+            entries=len(entries),
             reserved_peak_bytes=history.peak_reserved_bytes,
             requested_peak_bytes=_requested_peak(history),
-            allocated_peak_bytes=None if replay is None else replay.timeline.peak_allocated_bytes,
-            allocations=0 if replay is None else replay.allocations,
-            exact=None if replay is None else replay.first_difference is None,
-            first_difference=None if replay is None else replay.first_difference,
-            at_peak=peak or at_end,
+            at_peak=at_end,
+            reserved_at_start_bytes=history.reserved_at_start_bytes,
             shortages=shortages,
-            alternatives=alternatives,
-            advice=_advice(alternatives),
-            notes=tuple(self.notes),
         )
+        if self.modelled:
+            self.on_progress(f"device {self.device}: replaying {len(entries)} entries")
+            replay = replay_history(history)
+            alternatives = tuple(self._alternatives(history, shortages))
+            found = replace(
+                found,
+                at_peak=self._at_peak(history, replay.timeline),
+                allocated_peak_bytes=replay.timeline.peak_allocated_bytes,
+                allocations=replay.allocations,
+                exact=replay.first_difference is None,
+                first_difference=replay.first_difference,
+                alternatives=alternatives,
+                advice=_advice(alternatives),
+            )
+            if not found.exact:
+                self.notes.append(
+                    f"the model differs from the record from entry {replay.first_difference} on, so fragments and other"
+                    " settings are approximate"
+                )
+        if history.reserved_at_start_bytes:
+            self.notes.append(
+                "memory was in use before the record began; other settings start with those blocks, allocated afresh"
+            )
+        return replace(found, notes=tuple(self.notes))
 
     def _history(self) -> History | None:
         try:
@@ -344,15 +338,15 @@ class _Summary:
             self._without_model(str(error))
             return None
         if history.private and self.modelled:
-            self._without_model("parts of it belong to private pools (CUDA graphs, MemPool), which aren't modelled")
+            self._without_model("the history has private pools (CUDA graphs, MemPool), which aren't modelled")
         return history
 
     def _at_peak(self, history: History, timeline: AllocatorTimeline) -> State:
-        """The state where most is reserved; of several such moments that with most allocated."""
+        """Return the state with most reserved bytes; of several, the one with most allocated bytes."""
         events = events_of(history)
         most = timeline.reserved_bytes.max(initial=0)
         at = -1
-        if len(events) and most >= history.reserved_at_start_bytes:
+        if events and most >= history.reserved_at_start_bytes:
             at = int(np.where(timeline.reserved_bytes == most, timeline.allocated_bytes, -1).argmax())
         replayer = RecordedReplayer(history)
         for event in events[: at + 1]:
@@ -396,12 +390,12 @@ class _Summary:
 
 
 def _is_checked(settings: AllocatorSettings) -> bool:
-    """Whether recorded histories of real devices have shown the model right with these settings."""
+    """Return whether the model was checked against recorded histories of devices with these settings."""
     return replace(settings, expandable_segments=False) == AllocatorSettings()
 
 
 def _candidates(recorded: AllocatorSettings) -> Iterable[tuple[str, object, AllocatorSettings]]:
-    """The recorded settings, and each with one of them changed: its name, its value, and all together."""
+    """Yield (name, value, settings) with one setting changed; first the recorded settings, without a name."""
     recorded = replace(recorded, memory_fraction=1.0)
     yield "", "", recorded
     expandable = not recorded.expandable_segments
@@ -424,14 +418,11 @@ def _replay(
     limit_bytes: int | None,
     limits: Mapping[int, int],
 ) -> tuple[int | None, bool]:
-    """Reserved peak (None: out of memory), and whether the requests that failed would have fit within their limits."""
-    collects = settings.garbage_collection_threshold is not None and limit_bytes is not None
-    if collects:
-        # The threshold is a part of the memory fraction: of twice the limit, half may be used.
-        assert limit_bytes is not None
-        replayer = Replayer(CachingAllocator(replace(settings, memory_fraction=0.5), 2 * limit_bytes))
-    else:
-        replayer = Replayer(CachingAllocator(settings, limit_bytes))
+    """Return the reserved peak (None: out of memory), and whether the failed requests would fit in their limits."""
+    if settings.garbage_collection_threshold is not None and limit_bytes is not None:
+        # Collection needs a memory fraction below 1: half of twice the limit.
+        settings, limit_bytes = replace(settings, memory_fraction=0.5), 2 * limit_bytes
+    replayer = Replayer(CachingAllocator(settings, limit_bytes))
     fits = True
     try:
         for event in events:
@@ -444,7 +435,7 @@ def _replay(
 
 
 def _would_fit(allocator: CachingAllocator, event: TraceEvent, limit_bytes: int) -> bool:
-    """Whether a request finds room in a copy of the allocator that may reserve so much."""
+    """Return whether a request fits in a copy of the allocator that may reserve `limit_bytes`."""
     settings = replace(allocator.settings, memory_fraction=1.0, garbage_collection_threshold=None)
     probe = CachingAllocator(settings, max(limit_bytes, allocator.reserved_bytes))
     probe.restore(allocator.snapshot())
@@ -457,15 +448,14 @@ def _would_fit(allocator: CachingAllocator, event: TraceEvent, limit_bytes: int)
 
 
 def _advice(alternatives: Sequence[Alternative]) -> Alternative | None:
-    """The setting that reserves least; among equally good ones a checked one, then the first."""
+    """Return the setting that reserves least; of equally good ones a checked one, then the first."""
     if not alternatives or alternatives[0].reserved_peak_bytes is None:
         return None
     possible = [(a.reserved_peak_bytes, a) for a in alternatives if a.reserved_peak_bytes is not None]
     least = min(nbytes for nbytes, _ in possible)
     if least > (1 - NEAR) * alternatives[0].reserved_peak_bytes:
         return None
-    near = [a for nbytes, a in possible if nbytes <= (1 + NEAR) * least]
-    return min(near, key=lambda a: not a.checked)
+    return min((a for nbytes, a in possible if nbytes <= (1 + NEAR) * least), key=lambda a: not a.checked)
 
 
 def _shortages(history: History) -> Iterable[Shortage]:
@@ -486,7 +476,7 @@ def _requested_peak(history: History) -> int:
     return peak
 
 
-# --- what memory consists of ---
+# --- the parts of reserved memory ---
 
 
 def _state(
@@ -496,16 +486,13 @@ def _state(
     segment_frames: Callable[[SegmentInfo], Frames | None],
     settings: AllocatorSettings,
 ) -> State:
-    found: dict[str, list[int]] = {}  # place -> blocks, bytes, bytes of fragments, of unused segments
-    places: dict[int, str] = {}  # stacks are shared by many blocks
-
-    def holder_at(place: str) -> list[int]:
-        return found.setdefault(place, [0, 0, 0, 0])
+    found: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])  # place -> the figures of its `Holder`
+    places: dict[int, str] = {}  # many blocks share one stack
 
     def holder_of(frames: Frames | None) -> list[int]:
         if id(frames) not in places:
             places[id(frames)] = where(frames)
-        return holder_at(places[id(frames)])
+        return found[places[id(frames)]]
 
     reserved = requested = rounding = waiting = fragments = unused = 0
     for segment in segments:
@@ -532,13 +519,13 @@ def _state(
             whole = _whole_pages(segment, block, page) if beside else block.size_bytes
             unused += whole
             if whole and segment.expandable:
-                holder_at("(pages of expandable segments)")[3] += whole
+                found["(pages of expandable segments)"][3] += whole
             elif whole:
                 holder_of(segment_frames(segment))[3] += whole
             rest = block.size_bytes - whole
             fragments += rest
             for n, neighbour in enumerate(beside):
-                assert neighbour is not None  # two free blocks would be one
+                assert neighbour is not None  # adjacent free blocks are merged
                 neighbour[2] += rest if len(beside) == 1 else rest // 2 + (rest % 2 if n == 0 else 0)
     holders = [Holder(name, *figures) for name, figures in found.items()]
     holders.sort(key=lambda h: (-h.fragment_bytes - h.unused_bytes, -h.allocated_bytes, h.where))
@@ -546,7 +533,7 @@ def _state(
 
 
 def _whole_pages(segment: SegmentInfo, block: BlockInfo, page: int) -> int:
-    """Bytes of the pages that lie wholly inside a free block of an expandable segment; 0 for any other."""
+    """Return the bytes of the pages wholly inside a free block of an expandable segment; 0 for other segments."""
     if not segment.expandable:
         return 0
     start = -(-(block.address - segment.address) // page) * page
@@ -562,10 +549,10 @@ _NODE = re.compile(r"(\w+Backward\d*)::apply")
 
 
 def where(frames: Frames | None) -> str:
-    """The innermost Python frame that isn't PyTorch's or the standard library's.
+    """Return the innermost Python frame that isn't PyTorch's or the standard library's, as text.
 
-    Frames come innermost first. Backward runs in a thread without Python frames; where C++ ones were recorded
-    (`stacks="all"`) the node says which operation's backward it is.
+    Frames come innermost first. Backward runs in a thread without Python frames; if C++ frames were recorded
+    (`stacks="all"`), the text names the node of the graph, such as "AddmmBackward0".
     """
     if frames is None:
         return "(made before the record)"

@@ -3,7 +3,7 @@
 NOTE [Accounts]
 1. At every moment the time goes to one account: a stage's forward, recompute, backward or stall. `mark` closes one and
    opens another. Between two stages' forwards it goes to the later one, and what runs outside of any stage in backward
-   to the stage whose backward began last (`core.measured.told_together`).
+   to the stage whose backward began last (`core.measured.backward_groups`).
 2. A stall, and a recompute, lie inside what they interrupt, which goes on afterwards. A stall is the stage's whose
    forward or backward was under way, also where a sweep runs another stage on its behalf.
 3. A step is the time from the beginning of a pass to the end of its backward. What didn't run in that order (a forward

@@ -20,7 +20,7 @@ from ckptplan.runtime.swap.stores import Store
 
 @dataclass(frozen=True, slots=True)
 class StageStats:
-    """One stage's times in a step, as a running step can tell them (`core.measured.told_together`).
+    """One stage's times in a step, as a running step can tell them (`core.measured.backward_groups`).
 
     Attributes
     ----------
