@@ -1127,7 +1127,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         18,
         "a stage with an operation that may give other bits is not run again",
-        "_Tracing._draft",
+        "_Tracing._menu",
         "if g not in self.once:",
         "if True:",
         ("tests/test_usage.py::test_what_may_differ_is_not_recomputed",),

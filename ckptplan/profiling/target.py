@@ -126,6 +126,10 @@ class Target:
         """Blocks are multiples of this many bytes."""
         return CUDA_BLOCK if self.is_cuda else 1
 
+    def rounded(self, nbytes: int) -> int:
+        """Bytes of a block for `nbytes`."""
+        return -(-nbytes // self.round_to) * self.round_to
+
     def choices(self, *, numbered: bool = True) -> contextlib.AbstractContextManager[Any]:
         """Inside, operations on fake tensors are chosen as on that device for real ones.
 

@@ -24,10 +24,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ckptplan.core.profile import Profile
-from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
 from ckptplan.core.units import format_bytes
+from ckptplan.profiling.bytes.traced import Traced, TracedStage
 from ckptplan.runtime.swap.session import has_position, unowned
 
 
@@ -128,13 +127,13 @@ class _Watched:
         self.saved: list[int] = []
 
 
-def with_real_sizes(chain: Profile, traced: Mapping[int, Places], real: Mapping[int, Places]) -> Profile:
+def with_real_sizes(chain: Traced, real: Mapping[int, Places]) -> Traced:
     """`chain` with the sizes of a real forward, and notes that say what was traced otherwise (NOTE [Real storages])."""
     larger: dict[int, int] = {}
     refused: dict[int, tuple[Places, int]] = {}
     notes: list[str] = []
-    for segment in traced.keys() & real.keys():
-        place, seen = traced[segment], real[segment]
+    for segment in chain.places.keys() & real.keys():
+        place, seen = chain.places[segment], real[segment]
         if not _agree(place, seen):
             refused[place.stage] = place, _missing(chain, place, seen)
             continue
@@ -183,14 +182,14 @@ def _agree(place: Places, seen: Places) -> bool:
     return len(pairs) == len({s for s, _ in pairs}) == len({n for _, n in pairs})
 
 
-def _missing(chain: Profile, place: Places, seen: Places) -> int:
+def _missing(chain: Traced, place: Places, seen: Places) -> int:
     """Bytes by which what is saved and returned, beyond what was given, takes more than was traced."""
     traced = {*place.returned, *place.saved} - {*place.given, -1}
     real = {*seen.returned, *seen.saved} - {*seen.given}
     return max(sum(seen.sizes[n] for n in real) - sum(chain.storages[s].nbytes for s in traced), 0)
 
 
-def _enlarged(stage: Stage, nbytes: int) -> Stage:
+def _enlarged(stage: TracedStage, nbytes: int) -> TracedStage:
     """`stage`, which makes storages that are together larger by `nbytes` than was traced."""
     options = (
         dataclasses.replace(
@@ -203,7 +202,7 @@ def _enlarged(stage: Stage, nbytes: int) -> Stage:
     return dataclasses.replace(stage, options=tuple(options)) if nbytes else stage
 
 
-def _kept(stage: Stage, place: Places, storage: int | None, nbytes: int) -> Stage:
+def _kept(stage: TracedStage, place: Places, storage: int | None, nbytes: int) -> TracedStage:
     """`stage`, which can only be kept, holding what it is given, and `storage` with bytes that weren't traced."""
     given = [s for s in place.given if s >= 0 and s not in stage.keep.saved and s not in stage.keep.pinned]
     keep = dataclasses.replace(

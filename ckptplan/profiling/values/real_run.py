@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import KEEP, Decision, Decisions
-from ckptplan.profiling.bytes.operations import writes
+from ckptplan.profiling.bytes.operations import written_to
 from ckptplan.profiling.bytes.trace import find_stages, replay
+from ckptplan.profiling.bytes.tracker import stage_segment
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.values.answers import (
     PACK,
@@ -120,7 +121,7 @@ def _witness(phase: Phase, answers: Answers, step: TrainingStep, target: Target,
         rewind()
         fixed = replay(step, names, (KEEP,) * len(names), target, saves=False).modifies
         rewind()
-        choices = tuple(KEEP if 2 * j + 1 in fixed else Decision("recompute") for j in range(len(names)))
+        choices = tuple(KEEP if stage_segment(j) in fixed else Decision("recompute") for j in range(len(names)))
         one_forward = step.fn is None
         controller = Controller(
             step.model, Decisions(names, choices), NULL_STORES, target.device, one_forward=one_forward
@@ -242,14 +243,12 @@ class _Witness(TorchDispatchMode):
         return result, torch.cuda.max_memory_allocated(self._device) - before
 
     def _keep_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        for position, name in writes(func):
-            given = args[position] if position < len(args) else kwargs.get(name)
-            for tensor in pytree.tree_leaves(given):
-                if isinstance(tensor, torch.Tensor):
-                    key = tensor.untyped_storage()._cdata
-                    if key in self._outside and key not in self._written:
-                        whole = whole_storage(tensor)
-                        self._written[key] = whole, whole.clone()
+        """Copy what was there before the run, before an operation writes to it."""
+        for tensor in written_to(func, args, kwargs):
+            key = tensor.untyped_storage()._cdata
+            if key in self._outside and key not in self._written:
+                whole = whole_storage(tensor)
+                self._written[key] = whole, whole.clone()
 
 
 def _storages(tree: Any) -> set[int]:
