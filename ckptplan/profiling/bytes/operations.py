@@ -11,6 +11,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ckptplan.runtime.observe.measure import tensors_in
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -53,6 +55,12 @@ def op_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable
     return func, frozen, spec
 
 
+def by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A call's operands by the names that the operation's schema gives them; defaults left out."""
+    names = [argument.name for argument in func._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
 class SeenOperations(TorchDispatchMode):
     """Dispatch mode that collects the keys of the operations that run, in order."""
 
@@ -78,4 +86,4 @@ def _writes(func: Any) -> tuple[tuple[int, str], ...]:
 def written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors among a call's operands that the operation's schema says it writes to."""
     given = [args[position] if position < len(args) else kwargs.get(name) for position, name in _writes(func)]
-    return [t for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)]
+    return tensors_in(given)

@@ -55,6 +55,7 @@ from ckptplan.profiling.values.watched import Watched
 from ckptplan.profiling.workload.discover import Found, discover_stages
 from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.guard.shapes import input_tensors
+from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.observer import Observer
 from ckptplan.runtime.recompute.call import cached_weights, shares_containers
 from ckptplan.runtime.state.cells import Snapshot, below
@@ -434,8 +435,8 @@ def replay(
                 watcher.forward_ended()
                 returned = {
                     sid: tracker.size_of(t.untyped_storage())
-                    for t in pytree.tree_leaves((output, loss))
-                    if isinstance(t, torch.Tensor) and (sid := tracker.sid(t))
+                    for t in tensors_in((output, loss))
+                    if (sid := tracker.sid(t))
                 }
                 out.output = set(returned)
                 out.sizes.update(returned)
@@ -675,7 +676,7 @@ class _Tracing:
         if self.kept.draws:
             self.notes.append(
                 "forward draws random numbers from Python's or numpy's generators: where they decide what runs, as "
-                "where layers are left out, the bytes given here hold for steps that take the same path"
+                "where layers are left out, what is said of memory holds for steps that take the same path"
             )
         fixed = self.kept.modifies.keys() | self.once.keys()
         self.recomputed = self._run(

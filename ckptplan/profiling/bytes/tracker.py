@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ckptplan.profiling.bytes.fake import FakeWorld
@@ -28,6 +27,7 @@ from ckptplan.profiling.bytes.storages import enlarged, ruled_bytes
 from ckptplan.profiling.target import ON_CPU, Target
 from ckptplan.profiling.values.answers import with_seen
 from ckptplan.profiling.values.repeatable import is_repeatable
+from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.recompute.selective import is_numbered
 from ckptplan.runtime.swap.session import has_position
 
@@ -283,7 +283,7 @@ class Tracker(FakeWorld):
             return func(*args, **kwargs)  # a query that fake tensors alone make, very often
         if self._in_backward:
             self._locate()
-        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        given = tensors_in((args, kwargs))
         for tensor in given:
             if not isinstance(tensor, FakeTensor) and id(tensor.untyped_storage()) not in self._alive:
                 if tensor.dim() == 0 and tensor.device.type == "cpu" and not self._target.is_cuda:
@@ -308,7 +308,7 @@ class Tracker(FakeWorld):
             key = with_seen(key, self.answer)
         if in_place:
             self._summed_in_place(args[0], result)
-        returned = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        returned = tensors_in(result)
         peak_bytes = self.peak_bytes
         made: dict[Sid, tuple[int, bool]] = {}
         for tensor in returned:

@@ -28,7 +28,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from ckptplan.core.device import Device
-from ckptplan.profiling.bytes.operations import TensorSpec
+from ckptplan.profiling.bytes.operations import TensorSpec, by_name
+from ckptplan.runtime.observe.measure import tensors_in
 
 _aten = torch.ops.aten
 
@@ -143,7 +144,7 @@ def op_cost(key: Hashable) -> OpCost:
         return NOTHING
     specs = [leaf for leaf in leaves if isinstance(leaf, TensorSpec)]
     try:
-        arguments = _by_name(func, *pytree.tree_unflatten(list(leaves), spec))
+        arguments = by_name(func, *pytree.tree_unflatten(list(leaves), spec))
     except (ValueError, TypeError):  # a random generator was among the operands, which keys leave out
         arguments = {}
     result = _fake_result(func, leaves, spec)
@@ -157,28 +158,13 @@ def op_cost(key: Hashable) -> OpCost:
     return OpCost(kind, flops, nbytes, dtype, max([1, *lists]) if name.startswith("_foreach") else 1)
 
 
-_NOTHING_RUNS = frozenset(
-    (
-        "empty",
-        "new_empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty_strided",
-        "detach",
-        "lift_fresh",
-        "is_same_size",
-        "sym_size",
-        "sym_stride",
-        "sym_numel",
-        "sym_storage_offset",
-        "resize_",
-        "set_",
-        "alias",
-        "_unsafe_view",
-        "_reshape_alias",
-        "_nested_tensor_size",
-    )
-)
+# fmt: off
+_NOTHING_RUNS = frozenset((
+    "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "lift_fresh", "is_same_size",
+    "sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "resize_", "set_", "alias", "_unsafe_view",
+    "_reshape_alias", "_nested_tensor_size",
+))
+# fmt: on
 
 
 def _runs_nothing(func: Any) -> bool:
@@ -191,21 +177,12 @@ def _runs_nothing(func: Any) -> bool:
 
 def _bytes(spec: TensorSpec) -> int:
     """Bytes of the elements there are: along a dimension of stride 0 there is one, and overlapping ones count once."""
-    if 0 in spec.size:
-        return 0
     apart = math.prod(n for n, step in zip(spec.size, spec.stride, strict=True) if step)
-    span = 1 + sum((n - 1) * step for n, step in zip(spec.size, spec.stride, strict=True))
-    return min(apart, span) * spec.dtype.itemsize
+    return min(apart, spec.span) * spec.dtype.itemsize
 
 
 def _specs(value: Any) -> list[TensorSpec]:
     return [x for x in pytree.tree_leaves(value) if isinstance(x, TensorSpec)]
-
-
-def _by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The operands by the names that the operation's schema gives them."""
-    names = [argument.name for argument in func._schema.arguments]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 _PICKED = {
@@ -222,36 +199,20 @@ _PICKED = {
 }
 """Operations that read of one operand only what an index points to."""
 
-_INTO = frozenset(
-    (
-        "index_put_",
-        "index_put",
-        "index_add_",
-        "index_copy_",
-        "index_fill_",
-        "scatter_",
-        "scatter_add_",
-        "_index_put_impl_",
-        "scatter_reduce_",
-    )
-)
+# fmt: off
+_INTO = frozenset((
+    "index_put_", "index_put", "index_add_", "index_copy_", "index_fill_", "scatter_", "scatter_add_",
+    "_index_put_impl_", "scatter_reduce_",
+))
+# fmt: on
 """Operations that write to as much of `self` as their other operands are large."""
 
-_OVERWRITES = frozenset(
-    (
-        "copy_",
-        "fill_",
-        "zero_",
-        "normal_",
-        "uniform_",
-        "random_",
-        "bernoulli_",
-        "exponential_",
-        "geometric_",
-        "_foreach_copy_",
-        "_foreach_zero_",
-    )
-)
+# fmt: off
+_OVERWRITES = frozenset((
+    "copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_",
+    "_foreach_copy_", "_foreach_zero_",
+))
+# fmt: on
 """In-place operations that don't read what they write."""
 
 
@@ -317,7 +278,7 @@ def _fake_result(func: Any, leaves: tuple[Any, ...], spec: Any) -> list[TensorSp
             result = func(*args, **kwargs)
     except Exception:  # whatever an operation has against operands without values; the caller falls back
         return None
-    return [TensorSpec.of(t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+    return [TensorSpec.of(t) for t in tensors_in(result)]
 
 
 # --- floating-point operations ---
@@ -437,59 +398,24 @@ _OWN: dict[str, Any] = {
 # --- classes ---
 
 _REDUCING = ("norm", "softmax", "loss", "pool", "logsumexp", "_stats", "var", "mean", "sum", "bias_add")
-_STREAMING = frozenset(
-    (
-        "clone",
-        "_to_copy",
-        "copy_",
-        "fill",
-        "fill_",
-        "zero_",
-        "zeros",
-        "zeros_like",
-        "ones",
-        "ones_like",
-        "full",
-        "full_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "cat",
-        "stack",
-        "native_dropout",
-        "native_dropout_backward",
-        "constant_pad_nd",
-        "slice_backward",
-        "select_backward",
-        "slice_scatter",
-        "select_scatter",
-        "tril",
-        "triu",
-        "arange",
-        "scalar_tensor",
-    )
-)
+# fmt: off
+_STREAMING = frozenset((
+    "clone", "_to_copy", "copy_", "fill", "fill_", "zero_", "zeros", "zeros_like", "ones", "ones_like", "full",
+    "full_like", "new_zeros", "new_ones", "new_full", "cat", "stack", "native_dropout", "native_dropout_backward",
+    "constant_pad_nd", "slice_backward", "select_backward", "slice_scatter", "select_scatter", "tril", "triu",
+    "arange", "scalar_tensor",
+))
+# fmt: on
 
 
 _REDUCTION_TAG = getattr(torch.Tag, "reduction", None)
 """Missing in PyTorch 2.9."""
-_REDUCTIONS = frozenset(
-    (
-        "all",
-        "amax",
-        "amin",
-        "aminmax",
-        "any",
-        "argmax",
-        "argmin",
-        "count_nonzero",
-        "max",
-        "min",
-        "prod",
-        "std",
-        "std_mean",
-    )
-)
+# fmt: off
+_REDUCTIONS = frozenset((
+    "all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "count_nonzero", "max", "min", "prod", "std",
+    "std_mean",
+))
+# fmt: on
 """Those whose names `_REDUCING` doesn't tell, and that carry no tag there."""
 
 

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.profiling.bytes.real_storages import RealStorages
 from ckptplan.profiling.times.stopwatch import Span, Stopwatch, Took
-from ckptplan.runtime.observe.measure import same_bits
+from ckptplan.runtime.observe.measure import same_bits, tensors_in
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.recompute.call import Call, caching
 from ckptplan.runtime.recompute.frames import run_recomputed
@@ -128,7 +128,6 @@ class _Timing:
         self.anchors: list[torch.Tensor] = []
         self.done: set[str] = set()
         self.repeats = 1
-        self.stage = 0
         self.left: Span | None = None
 
     def excess_s(self, kind: str, way: Way, lane: int) -> float:
@@ -144,7 +143,7 @@ class _Timing:
 
     def round(self, repeats: int, watched: RealStorages | None = None) -> None:
         """One forward of the step; `repeats` timings of each kind, none when 0. One that is watched has none."""
-        self.repeats, self.stage, self.done, self.anchors = repeats, 0, set(), []
+        self.repeats, self.done, self.anchors = repeats, set(), []
         self.watched = watched
         self.rewind()
         calls: dict[nn.Module, list[int]] = {}
@@ -193,10 +192,11 @@ class _Timing:
         self.glue.setdefault(("forward", index), []).append(self.watch.end(self.left))
 
     def _glue_backward(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = [
-            t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.grad_fn is not None
+        fresh = [
+            t
+            for t in tensors_in((args, kwargs))
+            if t.grad_fn is not None and type(t.grad_fn).__name__ != "_JoinBackward"
         ]
-        fresh = [t for t in tensors if type(t.grad_fn).__name__ != "_JoinBackward"]
         took = Took(0.0, 0.0)
         if fresh:
             span = self.watch.begin(("backward", index))
@@ -228,7 +228,7 @@ class _Timing:
             self.watched.begin(2 * index + 1, (args, kwargs))
             output = original(*args, **kwargs)
             self.watched.end(output)
-        given = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        given = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs))}
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.is_floating_point() or tensor.untyped_storage()._cdata in given:

@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.profiling.values.answers import VALUES_LIMIT, Layout
-from ckptplan.runtime.observe.measure import no_cycles_collected, recorded_allocations
+from ckptplan.runtime.observe.measure import no_cycles_collected, recorded_allocations, tensors_in
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.state.compiled import compiled_modules, out_of_sight
 from ckptplan.runtime.state.restore import random_state
@@ -145,7 +145,7 @@ def _bytes(layouts: tuple[Layout, ...]) -> int:
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     """The distinct tensors in `tree`, in order."""
-    return list({id(t): t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)}.values())
+    return list({id(t): t for t in tensors_in(tree)}.values())
 
 
 def _own(module: nn.Module) -> list[torch.Tensor]:

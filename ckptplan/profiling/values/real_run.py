@@ -40,7 +40,7 @@ from ckptplan.profiling.values.answers import (
 )
 from ckptplan.profiling.values.compiled import note_compiled, undisturbed
 from ckptplan.runtime.controller import Controller
-from ckptplan.runtime.observe.measure import peaks_within, recorded_allocations
+from ckptplan.runtime.observe.measure import peaks_within, recorded_allocations, tensors_in
 from ckptplan.runtime.state.compiled import compiled_modules
 from ckptplan.runtime.step import TrainingStep, without_graph
 from ckptplan.runtime.swap.session import whole_storage
@@ -252,7 +252,7 @@ class _Witness(TorchDispatchMode):
 
 
 def _storages(tree: Any) -> set[int]:
-    return {t.untyped_storage()._cdata for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)}
+    return {t.untyped_storage()._cdata for t in tensors_in(tree)}
 
 
 def _label(number: int) -> str:
@@ -261,7 +261,7 @@ def _label(number: int) -> str:
 
 def _told(result: Any, operands: Any) -> Any:
     """A result with layouts in place of its tensors."""
-    given = [t for t in pytree.tree_leaves(operands) if isinstance(t, torch.Tensor)]
+    given = tensors_in(operands)
 
     def layout(tensor: torch.Tensor) -> Layout | Same:
         for number, operand in enumerate(given):

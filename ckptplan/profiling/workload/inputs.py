@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.runtime.observe.measure import tensors_in
 
 _recorded: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = weakref.WeakKeyDictionary()
 
@@ -66,7 +67,7 @@ def resized(inputs: Any, n: int) -> Any:
     InvalidInputError
         Unless all tensors that have a first dimension have the same one.
     """
-    tensors = [t for t in torch.utils._pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor) and t.dim()]
+    tensors = [t for t in tensors_in(inputs) if t.dim()]
     sizes = {t.shape[0] for t in tensors}
     if len(sizes) != 1 or 0 in sizes:
         raise InvalidInputError(
