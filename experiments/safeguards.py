@@ -1273,8 +1273,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         22,
         "what compiled code needs while it runs is in the peak",
         "_Played.forward",
-        "    _lift(noted.forward_bytes",
-        "    _lift(0 * noted.forward_bytes",
+        "    _block(noted.forward_bytes",
+        "    _block(0 * noted.forward_bytes",
         ("tests/profiling/test_compile.py::test_what_compiled_code_needs_while_it_runs_counts",),
     ),
     Safeguard(
