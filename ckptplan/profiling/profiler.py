@@ -1,4 +1,4 @@
-"""profile(): a model and its inputs in, a Profile out, nothing changed."""
+"""Measure one training step of a model (`profile`), and trace its bytes; the model comes back unchanged."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ from ckptplan.runtime.step import (
     training_config,
 )
 
-_LINK_BLOCK = 64 << 20
+_MOST_BLOCK_BYTES = 64 << 20  # of a copy that measures a link: large enough that its latency doesn't count
+_LEAST_BLOCK_BYTES = 1 << 16
 
 
 def profile(
@@ -70,13 +71,12 @@ def profile(
     swap_dir : path, optional
         Where the CPU tier's bandwidth is measured.
     menus : bool
-        Also look for options inside the stages: which operations' outputs to keep, swap and recompute. False: a stage
-        is kept, swapped or recomputed as a whole.
+        Add options inside the stages, which keep or swap the outputs of some operations and recompute the rest. False:
+        a stage is kept, swapped or recomputed as a whole.
     on_progress : callable, optional
-        Given what is being done, in words.
+        Called with a description of each step of the work.
     **training
-        What is trained: `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate`
-        (`ckptplan.core.request.Training`).
+        `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate`, as in `ckptplan.core.request.Training`.
 
     Returns
     -------
@@ -117,7 +117,7 @@ def profile_step(
     notes: Sequence[str] = (),
     on_progress: Report = ignore_progress,
 ) -> Profile:
-    """`profile` of a step that is put together already; `notes` go into the profile."""
+    """`profile` of a given step; `notes` go into the profile."""
     with training_config(training.model), restored(training.model, training.reached()) as rewind:
         rewind()
         with as_ours(training, "tracing"):
@@ -128,7 +128,7 @@ def profile_step(
 
 
 def training_step(model: nn.Module, training: Training, target: Target) -> tuple[TrainingStep, list[str]]:
-    """The step that `training` describes, and notes on what of it was found by itself: inputs, gradients.
+    """The step that `training` describes, and notes on inputs and gradients that it doesn't specify.
 
     Raises
     ------
@@ -154,10 +154,9 @@ def training_step(model: nn.Module, training: Training, target: Target) -> tuple
 
 @in_own_context
 def replayed_bytes(step: TrainingStep, plan: Plan, target: Target) -> int:
-    """What `plan` applied to the model adds to what is there before the step, at the worst moment.
+    """Peak bytes of a step under `plan`, beyond those present before the step, by a replay that allocates nothing.
 
-    Found by a replay that counts tensors and allocates none. Temporaries inside operations are not in it, so it is at
-    most the real peak; the chain's figure has them.
+    Temporaries inside operations aren't counted, so it is at most the real peak; the chain's peak includes them.
     """
     with training_config(step.model), restored(step.model, step.reached()) as rewind:
         rewind()
@@ -190,7 +189,7 @@ def _profile(
     costs = None
     if target.spec is None and target.is_cuda:
         report("measuring copies")
-        costs = measure_costs(target.device, swap_dir)  # first, since what moves depends on it
+        costs = measure_costs(target.device, swap_dir)  # first, since it decides which storages may move
         target = dataclasses.replace(target, least_moved_bytes=max(target.least_moved_bytes, costs.least_bytes))
     traced, on_devices = _traced(step, optimizer, target, menus=menus, report=report, rewind=rewind)
     if target.answers is not None and target.answers.note:
@@ -213,9 +212,9 @@ def _profile(
     refused = (f"{first[kind]} and its like can't be recomputed: {why}" for kind, why in unlike.items())
     traced = with_real_sizes(dataclasses.replace(traced, notes=(*traced.notes, *refused)), real.found)
     report("measuring bandwidth")
-    # Two blocks are on the device at once: within what the largest stage adds in any plan.
+    # Measuring takes two blocks on the device: at most half of the bytes that the largest stage adds in any plan.
     largest = max(stage.keep.forward_bytes for stage in traced.stages)
-    block = max(min(_LINK_BLOCK, largest // 4), 1 << 16)
+    block = max(min(_MOST_BLOCK_BYTES, largest // 4), _LEAST_BLOCK_BYTES)
     link, shared = measure_links(target.device, block, swap_dir)
     if costs is not None:
         link = dataclasses.replace(link, latency_s=costs.latency_s, copy_s=costs.copy_s)
@@ -233,7 +232,7 @@ def _profile(
 def planned_profiles(
     step: TrainingStep, optimizer: OptimizerLike | None, target: Target, devices: Sequence[Device]
 ) -> list[Profile]:
-    """Profiles for several devices that aren't here from one trace, its stages as wholes.
+    """Profiles for several devices that aren't in this machine from one trace, with stages as wholes.
 
     Parameters
     ----------
@@ -384,7 +383,10 @@ def _with_times(
 
 
 def _beaten(option: Option, menu: list[Option], storages: tuple[Storage, ...]) -> bool:
-    """Whether another option of a menu moves the same share or nothing, and is nowhere worse and somewhere better."""
+    """Whether another option of the menu is nowhere worse, in bytes held, moved and temporary and in time, and differs.
+
+    Example: of two options that hold 8 MiB and move nothing, the one with the longer recompute is beaten.
+    """
 
     def costs(o: Option) -> tuple[float, ...]:
         held, moved = (sum(storages[s].nbytes for s in some) for some in (o.held, o.moved))
@@ -398,7 +400,7 @@ def _beaten(option: Option, menu: list[Option], storages: tuple[Storage, ...]) -
 
 
 def _update_bytes(optimizer: OptimizerLike | None, model: nn.Module, target: Target) -> tuple[int, int]:
-    """Bytes of the optimizer's state after its first update, and what an update adds at its worst moment."""
+    """Bytes of the optimizer's state after its first update, and those that an update adds at its worst moment."""
     if optimizer is None:
         return 0, 0
     made = make_optimizer(optimizer, model.parameters())
@@ -416,7 +418,7 @@ def _update_bytes(optimizer: OptimizerLike | None, model: nn.Module, target: Tar
 
 
 def outside_tensors(step: TrainingStep, target: Target) -> list[torch.Tensor]:
-    """Tensors that a step's callable reads and nothing in it makes; run without memory."""
+    """Tensors from outside of the model that a step's callable reads, found by a forward without memory."""
     world = FakeWorld(target)
     with fake_parameters(step.model, world, step.reached()), target.choices(), world, Outside() as mode:
         step.forward()
@@ -430,7 +432,7 @@ def outside_tensors(step: TrainingStep, target: Target) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def as_ours(step: TrainingStep, doing: str) -> Any:
-    """Errors of the model's own code come out as ours, with the first of them as the cause."""
+    """Inside, an error of the model's own code is raised as a `CkptPlanError`, with the original as its cause."""
     try:
         yield
     except CkptPlanError:
@@ -471,7 +473,7 @@ _UNTRACEABLE = {
     ),
     "NestedIntNode": "a nested tensor comes up in the step, and its memory can't be traced; pad it, with a mask",
 }
-"""Marks in PyTorch's errors about tensors that can't be traced -> what to say instead."""
+"""Text in PyTorch's errors about tensors that can't be traced -> message of the error raised in their place."""
 
 
 def _failed(step: TrainingStep, doing: str, error: Exception) -> InvalidInputError:
