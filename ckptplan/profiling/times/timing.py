@@ -12,7 +12,7 @@ import contextvars
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -95,6 +95,28 @@ class Times:
     glue_backward_s: dict[int, float] = field(default_factory=dict)
 
 
+class _StageCall(NamedTuple):
+    """A call of a stage: its module, the module's own forward, and its positional and keyword arguments."""
+
+    module: nn.Module
+    original: Callable[..., Any]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def run(self) -> Any:
+        """Make the call."""
+        args, kwargs = self.arguments
+        return self.original(*args, **kwargs)
+
+    def apart(self) -> contextlib.AbstractContextManager[Snapshot]:
+        """Inside, the stage runs in addition to the step; afterwards generators and all it can reach are as before.
+
+        Otherwise features collected from it by a hook would be there too often, with graphs that have run backward, and
+        the step would draw other numbers next.
+        """
+        args, kwargs = self.arguments
+        return beside(self.module, (*args, *kwargs.values(), *contextvars.copy_context().values()), graphs=True)
+
+
 class _Timing:
     """Rounds of the cut forward, and the times measured in them; parameters as in `time_stages`."""
 
@@ -172,7 +194,7 @@ class _Timing:
             index = waiting.pop(0)
             self._glue_forward(index)
             self._glue_backward(index, args, kwargs)
-            output = self._stage(index, module, original, args, kwargs)
+            output = self._stage(index, _StageCall(module, original, (args, kwargs)))
             self.left = self.watch.begin(("forward", index + 1))
             self._glue_begins(index + 1)
             return output
@@ -207,26 +229,24 @@ class _Timing:
         gradients = [torch.ones_like(t) for t in tensors]
         torch.autograd.grad(tensors, leaves, gradients, retain_graph=True, allow_unused=True)
 
-    def _stage(
-        self, index: int, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _stage(self, index: int, call: _StageCall) -> Any:
         kind = self.kinds[self.names[index]]
         # Every stage is tried, since those of a kind run the same operations but may read other objects.
         tried, timed = self.repeats == 1, self.repeats > 0 and kind not in self.done
         if tried or timed:
-            with _apart(module, args, kwargs):
+            with call.apart():
                 if tried:
-                    self._try_again(kind, module, original, args, kwargs)
+                    self._try_again(kind, call)
                 if timed:
                     self.done.add(kind)
-                    self._time(kind, module, original, args, kwargs)
+                    self._time(kind, call)
         if self.watched is None:
-            output = self._without_graph(kind, module, original, args, kwargs)
+            output = self._without_graph(kind, call)
         else:
-            self.watched.begin(2 * index + 1, (args, kwargs))
-            output = original(*args, **kwargs)
+            self.watched.begin(2 * index + 1, call.arguments)
+            output = call.run()
             self.watched.end(output)
-        given = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs))}
+        given = {t.untyped_storage()._cdata for t in tensors_in(call.arguments)}
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.is_floating_point() or tensor.untyped_storage()._cdata in given:
@@ -241,33 +261,28 @@ class _Timing:
                     object.__setattr__(leaf, name, cut(value))
         return pytree.tree_map_only(torch.Tensor, cut, output)
 
-    def _without_graph(
-        self, kind: str, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _without_graph(self, kind: str, call: _StageCall) -> Any:
         """A stage's output, without a graph unless that fails (as with a backward inside) or returns no tensor."""
         if kind not in self.needs_graph:
-            with _apart(module, args, kwargs):
+            with call.apart():
                 self.needs_graph[kind] = True
                 # If it fails, it runs again with a graph, as in training, and an error there is the model's.
                 with contextlib.suppress(Exception), without_graph():
-                    self.needs_graph[kind] = not _tensors(original(*args, **kwargs))
+                    self.needs_graph[kind] = not _tensors(call.run())
         with contextlib.nullcontext() if self.needs_graph[kind] else without_graph():
-            return original(*args, **kwargs)
+            return call.run()
 
-    def _try_again(
-        self, kind: str, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _try_again(self, kind: str, call: _StageCall) -> None:
         """Check that a stage can run again; if it can't, none of its kind is recomputed."""
         if kind in self.unlike or () not in self.again.get(kind, {}):
             return
-        new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, fresh([], {}), (args, kwargs))
-        found = why_not_again(module, original, new_args, new_kwargs, self.device)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, fresh([], {}), call.arguments)
+        found = why_not_again(call.module, call.original, args, kwargs, self.device)
         if found is not None:
             self.unlike[kind] = found
 
-    def _time(
-        self, kind: str, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _time(self, kind: str, call: _StageCall) -> None:
+        module, original = call.module, call.original
         leaves: list[torch.Tensor] = []
         made: dict[int, torch.Tensor] = {}
         cut = fresh(leaves, made)
@@ -287,7 +302,7 @@ class _Timing:
                 made.clear()
                 # State that the run before has left on the module would lead into its graph, which is gone.
                 Snapshot(below(module), changing=Changing()).put()
-                new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, cut, (args, kwargs))
+                new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, cut, call.arguments)
                 span = self.watch.begin((kind, way, "forward"))
                 with caching(parametrize._cache_enabled):
                     if way is None:
@@ -315,17 +330,6 @@ class _Timing:
                     self.samples.setdefault((kind, way, "backward"), []).append(backward)
                 spent += sum(max(took) for took in (forward, backward))
             count += 1
-
-
-def _apart(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> contextlib.AbstractContextManager[Snapshot]:
-    """Inside, a stage runs in addition to the step; afterwards generators and all it can reach are as before.
-
-    Otherwise features collected from it by a hook would be there too often, with graphs that have run backward, and
-    the step would draw other numbers next.
-    """
-    return beside(module, (*args, *kwargs.values(), *contextvars.copy_context().values()), graphs=True)
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:

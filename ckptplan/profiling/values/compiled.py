@@ -27,7 +27,6 @@ forward peaks 12 KiB above the start. A replay makes storages of 4 KiB and 1 KiB
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -235,7 +234,7 @@ def _patched(modules: dict[str, nn.Module], runner: Callable[[str, nn.Module], C
         yield
 
 
-def _key(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+def _key(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Key of a call; calls with equal keys run the same compiled code with the same layouts."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
 
@@ -285,29 +284,31 @@ def _note(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     device: torch.device,
-    key: Hashable,
+    key: tuple[Any, ...],
 ) -> Noted:
     restore = random_state()
     trial = _Trial(original, args, kwargs)
     del args, kwargs
-    noted = _described(name, module, trial)
+    described = _described(name, module, trial)
     wanting = [*_tensors((trial.args, trial.kwargs)), *module.parameters()]
     measured, held = (_measured(trial, wanting, device, held=held) for held in (False, True))
     restore()
-    values = [leaf for leaf in noted.outputs if isinstance(leaf, torch.Tensor)]
-    explained_bytes = _bytes(noted.new) + sum(value.untyped_storage().nbytes() for value in values)
-    noted = dataclasses.replace(
-        noted,
+    values = [leaf for leaf in described["outputs"] if isinstance(leaf, torch.Tensor)]
+    explained_bytes = _bytes(described["new"]) + sum(value.untyped_storage().nbytes() for value in values)
+    parameters = [(tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters()]
+    same = (type(module).__qualname__, repr(module), parameters, key[1:], described["saved"], described["gradients"])
+    return Noted(
+        **described,
+        kind=hashlib.sha256(repr(same).encode()).hexdigest()[:16],
         hidden_bytes=max(measured.forward_end - explained_bytes, 0),
         forward_bytes=measured.forward_peak,
         backward_bytes=measured.backward_peak,
         backward_held_bytes=max(held.backward_peak, measured.backward_peak),
     )
-    return _with_kind(noted, module, key)
 
 
-def _described(name: str, module: nn.Module, trial: _Trial) -> Noted:
-    """Storages that a call makes, tensors that it saves, and its gradients; the bytes and the kind aren't set."""
+def _described(name: str, module: nn.Module, trial: _Trial) -> dict[str, Any]:
+    """The fields of `Noted` for a call, but for its bytes and its kind."""
     inputs = _tensors((trial.args, trial.kwargs))
     wanting = [*inputs, *module.parameters()]
     buffers = _buffers(module)
@@ -360,28 +361,16 @@ def _described(name: str, module: nn.Module, trial: _Trial) -> Noted:
         gradients = [where.get(id(t)) for t in wanting]
         made = tuple(storages.new[len(new) :])
         del given, found, sought
-    return Noted(
-        kind="",
-        new=new,
-        outputs=outputs,
-        spec=spec,
-        saved=tuple(saved),
-        hidden_bytes=0,
-        forward_bytes=0,
-        backward_bytes=0,
-        backward_held_bytes=0,
-        updated=updated,
-        replaced=replaced,
-        made=made,
-        gradients=tuple(gradients),
-    )
-
-
-def _with_kind(noted: Noted, module: nn.Module, key: Any) -> Noted:
-    parameters = [(tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters()]
-    what = (type(module).__qualname__, repr(module), parameters, key[1:], noted.saved, noted.gradients)
-    digest = hashlib.sha256(repr(what).encode()).hexdigest()[:16]
-    return dataclasses.replace(noted, kind=digest)
+    return {
+        "new": new,
+        "outputs": outputs,
+        "spec": spec,
+        "saved": tuple(saved),
+        "updated": updated,
+        "replaced": replaced,
+        "made": made,
+        "gradients": tuple(gradients),
+    }
 
 
 @dataclass(frozen=True, slots=True)
