@@ -129,7 +129,7 @@ class FakeWorld(TorchDispatchMode):
         self.answer: Answer | None = None
         self._real_shapes: dict[Hashable, list[_Shape | None]] = {}
         self._drew = False  # a random operation has made real values here
-        self._asked: Counter[Question] = Counter()  # answers taken so far
+        self._taken: Counter[Question] = Counter()  # answers taken so far
         self._begins: dict[int, Counter[Question]] = {}  # stage -> answers taken when it first began
         self._again: Counter[Question] | None = None  # the same count while a stage runs again
         self._next_stage: int | None = None
@@ -254,7 +254,7 @@ class FakeWorld(TorchDispatchMode):
 
     def _take(self, question: Question, operands: Any) -> Answer:
         assert self._answers is not None
-        counts = self._asked if self._again is None else self._again
+        counts = self._taken if self._again is None else self._again
         answer = self._answers.take(question, counts[question], operands)
         counts[question] += 1
         return answer
@@ -274,7 +274,7 @@ class FakeWorld(TorchDispatchMode):
     def _array(self, tensor: torch.Tensor) -> np.ndarray[Any, Any] | None:
         """The array that reading `tensor` returned in the real run; None for a real tensor that wasn't read there."""
         phase = self._phase()
-        if self._answers is None or READ_ARRAY not in self._answers.asked or phase not in self._answers.phases:
+        if self._answers is None or READ_ARRAY not in self._answers.failed or phase not in self._answers.phases:
             if isinstance(tensor, FakeTensor) or self._values_may_be_drawn:
                 raise NeedsValues(READ_ARRAY, phase)
             return None
@@ -296,7 +296,7 @@ class FakeWorld(TorchDispatchMode):
         if stage is None:
             yield
         elif stage not in self._begins:
-            self._begins[stage] = Counter(self._asked)
+            self._begins[stage] = Counter(self._taken)
             yield
         else:
             outer, self._again = self._again, Counter(self._begins[stage])

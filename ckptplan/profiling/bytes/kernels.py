@@ -41,11 +41,11 @@ _AUTOCAST_TO_FLOAT32 = (
     "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss",
     "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm",
     "logsumexp",
-    # These take a result type, and are cast where none is asked for.
+    # These take a result type, and are cast if none is given.
     "softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "prod", "prod.dim_int", "cumsum", "cumprod",
 )
 # fmt: on
-"""What autocast runs in float32 on CUDA (PyTorch, "Automatic Mixed Precision package", CUDA op reference)."""
+"""Operations that autocast runs in float32 on CUDA (PyTorch, "Automatic Mixed Precision package", CUDA reference)."""
 
 
 @contextlib.contextmanager

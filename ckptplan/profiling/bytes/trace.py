@@ -614,7 +614,7 @@ def trace_chain(
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What an option of a stage holds; fields as in `ckptplan.core.option.Option`, bytes and times not known yet."""
+    """Storages that an option of a stage holds; fields as in `ckptplan.core.option.Option`, without bytes and times."""
 
     saved: tuple[int, ...]
     pinned: tuple[int, ...]
@@ -634,7 +634,7 @@ class _Held:
 
 
 _Menu = dict[str, _Held]
-"""Name of an option -> what it holds; "keep" first."""
+"""Name of an option -> the storages that it holds; "keep" first."""
 
 
 class _Tracing:
@@ -738,7 +738,7 @@ class _Tracing:
             for kind, segments in kinds.items()
             if max(own[g] for g in segments) >= _MENU_BYTES
             # A stage that depends on values may run other operations in the next step, or another number of them.
-            and not any(op.asks for g in segments for op in self.kept.forward[g].ops)
+            and not any(op.from_real_run for g in segments for op in self.kept.forward[g].ops)
             and sum(own[g] for g in segments) >= _MENU_SHARE * sum(own.values())
         }
         runs = {kind: [numbered(self.kept.forward[g].ops) for g in segments] for kind, segments in worth.items()}
@@ -807,7 +807,7 @@ class _Tracing:
             self.kinds[g] = f"{'stage' if g % 2 else 'glue'} {digest.hexdigest()[:12]}"
         return self.kinds[g]
 
-    # --- menus: what each option holds ---
+    # --- menus: the storages that each option holds ---
 
     def _menu(self, g: int) -> _Menu:
         """The options of a segment, and what each holds as far as hooks show it."""
@@ -844,7 +844,10 @@ class _Tracing:
         return menu
 
     def _half_moved(self, option: _Held, name: str) -> _Menu:
-        """`option` with the largest of what is its stage's own moved, up to half of the bytes, if that divides it."""
+        """`option` with the largest storages of its stage's own making moved, up to half of their bytes.
+
+        Empty if that moves all of them or none. Example: of 4, 3 and 2 MiB it moves the first.
+        """
         shared = {self.index[s] for inputs in self.kept.inputs.values() for s in inputs if s in self.index}
         sizes = {
             p: self.storages[s].nbytes
@@ -862,7 +865,7 @@ class _Tracing:
         return {name: dataclasses.replace(option, moves=tuple(sorted(moves)))}
 
     def _all_moved(self, option: _Held, name: str) -> _Menu:
-        """`option` with everything moved, where there is anything that may be."""
+        """`option` with everything moved; empty if nothing may move."""
         if all(self.storages[s].to_end or self.storages[s].stays for s in option.saved):
             return {}
         return {name: dataclasses.replace(option, moves=tuple(range(len(option.saved))))}

@@ -66,7 +66,7 @@ class OpTrace:
         Every tensor it returns begins a storage.
     numbered : bool
         It has a number at run time (NOTE [Numbering] in runtime/recompute/selective.py).
-    asks : bool
+    from_real_run : bool
         Its result is that of a real run (NOTE [Answers] in values/answers.py).
     repeatable : bool
         It gives the same bits when it runs again (values/repeatable.py).
@@ -79,7 +79,7 @@ class OpTrace:
     written: tuple[Sid, ...] = ()
     fresh: bool = False
     numbered: bool = False
-    asks: bool = False
+    from_real_run: bool = False
     repeatable: bool = True
 
 
@@ -303,7 +303,6 @@ class Tracker(FakeWorld):
         in_place = self._accumulates(func, args, kwargs)
         written = self._written(func, args, kwargs)
         result = self._as_large(func, key, args, kwargs, self.run(func, args, kwargs))
-        asks = self.answer is not None
         if self.answer is not None and not self.answer.is_number:
             key = with_seen(key, self.answer)
         if in_place:
@@ -323,7 +322,8 @@ class Tracker(FakeWorld):
             fresh = bool(made) and not written and all(self.sid(t) in made for t in returned)
             counts = is_numbered(func, args)
             again = is_repeatable(func, args, kwargs, on_cuda=self._target.is_cuda)
-            trace.ops.append(OpTrace(before, self.live_bytes, key, made, written, fresh, counts, asks, again))
+            noted = self.answer is not None
+            trace.ops.append(OpTrace(before, self.live_bytes, key, made, written, fresh, counts, noted, again))
         return result
 
     def _as_large(self, func: Any, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
@@ -334,9 +334,9 @@ class Tracker(FakeWorld):
         return enlarged((args, kwargs), result, sizes) if sizes else result
 
     def runs_compiled(self, kind: str) -> None:
-        """Add an operation that tells stages with different compiled code apart and has no options inside (`asks`)."""
+        """Add an operation that tells stages with different compiled code apart and has no options inside."""
         self._table[self._segment].ops.append(
-            OpTrace(self.live_bytes, self.live_bytes, (_COMPILED, (kind,), None), asks=True)
+            OpTrace(self.live_bytes, self.live_bytes, (_COMPILED, (kind,), None), from_real_run=True)
         )
 
     def _summed_in_place(self, earlier: torch.Tensor, total: torch.Tensor) -> None:

@@ -51,7 +51,7 @@ def calibrate(
     Parameters
     ----------
     device : str or torch.device, optional
-        CUDA where there is one, else the CPU.
+        By default CUDA if there is a CUDA device, otherwise the CPU.
     name : str, optional
         Name of the result; default: the device's own name, in lower case with hyphens.
     swap_dir : path, optional

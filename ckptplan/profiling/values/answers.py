@@ -212,7 +212,7 @@ class Answers:
 
     Attributes
     ----------
-    asked : set
+    failed : set
         Operations that failed on fake operands, beyond those whose tags say that they do.
     step : object
         The step that they belong to.
@@ -230,7 +230,7 @@ class Answers:
         Key of an operation whose results have larger storages on the device than traced -> their bytes, in order.
     """
 
-    asked: set[Any] = field(default_factory=set)
+    failed: set[Any] = field(default_factory=set)
     step: object = None
     has_values: bool = True
     phases: set[Phase] = field(default_factory=set)
@@ -243,13 +243,13 @@ class Answers:
         """Forget all answers if they are those of another step."""
         self.has_values = has_values
         if step is not self.step:
-            for known in (self.asked, self.phases, self.used, self.queues, self.compiled, self.storages):
+            for known in (self.failed, self.phases, self.used, self.queues, self.compiled, self.storages):
                 known.clear()
             self.step = step
 
     def wants(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Whether a call with such operands takes an answer, as far as its result isn't needed to tell."""
-        if func in self.asked:
+        if func in self.failed:
             return True
         if not any(tag in _BY_VALUE for tag in getattr(func, "tags", ())):
             return False

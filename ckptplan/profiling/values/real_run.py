@@ -95,12 +95,12 @@ def _learn(need: NeedsValues, step: TrainingStep, target: Target, rewind: Callab
             "can run for real, one stage at a time, or have the model decide without values (a mixture of experts in "
             "transformers: experts_implementation='batched_mm')"
         ) from need
-    if need.func in answers.asked and need.phase in answers.phases:
+    if need.func in answers.failed and need.phase in answers.phases:
         raise UnsupportedModelError(
             f"{need}, but a real run of the step has no such call: the step takes another path on fake tensors; remove "
             "the check of the tensors' type from it"
         ) from need
-    answers.asked.add(need.func)
+    answers.failed.add(need.func)
     answers.phases |= {need.phase, "forward"}
     answers.queues.clear()
     phases: tuple[Phase, ...] = ("forward", "inference", "backward")
@@ -200,7 +200,7 @@ class _Witness(TorchDispatchMode):
         return self._in_forward == 0 and torch._C._current_autograd_node() is not None
 
     def _read(self, tensor: torch.Tensor) -> np.ndarray[Any, Any] | None:
-        if self._listens and READ_ARRAY in self._answers.asked:
+        if self._listens and READ_ARRAY in self._answers.failed:
             if tensor.numel() > VALUES_LIMIT:
                 raise UnsupportedModelError(
                     f"the model reads a tensor of {tensor.numel()} elements as an array; at most {VALUES_LIMIT} are "
