@@ -68,13 +68,14 @@ def real_choices(
         kernels |= {name: functools.partial(kernel, planned_capability) for name, kernel in _ON_CUDA.items()}
     backend = device_type.upper()
     for name, kernel in kernels.items():
-        if _exists(name):
+        if (overload := _overload(name)) is not None:
             for key in (f"Autograd{backend}", backend):
-                library.impl(name, _on_fakes(_overload(name), kernel), key)
+                library.impl(name, _on_fakes(overload, kernel), key)
     for name in _AUTOCAST_TO_FLOAT32 if planned_capability is not None else ():
         # The CPU's own autocast has a kernel for some of them, which does the same.
-        if _exists(name) and not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
-            library.impl(name, _in_float32(_overload(name)), "AutocastCPU")
+        own = f"aten::{name}", "AutocastCPU"
+        if (overload := _overload(name)) is not None and not torch._C._dispatch_has_kernel_for_dispatch_key(*own):
+            library.impl(name, _in_float32(overload), "AutocastCPU")
     try:
         yield
     finally:
@@ -82,13 +83,9 @@ def real_choices(
 
 
 def _overload(name: str) -> Any:
+    """The operation of that name; None where this version of PyTorch doesn't have it."""
     packet, _, overload = name.partition(".")
-    return getattr(getattr(aten, packet), overload or "default")
-
-
-def _exists(name: str) -> bool:
-    packet, _, overload = name.partition(".")
-    return hasattr(aten, packet) and (overload or "default") in getattr(aten, packet).overloads()
+    return getattr(getattr(aten, packet, None), overload or "default", None)
 
 
 def _on_fakes(overload: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
