@@ -14,7 +14,7 @@ NOTE [Real storages]
    The stage is kept. It holds all its inputs, and the bytes by which its real saved tensors and outputs exceed the
    traced ones.
 
-Example: stage 1 saved storages 7 and 8 in the trace, of 4 KiB each. If the real forward saves two storages of 4 KiB and
+Example: in the trace, stage 1 made and saved storages 7 and 8 of 4 KiB each. If the real forward saves two of 4 KiB and
 6 KiB, storage 8 gets 6 KiB, and stage 1 takes 2 KiB more in forward. If it saves three of 4 KiB, stage 1 is kept with
 4 KiB more.
 """

@@ -14,7 +14,8 @@ from ckptplan.runtime.swap.stores import make_store
 
 _BLOCKS = 4  # copied in each direction in a round, so that a queue forms
 _ROUNDS = 4
-# Blocks of `measure_costs`: one page, as many of them as stages with many small tensors save, and one large block.
+# Blocks of `measure_costs`: a page, whose copy takes hardly more than its latency; how many more of them are copied
+# together; and one large block, for the rate.
 _SMALL_BYTES = 4096
 _SMALL_COUNT = 64
 _LARGE_BYTES = 4 << 20
