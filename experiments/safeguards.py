@@ -1127,7 +1127,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         18,
         "a stage with an operation that may give other bits is not run again",
-        "_Tracing._draft",
+        "_Tracing._menu",
         "if g not in self.once:",
         "if True:",
         ("tests/test_usage.py::test_what_may_differ_is_not_recomputed",),
@@ -1273,8 +1273,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         22,
         "what compiled code needs while it runs is in the peak",
         "_Played.forward",
-        "    _lift(noted.forward_bytes",
-        "    _lift(0 * noted.forward_bytes",
+        "    _block(noted.forward_bytes",
+        "    _block(0 * noted.forward_bytes",
         ("tests/profiling/test_compile.py::test_what_compiled_code_needs_while_it_runs_counts",),
     ),
     Safeguard(

@@ -137,24 +137,24 @@ def around(segments: Sequence[Segment], n: int) -> list[Segment | None]:
     return out
 
 
-def moved_by(profile: Profile, options: Sequence[Option], holds: Sequence[tuple[int, ...]]) -> dict[int, int]:
+def moved_by(
+    storages: Sequence[Storage], moves: Sequence[Sequence[int]], holds: Sequence[Sequence[int]]
+) -> dict[int, int]:
     """Storage -> the stage that moves it: the last that holds it, if all that hold it would move it (rule 4).
 
     Parameters
     ----------
-    holds : sequence
-        Per stage, what it holds.
+    storages : sequence of Storage
+        Those of the chain, which the indices in `moves` and `holds` point into.
+    moves, holds : sequence of sequence of int
+        Per stage, the storages that it would move, and those that it holds.
     """
-    n = len(options)
     last: dict[int, int] = {}
     fixed: set[int] = set()
-    for i, (option, storages) in enumerate(zip(options, holds, strict=True)):
-        moving = set(option.moved)
-        for s in storages:
-            last[s] = i
-            if s not in moving:
-                fixed.add(s)
-    return {s: i for s, i in last.items() if s not in fixed and i in movers(profile.storages[s], n)}
+    for i, (moved, held_here) in enumerate(zip(moves, holds, strict=True)):
+        last.update(dict.fromkeys(held_here, i))
+        fixed.update(set(held_here).difference(moved))
+    return {s: i for s, i in last.items() if s not in fixed and i in movers(storages[s], len(holds))}
 
 
 def enforceable_points(glue: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:

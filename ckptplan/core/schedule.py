@@ -10,7 +10,7 @@ lets a later step start sooner. Backward is the same in reversed time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -21,6 +21,7 @@ from ckptplan.core.plan import Decision
 from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Phase, Stage
+from ckptplan.core.storage import Storage
 
 EQUAL_S = 1e-12
 """Relative difference of two sums of the same seconds in another order, at most: they are the same time."""
@@ -61,21 +62,34 @@ class Residency:
     backward_s: tuple[float, ...]
 
 
-def residency(profile: Profile, options: Sequence[Option], segments: Sequence[Segment] = ()) -> Residency:
-    """Bytes per step with everything movable away; O(stages + holds), for each time that a stage runs."""
-    n = len(profile.stages)
-    outer = rules.around(segments, n)
-    needed = tuple(i if outer[i] is None else outer[i].last for i in range(n))  # type: ignore[union-attr]
-    holds = [rules.held(profile, i, options[i], outer[i]) for i in range(n)]
-    moved = rules.moved_by(profile, options, holds)
+def resident_changes(
+    storages: Sequence[Storage], holds: Sequence[Sequence[int]], moved: Mapping[int, int], needed: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Changes of the resident storages' bytes at the start of each forward and each backward step, moved ones away.
+
+    Parameters
+    ----------
+    holds : sequence of sequence of int
+        Per stage, the storages that it holds.
+    moved : mapping
+        Storage -> the stage that moves it.
+    needed : sequence of int
+        Per stage, the backward step by whose start what it moved must be back.
+
+    Returns
+    -------
+    list of int, list of int
+        Their running sums are bytes; after the last step, one more entry takes off what is left.
+    """
+    n = len(holds)
     first: dict[int, int] = {}
-    for i, storages in enumerate(holds):
-        for s in storages:
+    for i, held in enumerate(holds):
+        for s in held:
             first.setdefault(s, i)
-    # Differences per step: an interval [a, b) of residency adds its bytes at a and takes them off at b.
+    # An interval [a, b) of residency adds its bytes at a and takes them off at b.
     forward = [0] * (n + 1)
     backward = [0] * (n + 1)
-    for s, storage in enumerate(profile.storages):
+    for s, storage in enumerate(storages):
         mover, holder = moved.get(s), first.get(s)
         program = rules.program_steps(storage, n)
         stop = rules.forward_stop(program.stop, n, holder is not None, mover)
@@ -88,6 +102,17 @@ def residency(profile: Profile, options: Sequence[Option], segments: Sequence[Se
         elif holder is not None:
             backward[holder] += storage.nbytes
             backward[rules.backward_stop(n, None if mover is None else needed[mover])] -= storage.nbytes
+    return forward, backward
+
+
+def residency(profile: Profile, options: Sequence[Option], segments: Sequence[Segment] = ()) -> Residency:
+    """Bytes per step with everything movable away; O(stages + holds), for each time that a stage runs."""
+    n = len(profile.stages)
+    outer = rules.around(segments, n)
+    needed = tuple(i if outer[i] is None else outer[i].last for i in range(n))  # type: ignore[union-attr]
+    holds = [rules.held(profile, i, options[i], outer[i]) for i in range(n)]
+    moved = rules.moved_by(profile.storages, [option.moved for option in options], holds)
+    forward, backward = resident_changes(profile.storages, holds, moved, needed)
     forward_bytes = [
         base + resident + option.forward_bytes
         for base, resident, option in zip(profile.base_forward_bytes, accumulate(forward), options, strict=False)

@@ -1,10 +1,10 @@
-"""profile(): a model and its inputs in, a Profile out, nothing changed."""
+"""Measure one training step of a model (`profile`), and trace its bytes; the model comes back unchanged."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -16,12 +16,14 @@ from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedMo
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
 from ckptplan.core.plan import Plan
-from ckptplan.core.profile import Profile
+from ckptplan.core.profile import Fingerprint, Profile
 from ckptplan.core.request import Report, StepKeywords, Training, ignore_progress, require_known
+from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.bytes.real_storages import RealStorages, with_real_sizes
-from ckptplan.profiling.bytes.trace import Traced, find_stages, replay, trace_chain
+from ckptplan.profiling.bytes.trace import find_stages, replay, trace_chain
+from ckptplan.profiling.bytes.traced import Traced
 from ckptplan.profiling.bytes.tracker import Tracker
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.times.links import measure_costs, measure_links, sharing_note
@@ -43,7 +45,8 @@ from ckptplan.runtime.step import (
     training_config,
 )
 
-_LINK_BLOCK = 64 << 20
+_MOST_BLOCK_BYTES = 64 << 20  # of a copy that measures a link: large enough that its latency doesn't count
+_LEAST_BLOCK_BYTES = 1 << 16
 
 
 def profile(
@@ -69,13 +72,12 @@ def profile(
     swap_dir : path, optional
         Where the CPU tier's bandwidth is measured.
     menus : bool
-        Also look for options inside the stages: which operations' outputs to keep, swap and recompute. False: a stage
-        is kept, swapped or recomputed as a whole.
+        Add options inside the stages, which keep or swap the outputs of some operations and recompute the rest. False:
+        a stage is kept, swapped or recomputed as a whole.
     on_progress : callable, optional
-        Given what is being done, in words.
+        Called with a description of each step of the work.
     **training
-        What is trained: `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate`
-        (`ckptplan.core.request.Training`).
+        `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate`, as in `ckptplan.core.request.Training`.
 
     Returns
     -------
@@ -116,7 +118,7 @@ def profile_step(
     notes: Sequence[str] = (),
     on_progress: Report = ignore_progress,
 ) -> Profile:
-    """`profile` of a step that is put together already; `notes` go into the profile."""
+    """`profile` of a given step; `notes` go into the profile."""
     with training_config(training.model), restored(training.model, training.reached()) as rewind:
         rewind()
         with as_ours(training, "tracing"):
@@ -126,7 +128,7 @@ def profile_step(
 
 
 def training_step(model: nn.Module, training: Training, target: Target) -> tuple[TrainingStep, list[str]]:
-    """The step that `training` describes, and notes on what of it was found by itself: inputs, gradients.
+    """The step that `training` describes, and notes on inputs and gradients that it doesn't specify.
 
     Raises
     ------
@@ -152,10 +154,9 @@ def training_step(model: nn.Module, training: Training, target: Target) -> tuple
 
 @in_own_context
 def replayed_bytes(step: TrainingStep, plan: Plan, target: Target) -> int:
-    """What `plan` applied to the model adds to what is there before the step, at the worst moment.
+    """Peak bytes of a step under `plan`, beyond those present before the step, by a replay that allocates nothing.
 
-    Found by a replay that counts tensors and allocates none. Temporaries inside operations are not in it, so it is at
-    most the real peak; the chain's figure has them.
+    Temporaries inside operations aren't counted, so it is at most the real peak; the chain's peak includes them.
     """
     with training_config(step.model), restored(step.model, step.reached()) as rewind:
         rewind()
@@ -188,30 +189,32 @@ def _profile(
     costs = None
     if target.spec is None and target.is_cuda:
         report("measuring copies")
-        costs = measure_costs(target.device, swap_dir)  # first, since what moves depends on it
+        costs = measure_costs(target.device, swap_dir)  # first, since it decides which storages may move
         target = dataclasses.replace(target, least_moved_bytes=max(target.least_moved_bytes, costs.least_bytes))
-    chain, on_devices, written, places = _traced(step, optimizer, target, menus=menus, report=report, rewind=rewind)
+    traced, on_devices = _traced(step, optimizer, target, menus=menus, report=report, rewind=rewind)
     if target.answers is not None and target.answers.note:
         notes = [target.answers.note, *notes]
     if target.spec is not None:
-        return _planned(chain, on_devices[0], target.spec, notes)
+        return _planned(step, traced, on_devices[0], target, notes)
     report("timing stages")
-    kinds = {stage.name: stage.kind for stage in chain.stages if not stage.is_glue}
+    kinds = {stage.name: stage.kind for stage in traced.stages if not stage.is_glue}
     again: dict[str, Again] = {}
-    for stage in chain.stages:
+    for stage in traced.stages:
         again.setdefault(stage.kind, {}).update(
-            (o.ops, tuple(chain.storages[s].nbytes for s in o.saved)) for o in stage.options if o.recomputes
+            (o.ops, tuple(traced.storages[s].nbytes for s in o.saved)) for o in stage.options if o.recomputes
         )
-    parameters = ParameterState(step.model.get_parameter(name) for name in written)
+    parameters = ParameterState(step.model.get_parameter(name) for name in traced.written)
     with parameters.restored():
         real = RealStorages(step.model, target.device, target.round_to)
         times, launches, unlike = time_stages(step, kinds, again, target.device, rewind, real)
     rewind()
-    chain = with_real_sizes(_without_recompute(chain, unlike), places, real.found)
+    first = {stage.kind: stage.name for stage in reversed(traced.stages)}
+    refused = (f"{first[kind]} and its like can't be recomputed: {why}" for kind, why in unlike.items())
+    traced = with_real_sizes(dataclasses.replace(traced, notes=(*traced.notes, *refused)), real.found)
     report("measuring bandwidth")
-    # Two blocks are on the device at once: within what the largest stage adds in any plan.
-    largest = max(stage.keep.forward_bytes for stage in chain.stages)
-    block = max(min(_LINK_BLOCK, largest // 4), 1 << 16)
+    # Measuring takes two blocks on the device: at most half of the bytes that the largest stage adds in any plan.
+    largest = max(stage.keep.forward_bytes for stage in traced.stages)
+    block = max(min(_MOST_BLOCK_BYTES, largest // 4), _LEAST_BLOCK_BYTES)
     link, shared = measure_links(target.device, block, swap_dir)
     if costs is not None:
         link = dataclasses.replace(link, latency_s=costs.latency_s, copy_s=costs.copy_s)
@@ -221,32 +224,15 @@ def _profile(
         disk, shared = measure_links(target.device, block, swap_dir, "disk")
         notes = [*notes, *filter(None, [sharing_note("disk", disk, shared)])]
     return _with_times(
-        dataclasses.replace(chain, link=link, disk=disk and disk.behind(link), notes=(*notes, *chain.notes)),
-        times,
-        launches,
+        traced, times, launches, link, fingerprint(step, target.name), notes, disk=disk and disk.behind(link)
     )
-
-
-def _without_recompute(chain: Profile, unlike: Mapping[str, str]) -> Profile:
-    """`chain` without the options that run stages of some kinds again, and notes that say why."""
-    if not unlike:
-        return chain
-    stages = tuple(
-        dataclasses.replace(stage, options=tuple(o for o in stage.options if not o.recomputes), linked=())
-        if stage.kind in unlike
-        else stage
-        for stage in chain.stages
-    )
-    first = {stage.kind: stage.name for stage in reversed(chain.stages)}
-    notes = tuple(f"{first[kind]} and its like can't be recomputed: {why}" for kind, why in unlike.items())
-    return dataclasses.replace(chain, stages=stages, notes=(*chain.notes, *notes))
 
 
 @in_own_context
 def planned_profiles(
     step: TrainingStep, optimizer: OptimizerLike | None, target: Target, devices: Sequence[Device]
 ) -> list[Profile]:
-    """Profiles for several devices that aren't here from one trace, its stages as wholes.
+    """Profiles for several devices that aren't in this machine from one trace, with stages as wholes.
 
     Parameters
     ----------
@@ -256,34 +242,34 @@ def planned_profiles(
     with training_config(step.model), restored(step.model, step.reached()) as rewind:
         rewind()
         with as_ours(step, "tracing"):
-            chain, times, _, _ = _traced(step, optimizer, target, menus=False, devices=devices, rewind=rewind)
-    named = [
-        dataclasses.replace(chain, fingerprint=fingerprint(step, dataclasses.replace(target, spec=device).name))
-        for device in devices
+            traced, times = _traced(step, optimizer, target, menus=False, devices=devices, rewind=rewind)
+    return [
+        _planned(step, traced, on_device, dataclasses.replace(target, spec=device), [])
+        for device, on_device in zip(devices, times, strict=True)
     ]
-    return [_planned(c, t, device, []) for c, t, device in zip(named, times, devices, strict=True)]
 
 
 @in_own_context
 def traced_bytes(step: TrainingStep, optimizer: OptimizerLike | None, target: Target) -> Profile:
-    """The chain of `step` with exact bytes, its stages as wholes, for questions that time doesn't enter.
+    """The chain of `step` with exact bytes, its stages as wholes, for questions that don't depend on time.
 
-    Nothing is timed: every stage takes a second in each direction, and the link a billion bytes a second.
+    Nothing is timed: in place of measured times, each stage takes one second in each direction and one to run again,
+    and the link carries 1e9 bytes a second.
     """
     with training_config(step.model), restored(step.model, step.reached()) as rewind:
         rewind()
         with as_ours(step, "tracing"):
-            chain, _, _, _ = _traced(step, optimizer, target, menus=False, devices=(), rewind=rewind)
-    stages = (
-        dataclasses.replace(
-            stage,
-            options=tuple(dataclasses.replace(o, recompute_s=float(o.recomputes)) for o in stage.options),
-            forward_s=1.0,
-            backward_s=1.0,
-        )
-        for stage in chain.stages
+            traced, _ = _traced(step, optimizer, target, menus=False, devices=(), rewind=rewind)
+    kinds = [stage.kind for stage in traced.stages]
+    again = ((stage.kind, option.ops) for stage in traced.stages for option in stage.options if option.recomputes)
+    seconds = Times(
+        forward_s=dict.fromkeys(kinds, 1.0),
+        backward_s=dict.fromkeys(kinds, 1.0),
+        recompute_s=dict.fromkeys(again, 1.0),
+        glue_forward_s=dict.fromkeys(range(len(kinds) + 1), 1.0),
+        glue_backward_s=dict.fromkeys(range(len(kinds) + 1), 1.0),
     )
-    return dataclasses.replace(chain, stages=tuple(stages), link=Link(1e9, 1e9))
+    return _with_times(traced, seconds, Times(), Link(1e9, 1e9), fingerprint(step, target.name))
 
 
 def _traced(
@@ -295,10 +281,10 @@ def _traced(
     rewind: Callable[[], None],
     devices: Sequence[Device] | None = None,
     report: Report = ignore_progress,
-) -> Traced:
-    """The chain of `step` with exact bytes, and times on devices that aren't here."""
+) -> tuple[Traced, list[Times]]:
+    """The chain of `step` with exact bytes, and times on devices that aren't in this machine."""
 
-    def trace() -> Traced:
+    def trace() -> tuple[Traced, list[Times]]:
         report("finding stages")
         found = find_stages(step, target)
         rewind()
@@ -311,73 +297,96 @@ def _traced(
         state_bytes, update_bytes = _update_bytes(optimizer, step.model, target)
         traced = trace_chain(
             step,
-            found.stages,
+            found,
             target,
             resident_bytes=resident + state_bytes,
             update_bytes=update_bytes,
-            fingerprint=fingerprint(step, target.name),
             menus=menus,
             devices=devices,
         )
         rewind()
-        return traced._replace(chain=dataclasses.replace(traced.chain, outside=found.outside))
+        return traced
 
     return answered(trace, step, target, rewind, report)
 
 
-def _planned(chain: Profile, times: Times, device: Device, notes: list[str]) -> Profile:
-    """`chain` for a device that isn't here."""
-    link = Link(device.out_bytes_per_s, device.in_bytes_per_s)
+def _planned(step: TrainingStep, traced: Traced, times: Times, target: Target, notes: Sequence[str]) -> Profile:
+    """The profile of `step` for a device that isn't in this machine."""
+    device = target.spec
+    assert device is not None
     planned = f"made for {device.description}, which was not here: bytes from fake tensors, times from a roofline; "
     planned += "no stage was run twice, so one that can't run again is left to the check of apply() to find"
-    # A roofline's operations take a launch at least, so that the host has no lane of its own.
-    return _with_times(
-        dataclasses.replace(chain, link=link, notes=(planned, *notes, *chain.notes)), times, launches=Times()
-    )
+    link = Link(device.out_bytes_per_s, device.in_bytes_per_s)
+    # A roofline's operations take at least a launch each, so the host's launching isn't counted as a lane of its own.
+    return _with_times(traced, times, Times(), link, fingerprint(step, target.name), [planned, *notes])
 
 
-def _with_times(chain: Profile, times: Times, launches: Times) -> Profile:
-    """`chain` with the device's times, and the host's where they are apart."""
+def _with_times(
+    traced: Traced,
+    times: Times,
+    launches: Times,
+    link: Link,
+    bound_to: Fingerprint,
+    notes: Sequence[str] = (),
+    disk: Link | None = None,
+) -> Profile:
+    """The profile of a traced step: without the options that have no time, or that another option always beats.
+
+    Parameters
+    ----------
+    times, launches : Times
+        The device's, and those of the host where it launches work beside the device.
+    bound_to : Fingerprint
+    notes : sequence of str
+        Put before those of the trace.
+    """
     stages = []
     following = 0
-    for stage in chain.stages:
+    for stage in traced.stages:
+        kind = stage.kind
         if stage.is_glue:
-            seconds, launch_s = (
+            (forward_s, backward_s), launch_s = (
                 (lane.glue_forward_s.get(following, 0.0), lane.glue_backward_s.get(following, 0.0))
                 for lane in (times, launches)
             )
         else:
             following += 1
-            kind = stage.kind
-            seconds = (times.forward_s[kind], times.backward_s[kind])
+            forward_s, backward_s = times.forward_s[kind], times.backward_s[kind]
             launch_s = (launches.forward_s.get(kind, 0.0), launches.backward_s.get(kind, 0.0))
         menu = [
             dataclasses.replace(
                 option,
-                recompute_s=times.recompute_s[stage.kind, option.ops],
-                launch_s=launches.recompute_s.get((stage.kind, option.ops), 0.0),
+                recompute_s=times.recompute_s[kind, option.ops],
+                launch_s=launches.recompute_s.get((kind, option.ops), 0.0),
             )
             if option.recomputes
             else option
             for option in stage.options
-            if not option.recomputes or (stage.kind, option.ops) in times.recompute_s
+            if not option.recomputes or (kind, option.ops) in times.recompute_s
         ]
-        menu = [option for option in menu if not (option.ops and _beaten(option, menu, chain.storages))]
-        stages.append(
-            dataclasses.replace(
-                stage,
-                options=tuple(menu),
-                forward_s=seconds[0],
-                backward_s=seconds[1],
-                forward_launch_s=launch_s[0],
-                backward_launch_s=launch_s[1],
-            )
-        )
-    return dataclasses.replace(chain, stages=tuple(stages))
+        menu = [option for option in menu if not (option.ops and _beaten(option, menu, traced.storages))]
+        linked = stage.linked if any(option.name == "recompute" for option in menu) else ()
+        stages.append(Stage(stage.name, kind, tuple(menu), forward_s, backward_s, linked, stage.inputs, *launch_s))
+    return Profile(
+        stages=tuple(stages),
+        storages=traced.storages,
+        base_forward_bytes=traced.base_forward_bytes,
+        base_backward_bytes=traced.base_backward_bytes,
+        update_peak_bytes=traced.update_peak_bytes,
+        link=link,
+        resident_bytes=traced.resident_bytes,
+        fingerprint=bound_to,
+        notes=(*notes, *traced.notes),
+        disk=disk,
+        outside=traced.outside,
+    )
 
 
 def _beaten(option: Option, menu: list[Option], storages: tuple[Storage, ...]) -> bool:
-    """Whether another option of a menu moves the same share or nothing, and is nowhere worse and somewhere better."""
+    """Whether another option of the menu is nowhere worse, in bytes held, moved and temporary and in time, and differs.
+
+    Example: of two options that hold 8 MiB and move nothing, the one with the longer recompute is beaten.
+    """
 
     def costs(o: Option) -> tuple[float, ...]:
         held, moved = (sum(storages[s].nbytes for s in some) for some in (o.held, o.moved))
@@ -391,7 +400,7 @@ def _beaten(option: Option, menu: list[Option], storages: tuple[Storage, ...]) -
 
 
 def _update_bytes(optimizer: OptimizerLike | None, model: nn.Module, target: Target) -> tuple[int, int]:
-    """Bytes of the optimizer's state after its first update, and what an update adds at its worst moment."""
+    """Bytes of the optimizer's state after its first update, and those that an update adds at its worst moment."""
     if optimizer is None:
         return 0, 0
     made = make_optimizer(optimizer, model.parameters())
@@ -409,7 +418,7 @@ def _update_bytes(optimizer: OptimizerLike | None, model: nn.Module, target: Tar
 
 
 def outside_tensors(step: TrainingStep, target: Target) -> list[torch.Tensor]:
-    """Tensors that a step's callable reads and nothing in it makes; run without memory."""
+    """Tensors from outside of the model that a step's callable reads, found by a forward without memory."""
     world = FakeWorld(target)
     with fake_parameters(step.model, world, step.reached()), target.choices(), world, Outside() as mode:
         step.forward()
@@ -423,7 +432,7 @@ def outside_tensors(step: TrainingStep, target: Target) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def as_ours(step: TrainingStep, doing: str) -> Any:
-    """Errors of the model's own code come out as ours, with the first of them as the cause."""
+    """Inside, an error of the model's own code is raised as a `CkptPlanError`, with the original as its cause."""
     try:
         yield
     except CkptPlanError:
@@ -464,7 +473,7 @@ _UNTRACEABLE = {
     ),
     "NestedIntNode": "a nested tensor comes up in the step, and its memory can't be traced; pad it, with a mask",
 }
-"""Marks in PyTorch's errors about tensors that can't be traced -> what to say instead."""
+"""Text in PyTorch's errors about tensors that can't be traced -> message of the error raised in their place."""
 
 
 def _failed(step: TrainingStep, doing: str, error: Exception) -> InvalidInputError:

@@ -1,4 +1,4 @@
-"""Where a step is to run: the device in this machine, or one that isn't here and is known by its description."""
+"""Target of a profile: the device on which the step is to run, in this machine or known by its description alone."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from ckptplan.runtime.step import model_device
 from ckptplan.runtime.swap.session import MIN_SWAP_BYTES
 
 _THRESHOLDS = ((5, 0), (8, 0), (9, 0), (11, 0))
-"""Compute capabilities from which on other kernels are chosen (kernels.py)."""
+"""Compute capabilities from which on PyTorch chooses other kernels (bytes/kernels.py)."""
 
 PLANNED = "planned for "
-"""Begins the device of a fingerprint made without the device."""
+"""Begins the device name in a fingerprint that was made without the device."""
 
 CUDA_BLOCK = 512
 """The caching allocator rounds every request up to a multiple of this many bytes."""
@@ -34,19 +34,19 @@ CUDA_BLOCK = 512
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """How amounts are found for the device that the step is to run on.
+    """The device that the step is to run on, and how bytes and times are found for it.
 
     Parameters
     ----------
     device : torch.device
-        Where tensors lie while the step is traced: the device itself, with its index, or the CPU for one that isn't
-        here.
+        Device of the tensors while the step is traced: the device itself, with its index, or the CPU for a device that
+        isn't in this machine.
     spec : Device, optional
-        The one that isn't here. Its bytes come from fake tensors, its times from a roofline.
+        Description of a device that isn't in this machine. Its bytes come from fake tensors, its times from a roofline.
     answers : Answers, optional
-        Where the one step that is looked at keeps what its operations answered for real; without, nothing is asked.
+        Keeps the answers of real runs of one step; without it, operations that need values are an error.
     least_moved_bytes : int
-        Storages of fewer bytes stay.
+        Smaller storages never move.
     """
 
     device: torch.device
@@ -59,34 +59,34 @@ class Target:
 
     @property
     def without_answers(self) -> Target:
-        """The same, for something else than the step."""
+        """The same target without answers, to trace something other than the step."""
         return dataclasses.replace(self, answers=None)
 
     @property
     def name(self) -> str | None:
-        """What plans for a device that isn't here are bound to."""
+        """Device name in fingerprints for a device that isn't in this machine; None for one that is."""
         return None if self.spec is None else f"{PLANNED}{self.spec.name}"
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the step runs on CUDA there."""
+        """Whether the step runs on CUDA."""
         return accelerator.is_accelerator(self.device) if self.spec is None else self.spec.is_cuda
 
     @property
     def description(self) -> str:
-        """For people: the device's name."""
+        """The device's name, for reports."""
         if self.spec is not None:
             return self.spec.description
         return accelerator.properties(self.device).name if self.is_cuda else str(self.device)
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
-        """CUDA's (major, minor)."""
+        """Compute capability (major, minor) of a CUDA device; None for others."""
         return accelerator.compute_capability(self.device) if self.spec is None else self.spec.compute_capability
 
     @property
     def byte_class(self) -> tuple[object, ...] | None:
-        """Equal for two CUDA devices that aren't here: a step takes the same bytes on both. None for any other."""
+        """Key of a CUDA device that isn't in this machine; a step takes equal bytes on devices with equal keys."""
         if self.spec is None or self.spec.compute_capability is None:
             return None
         capability = self.spec.compute_capability
@@ -95,16 +95,16 @@ class Target:
 
     @property
     def capacity_bytes(self) -> int | None:
-        """What the device has in all; None for the machine's main memory."""
+        """Bytes of the device's memory; None for the machine's main memory."""
         if self.spec is not None:
             return self.spec.memory_bytes
         return accelerator.properties(self.device).total_memory if self.is_cuda else None
 
     @property
     def context_bytes(self) -> int:
-        """What the driver takes beside what the allocator reserves.
+        """Bytes of the device in use besides those that the allocator reserves.
 
-        Measured for the device that is here: what isn't free and isn't reserved. Other programs' memory is in it.
+        On a device in this machine they are measured, and include other programs' memory.
         """
         return accelerator.foreign_bytes(self.device) if self.spec is None else self.spec.context_bytes
 
@@ -113,13 +113,17 @@ class Target:
         """Blocks are multiples of this many bytes."""
         return CUDA_BLOCK if self.is_cuda else 1
 
+    def rounded(self, nbytes: int) -> int:
+        """Bytes of a block for `nbytes`."""
+        return -(-nbytes // self.round_to) * self.round_to
+
     def choices(self, *, numbered: bool = True) -> contextlib.AbstractContextManager[Any]:
-        """Inside, operations on fake tensors are chosen as on that device for real ones.
+        """Inside, PyTorch runs the operations on fake tensors that it would run on the device on real ones.
 
         Parameters
         ----------
         numbered : bool
-            As for real ones whose operations are numbered (NOTE [Numbering] in runtime/recompute/selective.py).
+            The real operations are numbered (NOTE [Numbering] in runtime/recompute/selective.py).
         """
         capability = None if self.spec is None else self.spec.compute_capability
         return real_choices(self.device.type, capability, numbered=numbered)
@@ -127,17 +131,23 @@ class Target:
     def workspaces(
         self, keys: Iterable[Hashable]
     ) -> tuple[dict[Hashable, int], list[str], dict[Hashable, tuple[int, ...]]]:
-        """Most bytes each operation allocates at once, its results included, and operations that could not be run.
+        """Bytes that operations allocate, measured on the device, or by rule for one that isn't in this machine.
 
-        The third result has the bytes of the storages that each operation's results begin, in order, where it ran.
-        Measured on the device itself; by rule for one that isn't here.
+        Returns
+        -------
+        dict
+            Operation key -> most bytes that it allocates at once, its results included.
+        list of str
+            Operations that could not be run alone.
+        dict
+            Operation key -> bytes of the storages that it made for its results, in order, if it ran.
         """
         keys = list(keys)
         if self.spec is not None and self.spec.is_cuda:
             found = cuda_workspaces(without_seen(key) for key in keys)
             return {key: found[plain] for key in keys if (plain := without_seen(key)) in found}, [], {}
-        # What depended on values is known from the real run, and can't be found with values made up.
-        seen = {key: told.peak_bytes for key in keys if (told := seen_in(key)) is not None}
+        # Bytes that depend on values are known from the real run; made-up values wouldn't give them.
+        seen = {key: part.peak_bytes for key in keys if (part := seen_in(key)) is not None}
         peaks, failed, storages = measure_workspaces((key for key in keys if key not in seen), self.device)
         return {**peaks, **seen}, failed, storages
 
@@ -149,16 +159,16 @@ class Target:
 
 
 DeviceLike = str | Path | torch.device | Device | Target | None
-"""A torch device, or a device that isn't here: its name, the file that describes it, or its description."""
+"""A torch device, or one that isn't in this machine: its name, the file that describes it, or its description."""
 
 
 def find_target(model: nn.Module, device: DeviceLike = None) -> Target:
-    """Where the user wants the step to run.
+    """The target that the argument `device` and the model's own device stand for.
 
     Raises
     ------
     InvalidInputError
-        If the device is unknown, isn't where the model is, or none is named for a model on `meta`.
+        If the device is unknown or isn't the model's, or the model is on `meta` and no device is named.
     """
     if isinstance(device, Target):
         return device

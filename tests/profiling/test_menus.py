@@ -205,7 +205,7 @@ def test_a_long_stage_has_a_front_of_limited_length() -> None:
     rng = random.Random(1)
     ops = [Op(rng.randrange(1 << 30), rng.random(), True) for _ in range(24)]
     found = menus.front(ops)
-    assert len(found) <= menus._FRONT_LIMIT
+    assert len(found) <= menus._MOST_SUMS
     assert found[0].ops == ()
     assert found[-1].ops == tuple(range(24))
     assert all(a.nbytes < b.nbytes and a.saved_s < b.saved_s for a, b in itertools.pairwise(found))

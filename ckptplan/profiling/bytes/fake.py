@@ -1,8 +1,8 @@
-"""A world in which a model runs without memory: fake parameters, fake floating tensors, real small integers.
+"""Run a model without memory for its activations: fake parameters, fake floating tensors, real integers.
 
-Integers and booleans stay real because models read them: whether a mask is all ones, whether positions restart. They
-are small next to activations, and with them real the fake run takes the same path as the real one. What depends on the
-values of fake tensors is asked of a real run (NOTE [Answers] in answers.py).
+Integers and booleans stay real because models read them, for instance to see whether a mask is all ones or positions
+restart. They are small next to activations, and with them the fake run takes the same path as the real one. Results
+that depend on the values of fake tensors are taken from a real run (NOTE [Answers] in values/answers.py).
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from ckptplan.profiling.target import ON_CPU, Target
 from ckptplan.profiling.values.answers import (
     PACK,
     READ_ARRAY,
-    VALUES_LIMIT,
     Answer,
     Answers,
     NeedsValues,
     Phase,
     Question,
     ReadingWatched,
+    all_readable,
     around_forwards,
     readable,
 )
 from ckptplan.profiling.values.compiled import compiled_as_noted
+from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.state.modes import Stacks
 from ckptplan.runtime.state.restore import beside
 
@@ -52,16 +53,15 @@ _MISREPORTED = {
     torch.ops.aten._cudnn_rnn.default,
     torch.ops.aten.cudnn_batch_norm.default,
 }
-"""Operations whose fake twin gives a workspace of another size than the real one saves for backward."""
+"""Operations whose fake kernel returns a workspace of another size than the one that the real kernel saves."""
 
 _NORMS = {
     torch.ops.aten.native_layer_norm.default,
     torch.ops.aten.native_group_norm.default,
     torch.ops.aten.native_batch_norm.default,
 }
-"""Their statistics have the precision of the parameters on the CPU, float32 for half-precision input on CUDA; their
-fake twins on the CPU give them that of the input."""
-
+"""Operations whose statistics have the data type of the parameters on the CPU, and float32 for half-precision input on
+CUDA; their fake kernels on the CPU give them that of the input."""
 
 _GROUPED = torch.ops.aten._grouped_mm.default
 
@@ -73,7 +73,7 @@ def _grouped_product(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Products of matrices in groups, as routed experts make them; the operation's own fake twin takes bfloat16 only.
+    """Fake kernel of `_grouped_mm`, the products of routed experts; PyTorch's own takes bfloat16 only.
 
     Shapes: (rows, k) x (groups, k, n), (groups, m, k) x (k, columns), (m, k) x (k, n) by groups of k, or batched.
     """
@@ -89,20 +89,17 @@ _Shape = tuple[torch.Size, torch.dtype, torch.device]
 
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:
-    """Real zeros that lie in memory as a fake tensor does."""
+    """Real zeros with the layout of a fake tensor."""
     flat = torch.zeros(TensorSpec.of(like).span, dtype=like.dtype, device=like.device)
     return flat.as_strided(like.shape, like.stride())
 
 
 _NO_KERNEL = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-
-
-def _whole(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex())
+"""Errors that say that an operation has no fake kernel for any operands."""
 
 
 class FakeWorld(TorchDispatchMode):
-    """Enter it, on top of its own FakeTensorMode, to run operations without memory for their floating results.
+    """Dispatch mode, with a FakeTensorMode below it, that runs operations without memory for their floating results.
 
     Parameters
     ----------
@@ -113,9 +110,10 @@ class FakeWorld(TorchDispatchMode):
     ----------
     fake_mode : FakeTensorMode
     number_read : float or None
-        What reading the value of a single fake number gives; None: an error, since the path may hang on it.
+        The value of any single fake number that is read; None: reading one is an error, since it may decide which
+        operations run.
     answer : Answer or None
-        What the last operation was answered by the real run.
+        Result of the last operation in the real run, if it was taken from there.
     """
 
     def __init__(self, target: Target = ON_CPU) -> None:
@@ -130,10 +128,10 @@ class FakeWorld(TorchDispatchMode):
         self._answers = answers if answers is not None and answers.phases else None
         self.answer: Answer | None = None
         self._real_shapes: dict[Hashable, list[_Shape | None]] = {}
-        self._drew = False
-        self._asked: Counter[Question] = Counter()
-        self._again: Counter[Question] | None = None
-        self._begins: dict[int, Counter[Question]] = {}
+        self._drew = False  # a random operation has made real values here
+        self._taken: Counter[Question] = Counter()  # answers taken so far
+        self._begins: dict[int, Counter[Question]] = {}  # stage -> answers taken when it first began
+        self._again: Counter[Question] | None = None  # the same count while a stage runs again
         self._next_stage: int | None = None
         self._training = True
 
@@ -148,15 +146,16 @@ class FakeWorld(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._stacks.put()  # without modes that forward has left on top of this one
+        self._stacks.put()  # drops modes that forward has left on top of this one
         super().__exit__(*error)
         assert self._outer is not None
         self._outer.close()
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The fake twin of a real tensor, the same for the same tensor.
+        """The fake twin of a real tensor; the same tensor always has the same twin.
 
-        It lies where the tensor does, but where the step is traced when that is elsewhere, or nowhere (`meta`).
+        It lies on the tensor's device if that is the CPU or the one that the step is to run on, and otherwise on the
+        device that the step is traced on.
         """
         where = tensor.device.type
         if where == "cpu" or (self._target.spec is None and where != "meta"):
@@ -174,19 +173,26 @@ class FakeWorld(TorchDispatchMode):
         return twin
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One operation: for real on whole numbers alone, else fake, or by what it answered in the real run."""
+        """Run one operation: for real on integers alone, otherwise fake, or with its result in the real run.
+
+        Raises
+        ------
+        NeedsValues
+            If its result depends on values and isn't known from a real run.
+        """
         self.answer = None
         answers = self._answers
         phase = self._phase()
         if answers is None or phase not in answers.phases:
-            self._check_undrawn(func, args, phase)
+            if self._values_may_be_drawn and self._target.answers.wants(func, args):  # type: ignore[union-attr]
+                raise NeedsValues(func, phase)
             result = self._run(func, args, kwargs)
             self._drew = self._drew or Answers.wants_drawn(func, result)
             return result
         if answers.wants(func, args):
             question = Question.now(phase, func)
             self.answer = self._take(question, (args, kwargs))
-            if self._drew or any(isinstance(t, FakeTensor) for t in pytree.tree_leaves((args, kwargs))):
+            if self._drew or any(isinstance(t, FakeTensor) for t in tensors_in((args, kwargs))):
                 answers.used.setdefault(question)
             if self.answer.is_number:
                 return self.answer.result
@@ -196,19 +202,19 @@ class FakeWorld(TorchDispatchMode):
             return self._drawn(self._take(Question.now(phase, func), (args, kwargs)), result)
         return result
 
-    def _check_undrawn(self, func: Any, args: tuple[Any, ...], phase: Phase) -> None:
-        """Raise `NeedsValues` where values are read that may have been drawn here (NOTE [Answers], rule 3)."""
+    @property
+    def _values_may_be_drawn(self) -> bool:
+        """Whether values that are read now may be other ones than in the real step (NOTE [Answers], rule 3)."""
         answers = self._target.answers
-        if self._drew and answers is not None and answers.has_values and answers.wants(func, args):
-            raise NeedsValues(func, phase)
+        return self._drew and answers is not None and answers.has_values
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        tensors = tensors_in((args, kwargs))
         real = [t for t in tensors if not isinstance(t, FakeTensor)]
-        if tensors and len(real) == len(tensors) and all(readable(t) for t in real):
+        if tensors and len(real) == len(tensors) and all(map(readable, real)):
             with unset_fake_temporarily():
                 result = func(*args, **kwargs)
-            if all(readable(t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)):
+            if all(map(readable, tensors_in(result))):
                 return result
         if real:
             args, kwargs = pytree.tree_map_only(
@@ -219,7 +225,7 @@ class FakeWorld(TorchDispatchMode):
         if func is PACK:
             if self.answer is None:
                 raise NeedsValues(func, self._phase())
-            made = self.answer.made([t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
+            made = self.answer.made(tensors_in((args, kwargs)))
             with unset_fake_temporarily():
                 return made[0], self.answer.values[1].clone()
         try:
@@ -229,12 +235,12 @@ class FakeWorld(TorchDispatchMode):
         except Exception as error:
             if self.answer is None:
                 raise NeedsValues(func, self._phase(), refused=not isinstance(error, _NO_KERNEL)) from error
-            return self.answer.made([t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
+            return self.answer.made(tensors_in((args, kwargs)))
         if func in _MISREPORTED:
             return self._as_real(func, args, kwargs, result)
         if func in _NORMS:
             return self._with_statistics(args, result)
-        if not tensors and self._worth_running(result):
+        if not tensors and all_readable(result):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         return result
@@ -248,14 +254,14 @@ class FakeWorld(TorchDispatchMode):
 
     def _take(self, question: Question, operands: Any) -> Answer:
         assert self._answers is not None
-        counts = self._asked if self._again is None else self._again
+        counts = self._taken if self._again is None else self._again
         answer = self._answers.take(question, counts[question], operands)
         counts[question] += 1
         return answer
 
     @staticmethod
     def _drawn(answer: Answer, result: Any) -> Any:
-        """`result` with the values drawn in the real run, where it has values."""
+        """`result` with the values that the real run drew, in its tensors that have values."""
 
         def put(tensor: Any, value: Any) -> None:
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
@@ -266,11 +272,10 @@ class FakeWorld(TorchDispatchMode):
         return result
 
     def _array(self, tensor: torch.Tensor) -> np.ndarray[Any, Any] | None:
-        """What a tensor read as an array gives; None where it has its own values and nothing is known of others."""
+        """The array that reading `tensor` returned in the real run; None for a real tensor that wasn't read there."""
         phase = self._phase()
-        answers = self._target.answers
-        if self._answers is None or READ_ARRAY not in self._answers.asked or phase not in self._answers.phases:
-            if isinstance(tensor, FakeTensor) or (self._drew and answers is not None and answers.has_values):
+        if self._answers is None or READ_ARRAY not in self._answers.failed or phase not in self._answers.phases:
+            if isinstance(tensor, FakeTensor) or self._values_may_be_drawn:
                 raise NeedsValues(READ_ARRAY, phase)
             return None
         question = Question.now(phase, READ_ARRAY)
@@ -281,17 +286,17 @@ class FakeWorld(TorchDispatchMode):
         return array.copy()
 
     def stage_next(self, stage: int) -> None:
-        """That stage's forward runs next, for the first time or again."""
+        """Note that the forward of `stage` runs next, for the first time or again."""
         self._next_stage = stage
 
     @contextlib.contextmanager
     def _stage(self) -> Iterator[None]:
-        """Around a stage's own forward: run again, it gets the answers that it got the first time."""
+        """Around a stage's own forward: when it runs again, it gets the answers of its first run."""
         stage, self._next_stage = self._next_stage, None
         if stage is None:
             yield
         elif stage not in self._begins:
-            self._begins[stage] = Counter(self._asked)
+            self._begins[stage] = Counter(self._taken)
             yield
         else:
             outer, self._again = self._again, Counter(self._begins[stage])
@@ -301,21 +306,21 @@ class FakeWorld(TorchDispatchMode):
                 self._again = outer
 
     def runs_compiled(self, kind: str) -> None:
-        """Compiled code of that kind runs now: to be seen as one operation."""
+        """Compiled code of that kind runs now; subclasses that trace operations override this."""
 
     @property
     def compiled_calls(self) -> dict[Hashable, Any]:
-        """What is known of calls of compiled modules (`note_compiled` in compiled.py)."""
+        """Calls of compiled modules, as noted in a real run (`note_compiled` in values/compiled.py)."""
         return {} if self._target.answers is None else self._target.answers.compiled
 
     def watching(self, modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[None]:
-        """Know when the forwards of these modules, the stages, run; nothing to do where no answers are given."""
+        """Inside, know when the forwards of these modules, the stages, run; only needed where answers are taken."""
         return contextlib.nullcontext() if self._answers is None else around_forwards(modules, self._stage)
 
     def _as_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """`result` with the shapes that the operation really gives, found by running it alone on zeros, once a kind.
+        """`result` with the shapes of the real kernel, found by running it alone on zeros, once a kind of call.
 
-        The workspace may depend on how operands lie in memory, and on whether gradients are on.
+        The workspace may depend on the operands' layout, and on whether gradients are on.
         """
         kind = (op_key(func, args, kwargs), torch.is_grad_enabled())
         if kind not in self._real_shapes:
@@ -333,22 +338,17 @@ class FakeWorld(TorchDispatchMode):
         )
 
     def _with_statistics(self, args: tuple[Any, ...], result: Any) -> Any:
-        """`result` with mean and deviation in the precision that the device gives them."""
+        """`result` with mean and deviation in the data type that the device gives them."""
         if args[0].device.type != "cpu":
             return result
         if self._target.is_cuda:
             dtype = torch.float64 if args[0].dtype is torch.float64 else torch.float32
-        else:  # of the parameters: under autocast they differ from the input's
+        else:  # that of the parameters, which under autocast isn't the input's
             weight = next((t for t in args[1:] if isinstance(t, torch.Tensor)), None)
             if weight is None:
                 return result
             dtype = weight.dtype
         return (result[0], *(t if t is None else torch.empty_like(t, dtype=dtype) for t in result[1:]))
-
-    @staticmethod
-    def _worth_running(result: Any) -> bool:
-        made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-        return bool(made) and all(readable(t) and t.numel() <= VALUES_LIMIT for t in made)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
@@ -358,14 +358,14 @@ class FakeWorld(TorchDispatchMode):
 def fake_parameters(
     model: nn.Module, world: FakeWorld, others: Iterable[Any] = (), *, accumulating: bool = False
 ) -> Iterator[list[Any]]:
-    """Put fake twins in place of parameters, gradients and floating buffers.
+    """Put fake twins in place of parameters, gradients and floating buffers, and undo it at the end.
 
-    The model gets its own objects back, what forward leaves behind in it and in `others` goes, and random generators
-    are where they were, so that the next forward in such a world draws the same numbers and takes the same path.
+    Then the model has its own objects again, and everything that forward has left in it and in `others` is gone. Random
+    generators have their earlier states, so that the next forward here draws the same numbers and takes the same path.
 
-    Compiled modules, whose code needs memory, do meanwhile what was noted of them.
+    Compiled modules, whose code needs real memory, are replaced by calls as noted in a real run.
 
-    With `accumulating`, every parameter has a gradient, whether or not the model's has.
+    With `accumulating`, every parameter has a gradient, whether or not it has one in the model.
 
     Yields
     ------
@@ -380,8 +380,10 @@ def fake_parameters(
         for module in model.modules():
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
-                    whole = table is module._buffers and tensor is not None and _whole(tensor)
-                    if tensor is None or (whole and tensor.device.type != "meta"):
+                    if tensor is None:
+                        continue
+                    floating = tensor.is_floating_point() or tensor.is_complex()
+                    if table is module._buffers and not floating and tensor.device.type != "meta":
                         continue
                     if id(tensor) not in twins:
                         twin = twins[id(tensor)] = world.fake(tensor)
@@ -392,7 +394,7 @@ def fake_parameters(
                                 twin.grad = torch.empty_like(twin, requires_grad=False)
                     saved.append((table, name, tensor))
                     table[name] = twins[id(tensor)]  # type: ignore[assignment]
-        with beside(model, others) as found:  # a forward may leave fake tensors
+        with beside(model, others) as found:  # drops fake tensors that a forward leaves
             yield found.generators
     finally:
         for table, name, tensor in saved:

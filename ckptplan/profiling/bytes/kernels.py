@@ -1,11 +1,12 @@
-"""On fake tensors, run the operations that real ones would run where the step is to run.
+"""Kernels for fake tensors that run the same operations as real tensors would on the device of the step.
 
 PyTorch chooses some operations by the device: dropout keeps a mask of one byte an element on CUDA and one of the
-input's type on the CPU, attention has other kernels that save other things, autocast casts other operations. A build
-without CUDA can't run backward on fake CUDA tensors, so those of a device that isn't here lie on the CPU and the
-choices are CUDA's. Other choices spare tensor subclasses, such as fake ones, what is done in place on real tensors.
+input's type on the CPU, attention has other kernels that save other tensors, autocast casts other operations. A build
+without CUDA can't run backward on fake CUDA tensors. So fake tensors of a device that isn't in this machine lie on the
+CPU, and these kernels make CUDA's choices for them. PyTorch also does some things in place on real tensors and out of
+place on subclasses such as fake tensors.
 
-Composite operations get a kernel of ours (`torch.library`) for as long as a context is open, which acts on fake tensors
+While a context of `real_choices` is open, composite operations have kernels (`torch.library`) that act on fake tensors
 alone.
 """
 
@@ -23,12 +24,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 aten = torch.ops.aten
 
 _HALF = (torch.float16, torch.bfloat16)
-_FLASH_HEAD = 256
-_FLASH_CAPABILITY = (8, 0)
-_CUDNN_HEAD = 128  # some versions take more in some cases; flash attention, which is next, saves the same
-_CUDNN_MAJORS = (9, 10)
-_CUDNN_FROM = "2.11"  # of PyTorch
-_CUDNN_VERSION = 91501
+# When PyTorch chooses flash attention and cuDNN's attention (`sdp_utils.cpp`).
+_FLASH_MOST_HEAD = 256
+_FLASH_LEAST_CAPABILITY = (8, 0)
+_CUDNN_MOST_HEAD = 128  # some versions take more in some cases; flash attention, the next choice, saves the same
+_CUDNN_MAJOR_CAPABILITIES = (9, 10)
+_CUDNN_LEAST_TORCH = "2.11"
+_CUDNN_LEAST_VERSION = 91501
 
 # fmt: off
 _AUTOCAST_TO_FLOAT32 = (
@@ -39,21 +41,26 @@ _AUTOCAST_TO_FLOAT32 = (
     "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss",
     "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm",
     "logsumexp",
-    # These take a result type, and are cast where none is asked for.
+    # These take a result type, and are cast if none is given.
     "softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "prod", "prod.dim_int", "cumsum", "cumprod",
 )
 # fmt: on
-"""What autocast runs in float32 on CUDA (PyTorch, "Automatic Mixed Precision package", CUDA op reference)."""
+"""Operations that autocast runs in float32 on CUDA (PyTorch, "Automatic Mixed Precision package", CUDA reference)."""
 
 
 @contextlib.contextmanager
 def real_choices(
     device_type: str, planned_capability: tuple[int, int] | None, *, numbered: bool = True
 ) -> Iterator[None]:
-    """Inside, fake tensors on `device_type` run what real ones would.
+    """Inside, fake tensors on `device_type` run the operations that real ones would.
 
-    With a compute capability, what they would on a CUDA device of that capability, wherever they lie. Where operations
-    are `numbered` by a dispatch mode, PyTorch spares real tensors what it does in place, too.
+    Parameters
+    ----------
+    planned_capability : (int, int) or None
+        Compute capability of a CUDA device that isn't in this machine: run that device's operations.
+    numbered : bool
+        The real step runs under a dispatch mode that numbers operations (NOTE [Numbering] in
+        runtime/recompute/selective.py), where PyTorch doesn't add a bias in place either.
     """
     library = torch.library.Library("aten", "IMPL")
     kernels: dict[str, Callable[..., Any]] = {} if numbered else {"linear": _linear}
@@ -61,13 +68,14 @@ def real_choices(
         kernels |= {name: functools.partial(kernel, planned_capability) for name, kernel in _ON_CUDA.items()}
     backend = device_type.upper()
     for name, kernel in kernels.items():
-        if _exists(name):
+        if (overload := _overload(name)) is not None:
             for key in (f"Autograd{backend}", backend):
-                library.impl(name, _on_fakes(_overload(name), kernel), key)
+                library.impl(name, _on_fakes(overload, kernel), key)
     for name in _AUTOCAST_TO_FLOAT32 if planned_capability is not None else ():
         # The CPU's own autocast has a kernel for some of them, which does the same.
-        if _exists(name) and not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
-            library.impl(name, _in_float32(_overload(name)), "AutocastCPU")
+        own = f"aten::{name}", "AutocastCPU"
+        if (overload := _overload(name)) is not None and not torch._C._dispatch_has_kernel_for_dispatch_key(*own):
+            library.impl(name, _in_float32(overload), "AutocastCPU")
     try:
         yield
     finally:
@@ -75,17 +83,13 @@ def real_choices(
 
 
 def _overload(name: str) -> Any:
+    """The operation of that name; None where this version of PyTorch doesn't have it."""
     packet, _, overload = name.partition(".")
-    return getattr(getattr(aten, packet), overload or "default")
-
-
-def _exists(name: str) -> bool:
-    packet, _, overload = name.partition(".")
-    return hasattr(aten, packet) and (overload or "default") in getattr(aten, packet).overloads()
+    return getattr(getattr(aten, packet, None), overload or "default", None)
 
 
 def _on_fakes(overload: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel` for fake tensors; PyTorch's own for real ones, and where the kernel passes."""
+    """`kernel` for fake tensors; PyTorch's own for real ones, and where `kernel` returns `NotImplemented`."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         result = kernel(*args, **kwargs) if any(isinstance(x, FakeTensor) for x in args) else NotImplemented
@@ -113,7 +117,7 @@ def _in_float32(overload: Any) -> Callable[..., Any]:
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-    """The bias is added in place where product and sum aren't one operation; to a tensor subclass it isn't."""
+    """Add the bias in place if product and sum aren't one operation, which PyTorch doesn't for subclasses."""
     fused = x.dim() == 2 or (x.dim() == 3 and x.is_contiguous())
     if bias is None or fused:
         return NotImplemented
@@ -129,7 +133,7 @@ def _dropout(capability: tuple[int, int], x: torch.Tensor, p: float, train: bool
 def _softmax(
     capability: tuple[int, int], x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, log: bool = False
 ) -> Any:
-    """Half in, float32 out is one kernel on CUDA."""
+    """From half precision to float32 in one kernel, as on CUDA."""
     if (x.dtype is not torch.float16 and x.dtype is not torch.bfloat16) or dtype is not torch.float32:
         return NotImplemented
     return (aten._log_softmax if log else aten._softmax).default(x, dim, True)
@@ -159,7 +163,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Attention by cuDNN where that is preferred, else by flash attention, the memory-efficient kernel, or in steps.
+    """Attention by the first kernel that takes the operands: cuDNN's, flash, memory-efficient, or in single steps.
 
     The conditions are those of PyTorch's `sdp_utils.cpp` for CUDA as far as shapes, types and switches go.
     """
@@ -174,7 +178,7 @@ def _attention(
     if (
         _prefers_cudnn(capability)
         and query.dtype in _HALF
-        and all(size <= _CUDNN_HEAD and size % 8 == 0 for size in (head, value.shape[-1]))
+        and all(size <= _CUDNN_MOST_HEAD and size % 8 == 0 for size in (head, value.shape[-1]))
         and key.shape[2] > 1
         and (enable_gqa or query.shape[1] == key.shape[1] == value.shape[1])
         and (attn_mask is None or not attn_mask.requires_grad)
@@ -189,8 +193,8 @@ def _attention(
         and query.dtype in _HALF
         and attn_mask is None
         and same_head
-        and capability >= _FLASH_CAPABILITY
-        and head <= _FLASH_HEAD
+        and capability >= _FLASH_LEAST_CAPABILITY
+        and head <= _FLASH_MOST_HEAD
     ):
         if padded:
             query, key, value = (torch.nn.functional.pad(t, (0, padded)) for t in (query, key, value))
@@ -199,11 +203,11 @@ def _attention(
         )
         return out[0][..., :head] if padded else out[0]
     equal_heads = query.shape[1] == key.shape[1] == value.shape[1]
-    aligned = 8 if query.dtype in _HALF and capability >= _FLASH_CAPABILITY else 4
+    aligned = 8 if query.dtype in _HALF and capability >= _FLASH_LEAST_CAPABILITY else 4
     efficient = (
         torch.backends.cuda.mem_efficient_sdp_enabled()
         and query.dtype in (*_HALF, torch.float32)
-        and (query.dtype is not torch.bfloat16 or capability >= _FLASH_CAPABILITY)
+        and (query.dtype is not torch.bfloat16 or capability >= _FLASH_LEAST_CAPABILITY)
         and capability >= (5, 0)
         and head % aligned == value.shape[-1] % aligned == 0
         and equal_heads
@@ -220,14 +224,14 @@ def _attention(
 def _prefers_cudnn(capability: tuple[int, int]) -> bool:
     """Whether PyTorch tries cuDNN's attention first: on Hopper and on Blackwell for data centres, in recent versions.
 
-    It isn't deterministic. A build for the CPU tells nothing of the cuDNN that will run, so it is taken to be new.
+    It isn't deterministic. A build for the CPU doesn't know the version of cuDNN, which is taken to be recent enough.
     """
     version = torch.backends.cudnn.version()
     exact = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     return (
-        capability[0] in _CUDNN_MAJORS
-        and torch.__version__ >= _CUDNN_FROM
-        and (version is None or version >= _CUDNN_VERSION)
+        capability[0] in _CUDNN_MAJOR_CAPABILITIES
+        and torch.__version__ >= _CUDNN_LEAST_TORCH
+        and (version is None or version >= _CUDNN_LEAST_VERSION)
         and torch.backends.cuda.cudnn_sdp_enabled()
         and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
         and not exact
@@ -235,14 +239,14 @@ def _prefers_cudnn(capability: tuple[int, int]) -> bool:
 
 
 def _as_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """A mask as what is added to the scores, of the query's type."""
+    """A mask in the form that is added to the scores, in the query's data type."""
     if mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The mask as the memory-efficient kernel wants it: of the query's type, rows padded to 16 elements."""
+    """A mask for the memory-efficient kernel: in the query's data type, rows padded to a multiple of 16 elements."""
     mask = _as_bias(mask, query)
     columns = mask.shape[-1]
     if columns % 16:

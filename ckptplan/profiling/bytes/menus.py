@@ -1,12 +1,16 @@
-"""Menus inside a stage: of which operations' outputs a recomputed stage saves, the few choices worth offering.
+"""Options inside a stage: sets of operations whose outputs a recomputed stage saves.
 
-What isn't saved is run again, all of it, up to the last tensor that autograd saves: so recompute time is what the
-operations take together, less what the saved ones take, and the best choices for every number of bytes are a knapsack.
+Every operation whose output isn't saved runs again, up to the last tensor that autograd saves. So the recompute time is
+the sum over all operations less that over the saved ones, and the best sets for each number of bytes solve a knapsack
+problem. Example: for operations of (1 MiB, 4 ms), (1 MiB, 1 ms) and (2 MiB, 4 ms), saving the first leaves 5 ms of 9,
+and saving the first and third 1 ms; no set of 1 MiB or 3 MiB leaves less.
 
-Views and writes in place are never saved themselves: they run again on what is. Random operations may be saved only as
-the last ones of their stage, since one that is skipped doesn't move the generator for those after it. Outputs that
-anything writes to later can't be saved, and those of collectives always are, so that no rank communicates twice, as are
-those of operations that may give other bits when they run again.
+- Outputs of views and of writes in place are never saved; these operations run again on outputs that are.
+- Random operations may be saved only as the last ones of their stage, since one that is skipped doesn't advance the
+  generator for those behind it.
+- Outputs that any operation writes to later can't be saved.
+- Outputs of collectives are always saved, so that no rank communicates twice, and so are those of operations that may
+  give other bits when they run again.
 """
 
 from __future__ import annotations
@@ -19,21 +23,27 @@ from ckptplan.profiling.bytes.tracker import OpTrace, Sid
 from ckptplan.runtime.recompute.selective import can_be_saved, is_random
 
 POINTS = 3
-"""Choices of operations offered per stage, between recomputing all and keeping all."""
-_FRONT_LIMIT = 20_000
+"""Most choices of operations offered per stage, between recomputing all and keeping all."""
+_MOST_SUMS = 20_000
+"""Most undominated sums that `front` keeps, so that its time is linear in the number of operations."""
+_MOST_VERTICES = 32
+"""Most vertices of the hull in `choose`, which tries every triple of them: 4,960."""
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation of a stage's forward, its number being its place in the list.
+    """One operation of a stage's forward; its number is its index in the list of them.
 
     Parameters
     ----------
     nbytes : int
-        What saving its output would hold that isn't held anyway.
+        Bytes that saving its output adds to those held in any case.
     seconds : float
-        Time it takes; 0 where a recompute doesn't run it.
-    savable, random : bool
+        Time it takes; 0 if a recompute doesn't run it.
+    savable : bool
+        Its output can be saved.
+    random : bool
+        It draws from a random generator.
     once : bool
         It must not run again: a collective, or one that may give other bits.
     """
@@ -47,16 +57,16 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Operations whose outputs are saved.
+    """A set of operations whose outputs are saved.
 
     Parameters
     ----------
     ops : tuple of int
         Their numbers, ascending.
     nbytes : int
-        What they hold.
+        Bytes of their outputs.
     saved_s : float
-        Recompute time that they save.
+        Recompute time that saving them avoids.
     """
 
     ops: tuple[int, ...]
@@ -76,25 +86,26 @@ def list_ops(
     held_anyway: Callable[[Sid], bool],
     seconds: dict[Hashable, float],
 ) -> list[Op]:
-    """The operations of a distinct stage; what holds for one of its calls only is taken at its worst.
+    """The operations of a kind of stage; where its stages differ, the worst of them counts.
 
     Parameters
     ----------
     runs : sequence of sequence of OpTrace
         The numbered operations of each stage of the kind.
     rerun : int
-        How many of them a recompute runs.
+        Number of them that a recompute runs.
     written : set of Sid
         Storages that some operation of the step writes to after they were made.
     held_anyway : callable
         Whether something holds a storage even when its maker is recomputed.
     seconds : dict
-        Operation key -> time; an operation without one is never saved, but for those that must not run again.
+        Operation key -> time; an operation without one isn't saved, unless it must not run again.
     """
     ops = []
     for number, calls in enumerate(zip(*runs, strict=True)):
-        func = _func(calls[0])
-        timed = calls[0].key in seconds
+        key = calls[0].key
+        func = key[0] if isinstance(key, tuple) else None
+        timed = key in seconds
         whole = can_be_saved(func) and all(
             call.fresh and written.isdisjoint(call.made) and any(n for n, _ in call.made.values()) for call in calls
         )
@@ -104,7 +115,7 @@ def list_ops(
         ops.append(
             Op(
                 nbytes=nbytes,
-                seconds=seconds.get(calls[0].key, 0.0) if again else 0.0,
+                seconds=seconds.get(key, 0.0) if again else 0.0,
                 savable=whole and (once or (timed and again)),
                 random=is_random(func),
                 once=once,
@@ -113,24 +124,24 @@ def list_ops(
     return ops
 
 
-def _func(op: OpTrace) -> object:
-    return op.key[0] if isinstance(op.key, tuple) else None
-
-
 def _is_collective(func: object) -> bool:
     return getattr(func, "namespace", "") in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 def front(ops: Sequence[Op]) -> list[Choice]:
-    """The choices that no other beats, by ascending bytes: none saves as much time with as few bytes.
+    """The undominated choices, by ascending bytes: no other choice avoids as much time with as few bytes.
 
-    Nemhauser and Ullmann's list of undominated sums (1969), once per number of random operations saved. Exact up to
-    20,000 undominated sums; beyond, the best of each of so many equal ranges of bytes stays.
+    Computed once per number of random operations saved. Exact up to 20,000 undominated sums; beyond that, bytes are
+    divided into as many equal ranges, and the best sum of each is kept.
 
     Returns
     -------
     list of Choice
-        Empty if an output that must be can't be saved.
+        Empty if an output that has to be saved can't be.
+
+    References
+    ----------
+    G. L. Nemhauser, Z. Ullmann: Discrete dynamic programming and capital allocation. Management Science 15 (9), 1969.
     """
     if any(op.once and not op.savable for op in ops):
         return []
@@ -150,13 +161,13 @@ def front(ops: Sequence[Op]) -> list[Choice]:
 
 
 def _suffixes(random: list[int], ops: Sequence[Op]) -> list[list[int]]:
-    """The ways to save random operations: none, or the last few of them."""
+    """The sets of random operations that may be saved: none, the last one, the last two, ..."""
     out: list[list[int]] = [[]]
     for at in range(len(random) - 1, -1, -1):
         if not ops[random[at]].savable:
             break
         out.append(random[at:])
-    # Random collectives don't exist; were there one, only suffixes that contain it would do.
+    # A random operation that must not run again has to be in the set.
     return [way for way in out if all(i in way for i in random if ops[i].once)]
 
 
@@ -165,58 +176,52 @@ def _undominated(sums: list[tuple[int, float, int]]) -> list[tuple[int, float, i
     for item in sorted(sums, key=lambda item: (item[0], -item[1])):
         if not out or item[1] > out[-1][1]:
             out.append(item)
-    if len(out) <= _FRONT_LIMIT:
+    if len(out) <= _MOST_SUMS:
         return out
-    width = out[-1][0] // _FRONT_LIMIT + 1
+    width = out[-1][0] // _MOST_SUMS + 1
     return list({item[0] // width: item for item in out}.values())
 
 
 def choose(choices: Sequence[Choice], total_s: float, keep_bytes: int, points: int = POINTS) -> list[Choice]:
-    """At most `points` of them, by ascending bytes: vertices of the convex hull that follow it best.
+    """At most `points` choices, by ascending bytes: the vertices of the lower convex hull that follow it best.
+
+    The hull is that of bytes held and recompute time left; it runs from recomputing all to keeping all.
 
     Parameters
     ----------
     total_s : float
         Recompute time with nothing saved.
     keep_bytes : int
-        What keep holds, in the same count: a choice that holds as much is worth nothing.
+        Bytes that keep holds, counted as those of the choices: choices that hold as much are left out.
     """
-    if not choices:
-        return []
     start, end = (0.0, total_s), (float(keep_bytes), 0.0)
-    useful = [c for c in choices if c.ops and c.nbytes < keep_bytes]
+    place = {c: (float(c.nbytes), total_s - c.saved_s) for c in choices if c.ops and c.nbytes < keep_bytes}
     hull: list[Choice] = []
-    for c in useful:
-        if _above((c.nbytes, total_s - c.saved_s), start, end):
-            continue
-        while hull and _above(
-            _point(hull[-1], total_s), _point(hull[-2], total_s) if len(hull) > 1 else start, _point(c, total_s)
-        ):
+
+    def drop_above(p: _Point) -> None:
+        while hull and _above(place[hull[-1]], place[hull[-2]] if len(hull) > 1 else start, p):
             hull.pop()
-        hull.append(c)
-    while hull and _above(_point(hull[-1], total_s), _point(hull[-2], total_s) if len(hull) > 1 else start, end):
-        hull.pop()
+
+    for choice, point in place.items():
+        if not _above(point, start, end):
+            drop_above(point)
+            hull.append(choice)
+    drop_above(end)
     if len(hull) <= points:
         return hull
+    if len(hull) > _MOST_VERTICES:
+        hull = [hull[round(i * (len(hull) - 1) / (_MOST_VERTICES - 1))] for i in range(_MOST_VERTICES)]
 
     def area(chosen: Iterable[Choice]) -> float:
-        corners = [start, *(_point(c, total_s) for c in chosen), end]
+        corners = [start, *(place[c] for c in chosen), end]
         return sum((x2 - x1) * (y1 + y2) / 2 for (x1, y1), (x2, y2) in itertools.pairwise(corners))
 
-    return list(min(itertools.combinations(_thinned(hull), points), key=area))
+    return list(min(itertools.combinations(hull, points), key=area))
 
 
-def _thinned(hull: list[Choice], most: int = 32) -> list[Choice]:
-    """Evenly spaced ones where there are too many to try every combination."""
-    if len(hull) <= most:
-        return hull
-    return [hull[round(i * (len(hull) - 1) / (most - 1))] for i in range(most)]
+_Point = tuple[float, float]
 
 
-def _point(choice: Choice, total_s: float) -> tuple[float, float]:
-    return float(choice.nbytes), total_s - choice.saved_s
-
-
-def _above(p: tuple[float, float], a: tuple[float, float], b: tuple[float, float]) -> bool:
+def _above(p: _Point, a: _Point, b: _Point) -> bool:
     """Whether `p` lies on or above the line from `a` to `b`."""
     return (b[0] - a[0]) * (p[1] - a[1]) >= (b[1] - a[1]) * (p[0] - a[0])

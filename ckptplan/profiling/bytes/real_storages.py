@@ -1,16 +1,22 @@
-"""Storages of a real forward beside those of the trace, stage by stage.
+"""Storages of a real forward compared with those of the trace, stage by stage.
 
-A replay on fake tensors can be wrong about a storage in ways that no operation alone shows: an autograd Function that
-saves something else where its tensors are fake, a branch on real values, a view of memory that came from elsewhere. So
-while stages are timed, one forward is watched: what each stage, and the glue between them, is given, returns and saves.
+A replay on fake tensors can be wrong about a storage in ways that no single operation shows: an autograd Function that
+saves other tensors when its inputs are fake, a branch on real values, a view of memory from outside the step. So while
+stages are timed, the inputs, outputs and saved tensors of each stage, and of the glue between stages, are recorded in
+one forward.
 
 NOTE [Real storages]
-1. Traced and real storages are told by their places: in the arguments, in the outputs, and in the order of saving
+1. Traced and real storages are matched by their places: in the arguments, in the outputs, and in the order of saving
    (NOTE [Positions] in runtime/swap/session.py).
-2. Where the places agree, the larger size is taken. What makes such a storage takes as much more in its forward, and
-   again where it is run again.
-3. Where they don't, as when more is saved than was traced, nothing is known of what would leave or be made again. The
-   stage is kept, with all that it is given, and holds the bytes by which what it saves and returns takes more.
+2. If the places agree, the larger size is taken. The stage that makes such a storage takes the difference in its
+   forward, and once more when it is recomputed.
+3. If they don't, for instance since more is saved than was traced, it isn't known what would be moved or made again.
+   The stage is kept. It holds all its inputs, and the bytes by which its real saved tensors and outputs exceed the
+   traced ones.
+
+Example: in the trace, stage 1 made and saved storages 7 and 8 of 4 KiB each. If the real forward saves two of 4 KiB and
+6 KiB, storage 8 gets 6 KiB, and stage 1 takes 2 KiB more in forward. If it saves three of 4 KiB, stage 1 is kept with
+4 KiB more.
 """
 
 from __future__ import annotations
@@ -22,26 +28,28 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from ckptplan.core.profile import Profile
-from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
 from ckptplan.core.units import format_bytes
+from ckptplan.profiling.bytes.traced import Traced, TracedStage
 from ckptplan.runtime.accelerator import is_accelerator
+from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.swap.session import has_position, unowned
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Places:
-    """The storages that a stage is given, that it returns, and that autograd saves in it, each list in order.
+    """Storages of a stage's inputs and outputs and of its saved tensors, each in order.
 
     Attributes
     ----------
+    given, returned, saved : tuple of int
+        Of a trace, indices into the chain's storages, -1 for those that it doesn't have. Of a real forward, indices
+        into `sizes`.
     sizes : tuple of int
-        Of a real forward, bytes by storage. Of a trace, storages are those of the chain, -1 where it has none.
+        Of a real forward: bytes of its storages.
     stage : int
-        Of a trace: which one of the chain's it is, glue included.
+        Of a trace: the index of the stage in the chain, glue included.
     """
 
     given: tuple[int, ...]
@@ -52,21 +60,21 @@ class Places:
 
 
 class RealStorages:
-    """Watches one real forward.
+    """Recorder of the places of storages in one real forward.
 
     Parameters
     ----------
     model : nn.Module
         Its own storages have no places.
-    round_to : int
-        The device's allocator gives multiples of it.
     device : torch.device
-        What lies elsewhere has a place and takes no bytes.
+        Storages on other devices have a place and count as 0 bytes.
+    round_to : int
+        The device's allocator gives blocks of multiples of this.
 
     Attributes
     ----------
     found : dict
-        Segment of a trace -> its places.
+        Segment -> its places.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, round_to: int) -> None:
@@ -76,7 +84,7 @@ class RealStorages:
         self._watched: _Watched | None = None
 
     def hooks(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, what autograd saves is seen."""
+        """Inside, tensors that autograd saves are recorded."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def begin(self, segment: int, given: Any = ()) -> None:
@@ -85,11 +93,11 @@ class RealStorages:
         self._watched.given = self._named(given)
 
     def end(self, returned: Any = ()) -> None:
-        """It ends; until the next one begins nothing is seen."""
+        """The segment ends; nothing is recorded until the next one begins."""
         watched, names = self._watched, self._named(returned)
         self._watched = None
         if watched is not None:
-            sizes = tuple(map(self._bytes_of, watched.storages.values()))
+            sizes = tuple(self._bytes_of(storage) for _, storage in watched.storages.values())
             given, returned, saved = (tuple(dict.fromkeys(found)) for found in (watched.given, names, watched.saved))
             self.found[watched.segment] = Places(given, returned, saved, sizes)
 
@@ -102,16 +110,12 @@ class RealStorages:
         """Numbers of the storages of the tensors in `tree`."""
         if self._watched is None:
             return []
-        storages = [
-            t.untyped_storage()
-            for t in pytree.tree_leaves(tree)
-            if isinstance(t, torch.Tensor) and has_position(t, lambda storage: storage._cdata in self._own)
-        ]
         known = self._watched.storages
-        for storage in storages:
-            known.setdefault(storage._cdata, storage)
-        numbers = {key: number for number, key in enumerate(known)}
-        return [numbers[storage._cdata] for storage in storages]
+        return [
+            known.setdefault(t.untyped_storage()._cdata, (len(known), t.untyped_storage()))[0]
+            for t in tensors_in(tree)
+            if has_position(t, lambda storage: storage._cdata in self._own)
+        ]
 
     def _bytes_of(self, storage: torch.UntypedStorage) -> int:
         if is_accelerator(self._device) and storage.device != self._device:
@@ -120,22 +124,22 @@ class RealStorages:
 
 
 class _Watched:
-    """A segment that runs; its storages are held, so that each address stays one storage's."""
+    """A running segment; its storages are held, so that no address is used twice."""
 
     def __init__(self, segment: int) -> None:
         self.segment = segment
-        self.storages: dict[int, torch.UntypedStorage] = {}
+        self.storages: dict[int, tuple[int, torch.UntypedStorage]] = {}  # by address, with their numbers
         self.given: list[int] = []
         self.saved: list[int] = []
 
 
-def with_real_sizes(chain: Profile, traced: Mapping[int, Places], real: Mapping[int, Places]) -> Profile:
-    """`chain` with the sizes of a real forward, and notes that say what was traced otherwise (NOTE [Real storages])."""
+def with_real_sizes(chain: Traced, real: Mapping[int, Places]) -> Traced:
+    """`chain` with the sizes of a real forward, and notes on the differences (NOTE [Real storages])."""
     larger: dict[int, int] = {}
     refused: dict[int, tuple[Places, int]] = {}
     notes: list[str] = []
-    for segment in traced.keys() & real.keys():
-        place, seen = traced[segment], real[segment]
+    for segment in chain.places.keys() & real.keys():
+        place, seen = chain.places[segment], real[segment]
         if not _agree(place, seen):
             refused[place.stage] = place, _missing(chain, place, seen)
             continue
@@ -171,7 +175,7 @@ def with_real_sizes(chain: Profile, traced: Mapping[int, Places], real: Mapping[
 
 
 def _agree(place: Places, seen: Places) -> bool:
-    """Whether as much is saved as was traced, and the same storage wherever that is in several places."""
+    """Whether as many storages are saved as were traced, and each is in the same places."""
     if len(place.saved) != len(seen.saved):
         return False
     pairs = {
@@ -184,15 +188,15 @@ def _agree(place: Places, seen: Places) -> bool:
     return len(pairs) == len({s for s, _ in pairs}) == len({n for _, n in pairs})
 
 
-def _missing(chain: Profile, place: Places, seen: Places) -> int:
-    """Bytes by which what is saved and returned, beyond what was given, takes more than was traced."""
+def _missing(chain: Traced, place: Places, seen: Places) -> int:
+    """Bytes by which the real saved tensors and outputs, inputs left out, exceed the traced ones."""
     traced = {*place.returned, *place.saved} - {*place.given, -1}
     real = {*seen.returned, *seen.saved} - {*seen.given}
     return max(sum(seen.sizes[n] for n in real) - sum(chain.storages[s].nbytes for s in traced), 0)
 
 
-def _enlarged(stage: Stage, nbytes: int) -> Stage:
-    """`stage`, which makes storages that are together larger by `nbytes` than was traced."""
+def _enlarged(stage: TracedStage, nbytes: int) -> TracedStage:
+    """`stage` making storages that are together larger by `nbytes` than was traced."""
     options = (
         dataclasses.replace(
             option,
@@ -204,8 +208,8 @@ def _enlarged(stage: Stage, nbytes: int) -> Stage:
     return dataclasses.replace(stage, options=tuple(options)) if nbytes else stage
 
 
-def _kept(stage: Stage, place: Places, storage: int | None, nbytes: int) -> Stage:
-    """`stage`, which can only be kept, holding what it is given, and `storage` with bytes that weren't traced."""
+def _kept(stage: TracedStage, place: Places, storage: int | None, nbytes: int) -> TracedStage:
+    """`stage` with keep alone, which holds its inputs and `storage`, the bytes that weren't traced."""
     given = [s for s in place.given if s >= 0 and s not in stage.keep.saved and s not in stage.keep.pinned]
     keep = dataclasses.replace(
         stage.keep,

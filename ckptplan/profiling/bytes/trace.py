@@ -1,13 +1,14 @@
-"""Bytes of a step: replay it without memory under a few uniform plans and read off storages, holders and transients.
+"""Bytes of a step, read off replays on fake tensors, which allocate nothing.
 
-The replays go through the same controller and hooks that run a real plan:
+Each replay runs the step under a uniform plan, through the controller and the hooks that run a real plan:
 
-- *program*: nothing is saved at all, so what lives on is what the program's own variables hold;
-- *keep*: what every stage and the glue between them saves, and the bytes no decision changes;
-- one per further option of the menus: every stage that has it that way, for what it holds unseen and its transients.
+- *program*: autograd saves nothing, so the storages that live on are those that the program's own variables hold;
+- *keep*: gives the storages that each stage, and the glue between stages, saves, and the bytes no decision changes;
+- one per further option of the menus, run by every stage that has it: gives the bytes that it holds without any hook
+  seeing them, and its temporaries.
 
-A storage has the same name in all replays (where it was made, and as which of how many), since the forward runs the
-same operations in each.
+The forward runs the same operations in each replay, so a storage has the same name in all of them: the segment that
+made it and a running number. Example: ("forward", 3, 0) is the first storage made in the forward of stage 1.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import gc
 import hashlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -28,24 +30,32 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.device import Device
 from ckptplan.core.errors import UnsupportedModelError
-from ckptplan.core.link import Link
-from ckptplan.core.option import Option
+from ckptplan.core.option import Action, Option
 from ckptplan.core.plan import KEEP, Decision, Decisions
-from ckptplan.core.profile import Fingerprint, Profile
-from ckptplan.core.schedule import residency
+from ckptplan.core.rules import moved_by
+from ckptplan.core.schedule import resident_changes
 from ckptplan.core.segment import Segment
-from ckptplan.core.stage import InputTensor, Stage
+from ckptplan.core.stage import InputTensor
 from ckptplan.core.storage import Storage
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.bytes.menus import Choice, choose, front, list_ops, numbered
 from ckptplan.profiling.bytes.real_storages import Places
-from ckptplan.profiling.bytes.tracker import SegmentTrace, Sid, Tracker, learn_storages, owners_of_a_lone_gradient
+from ckptplan.profiling.bytes.traced import Traced, TracedStage
+from ckptplan.profiling.bytes.tracker import (
+    SegmentTrace,
+    Sid,
+    Tracker,
+    learn_storages,
+    owners_of_a_lone_gradient,
+    stage_segment,
+)
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.times.timing import Times
 from ckptplan.profiling.values.watched import Watched
 from ckptplan.profiling.workload.discover import Found, discover_stages
 from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.guard.shapes import input_tensors
+from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.observer import Observer
 from ckptplan.runtime.recompute.call import cached_weights, shares_containers
 from ckptplan.runtime.state.cells import Snapshot, below
@@ -57,30 +67,26 @@ from ckptplan.runtime.swap.session import has_position, unowned
 from ckptplan.runtime.swap.stores import NULL_STORES
 
 _MENU_BYTES = 1 << 16
-"""A stage that holds less of its own gets no options inside it: they couldn't pay for their bookkeeping."""
+"""Least bytes of its own that a stage must hold to get options inside it: less can't pay for their bookkeeping."""
 _MENU_SHARE = 0.01
-"""Nor do stages of a kind that together hold less than this share of what all stages do."""
+"""Least share of all stages' own bytes that the stages of a kind must hold together, for the same reason."""
 
 
 @dataclass
 class Replay:
-    """What one replay saw.
+    """Result of one replay.
 
     Attributes
     ----------
     forward, backward : dict
         Segment -> its trace.
-    saved : dict
-        Segment -> storages autograd saved, in order, with whether they have a position (NOTE [Positions] in
-        runtime/swap/session.py).
-    inputs : dict
-        Segment -> storages passed in, in order, with whether they have one.
-    returned : dict
-        Segment -> storages in what it returns, in order, with whether they have one.
+    saved, inputs, returned : dict
+        Segment -> storages that autograd saved, that were passed in, and that it returned, in order, each with whether
+        it has a position (NOTE [Positions] in runtime/swap/session.py).
     linked : dict
         Segment -> those of its inputs that are, unmodified, an output of the stage that made them.
     in_objects : set
-        Inputs that plain objects among a stage's arguments hold, so that they stay where the stage is to run again.
+        Inputs held by plain objects among a stage's arguments. They can't move: running the stage again needs them.
     generator_bytes : dict
         Segment -> bytes of the states of the stage's own random generators, which are kept for another run.
     arguments : dict
@@ -89,28 +95,27 @@ class Replay:
         Segments that can't run a second time -> why: they write to what they read, or what they read is written to
         before backward, or they run backward inside their own forward.
     written : list of str
-        The parameters that forward writes to.
+        Qualified names of the parameters that forward writes to.
     sizes : dict
         Storage -> bytes.
     dropped : dict
-        Storages whose graphs the program has dropped when forward ends -> the bytes that they had; in `sizes` they have
-        none.
+        Storages whose graphs the program has dropped when forward ends -> their bytes until then; 0 in `sizes`.
     output : set
         Storages of the model's output.
     rerun : dict
-        Segment -> how many of its forward's operations come before the last tensor that autograd saves.
+        Segment -> number of its forward's operations before the last tensor that autograd saves.
     copied_bytes : dict
         Segment -> bytes of the buffers that it updates and, run again, copies first.
     end_bytes : int
         Live bytes after backward, gradients included.
     draws : bool
-        Forward draws from a random generator of Python's or numpy's, whose numbers may decide what runs.
+        Forward draws from a random generator of Python's or numpy's, whose numbers may decide which operations run.
     left_bytes : int
-        Those of them that the next step starts with, gradients not included.
+        The part of `end_bytes` that the next step starts with, gradients left out.
     wrapped_bytes : int
-        Numbers that became tensors, which no replay sees.
+        Bytes of numbers that became tensors, which no trace has.
     peak_bytes : int
-        Most bytes of the step's own making alive at once, temporaries inside operations not counted.
+        Most bytes made by the step and alive at once, temporaries inside operations not counted.
     """
 
     forward: dict[int, SegmentTrace] = field(default_factory=dict)
@@ -137,42 +142,43 @@ class Replay:
 
 
 class _Names:
-    """Names the storages of tensors, those from outside of the step included."""
+    """Names of tensors' storages, those from before the step included.
+
+    Parameters
+    ----------
+    own : set of int
+        Addresses of the storages of parameters and buffers, which have no names.
+    """
 
     def __init__(self, tracker: Tracker, own: set[int]) -> None:
         self._tracker, self._own = tracker, own
         self._outside: dict[int, tuple[int, torch.Tensor]] = {}
 
     def find(self, tensor: torch.Tensor) -> tuple[Sid | None, bool]:
-        """A tensor's storage, None for the model's own and for numbers, and whether it has a position."""
+        """The name of a tensor's storage, None for the model's own and for numbers; whether it has a position."""
         sid = self._tracker.sid(tensor)
         can = has_position(tensor, lambda storage: storage._cdata in self._own)
         if sid is None and can:
-            # From outside the step, or on the host: it never moves, but it counts in the order of saving.
+            # From before the step, or on the host: it never moves, but it counts in the order of saving.
             key = tensor.untyped_storage()._cdata
             sid = ("outside", 0, self._outside.setdefault(key, (len(self._outside), tensor.detach()))[0])
         return sid, can
 
 
-def _tensor_attributes(module: nn.Module | None) -> list[torch.Tensor]:
-    """Tensors that attributes of `module`, and of those inside, are or hold."""
-    return [] if module is None else [tensor for _, tensor in Snapshot(below(module)).tensors]
-
-
 def _state_bytes(generator: Any) -> int:
-    """Bytes of the tensor that PyTorch gives for the state of one of its generators."""
+    """Bytes of the tensor that `get_state` of a PyTorch generator returns; 0 for other generators."""
     return generator.get_state().nbytes if isinstance(generator, torch.Generator) else 0
 
 
 class _Saved(NamedTuple):
-    """What autograd saved.
+    """A tensor that autograd saved.
 
     Attributes
     ----------
     segment : int
-        Of forward.
+        The segment of forward that saved it.
     tensor : callable
-        Gives it, or one that lies in memory as it did.
+        Returns the tensor, or one with the same layout.
     """
 
     segment: int
@@ -180,15 +186,15 @@ class _Saved(NamedTuple):
 
 
 class _Watcher(Observer):
-    """Tells the tracker where the program is, and notes what goes into stages and comes out.
+    """Observer of a replay: reports the current segment to the tracker, and notes the stages' inputs and outputs.
 
     Parameters
     ----------
     model : nn.Module
     stages : sequence of str
-        Its stages' names.
+        Names of its stages.
     saves : bool
-        False: what autograd saves isn't held; a backward inside of forward gets others like it, which don't count.
+        False: saved tensors are dropped; a backward inside of forward gets uncounted ones of the same layout.
     """
 
     def __init__(
@@ -238,7 +244,8 @@ class _Watcher(Observer):
         )
         self.draws.restart()
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
-        self._given = [(t, t._version) for t in [*tensors, *_tensor_attributes(self._modules[stage])]]
+        attributes = [] if module is None else [tensor for _, tensor in Snapshot(below(module)).tensors]
+        self._given = [(t, t._version) for t in [*tensors, *attributes]]
         inputs = self._replay.inputs.setdefault(self._position, {})
         linked = self._replay.linked.setdefault(self._position, set())
         for tensor in tensors:
@@ -251,7 +258,7 @@ class _Watcher(Observer):
                 linked.add(sid)
         for tensor in tensors_in_objects(leaves):
             sid, _ = self._names.find(tensor)
-            if sid is not None:  # the call that is to be made again has the object, and that holds it
+            if sid is not None:  # running the stage again needs the object, which holds the tensor
                 inputs.setdefault(sid, False)
                 self._replay.sizes[sid] = self._tracker.bytes_here(tensor)
                 self._replay.in_objects.add(sid)
@@ -288,7 +295,7 @@ class _Watcher(Observer):
         return self._position
 
     def save(self, tensor: torch.Tensor) -> _Saved:
-        """Hold what autograd saves now, if anything is to be held."""
+        """Hold a tensor that autograd saves, or keep its layout alone (`saves`)."""
         if self._saves:
             held = unowned(tensor)
             return _Saved(self._position, lambda: held)
@@ -296,7 +303,7 @@ class _Watcher(Observer):
         return _Saved(self._position, lambda: self._tracker.uncounted(shape, stride, dtype, device))
 
     def give_back(self, saved: _Saved) -> torch.Tensor:
-        """What autograd saved, for the backward that runs now.
+        """Return a saved tensor to the backward that runs now.
 
         Raises
         ------
@@ -319,7 +326,7 @@ class _Watcher(Observer):
             )
 
     def forward_ended(self) -> None:
-        """What follows is backward."""
+        """Note which stages can't run again, since something wrote to what they read; backward follows."""
         self._forward = False
         written: set[int] = set()  # by this segment and all behind it
         watched = dict(self._read)
@@ -334,7 +341,7 @@ class _Watcher(Observer):
         self._read.clear()
 
     def _once(self, why: str, segment: int | None = None) -> None:
-        """A stage can't run a second time."""
+        """Note that a stage, by default the present one, can't run a second time."""
         segment = self._position if segment is None else segment
         if segment % 2:
             self._replay.modifies.setdefault(segment, why)
@@ -355,12 +362,15 @@ def replay(
     accumulating: bool = False,
     tracker: Tracker | None = None,
 ) -> Replay:
-    """Run one step without memory under `choices` and count.
+    """Run one step on fake tensors under a plan, and count its storages.
 
     Parameters
     ----------
-    stages, choices
-        For a trace, of module stages only: segments of the trace are counted by them.
+    stages : tuple of str
+        Names of the stages in call order. The trace's segments are counted by them, so for a chain they are module
+        stages alone; those of a plan include glue.
+    choices : tuple of Decision
+        One per stage.
     segments : tuple of Segment
         Stages recomputed together, by their indices in `stages`.
     saves : bool
@@ -368,19 +378,27 @@ def replay(
     accumulating : bool
         Every parameter has a gradient already.
     tracker : Tracker, optional
-        What counts, where more than a plain one is wanted.
+        Counts the storages; by default a plain `Tracker` for `target`.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If backward runs before forward is over, other than inside one stage.
     """
     out = Replay()
-    owners_of_a_lone_gradient()  # measured now: inside the replay it would be in its own way
-    plain = tracker is None  # for a chain, whose menus name operations by their numbers
+    owners_of_a_lone_gradient()  # cached now: it can't be measured inside a replay
+    plain = tracker is None  # the replay is for a chain, whose menus name operations by their numbers
     tracker = tracker or Tracker(target)
-    device, round_to = target.device, target.round_to
-    one_forward = step.fn is None
-    with fake_parameters(step.model, tracker, step.reached(), accumulating=accumulating) as held:
+    modules = dict(step.model.named_modules())
+    staged = [modules[name] for name in dict.fromkeys(n.partition("#")[0] for n in stages if not is_glue(n))]
+    with (
+        fake_parameters(step.model, tracker, step.reached(), accumulating=accumulating) as held,
+        tracker.watching(staged),
+    ):
         own = [*step.model.parameters(), *step.model.buffers()]
         for tensor in (*own, *(p.grad for p in own if p.grad is not None)):
             tracker.outside(tensor)
-        # Held, since forward may give a parameter other data: an address stays nobody else's meanwhile.
+        # Forward may give a parameter other data. Held here, the old storage keeps its address to itself.
         own_storages = [t.untyped_storage() for t in own]
         names = _Names(tracker, {storage._cdata for storage in own_storages})
         watcher = _Watcher(tracker, names, out, step.model, stages, saves=saves)
@@ -388,9 +406,9 @@ def replay(
             step.model,
             Decisions(stages, choices, segments),
             NULL_STORES,
-            device,
+            target.device,
             observers=(watcher,),
-            one_forward=one_forward,
+            one_forward=step.fn is None,
         )
 
         def pack(tensor: torch.Tensor) -> _Saved:
@@ -403,16 +421,9 @@ def replay(
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, watcher.give_back)
         controller.counters.runs = _Runs(tracker.stage_next)
-        modules = dict(step.model.named_modules())
-        watching = contextlib.ExitStack()
-        watching.enter_context(
-            tracker.watching(
-                [modules[name] for name in dict.fromkeys(n.partition("#")[0] for n in stages if not is_glue(n))]
-            )
-        )
         controller.install()
         try:
-            # Out of the tracker's sight, which would count what the twin of a view is made from.
+            # Before the tracker is entered, which would count the base that the twin of a view is made from.
             given = fake_inputs(step, tracker.fake, tracker.outside)
             numbered = plain or any(choice.ops for choice in choices)
             with target.choices(numbered=numbered), _no_collection(), _random_states_counted(tracker, target), tracker:
@@ -422,19 +433,16 @@ def replay(
                 generators.settle()
                 out.draws = generators.drew
                 watcher.forward_ended()
-                out.output = {
-                    sid
-                    for t in pytree.tree_leaves((output, loss))
-                    if isinstance(t, torch.Tensor) and (sid := tracker.sid(t))
+                returned = {
+                    sid: tracker.size_of(t.untyped_storage())
+                    for t in tensors_in((output, loss))
+                    if (sid := tracker.sid(t))
                 }
-                out.sizes.update(
-                    (sid, tracker.size_of(t.untyped_storage()))
-                    for t in pytree.tree_leaves((output, loss))
-                    if isinstance(t, torch.Tensor) and (sid := tracker.sid(t))
-                )
+                out.output = set(returned)
+                out.sizes.update(returned)
                 if saves:
-                    # A graph that the program has dropped holds nothing any more; its storages keep their places in the
-                    # order of saving, which counts at run time too.
+                    # A graph that the program has dropped holds nothing any more; its storages keep their positions in
+                    # the order of saving, which the runtime counts as well.
                     gone = {sid for sids in out.saved.values() for sid in sids if sid[0] == "forward"} - tracker.alive()
                     out.dropped = {sid: out.sizes[sid] for sid in gone}
                     out.sizes.update((sid, 0) for sid in gone)
@@ -446,33 +454,32 @@ def replay(
                 out.left_bytes = _left_bytes(step.model, tracker, own_storages)
         finally:
             controller.remove()
-            watching.close()
             for parameter, gradient in tracker.foreign.values():
                 parameter.grad = gradient
     for j, sizes in controller.counters.copied_bytes.items():
-        out.copied_bytes[2 * j + 1] = sum(-(-nbytes // round_to) * round_to for nbytes in sizes)
+        out.copied_bytes[stage_segment(j)] = sum(map(target.rounded, sizes))
     out.peak_bytes = tracker.peak_bytes
     out.forward, out.backward, out.wrapped_bytes = tracker.forward, tracker.backward, tracker.wrapped_bytes
     return out
 
 
 class _Runs(Counter[int]):
-    """Counts runs of stages, and tells of each that begins."""
+    """Counts of stages' runs; calls `begun` with the number of each stage that begins to run."""
 
-    def __init__(self, told: Callable[[int], None]) -> None:
+    def __init__(self, begun: Callable[[int], None]) -> None:
         super().__init__()
-        self._told = told
+        self._begun = begun
 
     def __setitem__(self, stage: int, count: int) -> None:
         super().__setitem__(stage, count)
-        self._told(stage)
+        self._begun(stage)
 
 
 @contextlib.contextmanager
 def _random_states_counted(tracker: Tracker, target: Target) -> Iterator[None]:
-    """Count the random states that the program takes, as each `torch.utils.checkpoint` does, where they lie.
+    """Count the random states that the program takes, as each `torch.utils.checkpoint` does.
 
-    On CUDA they lie on the host. Those of recomputed stages are added by rule.
+    On CUDA they lie on the host and take no device memory. Those of recomputed stages are added by rule.
     """
     original = torch.get_rng_state
 
@@ -496,9 +503,10 @@ _PACKAGE = __name__.partition(".")[0] + "."
 
 
 def _left_bytes(model: nn.Module, tracker: Tracker, before: Sequence[torch.UntypedStorage]) -> int:
-    """Bytes that a step has left on the model besides gradients, so that the next one starts with them.
+    """Bytes that a step leaves on the model besides gradients, so that the next one starts with them.
 
-    Buffers that were replaced have gone; what was kept in attributes counts once more while it is made again.
+    Replaced buffers, whose old storages in `before` are gone, count as nothing. Tensors left in attributes count in
+    full: the next step makes them again while the old ones are still there.
     """
     now = [*model.parameters(), *model.buffers()]
     made = {s._cdata: s for t in now if t.grad is not None and tracker.sid(t.grad) for s in storages_of(t.grad)}
@@ -509,7 +517,7 @@ def _left_bytes(model: nn.Module, tracker: Tracker, before: Sequence[torch.Untyp
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Collections of cyclic garbage lower the bytes by chance; what an earlier replay left is not counted anyway."""
+    """Suspend the collection of cyclic garbage, which would lower the counts at times that depend on chance."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -524,7 +532,7 @@ def fake_inputs(
     fake: Callable[[torch.Tensor], torch.Tensor],
     outside: Callable[[torch.Tensor], None] = lambda tensor: None,
 ) -> TrainingStep:
-    """The step on fake twins of its floating inputs; `outside` is told of what was there before."""
+    """The step on fake twins of its floating inputs; `outside` is called with each tensor from before the step."""
 
     def twin(tensor: torch.Tensor) -> torch.Tensor:
         outside(tensor)
@@ -542,7 +550,7 @@ def fake_inputs(
 
 
 def segment_name(stages: Sequence[str], segment: int) -> str:
-    """What a segment of a trace is called: a stage's name, or between which stages glue lies; empty without stages."""
+    """Name of a segment of a trace: its stage's, or which stage glue lies before or after; empty without stages."""
     if segment % 2:
         return stages[segment // 2]
     if not stages:
@@ -564,103 +572,125 @@ def find_stages(step: TrainingStep, target: Target) -> Found:
         return discover_stages(fake_inputs(step, world.fake), lambda: world)
 
 
-class Traced(NamedTuple):
-    """What is known of a step without running it on its device.
-
-    Attributes
-    ----------
-    chain : Profile
-        With exact bytes and without times.
-    times : list of Times
-        For each device that isn't here.
-    written : tuple of str
-        The parameters that forward writes to.
-    places : dict
-        Segment -> where its storages are in the chain.
-    """
-
-    chain: Profile
-    times: list[Times]
-    written: tuple[str, ...]
-    places: dict[int, Places]
-
-
 def trace_chain(
     step: TrainingStep,
-    names: tuple[str, ...],
+    found: Found,
     target: Target,
     *,
     resident_bytes: int,
     update_bytes: int,
-    fingerprint: Fingerprint,
     menus: bool = False,
     devices: Sequence[Device] | None = None,
-) -> Traced:
-    """Trace `step`.
+) -> tuple[Traced, list[Times]]:
+    """Trace `step`: exact bytes, and times on devices that aren't in this machine.
 
     Parameters
     ----------
-    names : tuple of str
-        The module stages, in call order.
+    found : Found
+        Its stages.
     resident_bytes : int
-        What is on the device before the step: parameters, buffers, gradients, optimizer state, inputs.
+        Bytes on the device before the step: parameters, buffers, gradients, optimizer state, inputs.
     update_bytes : int
-        What the optimizer's update adds to what is live after backward.
+        Bytes that the optimizer's update adds to those live after backward.
     menus : bool
-        With options inside the stages; their operations are run alone on the device.
+        Add options inside the stages, for which their operations are timed one by one on the device.
     devices : sequence of Device, optional
-        Those that aren't here; by default the target's own.
+        Devices to compute times for; by default the target's own, if that isn't in this machine.
+
+    Returns
+    -------
+    Traced
+    list of Times
+        One for each of `devices`.
     """
     if devices is None:
         devices = () if target.spec is None else (target.spec,)
     while True:
-        tracing = _Tracing(step, names, target, resident_bytes, update_bytes, menus)
-        found = tracing.profile(fingerprint, devices)
+        tracing = _Tracing(step, found, target, resident_bytes, update_bytes, menus)
+        traced = tracing.trace(devices)
         if not tracing.learned:
-            return Traced(*found, tuple(tracing.kept.written), tracing.places())
+            return traced
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Storages that an option of a stage holds; fields as in `ckptplan.core.option.Option`, without bytes and times."""
+
+    saved: tuple[int, ...]
+    pinned: tuple[int, ...]
+    recomputes: bool = False
+    moves: tuple[int, ...] = ()
+    ops: tuple[int, ...] = ()
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """Storages held until backward, moved ones included."""
+        return self.saved + self.pinned
+
+    @property
+    def moved(self) -> tuple[int, ...]:
+        """Storages it would move."""
+        return tuple(self.saved[p] for p in self.moves)
+
+
+_Menu = dict[str, _Held]
+"""Name of an option -> the storages that it holds; "keep" first."""
 
 
 class _Tracing:
-    """The replays of one step, and the chain read off them."""
+    """The replays of one step, and the chain read off them.
+
+    Attributes
+    ----------
+    learned : bool
+        The device showed larger storages than the replays had, so the step has to be traced again with these.
+    segments : list of int
+        Those that are stages or run any operation; the chain's stage `k` is segment `segments[k]`.
+    choices : dict
+        Kind of stage -> the choices of operations to save that its menu offers.
+    menus : list of dict
+        Per stage of the chain, its options by name.
+    """
 
     def __init__(
         self,
         step: TrainingStep,
-        names: tuple[str, ...],
+        found: Found,
         target: Target,
         resident_bytes: int,
         update_bytes: int,
         menus: bool,
     ) -> None:
-        self.step, self.names, self.target = step, names, target
-        self.least_bytes = target.least_moved_bytes
-        self.resident_bytes, self.update_bytes = resident_bytes, update_bytes
+        self.step, self.found, self.target = step, found, target
+        self.names = names = found.stages
+        self.update_bytes = update_bytes
         self.notes: list[str] = []
-        self.learned = False  # sizes of storages that the replays didn't have
+        self.learned = False
         self.kinds: dict[int, str] = {}
-        # A frame keeps the generator's state on the CPU, where it counts; fake replays don't see it.
+        # A recomputing stage keeps the state of the CPU's generator in memory that replays don't count.
         self.state_bytes = 0 if target.is_cuda else torch.get_rng_state().numel()
-        n = len(names)
-        self.program = self._run((KEEP,) * n, saves=False)
-        self.kept = self._run((KEEP,) * n)
-        # These can't run a second time, and those not as a whole: what must not run again has to be saved.
-        self.once = self._not_repeatable()
+        self.program = self._run((KEEP,) * len(names), saves=False)
+        self.kept = self._run((KEEP,) * len(names))
+        self.once = self._not_repeatable()  # not recomputed as wholes: some outputs have to be saved
         self._note_modifying()
         if self.kept.draws:
             self.notes.append(
                 "forward draws random numbers from Python's or numpy's generators: where they decide what runs, as "
                 "where layers are left out, what is said of memory holds for steps that take the same path"
             )
+        fixed = self.kept.modifies.keys() | self.once.keys()
         self.recomputed = self._run(
-            tuple(
-                KEEP if {2 * j + 1} & (self.kept.modifies.keys() | self.once.keys()) else Decision("recompute")
-                for j in range(n)
-            )
+            tuple(KEEP if stage_segment(j) in fixed else Decision("recompute") for j in range(len(names)))
         )
-        self.resident_bytes += self.kept.wrapped_bytes + self.kept.left_bytes
-        self.segments = self._nonempty()
+        self.resident_bytes = resident_bytes + self.kept.wrapped_bytes + self.kept.left_bytes
+        self.segments = [
+            g
+            for g in range(2 * len(names) + 1)
+            if g % 2 or self.kept.forward[g].ops or (g in self.kept.backward and self.kept.backward[g].ops)
+        ]
         self.choices = self._choose() if menus else {}
         self.storages, self.index = self._storages()
+        self.menus = [self._menu(g) for g in self.segments]
 
     def _run(self, choices: tuple[Decision, ...], *, saves: bool = True) -> Replay:
         found = replay(self.step, self.names, choices, self.target, saves=saves, accumulating=self.step.accumulates)
@@ -674,7 +704,7 @@ class _Tracing:
         return found
 
     def _not_repeatable(self) -> dict[int, tuple[str, ...]]:
-        """Stages with operations that may give other bits when run again (repeatable.py), and which; a note, too."""
+        """Stages with operations that may give other bits when run again (repeatable.py), and which; adds notes."""
         found: dict[int, tuple[str, ...]] = {}
         for g in range(1, 2 * len(self.names), 2):
             keys = [op.key for op in self.kept.forward[g].ops if not op.repeatable]
@@ -689,20 +719,12 @@ class _Tracing:
         return found
 
     def _note_modifying(self) -> None:
-        """A note for each reason for which stages can't run a second time."""
+        """Add a note for each reason for which stages can't run a second time."""
         for why in dict.fromkeys(self.kept.modifies.values()):
             stages = ", ".join(
                 segment_name(self.names, g) for g, its in sorted(self.kept.modifies.items()) if its == why
             )
             self.notes.append(f"kept or swapped alone: {stages}: {why}")
-
-    def _nonempty(self) -> list[int]:
-        """Segments that are stages or do something."""
-        return [
-            g
-            for g in range(2 * len(self.names) + 1)
-            if g % 2 or self.kept.forward[g].ops or (g in self.kept.backward and self.kept.backward[g].ops)
-        ]
 
     def _choose(self) -> dict[str, list[Choice]]:
         """Kind of stage -> the choices of operations to save that its menu offers."""
@@ -715,8 +737,8 @@ class _Tracing:
             kind: segments
             for kind, segments in kinds.items()
             if max(own[g] for g in segments) >= _MENU_BYTES
-            # What depends on values may run other operations in another step, or in another number.
-            and not any(op.asks for g in segments for op in self.kept.forward[g].ops)
+            # A stage that depends on values may run other operations in the next step, or another number of them.
+            and not any(op.from_real_run for g in segments for op in self.kept.forward[g].ops)
             and sum(own[g] for g in segments) >= _MENU_SHARE * sum(own.values())
         }
         runs = {kind: [numbered(self.kept.forward[g].ops) for g in segments] for kind, segments in worth.items()}
@@ -733,16 +755,17 @@ class _Tracing:
         return out
 
     def _own(self, g: int) -> list[Sid]:
-        """What a kept stage holds of its own making, and nobody holds when it is recomputed."""
+        """Storages that a stage makes and holds when kept, and that are gone when it is recomputed."""
         others = {s for h, inputs in self.kept.inputs.items() if h != g for s in inputs}
         return [s for s in self.kept.saved.get(g, {}) if s[1] == g and s[0] == "forward" and s not in others]
 
     def _outputs(self, g: int, choice: Choice) -> dict[Sid, tuple[int, bool]]:
-        """Storages that stage makes in the operations of `choice`, in order: bytes, and whether they have positions."""
+        """Storages that the operations of `choice` make, in order: bytes, and whether they have positions."""
         ops = numbered(self.kept.forward[g].ops)
         return {s: made for number in choice.ops for s, made in ops[number].made.items()}
 
     def _storages(self) -> tuple[list[Storage], dict[Sid, int]]:
+        """The chain's storages, and the index of each by its name in the replays."""
         position = {g: k for k, g in enumerate(self.segments)}
 
         def at(segment: int) -> int:
@@ -752,10 +775,7 @@ class _Tracing:
                     return -1
             return position[segment]
 
-        last_seen: dict[Sid, int] = {}
-        for k, g in enumerate(self.segments):
-            for sid in self.program.forward[g].present:
-                last_seen[sid] = k
+        last_seen = {sid: k for k, g in enumerate(self.segments) for sid in self.program.forward[g].present}
         wanted: dict[Sid, int] = {}
         for sids in (*self.kept.saved.values(), *self.kept.inputs.values(), sorted(self.kept.output)):
             for sid in sids:
@@ -765,56 +785,288 @@ class _Tracing:
             for choice in self.choices.get(self._kind(g), ()) if g % 2 else ():
                 wanted |= {s: nbytes for s, (nbytes, _) in self._outputs(g, choice).items() if nbytes}
         storages: list[Storage] = []
-        index: dict[Sid, int] = {}
         for sid, nbytes in wanted.items():
             if sid[0] == "outside":
-                index[sid] = len(storages)
                 storages.append(Storage(f"input {sid[2]}", nbytes, -1, -1, to_end=True))
                 continue
             born = at(sid[1])
             until = max(last_seen.get(sid, born), born)
-            index[sid] = len(storages)
             name = f"{segment_name(self.names, sid[1])}/{sid[2]}"
-            stays = nbytes < self.least_bytes or sid in self.kept.in_objects
+            stays = nbytes < self.target.least_moved_bytes or sid in self.kept.in_objects
             dropped = self.kept.dropped.get(sid, 0)
             storages.append(Storage(name, nbytes, born, until, sid in self.kept.output, stays, dropped))
-        return storages, index
+        return storages, {sid: s for s, sid in enumerate(wanted)}
 
-    def _extra(self, nbytes: int, name: str, k: int) -> int:
-        self.storages.append(Storage(name, nbytes, k, k))
-        return len(self.storages) - 1
+    def _kind(self, g: int) -> str:
+        """Equal for segments that run the same operations and can be run again for the same reasons or not."""
+        if g not in self.kinds:
+            digest = hashlib.sha256()
+            for op in self.kept.forward[g].ops:
+                digest.update(repr(op.key).encode())
+            digest.update(self.kept.modifies.get(g, "").encode())
+            self.kinds[g] = f"{'stage' if g % 2 else 'glue'} {digest.hexdigest()[:12]}"
+        return self.kinds[g]
 
-    def profile(self, fingerprint: Fingerprint, devices: Sequence[Device]) -> tuple[Profile, list[Times]]:
-        draft = self._draft(fingerprint)
-        base_forward, base_backward, stages = self._bases(draft)
-        draft = dataclasses.replace(
-            draft,
-            stages=stages,
-            storages=tuple(self.storages),
-            base_forward_bytes=base_forward,
-            base_backward_bytes=base_backward,
-        )
+    # --- menus: the storages that each option holds ---
+
+    def _menu(self, g: int) -> _Menu:
+        """The options of a segment, and what each holds as far as hooks show it."""
+        is_stage = g % 2 == 1
+        keep = self._held((s, can and is_stage) for s, can in self.kept.saved.get(g, {}).items())
+        menu = {"keep": keep}
+        if is_stage and keep.all:
+            menu |= self._all_moved(keep, "swap")
+            if self._kind(g) in self.choices:
+                menu |= self._half_moved(keep, "swap-1")
+            if g not in self.kept.modifies:
+                again = dataclasses.replace(self._held(self.kept.inputs[g].items()), recomputes=True)
+                if g not in self.once:
+                    menu |= {"recompute": again} | self._all_moved(again, "recompute+swap")
+                menu |= self._selective(g, again)
+        return menu
+
+    def _held(self, storages: Iterable[tuple[Sid, bool]]) -> _Held:
+        """An option that holds `storages`, given with whether each could be moved; those not in the chain left out."""
+        can_move = {self.index[s]: can for s, can in storages if s in self.index}
+        return _Held(tuple(s for s, can in can_move.items() if can), tuple(s for s, can in can_move.items() if not can))
+
+    def _selective(self, g: int, again: _Held) -> _Menu:
+        """Options that save some operations' outputs on the device; for the most of them also all away, and half."""
+        menu: _Menu = {}
+        choices = self.choices.get(self._kind(g), [])
+        for n, choice in enumerate(choices, 1):
+            made = self._held((s, can) for s, (_, can) in self._outputs(g, choice).items())
+            saved = (*made.saved, *(s for s in again.saved if s not in made.all))
+            menu[f"selective-{n}"] = plain = _Held(saved, (*made.pinned, *again.pinned), True, ops=choice.ops)
+        if choices:
+            menu |= self._all_moved(plain, f"selective-{len(choices)}+swap")
+            menu |= self._half_moved(plain, f"selective-{len(choices) + 1}+swap")
+        return menu
+
+    def _half_moved(self, option: _Held, name: str) -> _Menu:
+        """`option` with the largest storages of its stage's own making moved, up to half of their bytes.
+
+        Empty if that moves all of them or none. Example: of 4, 3 and 2 MiB it moves the first.
+        """
+        shared = {self.index[s] for inputs in self.kept.inputs.values() for s in inputs if s in self.index}
+        sizes = {
+            p: self.storages[s].nbytes
+            for p, s in enumerate(option.saved)
+            if s not in shared and not self.storages[s].to_end and not self.storages[s].stays
+        }
+        moves: list[int] = []
+        left = sum(sizes.values()) // 2
+        for p in sorted(sizes, key=lambda p: (-sizes[p], p)):
+            if sizes[p] <= left or not moves:
+                moves.append(p)
+                left -= sizes[p]
+        if len(moves) in (0, len(sizes)):
+            return {}
+        return {name: dataclasses.replace(option, moves=tuple(sorted(moves)))}
+
+    def _all_moved(self, option: _Held, name: str) -> _Menu:
+        """`option` with everything moved; empty if nothing may move."""
+        if all(self.storages[s].to_end or self.storages[s].stays for s in option.saved):
+            return {}
+        return {name: dataclasses.replace(option, moves=tuple(range(len(option.saved))))}
+
+    def _uniform(self, name: str) -> list[_Held]:
+        """Per stage of the chain, the option of that name, or keep where it has none."""
+        return [menu.get(name, menu["keep"]) for menu in self.menus]
+
+    def _moved(self, options: Sequence[_Held]) -> dict[int, int]:
+        """Storage -> the stage of the chain that moves it."""
+        return moved_by(self.storages, [option.moved for option in options], [option.all for option in options])
+
+    def _decisions(self, name: str) -> tuple[Decision, ...]:
+        """Every module stage under the option of that name; what moves is away in every step but its stage's own."""
+        options = self._uniform(name)
+        moved = self._moved(options)
+        decisions: list[Decision] = []
+        for k, option in enumerate(options):
+            if self.segments[k] % 2:
+                moves = tuple(p for p in option.moves if moved.get(option.saved[p]) == k)
+                action: Action = "recompute" if option.recomputes else "swap" if option.moves else "keep"
+                point = len(decisions) if moves else None  # the controller counts module stages alone
+                own_name = name if name in self.menus[k] else "keep"
+                decisions.append(Decision(action, moves, point, point, own_name, option.ops))
+        return tuple(decisions)
+
+    # --- bytes ---
+
+    def trace(self, devices: Sequence[Device]) -> tuple[Traced, list[Times]]:
+        """The chain, and times on `devices`."""
+        base_forward, base_backward = self._bases()
         replays = {"keep": self.kept, "recompute": self.recomputed}
-        for name in dict.fromkeys(option.name for stage in draft.stages for option in stage.options):
+        for name in dict.fromkeys(name for menu in self.menus for name in menu):
             if name not in replays:
-                replays[name] = self._run(self._decisions(draft, name))
-                draft = self._with_unseen(draft, name, replays[name])
-        peaks = self._peaks(replays)
-        times = [self._times(draft, replays, dataclasses.replace(self.target, spec=device)) for device in devices]
-        stages = draft.stages
-        for name in peaks:
-            stages = self._with_transients(draft, stages, name, peaks[name])
-        end = self.resident_bytes + self.kept.end_bytes
-        measured = dataclasses.replace(
-            draft,
-            stages=stages,
+                replays[name] = self._run(self._decisions(name))
+                self._pin_unseen(name, replays[name], base_forward)
+        extra = self._workspaces(replays.values())
+        times = [self._times(replays, dataclasses.replace(self.target, spec=device)) for device in devices]
+        options = {
+            name: self._options(name, seen, extra, base_forward, base_backward) for name, seen in replays.items()
+        }
+        stages = []
+        for k, (g, menu) in enumerate(zip(self.segments, self.menus, strict=True)):
+            linked = {self.index[s] for s in self.kept.linked.get(g, ()) if s in self.index}
+            stages.append(
+                TracedStage(
+                    name=segment_name(self.names, g),
+                    kind=self._kind(g),
+                    options=tuple(options[name][k] for name in menu),
+                    linked=tuple(sorted(linked.intersection(menu["recompute"].all))) if "recompute" in menu else (),
+                    inputs=self.kept.arguments.get(g),
+                )
+            )
+        traced = Traced(
+            stages=tuple(stages),
+            storages=tuple(self.storages),
+            base_forward_bytes=tuple(base_forward),
+            base_backward_bytes=tuple(base_backward),
+            update_peak_bytes=self.resident_bytes + self.kept.end_bytes + self.update_bytes,
             resident_bytes=self.resident_bytes,
-            update_peak_bytes=end + self.update_bytes,
             notes=tuple(self.notes),
+            outside=self.found.outside,
+            written=tuple(self.kept.written),
+            places=self._places(),
         )
-        return measured, times
+        return traced, times
 
-    def places(self) -> dict[int, Places]:
+    def _unexplained(self, seen: Replay, name: str) -> tuple[list[int], list[int]]:
+        """Bytes at the start of each forward and backward step of `seen` beyond the storages that are resident then.
+
+        `seen` is the replay of the options called `name`. What is on the device before the step isn't in it.
+        """
+        options = self._uniform(name)
+        changes = resident_changes(
+            self.storages, [option.all for option in options], self._moved(options), range(len(options))
+        )
+        forward, backward = (
+            [table[g].start_bytes - resident for g, resident in zip(self.segments, accumulate(change), strict=False)]
+            for table, change in zip((seen.forward, seen.backward), changes, strict=True)
+        )
+        return forward, backward
+
+    def _bases(self) -> tuple[list[int], list[int]]:
+        """Bytes at the start of each forward and backward step that no decision changes.
+
+        Pins to the stages what they hold beyond what hooks show. Autograd nodes may hold tensors that no hook sees
+        (attributes of a custom Function, for one): such bytes show as a base that is larger under keep than under
+        recompute, and are pinned to the stage where the difference begins.
+        """
+        kept, _ = self._unexplained(self.kept, "keep")
+        again, _ = self._unexplained(self.recomputed, "recompute")
+        base_forward = []
+        hidden_kept = hidden_again = 0
+        for k in range(len(self.segments)):
+            base = self.resident_bytes + min(kept[k] - hidden_kept, again[k] - hidden_again)
+            base_forward.append(max(base, 0))  # less than 0 where more is saved from outside than is known of
+            if k + 1 == len(self.segments):
+                break
+            difference = (kept[k + 1] - hidden_kept) - (again[k + 1] - hidden_again)
+            if difference > 0:
+                self._pin(k, difference, "unseen", lambda name, option: not option.recomputes)
+                hidden_kept += difference
+            elif difference < 0 and "recompute" in self.menus[k]:
+                self._pin(k, -difference, "unseen", lambda name, option: option.recomputes)
+                hidden_again -= difference
+        for k, menu in enumerate(self.menus):
+            if self._state(k) and any(option.recomputes for option in menu.values()):
+                self._pin(k, self._state(k), "random state", lambda name, option: option.recomputes)
+        _, kept = self._unexplained(self.kept, "keep")
+        _, again = self._unexplained(self.recomputed, "recompute")
+        states = accumulate(self._states(self._uniform("recompute")))
+        base_backward = [
+            max(self.resident_bytes + max(kept_bytes, again_bytes + state_bytes), 0)
+            for kept_bytes, again_bytes, state_bytes in zip(kept, again, states, strict=True)
+        ]
+        return base_forward, base_backward
+
+    def _pin(self, k: int, nbytes: int, label: str, where: Callable[[str, _Held], bool]) -> None:
+        """Add a storage of stage `k` that some of its options hold and can't move."""
+        self.storages.append(Storage(f"{segment_name(self.names, self.segments[k])}/{label}", nbytes, k, k))
+        pinned = len(self.storages) - 1
+        for name, option in self.menus[k].items():
+            if where(name, option):
+                self.menus[k][name] = dataclasses.replace(option, pinned=(*option.pinned, pinned))
+
+    def _state(self, k: int) -> int:
+        """Bytes of the random states that stage `k` keeps for another run, its own generators' included."""
+        return self.state_bytes and self.state_bytes + self.kept.generator_bytes.get(self.segments[k], 0)
+
+    def _states(self, options: Sequence[_Held]) -> list[int]:
+        """Per stage, bytes of the random states that its option holds; no replay counts them."""
+        return [self._state(k) if option.recomputes else 0 for k, option in enumerate(options)]
+
+    def _collected_bytes(self, g: int) -> int:
+        """Bytes that a stage makes in each run and others keep besides its output (features, by a hook)."""
+        trace, after = self.program.forward[g], self.program.forward[g + 1].present
+        returned = self.program.returned.get(g, {})
+        return sum(nbytes for op in trace.ops for s, (nbytes, _) in op.made.items() if s in after and s not in returned)
+
+    def _pin_unseen(self, name: str, seen: Replay, base_forward: Sequence[int]) -> None:
+        """Pin to the options called `name` what their replay held beyond the storages that are known."""
+        unexplained, _ = self._unexplained(seen, name)
+        states = accumulate(self._states(self._uniform(name)))
+        hidden = 0
+        for k, state_bytes in zip(range(len(self.segments) - 1), states, strict=False):
+            difference = self.resident_bytes + unexplained[k + 1] + state_bytes - base_forward[k + 1] - hidden
+            if difference > 0 and name in self.menus[k]:
+                self._pin(k, difference, f"unseen under {name}", lambda other, option: other == name)
+                hidden += difference
+
+    def _workspaces(self, replays: Iterable[Replay]) -> dict[Hashable, int]:
+        """Operation key -> most bytes that it allocates at once; notes those not measured, and sets `learned`."""
+        traces = [trace for r in replays for table in (r.forward, r.backward) for trace in table.values()]
+        extra, failed, storages = self.target.workspaces(op.key for trace in traces for op in trace.ops)
+        self.learned = learn_storages(self.target, traces, storages)
+        if failed:
+            self.notes.append(f"temporaries not measured for: {', '.join(sorted(set(failed)))}")
+        return extra
+
+    def _options(
+        self,
+        name: str,
+        seen: Replay,
+        extra: Mapping[Hashable, int],
+        base_forward: Sequence[int],
+        base_backward: Sequence[int],
+    ) -> dict[int, Option]:
+        """Stage of the chain -> its option called `name`, with the bytes that it adds in `seen`, where it has one."""
+        options = self._uniform(name)
+        states = self._states(options)
+        before = [0, *accumulate(states)]
+        unexplained = self._unexplained(seen, name)
+        out = {}
+        for k, (g, option) in enumerate(zip(self.segments, options, strict=True)):
+            if name not in self.menus[k]:
+                continue
+            forward, backward = (
+                self.resident_bytes + unexplained_bytes + _rise(table[g], extra) - base_bytes + state_bytes
+                for table, unexplained_bytes, base_bytes, state_bytes in (
+                    (seen.forward, unexplained[0][k], base_forward[k], before[k]),
+                    (seen.backward, unexplained[1][k], base_backward[k], before[k + 1]),
+                )
+            )
+            again = 0
+            if "recompute" in self.menus[k]:  # in a segment's sweep it runs again, whether it saves there or not
+                again = self._collected_bytes(g)
+                if not option.recomputes:  # with copies of buffers and of the random state
+                    again += self._state(k) + self.recomputed.copied_bytes.get(g, 0)
+            out[k] = Option(
+                name,
+                option.saved,
+                option.pinned,
+                max(forward, 0) + states[k] + again,
+                max(backward, 0) + 2 * states[k],
+                recomputes=option.recomputes,
+                moves=option.moves,
+                ops=option.ops,
+            )
+        return out
+
+    def _places(self) -> dict[int, Places]:
         """Where the storages of each segment are in the chain."""
 
         def positioned(table: dict[int, dict[Sid, bool]], g: int) -> tuple[int, ...]:
@@ -826,7 +1078,7 @@ class _Tracing:
             for k, g in enumerate(self.segments)
         }
 
-    def _times(self, draft: Profile, replays: dict[str, Replay], target: Target) -> Times:
+    def _times(self, replays: dict[str, Replay], target: Target) -> Times:
         """Sums over the operations that each stage ran, and ran again, in the replays."""
         seconds = target.times(
             op.key
@@ -840,291 +1092,21 @@ class _Tracing:
             return sum(seconds.get(op.key, 0.0) for op in table[g].ops) if g in table else 0.0
 
         out = Times()
-        for stage, g in zip(draft.stages, self.segments, strict=True):
+        for g, menu in zip(self.segments, self.menus, strict=True):
             forward_s, backward_s = total(self.kept.forward, g), total(self.kept.backward, g)
-            if stage.is_glue:
+            if g % 2 == 0:
                 out.glue_forward_s[g // 2], out.glue_backward_s[g // 2] = forward_s, backward_s
                 continue
-            out.forward_s[stage.kind], out.backward_s[stage.kind] = forward_s, backward_s
-            for option in stage.options:
+            kind = self._kind(g)
+            out.forward_s[kind], out.backward_s[kind] = forward_s, backward_s
+            for name, option in menu.items():
                 if option.recomputes:
-                    again_s = total(replays[option.name].backward, g) - backward_s
-                    out.recompute_s[stage.kind, option.ops] = max(again_s, 0.0)
+                    again_s = total(replays[name].backward, g) - backward_s
+                    out.recompute_s[kind, option.ops] = max(again_s, 0.0)
         return out
 
-    def _draft(self, fingerprint: Fingerprint) -> Profile:
-        """The chain with every option and what it holds, as far as hooks show it."""
-        stages = []
-        for g in self.segments:
-            saved = {s: can for s, can in self.kept.saved.get(g, {}).items() if s in self.index}
-            is_stage = g % 2 == 1
-            keep = Option(
-                "keep",
-                saved=tuple(self.index[s] for s, can in saved.items() if can and is_stage),
-                pinned=tuple(self.index[s] for s, can in saved.items() if not (can and is_stage)),
-                forward_bytes=0,
-                backward_bytes=0,
-            )
-            menu = [keep]
-            if is_stage and saved:
-                menu += self._all_moved(keep, "swap")
-                if self._kind(g) in self.choices:
-                    menu += self._half_moved(keep, "swap-1")
-                if g not in self.kept.modifies:
-                    again = self._recompute(g)
-                    if g not in self.once:
-                        menu += [again, *self._all_moved(again, "recompute+swap")]
-                    menu += self._selective(g, again)
-            again_held = {s for option in menu if option.name == "recompute" for s in option.held}
-            linked = (self.index[s] for s in self.kept.linked.get(g, ()) if s in self.index)
-            stages.append(
-                Stage(
-                    name=segment_name(self.names, g),
-                    kind=self._kind(g),
-                    options=tuple(menu),
-                    forward_s=0.0,
-                    backward_s=0.0,
-                    linked=tuple(sorted(again_held.intersection(linked))),
-                    inputs=self.kept.arguments.get(g),
-                )
-            )
-        n = len(stages)
-        return Profile(
-            tuple(stages), tuple(self.storages), (0,) * n, (0,) * n, 0, Link(1.0, 1.0), fingerprint=fingerprint
-        )
 
-    def _recompute(self, g: int) -> Option:
-        inputs = {self.index[s]: can for s, can in self.kept.inputs[g].items() if s in self.index}
-        return Option(
-            "recompute",
-            saved=tuple(s for s, can in inputs.items() if can),
-            pinned=tuple(s for s, can in inputs.items() if not can),
-            forward_bytes=0,
-            backward_bytes=0,
-            recomputes=True,
-        )
-
-    def _selective(self, g: int, again: Option) -> list[Option]:
-        """Options that save some operations' outputs on the device; for the most of them also all away, and half."""
-        out: list[Option] = []
-        choices = self.choices.get(self._kind(g), [])
-        for n, choice in enumerate(choices, 1):
-            made = {self.index[s]: can for s, (_, can) in self._outputs(g, choice).items() if s in self.index}
-            plain = dataclasses.replace(
-                again,
-                name=f"selective-{n}",
-                saved=(*(s for s, can in made.items() if can), *(s for s in again.saved if s not in made)),
-                pinned=(*(s for s, can in made.items() if not can), *again.pinned),
-                ops=choice.ops,
-            )
-            out.append(plain)
-        if choices:
-            out += self._all_moved(plain, f"selective-{len(choices)}+swap")
-            out += self._half_moved(plain, f"selective-{len(choices) + 1}+swap")
-        return out
-
-    def _half_moved(self, option: Option, name: str) -> list[Option]:
-        """`option` with the largest of what is its stage's own moved, up to half of the bytes, if that divides it."""
-        own = {s for inputs in self.kept.inputs.values() for s in inputs}
-        shared = {self.index[s] for s in own if s in self.index}
-        sizes = {
-            p: self.storages[s].nbytes
-            for p, s in enumerate(option.saved)
-            if s not in shared and not self.storages[s].to_end and not self.storages[s].stays
-        }
-        moves: list[int] = []
-        left = sum(sizes.values()) // 2
-        for p in sorted(sizes, key=lambda p: (-sizes[p], p)):
-            if sizes[p] <= left or not moves:
-                moves.append(p)
-                left -= sizes[p]
-        if len(moves) in (0, len(sizes)):
-            return []
-        return [dataclasses.replace(option, name=name, moves=tuple(sorted(moves)))]
-
-    def _all_moved(self, option: Option, name: str) -> list[Option]:
-        """`option` with everything moved, where there is anything that may be."""
-        if all(self.storages[s].to_end or self.storages[s].stays for s in option.saved):
-            return []
-        return [dataclasses.replace(option, name=name, moves=tuple(range(len(option.saved))))]
-
-    def _kind(self, g: int) -> str:
-        if g not in self.kinds:
-            digest = hashlib.sha256()
-            for op in self.kept.forward[g].ops:
-                digest.update(repr(op.key).encode())
-            digest.update(self.kept.modifies.get(g, "").encode())  # what can't run again is another kind
-            self.kinds[g] = f"{'stage' if g % 2 else 'glue'} {digest.hexdigest()[:12]}"
-        return self.kinds[g]
-
-    def _bases(self, draft: Profile) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Stage, ...]]:
-        """Bytes that no decision changes, and what stages hold beyond what hooks show.
-
-        Autograd nodes may hold tensors that no hook sees (attributes of a custom Function, for one): such bytes show as
-        a base that is larger under keep than under recompute, and are pinned to the stage where the difference begins.
-        """
-        keep, again = _uniform(draft.stages, "keep"), _uniform(draft.stages, "recompute")
-        held_keep, held_again = residency(draft, keep), residency(draft, again)
-        kept_f = [self.kept.forward[g].start_bytes - held_keep.forward_bytes[k] for k, g in enumerate(self.segments)]
-        again_f = [
-            self.recomputed.forward[g].start_bytes - held_again.forward_bytes[k] for k, g in enumerate(self.segments)
-        ]
-        stages = list(draft.stages)
-        hidden_keep = hidden_again = 0
-        base_forward = []
-        for k in range(len(stages)):
-            base = self.resident_bytes + min(kept_f[k] - hidden_keep, again_f[k] - hidden_again)
-            base_forward.append(max(base, 0))  # less than 0 where more is saved from outside than is known of
-            if k + 1 == len(stages):
-                break
-            difference = (kept_f[k + 1] - hidden_keep) - (again_f[k + 1] - hidden_again)
-            stage = stages[k]
-            if difference > 0:
-                s = self._extra(difference, f"{stage.name}/unseen", k)
-                stages[k] = _pin(stage, s, lambda option: not option.recomputes)
-                hidden_keep += difference
-            elif difference < 0 and stage.recompute is not None:
-                s = self._extra(-difference, f"{stage.name}/unseen", k)
-                stages[k] = _pin(stage, s, lambda option: option.recomputes)
-                hidden_again -= difference
-        for k, stage in enumerate(stages):
-            if self._state(k) and any(option.recomputes for option in stage.options):
-                s = self._extra(self._state(k), f"{stage.name}/random state", k)
-                stages[k] = _pin(stage, s, lambda option: option.recomputes)
-        complete = dataclasses.replace(draft, stages=tuple(stages), storages=tuple(self.storages))
-        keep, again = _uniform(stages, "keep"), _uniform(stages, "recompute")
-        held_keep, held_again = residency(complete, keep), residency(complete, again)
-        base_backward = []
-        for k, g in enumerate(self.segments):
-            kept_b = self.kept.backward[g].start_bytes - held_keep.backward_bytes[k]
-            again_b = self.recomputed.backward[g].start_bytes - held_again.backward_bytes[k]
-            base_backward.append(max(self.resident_bytes + max(kept_b, again_b + self._states(again[: k + 1])), 0))
-        return tuple(base_forward), tuple(base_backward), tuple(stages)
-
-    def _state(self, k: int) -> int:
-        """Bytes of the random states that stage `k` keeps for another run, its own generators' included."""
-        return self.state_bytes and self.state_bytes + self.kept.generator_bytes.get(self.segments[k], 0)
-
-    def _states(self, options: Sequence[Option], first: int = 0) -> int:
-        """Bytes of the random states that options of the stages from `first` on hold and no replay sees."""
-        return sum(self._state(k) for k, option in enumerate(options, first) if option.recomputes)
-
-    def _again_bytes(self, g: int) -> int:
-        """What a stage adds when it runs again, beyond what it does in forward."""
-        return self._state(self.segments.index(g)) + self.recomputed.copied_bytes.get(g, 0)
-
-    def _collected_bytes(self, g: int) -> int:
-        """What a stage makes and others keep besides its output (features, by a hook): it's there anew in each run."""
-        trace, after = self.program.forward[g], self.program.forward[g + 1].present
-        returned = self.program.returned.get(g, {})
-        return sum(nbytes for op in trace.ops for s, (nbytes, _) in op.made.items() if s in after and s not in returned)
-
-    def _decisions(self, draft: Profile, name: str) -> tuple[Decision, ...]:
-        """Every stage under the option of that name, what moves away in every step but its stage's own."""
-        options = _uniform(draft.stages, name)
-        moves = residency(draft, options).moves
-        # The controller counts module stages alone.
-        modules = [k for k, g in enumerate(self.segments) if g % 2]
-        return tuple(
-            Decision(
-                options[k].action,
-                moves[k],
-                j if moves[k] else None,
-                j if moves[k] else None,
-                options[k].name,
-                options[k].ops,
-            )
-            for j, k in enumerate(modules)
-        )
-
-    def _with_unseen(self, draft: Profile, name: str, seen: Replay) -> Profile:
-        """Pin to the option of that name what its replay held beyond what the draft says."""
-        options = _uniform(draft.stages, name)
-        held = residency(draft, options)
-        stages = list(draft.stages)
-        hidden = 0
-        for k in range(len(stages) - 1):
-            explained = held.forward_bytes[k + 1] - self._states(options[: k + 1]) + hidden
-            difference = self.resident_bytes + seen.forward[self.segments[k + 1]].start_bytes - explained
-            if difference > 0 and stages[k].find(name) is not None:
-                s = self._extra(difference, f"{stages[k].name}/unseen under {name}", k)
-                stages[k] = _pin(stages[k], s, lambda option: option.name == name)
-                hidden += difference
-        return dataclasses.replace(draft, stages=tuple(stages), storages=tuple(self.storages))
-
-    def _peaks(self, replays: dict[str, Replay]) -> dict[str, list[tuple[int, int]]]:
-        """Per option name and step, live bytes at the worst moment of forward and backward, temporaries included."""
-        keys = [
-            op.key
-            for r in replays.values()
-            for table in (r.forward, r.backward)
-            for trace in table.values()
-            for op in trace.ops
-        ]
-        extra, failed, storages = self.target.workspaces(keys)
-        traces = (t for r in replays.values() for table in (r.forward, r.backward) for t in table.values())
-        self.learned = learn_storages(self.target, traces, storages)
-        if failed:
-            self.notes.append(f"temporaries not measured for: {', '.join(sorted(set(failed)))}")
-        return {
-            name: [
-                (_peak(r.forward[g], extra), _peak(r.backward[g], extra) if g in r.backward else 0)
-                for g in self.segments
-            ]
-            for name, r in replays.items()
-        }
-
-    def _with_transients(
-        self, draft: Profile, stages: tuple[Stage, ...], name: str, peaks: list[tuple[int, int]]
-    ) -> tuple[Stage, ...]:
-        """`stages` with what the option of that name adds in each, beyond what `draft` says is there."""
-        options = _uniform(draft.stages, name)
-        held = residency(draft, options)
-        out = []
-        for k, stage in enumerate(stages):
-            option = stage.find(name)
-            if option is None:
-                out.append(stage)
-                continue
-            forward = self.resident_bytes + peaks[k][0] - held.forward_bytes[k] + self._states(options[:k])
-            backward = self.resident_bytes + peaks[k][1] - held.backward_bytes[k] + self._states(options[: k + 1])
-            state = self._states([option], k)
-            # Kept by a segment's sweep it runs again, with copies of buffers and of the random state.
-            again = 0 if option.recomputes or stage.recompute is None else self._again_bytes(self.segments[k])
-            if stage.recompute is not None:  # in a segment's sweep, whether it saves there or not
-                again += self._collected_bytes(self.segments[k])
-            measured = dataclasses.replace(
-                option, forward_bytes=max(forward, 0) + state + again, backward_bytes=max(backward, 0) + 2 * state
-            )
-            out.append(_replaced(stage, measured))
-        return tuple(out)
-
-
-def _uniform(stages: Sequence[Stage], name: str) -> list[Option]:
-    """Per stage, the option of that name, or keep where it has none."""
-    return [stage.find(name) or stage.keep for stage in stages]
-
-
-def _replaced(stage: Stage, option: Option) -> Stage:
-    """`stage` with `option` in place of the one of the same name."""
-    return dataclasses.replace(
-        stage, options=tuple(option if option.name == other.name else other for other in stage.options)
-    )
-
-
-def _pin(stage: Stage, storage: int, where: Callable[[Option], bool]) -> Stage:
-    """`stage` with one more pinned storage in some of its options."""
-    return dataclasses.replace(
-        stage,
-        options=tuple(
-            dataclasses.replace(option, pinned=(*option.pinned, storage)) if where(option) else option
-            for option in stage.options
-        ),
-    )
-
-
-def _peak(trace: SegmentTrace, extra: dict[Hashable, int]) -> int:
-    peak = max(trace.start_bytes, 0)
-    for op in trace.ops:
-        peak = max(peak, op.after, op.before + extra.get(op.key, 0))
-    return peak
+def _rise(trace: SegmentTrace, extra: Mapping[Hashable, int]) -> int:
+    """Most bytes of a segment above those at its start, temporaries inside operations (`extra`) included."""
+    peaks = (max(op.after, op.before + extra.get(op.key, 0)) for op in trace.ops)
+    return max([max(trace.start_bytes, 0), *peaks]) - trace.start_bytes

@@ -1,8 +1,9 @@
-"""Count storages, operation by operation and segment by segment, while a step runs without memory.
+"""Count storages, operation by operation and segment by segment, while a step runs on fake tensors.
 
-A step is cut into *segments* in forward order: what runs before the first stage, the first stage, what runs between it
-and the second, and so on. Segment 2j+1 is stage j, even segments are glue. In backward, an operation belongs to the
-segment whose forward made the autograd node that is running: nodes carry the sequence number of their making.
+A step is cut into *segments* in forward order: the operations before the first stage, the first stage, the operations
+between it and the second, and so on. Segment 2j+1 is stage j; even segments are glue. In backward, an operation belongs
+to the segment whose forward made the autograd node that is running: each node carries the sequence number that it got
+when it was made. Example: stage 0 made nodes 0 to 3 and stage 1 nodes 4 to 9; what node 5 runs belongs to segment 3.
 """
 
 from __future__ import annotations
@@ -18,25 +19,31 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ckptplan.profiling.bytes.fake import FakeWorld
-from ckptplan.profiling.bytes.operations import op_key, writes
+from ckptplan.profiling.bytes.operations import op_key, written_to
 from ckptplan.profiling.bytes.storages import enlarged, ruled_bytes
 from ckptplan.profiling.target import ON_CPU, Target
 from ckptplan.profiling.values.answers import with_seen
 from ckptplan.profiling.values.repeatable import is_repeatable
+from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.recompute.selective import is_numbered
 from ckptplan.runtime.swap.session import has_position
 
 Sid = tuple[str, int, int]
-"""A storage's name across replays: phase of its making ("outside": before the step), segment, and a running number."""
+"""A storage's name in all replays: the phase that made it ("outside": before the step), segment, a running number."""
+
+
+def stage_segment(stage: int) -> int:
+    """The segment of a stage's own operations."""
+    return 2 * stage + 1
+
 
 _COMPILED = "compiled"
-"""Stands for an operation in the key of compiled code."""
+"""In the key of compiled code, in place of an operation."""
 
-_LAST_NODE = 1 << 62  # AccumulateGrad nodes carry the largest number and belong to nobody
+_MOST_SEQUENCE_NR = 1 << 62  # no forward makes so many nodes; AccumulateGrad, which no segment makes, has the largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +55,21 @@ class OpTrace:
     before, after : int
         Live bytes before and after it.
     key : hashable
-        What its memory and time depend on (`op_key`); None for a sum of gradients that a real run does in place.
+        Everything that its memory and time depend on (`op_key`); None for a sum of gradients that a real run does in
+        place.
     made : dict
-        Storages its results begin -> bytes, and whether they have a position (NOTE [Positions] in swap/session.py).
+        Storages that its results begin -> bytes, and whether they have a position (NOTE [Positions] in
+        runtime/swap/session.py).
     written : tuple of Sid
         Storages it writes to that were there before.
     fresh : bool
         Every tensor it returns begins a storage.
     numbered : bool
         It has a number at run time (NOTE [Numbering] in runtime/recompute/selective.py).
-    asks : bool
-        Its result was asked of a real run (NOTE [Answers] in answers.py).
+    from_real_run : bool
+        Its result is that of a real run (NOTE [Answers] in values/answers.py).
     repeatable : bool
-        It gives the same bits when it runs again (repeatable.py).
+        It gives the same bits when it runs again (values/repeatable.py).
     """
 
     before: int
@@ -70,20 +79,20 @@ class OpTrace:
     written: tuple[Sid, ...] = ()
     fresh: bool = False
     numbered: bool = False
-    asks: bool = False
+    from_real_run: bool = False
     repeatable: bool = True
 
 
 @dataclass(slots=True)
 class SegmentTrace:
-    """What one segment did in one direction.
+    """Operations and bytes of one segment in one direction.
 
     Attributes
     ----------
     start_bytes, end_bytes : int
         Live bytes when it began and when the next segment did.
     ops : list of OpTrace
-        In order.
+        Its operations, in order.
     present : set of Sid
         Storages alive when it began.
     written_outside : set of int
@@ -98,7 +107,7 @@ class SegmentTrace:
 
 
 class Tracker(FakeWorld):
-    """Runs operations fake and counts the storages they make.
+    """Dispatch mode that runs operations on fake tensors and counts the storages they make.
 
     Parameters
     ----------
@@ -107,8 +116,16 @@ class Tracker(FakeWorld):
 
     Attributes
     ----------
+    live_bytes, peak_bytes : int
+        Bytes of the storages alive now, and the most so far.
+    wrapped_bytes : int
+        Bytes of numbers among operands, which PyTorch wraps into tensors on the CPU.
+    numbers_on_host : bool
+        Single real numbers lie on the host, as an optimizer's counts of steps do.
+    forward, backward : dict
+        Segment -> its trace.
     foreign : dict
-        Real parameters that the model doesn't list and uses all the same, with their gradients from before.
+        Identity of each real parameter that the model uses without listing it -> the parameter, its gradient before.
     """
 
     def __init__(self, target: Target = ON_CPU) -> None:
@@ -119,13 +136,13 @@ class Tracker(FakeWorld):
         self.numbers_on_host = False
         self.forward: dict[int, SegmentTrace] = {}
         self.backward: dict[int, SegmentTrace] = {}
-        self._round_to = target.round_to
-        self._alive: dict[int, Sid | None] = {}
         self.foreign: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self._twins: list[torch.Tensor] = []  # the fake mode forgets twins that nobody holds
-        self._made_by: dict[int, int | None] = {}
-        self._counted: dict[int, int] = {}
-        self._starts: list[int] = []
+        self._twins: list[torch.Tensor] = []  # held, since the fake mode refers to them weakly
+        # By the identity of a storage that is alive:
+        self._alive: dict[int, Sid | None] = {}
+        self._made_by: dict[int, int | None] = {}  # sequence number of the backward node that made it
+        self._counted: dict[int, int] = {}  # its bytes in `live_bytes`
+        self._starts: list[int] = []  # per segment, the sequence number of the first node of its forward
         self._made = 0
         self._calibrating: list[tuple[int, int]] | None = None
         self._segment = -1
@@ -143,7 +160,7 @@ class Tracker(FakeWorld):
         self.forward[segment] = SegmentTrace(self.live_bytes, self.live_bytes, present=self.alive())
 
     def enter_backward(self, segment: int | None = None) -> None:
-        """Backward begins, or moves down to `segment`; forward steps once left are not entered again."""
+        """Backward begins, or moves down to `segment`; a segment that it has left isn't entered again."""
         if not self._in_backward:
             self._current_end()
             self._in_backward = True
@@ -157,38 +174,38 @@ class Tracker(FakeWorld):
             self.backward[self._segment] = SegmentTrace(self.live_bytes, self.live_bytes, present=self.alive())
 
     def finish(self) -> None:
-        """The step has ended; what is alive now lives on."""
+        """The step has ended: enter the backward segments that ran nothing, and close the last one."""
         if self._in_backward:
             self.enter_backward(0)
         self._current_end()
 
+    @property
+    def _table(self) -> dict[int, SegmentTrace]:
+        """The traces of the present direction."""
+        return self.backward if self._in_backward else self.forward
+
     def _current_end(self) -> None:
-        table = self.backward if self._in_backward else self.forward
-        if self._segment in table:
-            table[self._segment].end_bytes = self.live_bytes
+        if self._segment in self._table:
+            self._table[self._segment].end_bytes = self.live_bytes
 
     def _locate(self) -> None:
-        """Follow backward by the node that runs."""
+        """Enter the segment whose forward made the backward node that runs."""
         node = torch._C._current_autograd_node()
-        if node is not None:
-            number = node._sequence_nr()
-            if number < _LAST_NODE:
-                self.enter_backward(max(bisect.bisect_right(self._starts, number) - 1, 0))
+        if node is not None and node._sequence_nr() < _MOST_SEQUENCE_NR:
+            self.enter_backward(max(bisect.bisect_right(self._starts, node._sequence_nr()) - 1, 0))
 
     # --- storages ---
 
     def alive(self) -> set[Sid]:
-        """Storages alive now, those from outside left out."""
+        """Names of the storages made by the step that are alive now."""
         return {sid for sid in self._alive.values() if sid is not None}
 
     def sid(self, tensor: torch.Tensor) -> Sid | None:
-        """The name of a tensor's storage, None when it was there before the step."""
-        if not isinstance(tensor, FakeTensor) and id(tensor.untyped_storage()) not in self._alive:
-            return None
+        """The name of a tensor's storage, None if it was there before the step."""
         return self._alive.get(id(tensor.untyped_storage()))
 
     def outside(self, tensor: torch.Tensor) -> None:
-        """`tensor` was there before the step and is not to be counted."""
+        """Leave `tensor` uncounted: it was there before the step."""
         storage = tensor.untyped_storage()
         if id(storage) not in self._alive:
             self._alive[id(storage)] = None
@@ -197,22 +214,22 @@ class Tracker(FakeWorld):
     def uncounted(
         self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A fake tensor as if from before the step."""
-        with _disable_current_modes(), self.fake_mode, torch.no_grad():  # out of this mode's sight
+        """A new fake tensor that counts as one from before the step."""
+        with _disable_current_modes(), self.fake_mode, torch.no_grad():
             made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         self.outside(made)
         return made
 
     def size_of(self, storage: torch.UntypedStorage) -> int:
-        """Bytes as the device's allocator counts them."""
-        return -(-storage.nbytes() // self._round_to) * self._round_to
+        """Bytes of a storage as the device's allocator counts them."""
+        return self._target.rounded(storage.nbytes())
 
     def bytes_here(self, tensor: torch.Tensor) -> int:
         """Bytes of a tensor's storage on the device that is planned for."""
         return 0 if self._on_host(tensor) else self.size_of(tensor.untyped_storage())
 
     def _add(self, tensor: torch.Tensor) -> Sid | None:
-        """Count a tensor's storage, and its name if it is a new one."""
+        """Count a tensor's storage; return its name if it is a new one."""
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._alive:
@@ -232,7 +249,7 @@ class Tracker(FakeWorld):
         return sid
 
     def _recount(self, key: int, storage: torch.UntypedStorage) -> None:
-        """Count a storage as it is now, as `resize_` may have left it."""
+        """Count a storage with its present size, which `resize_` may have changed."""
         if key in self._counted:
             nbytes = self.size_of(storage)
             self.live_bytes += nbytes - self._counted[key]
@@ -240,13 +257,14 @@ class Tracker(FakeWorld):
             self._counted[key] = nbytes
 
     def count(self, tensor: torch.Tensor) -> None:
-        """Count a real tensor that was made out of the mode's sight."""
+        """Count a real tensor that was made by no operation of this mode."""
         self._add(tensor)
 
     def _on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies on the host, or on another device, beside the CUDA device that is planned for.
+        """Whether a tensor lies elsewhere than on the CUDA device that is planned for.
 
-        Where that device isn't here all tensors seem to: single real numbers made by an optimizer do then.
+        For a device that isn't in this machine all tensors lie on the CPU; then, this is true for the single real
+        numbers of an optimizer alone (`numbers_on_host`).
         """
         if not self._target.is_cuda:
             return False
@@ -262,14 +280,14 @@ class Tracker(FakeWorld):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
-            return func(*args, **kwargs)  # what fake tensors alone are asked, again and again
+            return func(*args, **kwargs)  # a query that fake tensors alone make, very often
         if self._in_backward:
             self._locate()
-        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        given = tensors_in((args, kwargs))
         for tensor in given:
             if not isinstance(tensor, FakeTensor) and id(tensor.untyped_storage()) not in self._alive:
                 if tensor.dim() == 0 and tensor.device.type == "cpu" and not self._target.is_cuda:
-                    self._add(tensor)  # a number that PyTorch has just wrapped, and autograd may save
+                    self._add(tensor)  # a number that PyTorch has just wrapped, and that autograd may save
                 else:
                     self.outside(tensor)
                 if tensor.requires_grad and tensor.is_leaf:
@@ -278,73 +296,69 @@ class Tracker(FakeWorld):
                 self._twins.append(twin)
                 self.outside(twin)
         if "Tensor" in func._overloadname and not self._target.is_cuda:
-            # Numbers among the operands become tensors of 8 bytes, which autograd may save.
+            # PyTorch makes tensors of 8 bytes from numbers among the operands, which autograd may save.
             self.wrapped_bytes += 8 * sum(isinstance(x, (int, float)) for x in args)
         before = self.live_bytes
         key = op_key(func, args, kwargs)
         in_place = self._accumulates(func, args, kwargs)
         written = self._written(func, args, kwargs)
         result = self._as_large(func, key, args, kwargs, self.run(func, args, kwargs))
-        asks = self.answer is not None
         if self.answer is not None and not self.answer.is_number:
             key = with_seen(key, self.answer)
         if in_place:
             self._summed_in_place(args[0], result)
-        returned = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        returned = tensors_in(result)
         peak_bytes = self.peak_bytes
         made: dict[Sid, tuple[int, bool]] = {}
         for tensor in returned:
             sid = self._add(tensor)
             if sid is not None:
                 made[sid] = (self.size_of(tensor.untyped_storage()), has_position(tensor))
-        trace = (self.backward if self._in_backward else self.forward)[self._segment]
+        trace = self._table[self._segment]
         if in_place:
-            self.peak_bytes = peak_bytes  # the two terms and their sum are never there together
+            self.peak_bytes = peak_bytes  # a real run never has the two terms and their sum at once
             trace.ops.append(OpTrace(before, before, None))
         else:
             fresh = bool(made) and not written and all(self.sid(t) in made for t in returned)
             counts = is_numbered(func, args)
             again = is_repeatable(func, args, kwargs, on_cuda=self._target.is_cuda)
-            trace.ops.append(OpTrace(before, self.live_bytes, key, made, written, fresh, counts, asks, again))
+            noted = self.answer is not None
+            trace.ops.append(OpTrace(before, self.live_bytes, key, made, written, fresh, counts, noted, again))
         return result
 
     def _as_large(self, func: Any, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """`result` in storages as large as the real ones."""
+        """`result` with storages as large as real tensors have."""
         sizes = ruled_bytes(func, args, kwargs, result)
         if self._target.answers is not None:
             sizes = self._target.answers.storages.get(key, sizes)
         return enlarged((args, kwargs), result, sizes) if sizes else result
 
     def runs_compiled(self, kind: str) -> None:
-        """Mark it: two such stages of equal sizes may take different times, and nothing inside is to be chosen."""
-        trace = (self.backward if self._in_backward else self.forward)[self._segment]
-        trace.ops.append(OpTrace(self.live_bytes, self.live_bytes, (_COMPILED, (kind,), None), asks=True))
+        """Add an operation that tells stages with different compiled code apart and has no options inside."""
+        self._table[self._segment].ops.append(
+            OpTrace(self.live_bytes, self.live_bytes, (_COMPILED, (kind,), None), from_real_run=True)
+        )
 
     def _summed_in_place(self, earlier: torch.Tensor, total: torch.Tensor) -> None:
-        """`total` would be the same storage as `earlier` on real tensors."""
+        """`total` has the same storage as `earlier` on real tensors; subclasses that follow storages override this."""
 
     def _written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sid, ...]:
-        """Storages that the operation's schema says it writes to; those from before the step are noted apart."""
+        """Storages made by the step that the operation writes to; those from before go into `written_outside`."""
         out: list[Sid] = []
-        trace = (self.backward if self._in_backward else self.forward)[self._segment]
-        for position, name in writes(func):
-            given = args[position] if position < len(args) else kwargs.get(name)
-            for tensor in pytree.tree_leaves(given):
-                if not isinstance(tensor, torch.Tensor):
-                    continue
-                sid = self.sid(tensor)
-                if sid is None:
-                    trace.written_outside.add(tensor.untyped_storage()._cdata)
-                else:
-                    out.append(sid)
+        for tensor in written_to(func, args, kwargs):
+            sid = self.sid(tensor)
+            if sid is None:
+                self._table[self._segment].written_outside.add(tensor.untyped_storage()._cdata)
+            else:
+                out.append(sid)
         return tuple(out)
 
     def _accumulates(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the autograd engine, summing gradients that meet, would add in place on real tensors.
+        """Whether the autograd engine, summing two gradients of one tensor, would add in place on real tensors.
 
-        It adds the later one to the earlier one where that is its own alone, but never on tensor subclasses such as
-        fake ones. One of the two comes from an earlier node then, which tells the sum apart from an addition inside a
-        node's formula.
+        The engine adds the later gradient to the earlier one if it alone holds that, but never for tensor subclasses,
+        such as fake tensors. The two gradients come from different nodes, which tells the sum apart from an addition
+        inside a node's formula.
         """
         if not self._in_backward or func is not torch.ops.aten.add.Tensor or kwargs or torch.is_grad_enabled():
             return False
@@ -371,12 +385,12 @@ class Tracker(FakeWorld):
 def learn_storages(
     target: Target, traces: Iterable[SegmentTrace], measured: Mapping[Hashable, tuple[int, ...]]
 ) -> bool:
-    """Note operations that began larger storages on the device than traced; whether there are any new ones.
+    """Note operations whose results had larger storages on the device than traced; return whether any is new.
 
     Parameters
     ----------
     measured : mapping
-        Operation key -> bytes of the storages that its results began when it ran alone.
+        Operation key -> bytes of the storages of its results when it ran alone.
     """
     if target.answers is None:
         return False
@@ -393,12 +407,11 @@ def learn_storages(
 
 
 def _is_larger(real: Sequence[int], traced: Sequence[int], target: Target) -> bool:
-    rounded = [-(-nbytes // target.round_to) * target.round_to for nbytes in real]
-    return len(rounded) == len(traced) and any(map(operator.gt, rounded, traced))
+    return len(real) == len(traced) and any(map(operator.gt, map(target.rounded, real), traced))
 
 
 def _called_by_the_engine() -> bool:
-    """Whether the autograd engine itself runs an operation, and no backward that is written in Python."""
+    """Whether the autograd engine itself runs the operation, rather than a backward that is written in Python."""
     frame = sys._getframe(1)
     while frame is not None and (
         frame.f_code.co_name == "__torch_dispatch__" or frame.f_code.co_filename.endswith(_BETWEEN)
@@ -409,17 +422,17 @@ def _called_by_the_engine() -> bool:
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _BETWEEN = (__file__, "torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/utils/_stats.py")
-"""Files of what stands between the engine and a dispatch mode, once `torch._dynamo` is imported."""
+"""Files whose functions lie between the engine and a dispatch mode once `torch._dynamo` is imported."""
 
 
 def _owners(tensor: torch.Tensor) -> tuple[int, int]:
-    """References to a tensor and to its storage, this call's own included."""
+    """Numbers of references to a tensor and to its storage, this call's own included."""
     return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
 
 
 @functools.cache
 def owners_of_a_lone_gradient() -> tuple[int, int]:
-    """What `_owners` counts on a gradient that only the autograd engine holds, in this version of PyTorch."""
+    """`_owners` of a gradient that only the autograd engine holds, in this version of PyTorch."""
     tracker = Tracker()
     found: list[tuple[int, int]] = []
     tracker._calibrating = found

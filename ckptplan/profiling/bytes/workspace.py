@@ -1,12 +1,13 @@
-"""What an operation allocates besides its results, measured by running it once on the device.
+"""Workspaces: bytes that an operation allocates besides its results, measured by running it once on the device.
 
 Fake tensors show results, not the temporaries inside a kernel (layout changes of a convolution, partial sums of a
-reduction). Each distinct operation of the trace is run alone on made-up values of the same shapes and strides, which
-needs no more memory than the operation needs within the step.
+reduction). Each distinct operation of the trace runs alone on made-up values of the same shapes and strides, which
+takes no more memory than the operation takes within the step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 from collections.abc import Hashable, Iterable
@@ -22,27 +23,26 @@ from ckptplan.profiling.times.stopwatch import Stopwatch
 from ckptplan.runtime.accelerator import allocated_by, is_accelerator
 from ckptplan.runtime.observe.measure import peaks_within, recorded_allocations
 
-_MIN_BYTES = 1
-_TIME_RUNS = 3
-_TIME_S = 2e-3  # enough measured time per operation
-_MAX_TIME_RUNS = 9
+_LEAST_TIME_RUNS = 3
+_TIME_S = 2e-3  # an operation that has taken this long in all isn't timed any more
+_MOST_TIME_RUNS = 9
 
 
 def measure_workspaces(
     keys: Iterable[Hashable], device: torch.device
 ) -> tuple[dict[Hashable, int], list[str], dict[Hashable, tuple[int, ...]]]:
-    """Most bytes each operation has allocated at once, its results included.
+    """Most bytes that each operation allocates at once, its results included, by running it on `device`.
 
     Returns
     -------
     dict
-        Operation key -> bytes; operations on small tensors only are left out.
+        Operation key -> bytes; views and operations without a tensor that has elements are left out.
     list of str
         Operations that could not be run alone.
     dict
-        Operation key -> bytes of the storages that its results begin, in order.
+        Operation key -> bytes of the storages that it made for its results, in order.
     """
-    wanted = [key for key in dict.fromkeys(keys) if key is not None and _worth_measuring(key)]
+    wanted = [key for key in dict.fromkeys(keys) if key is not None and _allocates(key)]
     failed: list[str] = []
     storages: dict[Hashable, tuple[int, ...]] = {}
     if is_accelerator(device):
@@ -61,11 +61,11 @@ def measure_workspaces(
 
 
 def cuda_workspaces(keys: Iterable[Any]) -> dict[Hashable, int]:
-    """Most bytes that operations on a CUDA device which isn't here allocate at once, their results included, by rule.
+    """Most bytes that each operation allocates at once on a CUDA device, its results included, by rule.
 
     Flash attention's backward sums the query's gradient in float32 beside a row of float32 sums per query (Dao, 2023,
-    "FlashAttention-2"); the backward of an embedding sorts its indices. cuDNN's workspaces depend on the
-    algorithm that it chooses on the spot, and are not in it.
+    "FlashAttention-2"); the backward of an embedding sorts its indices. cuDNN's workspaces are not counted, since they
+    depend on the algorithm that it chooses at run time.
 
     Returns
     -------
@@ -98,22 +98,15 @@ _ATTENTION_BACKWARD = {
 
 
 def measure_times(keys: Iterable[Hashable], device: torch.device) -> dict[Hashable, float]:
-    """Seconds of the device each distinct operation takes alone, the median of a few runs after a first one.
+    """Seconds that each distinct operation takes alone on `device`: the median of a few runs after a first one.
 
-    Views take none. Operations that can't be run alone on made-up values are left out.
+    Views take 0. Operations that can't be run alone on made-up values are left out.
     """
     out: dict[Hashable, float] = {}
     for key in dict.fromkeys(keys):
-        if key is None:
-            continue
-        if not _worth_measuring(key):
-            out[key] = 0.0
-            continue
-        try:
-            with torch.enable_grad():
-                out[key] = _median_s(key, device)
-        except Exception:  # as in _run
-            continue
+        if key is not None:
+            with contextlib.suppress(Exception), torch.enable_grad():  # as in _run
+                out[key] = _median_s(key, device) if _allocates(key) else 0.0
     return out
 
 
@@ -121,32 +114,33 @@ def _median_s(key: Any, device: torch.device) -> float:
     args, kwargs = _operands(key, device)
     watch = Stopwatch(device)
     seconds: list[float] = []
-    for run in range(_MAX_TIME_RUNS + 1):
+    for run in range(_MOST_TIME_RUNS + 1):
         span = watch.begin()
         key[0](*args, **kwargs)
         took = watch.end(span)
         if run:
             seconds.append(took.compute_s)
-        if run >= _TIME_RUNS and sum(seconds) >= _TIME_S:
+        if run >= _LEAST_TIME_RUNS and sum(seconds) >= _TIME_S:
             break
     return statistics.median(seconds)
 
 
-def _worth_measuring(key: Any) -> bool:
+def _allocates(key: Any) -> bool:
+    """Whether an operation may allocate anything: it is no view, and has an operand with elements."""
     func, leaves, _ = key
-    specs = [x for x in leaves if isinstance(x, TensorSpec)]
-    if getattr(func, "is_view", False) or func in _NEVER:
+    if getattr(func, "is_view", False) or func in _ALLOCATE_NOTHING:
         return False
-    return any(spec.span * spec.dtype.itemsize >= _MIN_BYTES for spec in specs)
+    return any(isinstance(x, TensorSpec) and x.span for x in leaves)
 
 
-_NEVER = {torch.ops.aten.detach.default, torch.ops.aten.set_.source_Storage_storage_offset}
+_ALLOCATE_NOTHING = {torch.ops.aten.detach.default, torch.ops.aten.set_.source_Storage_storage_offset}
+"""Operations that allocate nothing though `is_view` isn't set."""
 
 
 def _make(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     where = device if spec.device == device.type else spec.device  # some operations take lengths on the host alone
     flat = torch.empty(max(spec.span, 1), dtype=spec.dtype, device=where)
-    # Any valid value will do: indices stay in range, masks select everything, nothing overflows.
+    # Valid for any operation: indices 0 are in range, masks select everything, 0.5 doesn't overflow.
     flat.fill_(0.5 if spec.dtype.is_floating_point else spec.dtype == torch.bool)
     return flat.as_strided(spec.size, spec.stride)
 
@@ -159,7 +153,7 @@ def _operands(key: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str
     _with_masks(func, args)
     names = [argument.name for argument in func._schema.arguments]
     if "dropout_p" in names and "backward" in func.name():
-        # With dropout, attention's backward reads its seed on the host, where made-up seeds don't lie.
+        # With dropout, attention's backward reads its seed on the host, and the made-up seed lies on the device.
         where = names.index("dropout_p")
         if where < len(args):
             args = (*args[:where], 0.0, *args[where + 1 :])
@@ -169,7 +163,7 @@ def _operands(key: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str
 
 
 def _with_masks(func: Any, args: tuple[Any, ...]) -> None:
-    """Let masks among the operands select as many elements as there are values for them, rather than all."""
+    """Let masks among the operands select as many elements as there are values, instead of all."""
     name = func.name().partition("::")[2].partition(".")[0].rstrip("_").lstrip("_")
     if name == "masked_scatter":
         _select(args[1], args[2].numel())
@@ -196,7 +190,7 @@ def _run(
                 result = func(*args, **kwargs)
             storages[key] = _begun(args, kwargs, result)
             del result
-    except Exception:  # an operation may well refuse made-up values; its results are counted by the trace
+    except Exception:  # an operation may raise on made-up values; the trace counts its results all the same
         failed.append(str(func))
         return False
     return True
@@ -212,7 +206,7 @@ def _cuda_peak(
     func = key[0]
     try:
         with torch.enable_grad():
-            # Once for what a library allocates at first use and keeps (32 MiB for cuBLAS on recent devices).
+            # The first run is for memory that a library allocates once and keeps (32 MiB for cuBLAS on recent devices).
             args, kwargs = _operands(key, device)
             func(*args, **kwargs)
             del args, kwargs  # an operation may have written to them; two sets would be more than the step holds

@@ -1,1 +1,1 @@
-"""Times of stages and links, measured here or told from a description of the device."""
+"""Times of stages and links, measured, or computed from a description of the device."""

@@ -1,9 +1,9 @@
-"""Measure the present machine, and describe it as a `Device`.
+"""Measure a device of this machine, and describe it as a `Device`.
 
-Peaks are what large matrix products and large copies reach. The share of each class of operation is taken from a few
-typical layers, forward and backward: the time that the roofline gives them at the peaks, over the time that they take.
-So the roofline, fed with the result, is right for these layers on the average, and its errors for other models are
-those of its form.
+Peaks are the rates of large matrix products and large copies. The share of each class of operation comes from a few
+typical layers, forward and backward: their time by the roofline at the peaks, over the time that they take. Example: if
+the roofline gives layer norms 1 ms at the peak bandwidth and they take 4 ms, reductions reach 25 %. So the roofline
+with these shares is right for these layers on average; for other models it has the errors of its form.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from ckptplan.runtime.observe.measure import timed
 _LEAST_SIDE = 256
 _MOST_SIDE = 16384
 _MOST_SCALE = {"cpu": 16, "cuda": 256}
-"""Tensors of some MiB on the CPU, as activations have there: larger ones get fresh pages from the system every time."""
-_LAUNCHES = 2000
+"""Largest scale of the trial layers. On the CPU it keeps tensors to some MiB, as activations have there: larger ones
+get fresh pages from the system in every run."""
+_LAUNCHES = 2000  # of a next to empty operation, in ten runs
 
 
 def calibrate(
@@ -49,15 +50,15 @@ def calibrate(
     Parameters
     ----------
     device : str or torch.device, optional
-        CUDA where there is one, else the CPU.
+        By default CUDA if there is a CUDA device, otherwise the CPU.
     name : str, optional
-        What to call it; default: its own name, in lower case with hyphens.
+        Name of the result; default: the device's own name, in lower case with hyphens.
     swap_dir : path, optional
-        Where the CPU's host tier would lie.
+        Directory of the CPU's host tier.
     effort_s : float
-        Seconds of measured time per quantity, of which there are a dozen; sizes grow until a run takes a good part.
+        Seconds of measured time for each of about a dozen quantities; sizes grow until a run takes 1/16 of it.
     on_progress : callable, optional
-        Is told what is being measured.
+        Called with the name of each quantity before it is measured.
 
     Returns
     -------
@@ -67,7 +68,7 @@ def calibrate(
     Raises
     ------
     InvalidInputError
-        If the device is not one that can be measured, or is not there.
+        If the device can't be measured, isn't in this machine, or `effort_s` is out of range.
     """
     where = _device(device)
     if not 0 < effort_s <= 60:
@@ -135,7 +136,7 @@ def _calibrate(
 
 
 def _cpu_name() -> str:
-    """The processor as Linux names it, else as Python does."""
+    """Name of the processor, from Linux if possible, otherwise from Python's `platform`."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -148,7 +149,7 @@ def _cpu_name() -> str:
 
 
 def _median_s(run: Callable[[], Any], where: torch.device, effort_s: float) -> float:
-    """Median time of a call, after a first one that isn't counted."""
+    """Median time of a call after a warm-up: 3 to 100 calls, until they have taken half of `effort_s`."""
     run()
     seconds: list[float] = []
     while len(seconds) < 3 or (sum(seconds) < effort_s / 2 and len(seconds) < 100):
@@ -157,7 +158,7 @@ def _median_s(run: Callable[[], Any], where: torch.device, effort_s: float) -> f
 
 
 def _copy_rate(where: torch.device, effort_s: float) -> float:
-    """Bytes read and written a second by copies of a block well beyond caches."""
+    """Bytes read and written a second by copies of a block much larger than caches."""
     nbytes = min(512 << 20, accelerator.free_bytes(where) // 8)
     source = torch.ones(nbytes, dtype=torch.uint8, device=where)
     target = torch.zeros_like(source)
@@ -176,7 +177,7 @@ def _types(where: torch.device) -> list[tuple[str, torch.dtype]]:
 
 
 def _product_rate(where: torch.device, dtype: torch.dtype, effort_s: float) -> float:
-    """Operations a second of square products, as large as the effort and the device allow."""
+    """Floating-point operations a second of square products, as large as `effort_s` and the device allow."""
     for side in itertools.count():
         side = _LEAST_SIDE << side
         a = torch.full((side, side), 0.5, dtype=dtype, device=where)
@@ -193,7 +194,7 @@ def _product_rate(where: torch.device, dtype: torch.dtype, effort_s: float) -> f
 
 
 def _launch_s(where: torch.device) -> float:
-    """Time from the start of one operation to that of the next, where they have next to nothing to do."""
+    """Time from the start of one operation to that of the next, for operations on a single number."""
     x = torch.zeros(1, device=where)
 
     def run() -> None:
@@ -208,11 +209,11 @@ def _launch_s(where: torch.device) -> float:
 # --- shares of the peaks ---
 
 Trial = Callable[[int], Callable[[], Any]]
-"""Of a scale that says how large, a call that runs typical operations of one class forward and backward."""
+"""From a scale of the tensors' sizes to a call that runs typical operations of one class forward and backward."""
 
 
 def _trials(where: torch.device) -> dict[str, list[Trial]]:
-    """Layers that stand for each class, in the type that training on the device mostly has."""
+    """Typical layers of each class, in the data type that training on the device mostly uses."""
     dtype = torch.float16 if (accelerator.compute_capability(where) or (0, 0)) >= (7, 0) else torch.float32
 
     def tensor(*size: int) -> torch.Tensor:
@@ -262,7 +263,7 @@ def _trials(where: torch.device) -> dict[str, list[Trial]]:
 
 
 def _share(kind: str, trials: list[Trial], peaks: Device, where: torch.device, effort_s: float) -> float:
-    """Time at the peaks over time taken, of the operations of one class in its trials."""
+    """Time at the peaks over measured time, of the operations of one class in its trials."""
     at_peak = taken = 0.0
     for trial in trials:
         scale = 1
@@ -276,14 +277,14 @@ def _share(kind: str, trials: list[Trial], peaks: Device, where: torch.device, e
             run()
         bound_s = sum(op_seconds(key, peaks) for key in seen.keys)
         wanted_s = sum(op_seconds(key, peaks) for key in seen.keys if op_cost(key).kind == kind)
-        # What else runs, a sum of two gradients for one, is taken to be as far from its peak.
+        # Operations of other classes in the trial (a sum of two gradients) are taken to reach the same share.
         taken += _median_s(run, where, effort_s / len(trials)) * (wanted_s / bound_s if bound_s else 1.0)
         at_peak += wanted_s
     return min(max(at_peak / taken, 1e-3), 1.0)
 
 
 def summary(device: Device) -> list[tuple[str, str, str]]:
-    """Rows of a table for people: what, how much, and the share of the peak where there is one."""
+    """Rows of a table: quantity, value, and share of the peak if there is one."""
     rows = [
         ("memory", format_bytes(device.memory_bytes), ""),
         ("context", format_bytes(device.context_bytes), ""),

@@ -1,4 +1,4 @@
-"""The way to a tier and back, through the store that will be used: rates while compute is busy, what a copy costs."""
+"""Measure the link to a tier through the store that plans will use: rates while compute is busy, cost of a copy."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from ckptplan.core.link import Link, Tier
 from ckptplan.runtime.accelerator import synchronize
 from ckptplan.runtime.swap.stores import make_store
 
-_BLOCKS = 4
+_BLOCKS = 4  # copied in each direction in a round, so that a queue forms
 _ROUNDS = 4
+# Blocks of `measure_costs`: a page, whose copy takes hardly more than its latency; how many more of them are copied
+# together; and one large block, for the rate.
 _SMALL_BYTES = 4096
 _SMALL_COUNT = 64
 _LARGE_BYTES = 4 << 20
-_MOST_SIDE = 8192
-"""A product of this side takes a fast device some milliseconds."""
+_MOST_SIDE = 8192  # a product of two such matrices takes a fast device some milliseconds
 _MOST_PRODUCTS = 64
 
 
 def measure_link(
     device: torch.device, block_bytes: int, swap_dir: str | Path | None = None, tier: Tier = "host"
 ) -> Link:
-    """Measure each direction with blocks of `block_bytes`, as a step uses them: out in forward, in in backward.
+    """Measure each direction alone with blocks of `block_bytes`: out in forward, in in backward.
 
     Raises
     ------
@@ -39,19 +40,19 @@ def measure_link(
 def measure_links(
     device: torch.device, block_bytes: int, swap_dir: str | Path | None = None, tier: Tier = "host"
 ) -> tuple[Link, Link]:
-    """Each direction alone, and both at once.
+    """Measure each direction alone, and both at once.
 
-    The first round warms the area up: pages of a new file and registered memory are slow at first touch. It computes
-    nothing, and says for how long compute is to be busy in the others.
+    The first round is a warm-up without compute: pages of a new file and registered memory are slow at first touch. In
+    the others, compute is busy for the time that the first one took.
 
     Returns
     -------
     Link
-        Each direction while the other rests.
+        Rate of each direction while the other is idle.
     Link
-        Both while both are at work, by the time until both are done: links, and disks above all, are shared.
+        Rate of both at once, from the time until both are done. Links, and above all disks, are shared.
     """
-    # What is read while others are written lies beside them.
+    # Twice the blocks: those that are read lie in the store beside those that are written.
     store = make_store(
         device, capacity_bytes=2 * _BLOCKS * block_bytes, directory=swap_dir, limit_bytes=None, tier=tier
     )
@@ -98,12 +99,12 @@ def measure_links(
 
 
 def busy_for(seconds: float, device: torch.device, most_bytes: int) -> Callable[[], None]:
-    """Matrix products that take the device about so long.
+    """Return a function that runs matrix products which take the device about `seconds`.
 
     Parameters
     ----------
     most_bytes : int
-        Each of a product's two tensors is no larger; what is missing is made up by repeating it.
+        Most bytes of each of a product's two tensors; if one product takes less than `seconds`, it is repeated.
     """
     side, took_s = 32, 0.0
     while took_s < seconds / 8 and 2 * side <= _MOST_SIDE and (2 * side) ** 2 * 4 <= max(most_bytes, 1 << 16):
@@ -127,10 +128,10 @@ def _nothing() -> None: ...
 
 
 def measure_costs(device: torch.device, swap_dir: str | Path | None = None, tier: Tier = "host") -> Link:
-    """Measure what a transfer takes beyond its bytes, and each storage of it; the rate is that of one block.
+    """Measure the time of a transfer beyond its bytes (latency), and of each storage in it; the rate is a by-product.
 
-    From three transfers, out and waited for: one small block, many small blocks as one group, one large block. The
-    least of several rounds counts, since whatever disturbs a round adds to it.
+    Uses three transfers to the tier, each waited for: one small block, 65 small blocks together, one large block. The
+    minimum over several rounds counts, since disturbances only add time.
     """
     groups = [[_SMALL_BYTES], [_SMALL_BYTES] * (_SMALL_COUNT + 1), [_LARGE_BYTES]]
     capacity_bytes = max(map(sum, groups))
@@ -156,7 +157,7 @@ def measure_costs(device: torch.device, swap_dir: str | Path | None = None, tier
 
 
 def sharing_note(tier: Tier, alone: Link, together: Link) -> str | None:
-    """What a person should know where the two directions get in each other's way."""
+    """A note on directions that slow each other down; None if they hardly do."""
     share = min(together.out_bytes_per_s / alone.out_bytes_per_s, together.in_bytes_per_s / alone.in_bytes_per_s)
     if share >= 0.8:  # full-duplex links lose up to about a tenth each way
         return None

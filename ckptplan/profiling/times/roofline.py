@@ -1,12 +1,14 @@
-"""Seconds of an operation on a device that isn't here, from what it computes and what it moves (a roofline).
+"""Roofline model: seconds of an operation on a device, from its floating-point operations and its bytes.
 
-An operation takes as long as the slower of the two: its floating-point operations at the device's rate for the data
-type, or its bytes at the bandwidth of the device's memory, each at the share of the peak that operations of its class
-reach; and never less than the device needs from the start of one operation to the start of the next.
+An operation takes the longer of two times: that of its floating-point operations at the device's rate for the data
+type, and that of its bytes at the bandwidth of the device's memory, each at the share of the peak that operations of
+its class reach. It takes no less than the time from the start of one operation to the start of the next. Example: a
+product of two float32 matrices of 1024 x 1024 has 2.1e9 operations and 12.6e6 bytes; at 10e12 operations and 1e12 bytes
+a second it takes max(0.21 ms, 0.013 ms).
 
-What it leaves out: caches (an operand that the operation before has just written is read from memory again), shapes
+The model leaves out caches (an operand that the previous operation has just written is read from memory again), shapes
 that suit a kernel badly, clocks that fall under load, and layout changes inside a kernel. Depthwise convolutions count
-as convolutions, though few kernels reach for them what they reach for dense ones.
+as convolutions, though kernels for them reach a smaller share of the peak than for dense ones.
 
 Reference
 ---------
@@ -28,27 +30,28 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from ckptplan.core.device import Device
-from ckptplan.profiling.bytes.operations import TensorSpec
+from ckptplan.profiling.bytes.operations import TensorSpec, by_name
+from ckptplan.runtime.observe.measure import tensors_in
 
 _aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """What one operation asks of any device.
+    """Work of one operation, the same on any device.
 
     Attributes
     ----------
     kind : str
         Its class, one of `ckptplan.core.device.OP_CLASSES`.
     flops : int
-        Floating-point operations of matrix products, a multiplication and an addition counting as two; 0 for all else.
+        Floating-point operations of matrix products, a multiplication and an addition counting as two; 0 for others.
     nbytes : int
         Bytes read and written, every operand and result once.
     dtype : torch.dtype or None
-        What the products are of.
+        Data type of the products.
     tensors : int
-        Tensors worked on one after the other where the device has no kernel for lists of them; 0 if nothing runs.
+        Kernels launched on a device without kernels for lists of tensors; 0 if nothing runs.
     """
 
     kind: str
@@ -59,7 +62,7 @@ class OpCost:
 
 
 NOTHING = OpCost("other", 0, 0, None, 0)
-"""Views, empty tensors, questions about tensors: they run nothing on the device."""
+"""Cost of views, empty tensors and queries: they run nothing on the device."""
 
 
 def op_seconds(key: Hashable, device: Device, *, tf32: bool | None = None) -> float:
@@ -68,9 +71,9 @@ def op_seconds(key: Hashable, device: Device, *, tf32: bool | None = None) -> fl
     Parameters
     ----------
     key : hashable
-        As `tracker.op_key` makes it; None, a sum of gradients in place, takes 0.
+        As `op_key` makes it; None, for a sum of gradients in place, takes 0.
     device : Device
-        A class that its `efficiency` doesn't name reaches the peak.
+        Classes missing in its `efficiency` reach the peak.
     tf32 : bool, optional
         Whether products of float32 may use TF32 where the device has it; None: products as
         `torch.backends.cuda.matmul` says now, convolutions as `torch.backends.cudnn` does.
@@ -78,13 +81,13 @@ def op_seconds(key: Hashable, device: Device, *, tf32: bool | None = None) -> fl
     Returns
     -------
     float
-        0 for what runs nothing on the device.
+        0 for operations that run nothing on the device.
     """
     cost = op_cost(key)
     if cost.tensors == 0:
         return 0.0
     share = device.efficiency
-    # What computes but is bound by memory streams like elementwise operations.
+    # Products that are bound by memory reach the bandwidth that elementwise operations reach.
     streaming = share.get("elementwise" if cost.kind in _COMPUTING else cost.kind, 1.0)
     seconds = cost.nbytes / (device.bytes_per_s * streaming)
     if cost.flops:
@@ -97,11 +100,11 @@ _COMPUTING = ("matmul", "convolution", "attention")
 
 
 def flops_rate(device: Device, dtype: torch.dtype | None, kind: str = "matmul", *, tf32: bool = False) -> float:
-    """Operations a second that products of `dtype` reach in operations of class `kind`.
+    """Floating-point operations a second that products of `dtype` reach in operations of class `kind`.
 
-    A type that the device's `flops_per_s` leaves out takes the next in its row: float8 types that of "float8", then
-    "float16"; everything else, bfloat16 and float64 and integers too, that of "float32", at which a device without
-    units for the type at best converts it. Complex products are four real ones of their parts.
+    For a type missing in the device's `flops_per_s`, float8 types take the rate of "float8", then "float16"; all other
+    types, bfloat16, float64 and integers included, that of "float32", to which a device without units for the type at
+    best converts them. Complex products count as four real ones of their parts.
     """
     rates, share = device.flops_per_s, device.efficiency
     name = str(dtype).removeprefix("torch.")
@@ -120,8 +123,9 @@ _PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64
 
 
 def _uses_tf32(kind: str) -> bool:
-    """What PyTorch's own settings say of float32 now."""
-    # The older switches (allow_tf32, set_float32_matmul_precision) set these too, but can't be read once these are set.
+    """Whether PyTorch's settings now let float32 products of this class use TF32."""
+    # The older settings (allow_tf32, set_float32_matmul_precision) change these too, but can't be read once these are
+    # set.
     backends: Any = torch.backends
     backend = backends.cudnn.conv if kind == "convolution" else backends.cuda.matmul
     return bool(backend.fp32_precision == "tf32")
@@ -129,11 +133,11 @@ def _uses_tf32(kind: str) -> bool:
 
 @functools.lru_cache(maxsize=1 << 16)
 def op_cost(key: Hashable) -> OpCost:
-    """What the operation asks of any device.
+    """The work of an operation.
 
-    Its results' sizes come from running it on fake tensors. Where that fails (an operation without a fake kernel,
-    operands that the key doesn't hold) the results are taken to have as many bytes as the largest operand, and products
-    that need them to be counted count as memory traffic alone.
+    Its results' sizes come from running it on fake tensors. If that fails (an operation without a fake kernel, operands
+    that the key leaves out), the results count as many bytes as the largest operand, and products whose formula needs
+    them count as memory traffic alone.
     """
     if key is None:
         return NOTHING
@@ -143,7 +147,7 @@ def op_cost(key: Hashable) -> OpCost:
         return NOTHING
     specs = [leaf for leaf in leaves if isinstance(leaf, TensorSpec)]
     try:
-        arguments = _by_name(func, *pytree.tree_unflatten(list(leaves), spec))
+        arguments = by_name(func, *pytree.tree_unflatten(list(leaves), spec))
     except (ValueError, TypeError):  # a random generator was among the operands, which keys leave out
         arguments = {}
     result = _fake_result(func, leaves, spec)
@@ -157,28 +161,13 @@ def op_cost(key: Hashable) -> OpCost:
     return OpCost(kind, flops, nbytes, dtype, max([1, *lists]) if name.startswith("_foreach") else 1)
 
 
-_NOTHING_RUNS = frozenset(
-    (
-        "empty",
-        "new_empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty_strided",
-        "detach",
-        "lift_fresh",
-        "is_same_size",
-        "sym_size",
-        "sym_stride",
-        "sym_numel",
-        "sym_storage_offset",
-        "resize_",
-        "set_",
-        "alias",
-        "_unsafe_view",
-        "_reshape_alias",
-        "_nested_tensor_size",
-    )
-)
+# fmt: off
+_NOTHING_RUNS = frozenset((
+    "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "lift_fresh", "is_same_size",
+    "sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "resize_", "set_", "alias", "_unsafe_view",
+    "_reshape_alias", "_nested_tensor_size",
+))
+# fmt: on
 
 
 def _runs_nothing(func: Any) -> bool:
@@ -190,22 +179,13 @@ def _runs_nothing(func: Any) -> bool:
 
 
 def _bytes(spec: TensorSpec) -> int:
-    """Bytes of the elements there are: along a dimension of stride 0 there is one, and overlapping ones count once."""
-    if 0 in spec.size:
-        return 0
+    """Bytes of the distinct elements: a dimension of stride 0 has one, and overlapping elements count once."""
     apart = math.prod(n for n, step in zip(spec.size, spec.stride, strict=True) if step)
-    span = 1 + sum((n - 1) * step for n, step in zip(spec.size, spec.stride, strict=True))
-    return min(apart, span) * spec.dtype.itemsize
+    return min(apart, spec.span) * spec.dtype.itemsize
 
 
 def _specs(value: Any) -> list[TensorSpec]:
     return [x for x in pytree.tree_leaves(value) if isinstance(x, TensorSpec)]
-
-
-def _by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The operands by the names that the operation's schema gives them."""
-    names = [argument.name for argument in func._schema.arguments]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 _PICKED = {
@@ -220,38 +200,22 @@ _PICKED = {
     "nll_loss2d_backward": "self",
     "_unsafe_index": "self",
 }
-"""Operations that read of one operand only what an index points to."""
+"""Operation -> the operand of which it reads only the elements that an index points to."""
 
-_INTO = frozenset(
-    (
-        "index_put_",
-        "index_put",
-        "index_add_",
-        "index_copy_",
-        "index_fill_",
-        "scatter_",
-        "scatter_add_",
-        "_index_put_impl_",
-        "scatter_reduce_",
-    )
-)
-"""Operations that write to as much of `self` as their other operands are large."""
+# fmt: off
+_INTO = frozenset((
+    "index_put_", "index_put", "index_add_", "index_copy_", "index_fill_", "scatter_", "scatter_add_",
+    "_index_put_impl_", "scatter_reduce_",
+))
+# fmt: on
+"""Operations that read and write no more bytes of `self` than their other operands have."""
 
-_OVERWRITES = frozenset(
-    (
-        "copy_",
-        "fill_",
-        "zero_",
-        "normal_",
-        "uniform_",
-        "random_",
-        "bernoulli_",
-        "exponential_",
-        "geometric_",
-        "_foreach_copy_",
-        "_foreach_zero_",
-    )
-)
+# fmt: off
+_OVERWRITES = frozenset((
+    "copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_",
+    "_foreach_copy_", "_foreach_zero_",
+))
+# fmt: on
 """In-place operations that don't read what they write."""
 
 
@@ -283,7 +247,7 @@ def _others(arguments: dict[str, Any]) -> int:
 
 
 def _written(func: Any, arguments: dict[str, Any], result_bytes: int) -> int:
-    """Operands that the schema says are written to, and results that are none of the operands."""
+    """Bytes of the operands that the schema says are written to, and of results that are none of the operands."""
     name = func._schema.name.partition("::")[2]
     into = 0
     for argument in func._schema.arguments:
@@ -299,7 +263,7 @@ def _written(func: Any, arguments: dict[str, Any], result_bytes: int) -> int:
 
 
 def _fake_operands(leaves: tuple[Any, ...], spec: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Operands without memory; call it, and what is done with them, within a FakeTensorMode."""
+    """Operands without memory; to be called, and used, within a FakeTensorMode."""
 
     def make(leaf: Any) -> Any:
         if isinstance(leaf, TensorSpec):
@@ -315,16 +279,16 @@ def _fake_result(func: Any, leaves: tuple[Any, ...], spec: Any) -> list[TensorSp
         with torch.no_grad(), FakeTensorMode():
             args, kwargs = _fake_operands(leaves, spec)
             result = func(*args, **kwargs)
-    except Exception:  # whatever an operation has against operands without values; the caller falls back
+    except Exception:  # an operation may raise anything on operands without values; the caller falls back
         return None
-    return [TensorSpec.of(t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+    return [TensorSpec.of(t) for t in tensors_in(result)]
 
 
 # --- floating-point operations ---
 
 
 def _flops(func: Any, arguments: dict[str, Any], leaves: tuple[Any, ...], spec: Any) -> int:
-    """By formulas of our own where PyTorch's counter has none or counts too much, else by PyTorch's."""
+    """Floating-point operations, by the formulas in `_OWN` or PyTorch's; `_OWN` has those missing or too high there."""
     name = func._schema.name.partition("::")[2]
     try:
         if name in _OWN:
@@ -335,13 +299,13 @@ def _flops(func: Any, arguments: dict[str, Any], leaves: tuple[Any, ...], spec: 
         with torch.no_grad(), FakeTensorMode():
             args, kwargs = _fake_operands(leaves, spec)
             flops = int(formula(*args, **kwargs, out_val=func(*args, **kwargs)))
-    except Exception:  # formulas check shapes by assertions, and results may not be had
+    except Exception:  # formulas check shapes by assertions, and the operation may not run on fake tensors
         return 0
     return _causal(arguments, flops) if "attention" in name else flops
 
 
 def _convolution(arguments: dict[str, Any]) -> int:
-    """Every element of the smaller grid meets the whole kernel; grouped kernels have that many inputs fewer."""
+    """Each element of the smaller grid is multiplied with the whole kernel, whose size accounts for groups."""
     x, weight = arguments["input"], arguments["weight"]
     if arguments["transposed"]:
         grid = x.size[2:]
@@ -384,17 +348,17 @@ def _attention_backward(arguments: dict[str, Any]) -> int:
 
 
 def _causal(arguments: dict[str, Any], flops: int) -> int:
-    """Less what kernels skip above the diagonal, which PyTorch's counter doesn't take off."""
+    """`flops` without those above the diagonal, which causal kernels skip and PyTorch's counter includes."""
     if not arguments.get("is_causal") or not isinstance(arguments.get("query"), TensorSpec):
         return flops
     rows, columns = arguments["query"].size[-2], arguments["key"].size[-2]
     least = min(rows, columns)
-    pairs = least * (least + 1) // 2 + (rows - least) * columns  # row i meets the first i + 1 columns
+    pairs = least * (least + 1) // 2 + (rows - least) * columns  # row i has the first i + 1 columns
     return flops * pairs // (rows * columns)
 
 
 def _grouped(arguments: dict[str, Any]) -> int:
-    """A group's rows, columns or inner elements lie in one dimension, so each product is counted in its group once."""
+    """Groups split the rows, columns or inner elements of one dimension, so all of them together count once."""
     a, b = arguments["self"].size, arguments["mat2"].size
     groups = a[0] if len(a) == len(b) == 3 else 1
     return 2 * groups * a[-2] * a[-1] * b[-1]
@@ -405,7 +369,7 @@ def _linear(arguments: dict[str, Any]) -> int:
 
 
 def _recurrent(arguments: dict[str, Any]) -> int:
-    """Every matrix meets every time step of every sequence."""
+    """Each weight matrix is applied at every time step of every sequence."""
     given = arguments["input"].size
     weights = [s for what, value in arguments.items() if what.startswith("weight") for s in _specs(value)]
     return 2 * math.prod(given[:-1]) * sum(math.prod(s.size) for s in weights if len(s.size) == 2)
@@ -437,60 +401,25 @@ _OWN: dict[str, Any] = {
 # --- classes ---
 
 _REDUCING = ("norm", "softmax", "loss", "pool", "logsumexp", "_stats", "var", "mean", "sum", "bias_add")
-_STREAMING = frozenset(
-    (
-        "clone",
-        "_to_copy",
-        "copy_",
-        "fill",
-        "fill_",
-        "zero_",
-        "zeros",
-        "zeros_like",
-        "ones",
-        "ones_like",
-        "full",
-        "full_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "cat",
-        "stack",
-        "native_dropout",
-        "native_dropout_backward",
-        "constant_pad_nd",
-        "slice_backward",
-        "select_backward",
-        "slice_scatter",
-        "select_scatter",
-        "tril",
-        "triu",
-        "arange",
-        "scalar_tensor",
-    )
-)
+# fmt: off
+_STREAMING = frozenset((
+    "clone", "_to_copy", "copy_", "fill", "fill_", "zero_", "zeros", "zeros_like", "ones", "ones_like", "full",
+    "full_like", "new_zeros", "new_ones", "new_full", "cat", "stack", "native_dropout", "native_dropout_backward",
+    "constant_pad_nd", "slice_backward", "select_backward", "slice_scatter", "select_scatter", "tril", "triu",
+    "arange", "scalar_tensor",
+))
+# fmt: on
 
 
 _REDUCTION_TAG = getattr(torch.Tag, "reduction", None)
 """Missing in PyTorch 2.9."""
-_REDUCTIONS = frozenset(
-    (
-        "all",
-        "amax",
-        "amin",
-        "aminmax",
-        "any",
-        "argmax",
-        "argmin",
-        "count_nonzero",
-        "max",
-        "min",
-        "prod",
-        "std",
-        "std_mean",
-    )
-)
-"""Those whose names `_REDUCING` doesn't tell, and that carry no tag there."""
+# fmt: off
+_REDUCTIONS = frozenset((
+    "all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "count_nonzero", "max", "min", "prod", "std",
+    "std_mean",
+))
+# fmt: on
+"""Reductions in PyTorch 2.9 whose names contain none of `_REDUCING`."""
 
 
 def _kind(func: Any) -> str:

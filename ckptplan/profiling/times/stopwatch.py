@@ -1,9 +1,10 @@
-"""Times of the device and of the host that launches its work, apart.
+"""Separate times of the device, and of the host that launches its work.
 
 A CUDA step runs in two lanes: the host launches and the device computes. A span between two synchronisations takes the
-longer of both, and the sum of such spans is more than a step takes, which is the longer of two sums. So work that is to
-be timed is queued behind a delay kernel: the device begins when all of it is launched and never waits for the host.
-Events tell what the device takes, the host's clock what the launching takes.
+longer of the two times, so the sum over spans is more than the time of a step, which is the longer of two sums.
+Example: two spans with 3 ms and 1 ms of the device and 1 ms and 3 ms of the host take 3 ms each, but 4 ms together. So
+timed work is queued behind a delay kernel: the device begins when all of it is launched and never waits for the host.
+Events give the device's time, the host's clock that of launching.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ import torch
 from ckptplan.runtime.accelerator import delay, is_accelerator, synchronize, timing_event
 
 _FIRST_DELAY_S = 2e-3  # a stage of a hundred operations launches in about a millisecond
-_MOST_DELAY_S = 0.2  # more than the host takes for a thousand launches, which is what the device's queue holds
-_SPARE = 2.0  # launching varies from run to run
-_TRIES = 2  # longer delays for a kind, before it is taken to wait for the device itself
+_MOST_DELAY_S = 0.2  # more than the host takes for a thousand launches, the capacity of the device's queue
+_SPARE = 2.0  # delay over launch time: launching varies from run to run
+_TRIES = 2  # longer delays for a kind; if none is enough, its code waits for the device itself
 _CALIBRATION_CYCLES = 10_000_000  # some milliseconds at 1-2 GHz
 
 
 class Took(NamedTuple):
-    """Seconds of the device, and of the host where its work is another lane; on the CPU all is the device's."""
+    """Seconds of the device, and of the host that launches its work; on the CPU the latter are 0."""
 
     compute_s: float
     launch_s: float
@@ -35,12 +36,12 @@ class Took(NamedTuple):
 
 @dataclass(slots=True)
 class Span:
-    """Something that is being timed.
+    """A running measurement.
 
     Attributes
     ----------
     kind : hashable
-        Spans of one kind take about the same.
+        Spans of one kind take about the same time.
     begin_s : float
         On the host's clock.
     begin : torch.cuda.Event or None
@@ -61,7 +62,7 @@ class Stopwatch:
         self._too_short: Counter[Hashable] = Counter()
 
     def begin(self, kind: Hashable = None) -> Span:
-        """Wait for what runs, then time what is launched from here on."""
+        """Wait until the device is idle, then time the work that is launched from here on."""
         if not is_accelerator(self._device):
             return Span(kind, time.perf_counter())
         synchronize(self._device)
@@ -70,11 +71,11 @@ class Stopwatch:
         return Span(kind, time.perf_counter(), begin)
 
     def end(self, span: Span) -> Took:
-        """What was launched since, timed when the device has done it.
+        """Wait for the work that was launched since `begin`, and return its times.
 
-        Where the delay was over before the last launch, the device may have waited for the host; the next span of this
-        kind gets a longer delay. Code that waits for the device itself, or launches more than its queue holds, outlasts
-        every delay; then the delay is no part of what the host takes, which is at most what the device does.
+        If the delay was over before the last launch, the device may have waited for the host; the next span of this
+        kind gets a longer delay. For code that waits for the device itself, or launches more than its queue holds, no
+        delay is long enough; then the host's time would include the delay, and is cut to the device's.
         """
         launch_s = time.perf_counter() - span.begin_s
         if span.begin is None:

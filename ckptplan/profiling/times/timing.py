@@ -1,8 +1,8 @@
-"""Time every distinct stage on the device, holding no more than one stage's saved set at a time.
+"""Time every distinct stage on the device, with at most one stage's saved set on it at a time.
 
-The model's own forward runs once per round on real inputs, with the graph cut behind every stage: a stage runs without
-autograd, except where its kind is to be timed. Then forward, backward and recompute run on the spot, on the inputs it
-got. Between the cuts the glue keeps its graph, so that its backward (the loss, most of all) can be timed too.
+The model's forward runs once per round on real inputs, with the graph cut behind every stage. A stage runs without
+autograd, but the first one of each kind is also timed on the spot: forward, backward and recompute on the same inputs.
+Between the cuts the glue keeps its graph, so that its backward (most of all the loss) can be timed too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextvars
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.profiling.bytes.real_storages import RealStorages
 from ckptplan.profiling.times.stopwatch import Span, Stopwatch, Took
-from ckptplan.runtime.observe.measure import same_bits
+from ckptplan.profiling.values.cut import fresh, joined
+from ckptplan.runtime.observe.measure import same_bits, tensors_in
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.recompute.call import Call, caching
 from ckptplan.runtime.recompute.frames import run_recomputed
@@ -33,18 +34,19 @@ from ckptplan.runtime.step import TrainingStep, without_graph
 from ckptplan.runtime.swap.session import Counters
 
 Way = tuple[int, ...] | None
-"""How a stage is run: plain, or recomputed with these operations' outputs saved."""
+"""How a stage runs: None for plain, otherwise recomputed with the outputs of these operations saved."""
 
 Again = dict[tuple[int, ...], tuple[int, ...]]
 """The operations whose outputs a recomputing option saves -> the bytes of each storage that it saves."""
 
 COMPUTE, LAUNCH = range(2)
-"""The lanes: places in a `Took`."""
+"""The lanes: fields of a `Took`."""
 
-_ROUNDS = 3
-_LEAST = 0.02
-"""Least share of forward that a recompute with saved outputs is taken to cost, whatever the noise says."""
-_STAGE_S = 0.5  # enough measured time per kind and quantity
+_GLUE_ROUNDS = 3  # rounds without timed stages, the first of them a warm-up: the glue's times are medians over them
+_LEAST_SHARE = 0.02
+"""Least time of a recompute with saved outputs, as a share of forward; noise may make the measured one 0."""
+_STAGE_S = 0.5  # forward and backward of each way of a kind run until they have taken half of this, on average
+_MOST_RUNS = 20  # timings of each way; short stages would need very many to reach _STAGE_S
 
 
 def why_not_again(
@@ -54,10 +56,10 @@ def why_not_again(
     kwargs: dict[str, Any],
     device: torch.device,
 ) -> str | None:
-    """Why a stage can't run again as a recompute does; None if it can.
+    """Return why a stage can't run again as a recompute does; None if it can.
 
-    It runs twice on the same inputs, the second time from what the runtime has kept of the first. Outputs are compared
-    bit for bit, and what the stage's code can reach by its contents.
+    It runs twice on the same inputs, the second time from what the runtime has kept of the first. The outputs are
+    compared bit for bit, and so are the contents of all objects that the stage's code can reach.
     """
     call = Call(module, original, Counters(), device)
     try:
@@ -80,9 +82,10 @@ def why_not_again(
 
 @dataclass
 class Times:
-    """Seconds of one lane by kind of stage and by segment of glue, and of recompute also by the operations saved.
+    """Seconds of one lane by kind of stage, for recompute also by the operations saved, and by position of glue.
 
-    What can't be saved on the device as it was traced has no time.
+    Glue is keyed by the number of the stage that follows it. A recompute that ran other operations than were traced
+    isn't in `recompute_s`.
     """
 
     forward_s: dict[str, float] = field(default_factory=dict)
@@ -92,21 +95,30 @@ class Times:
     glue_backward_s: dict[int, float] = field(default_factory=dict)
 
 
-class _Join(torch.autograd.Function):
-    """Make a tensor without a graph depend on an anchor, sharing its memory, fit to be modified in place."""
+class _StageCall(NamedTuple):
+    """A call of a stage: its module, the module's own forward, and its positional and keyword arguments."""
 
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-        ctx.mark_dirty(tensor)
-        return tensor
+    module: nn.Module
+    original: Callable[..., Any]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, gradient.new_zeros(())
+    def run(self) -> Any:
+        """Make the call."""
+        args, kwargs = self.arguments
+        return self.original(*args, **kwargs)
+
+    def apart(self) -> contextlib.AbstractContextManager[Snapshot]:
+        """Inside, the stage runs in addition to the step; afterwards generators and all it can reach are as before.
+
+        Otherwise features collected from it by a hook would be there too often, with graphs that have run backward, and
+        the step would draw other numbers next.
+        """
+        args, kwargs = self.arguments
+        return beside(self.module, (*args, *kwargs.values(), *contextvars.copy_context().values()), graphs=True)
 
 
 class _Timing:
-    """One or more rounds of the cut forward."""
+    """Rounds of the cut forward, and the times measured in them; parameters as in `time_stages`."""
 
     def __init__(
         self,
@@ -121,18 +133,17 @@ class _Timing:
         self.rewind = rewind
         self.names = tuple(kinds)
         self.samples: dict[tuple[str, Way, str], list[Took]] = {}
-        self.otherwise: set[tuple[str, Way]] = set()  # what ran other operations than were traced
-        self.unlike: dict[str, str] = {}  # kinds that can't run again, and why
-        self.needs_graph: dict[str, bool] = {}  # kinds, once they have been tried without one
+        self.otherwise: set[tuple[str, Way]] = set()  # kinds and ways that ran other operations than were traced
+        self.unlike: dict[str, str] = {}  # kinds that can't run again -> why
+        self.needs_graph: dict[str, bool] = {}  # kinds that ran without a graph -> whether that failed
         self.glue: dict[tuple[str, int], list[Took]] = {}
         self.anchors: list[torch.Tensor] = []
         self.done: set[str] = set()
         self.repeats = 1
-        self.stage = 0
         self.left: Span | None = None
 
     def excess_s(self, kind: str, way: Way, lane: int) -> float:
-        """What `way` takes more than the plain stage: the median over pairs of runs, one right after the other."""
+        """Time of `way` beyond that of the plain stage: the median over pairs of runs, one right after the other."""
         plain, other = (
             [
                 f[lane] + b[lane]
@@ -143,8 +154,16 @@ class _Timing:
         return statistics.median(b - a for a, b in zip(plain, other, strict=True))
 
     def round(self, repeats: int, watched: RealStorages | None = None) -> None:
-        """One forward of the step; `repeats` timings of each kind, none when 0. One that is watched has none."""
-        self.repeats, self.stage, self.done, self.anchors = repeats, 0, set(), []
+        """Run one forward of the step.
+
+        Parameters
+        ----------
+        repeats : int
+            Least number of times that each kind of stage is timed in it.
+        watched : RealStorages, optional
+            Watches it, with `repeats=0`.
+        """
+        self.repeats, self.done, self.anchors = repeats, set(), []
         self.watched = watched
         self.rewind()
         calls: dict[nn.Module, list[int]] = {}
@@ -175,7 +194,7 @@ class _Timing:
             index = waiting.pop(0)
             self._glue_forward(index)
             self._glue_backward(index, args, kwargs)
-            output = self._stage(index, module, original, args, kwargs)
+            output = self._stage(index, _StageCall(module, original, (args, kwargs)))
             self.left = self.watch.begin(("forward", index + 1))
             self._glue_begins(index + 1)
             return output
@@ -193,10 +212,11 @@ class _Timing:
         self.glue.setdefault(("forward", index), []).append(self.watch.end(self.left))
 
     def _glue_backward(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = [
-            t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.grad_fn is not None
+        fresh = [
+            t
+            for t in tensors_in((args, kwargs))
+            if t.grad_fn is not None and type(t.grad_fn).__name__ != "_JoinBackward"
         ]
-        fresh = [t for t in tensors if type(t.grad_fn).__name__ != "_JoinBackward"]
         took = Took(0.0, 0.0)
         if fresh:
             span = self.watch.begin(("backward", index))
@@ -209,33 +229,31 @@ class _Timing:
         gradients = [torch.ones_like(t) for t in tensors]
         torch.autograd.grad(tensors, leaves, gradients, retain_graph=True, allow_unused=True)
 
-    def _stage(
-        self, index: int, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _stage(self, index: int, call: _StageCall) -> Any:
         kind = self.kinds[self.names[index]]
-        # Each stage: those of a kind run the same operations, but may read other things than tensors.
+        # Every stage is tried, since those of a kind run the same operations but may read other objects.
         tried, timed = self.repeats == 1, self.repeats > 0 and kind not in self.done
         if tried or timed:
-            with _apart(module, args, kwargs):
+            with call.apart():
                 if tried:
-                    self._try_again(kind, module, original, args, kwargs)
+                    self._try_again(kind, call)
                 if timed:
                     self.done.add(kind)
-                    self._time(kind, module, original, args, kwargs)
+                    self._time(kind, call)
         if self.watched is None:
-            output = self._without_graph(kind, module, original, args, kwargs)
+            output = self._without_graph(kind, call)
         else:
-            self.watched.begin(2 * index + 1, (args, kwargs))
-            output = original(*args, **kwargs)
+            self.watched.begin(2 * index + 1, call.arguments)
+            output = call.run()
             self.watched.end(output)
-        given = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        given = {t.untyped_storage()._cdata for t in tensors_in(call.arguments)}
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.is_floating_point() or tensor.untyped_storage()._cdata in given:
                 return tensor
             if self.watched is not None and not tensor.requires_grad:
-                return tensor  # what follows saves as much as in training
-            return self._joined(tensor, self.anchors)
+                return tensor  # so that the stages behind save the same tensors as in training
+            return joined(tensor, self.anchors)
 
         for leaf in pytree.tree_leaves(output):
             for name, value in (attributes_of(leaf) or {}).items():
@@ -243,72 +261,48 @@ class _Timing:
                     object.__setattr__(leaf, name, cut(value))
         return pytree.tree_map_only(torch.Tensor, cut, output)
 
-    def _without_graph(
-        self, kind: str, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """A stage's output, made without a graph unless that fails, as backward inside does, or gives no tensor."""
+    def _without_graph(self, kind: str, call: _StageCall) -> Any:
+        """A stage's output, without a graph unless that fails (as with a backward inside) or returns no tensor."""
         if kind not in self.needs_graph:
-            with _apart(module, args, kwargs):
+            with call.apart():
                 self.needs_graph[kind] = True
-                # Where it fails, it shows with a graph, as in training, whether that is an error.
+                # If it fails, it runs again with a graph, as in training, and an error there is the model's.
                 with contextlib.suppress(Exception), without_graph():
-                    self.needs_graph[kind] = not _tensors(original(*args, **kwargs))
+                    self.needs_graph[kind] = not _tensors(call.run())
         with contextlib.nullcontext() if self.needs_graph[kind] else without_graph():
-            return original(*args, **kwargs)
+            return call.run()
 
-    @staticmethod
-    def _joined(tensor: torch.Tensor, anchors: list[torch.Tensor]) -> torch.Tensor:
-        """`tensor` without its graph, with a new one that ends at an anchor, which is added to `anchors`."""
-        anchors.append(torch.zeros((), device=tensor.device, requires_grad=True))
-        # `data`, not `detach()`: marking it dirty must not count as a write to what the user's graph saved.
-        return _Join.apply(tensor.data, anchors[-1])  # type: ignore[no-any-return]
-
-    def _try_again(
-        self, kind: str, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Look whether a stage can run again; where it can't, none of its kind is to."""
+    def _try_again(self, kind: str, call: _StageCall) -> None:
+        """Check that a stage can run again; if it can't, none of its kind is recomputed."""
         if kind in self.unlike or () not in self.again.get(kind, {}):
             return
-        new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, self._fresh([], {}), (args, kwargs))
-        found = why_not_again(module, original, new_args, new_kwargs, self.device)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, fresh([], {}), call.arguments)
+        found = why_not_again(call.module, call.original, args, kwargs, self.device)
         if found is not None:
             self.unlike[kind] = found
 
-    def _fresh(
-        self, leaves: list[torch.Tensor], made: dict[int, torch.Tensor]
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What makes arguments for another run, whose graphs end at `leaves`; those that are one tensor stay one."""
-
-        def fresh(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in made:
-                made[id(tensor)] = self._joined(tensor, leaves) if tensor.requires_grad else tensor.detach()
-            return made[id(tensor)]
-
-        return fresh
-
-    def _time(
-        self, kind: str, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _time(self, kind: str, call: _StageCall) -> None:
+        module, original = call.module, call.original
         leaves: list[torch.Tensor] = []
         made: dict[int, torch.Tensor] = {}
-        fresh = self._fresh(leaves, made)
+        cut = fresh(leaves, made)
         again = {} if kind in self.unlike else self.again.get(kind, {})
         ways: list[Way] = [None, *(way for way in again if (kind, way) not in self.otherwise)]
         parameters = [p for p in module.parameters() if p.requires_grad]
-        # A weight that a hook has made lies outside of the stage, and its graph can't run backward each time.
+        # A weight that a hook has made has a graph outside of the stage, which can't run backward more than once.
         for m in module.modules():
             for name, value in m.__dict__.items():
                 if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                     m.__dict__[name] = value.detach().requires_grad_()
                     parameters.append(m.__dict__[name])
         spent, count = 0.0, 0
-        while count < self.repeats or (self.repeats > 1 and spent < _STAGE_S * len(ways) / 2 and count < 20):
+        while count < self.repeats or (self.repeats > 1 and spent < _STAGE_S * len(ways) / 2 and count < _MOST_RUNS):
             for way in ways:
                 leaves.clear()
                 made.clear()
-                # A state that the run before has left on the module would lead into its graph, which is gone.
+                # State that the run before has left on the module would lead into its graph, which is gone.
                 Snapshot(below(module), changing=Changing()).put()
-                new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, fresh, (args, kwargs))
+                new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, cut, call.arguments)
                 span = self.watch.begin((kind, way, "forward"))
                 with caching(parametrize._cache_enabled):
                     if way is None:
@@ -338,26 +332,15 @@ class _Timing:
             count += 1
 
 
-def _apart(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> contextlib.AbstractContextManager[Snapshot]:
-    """A stage runs inside besides the step: what it draws from, and what it can reach, is as before afterwards.
-
-    Otherwise what others collect of it (features, by a hook) would be there too often, with graphs that have run
-    backward, and the step would go another way by the numbers that it draws next.
-    """
-    return beside(module, (*args, *kwargs.values(), *contextvars.copy_context().values()), graphs=True)
-
-
 def _tensors(output: Any) -> list[torch.Tensor]:
-    """The tensors of a stage's output, and of the objects in it."""
+    """The tensors in a stage's output, those in attributes of objects included."""
     leaves = pytree.tree_leaves(output)
     inside = (value for leaf in leaves for value in (attributes_of(leaf) or {}).values())
     return [t for t in (*leaves, *inside) if isinstance(t, torch.Tensor)]
 
 
 def _falling(values: Iterable[float]) -> list[float]:
-    """The nearest sequence that doesn't rise: neighbours that do are averaged (pool adjacent violators)."""
+    """The nearest non-increasing sequence by least squares (pool adjacent violators): (3, 1, 2) gives (3, 1.5, 1.5)."""
     pools: list[tuple[float, int]] = []
     for value in values:
         pool = (value, 1)
@@ -376,32 +359,36 @@ def time_stages(
     rewind: Callable[[], None],
     real: RealStorages | None = None,
 ) -> tuple[Times, Times, dict[str, str]]:
-    """Measure `step` stage by stage, and run each once more to see that it can run again.
+    """Measure `step` stage by stage, and check of each stage that it can run again.
 
     Parameters
     ----------
     kinds : dict
         Stage name -> kind, in call order; each kind is timed once, on the first stage that has it.
     again : dict
-        Kind -> what its recomputing options save, by rising bytes and so, noise aside, falling time; no operations'
-        outputs first, unless some must not run again. Empty where it can't be recomputed.
+        Kind -> its recomputing options' saved operations, by rising bytes and so, noise aside, falling time; saving
+        none comes first, unless some must not run again. Empty for a kind that can't be recomputed.
     rewind : callable
-        Puts buffers and random states back between rounds.
+        Restores buffers and random states between rounds.
     real : RealStorages, optional
         Watches one round's forward.
 
     Returns
     -------
     Times, Times
-        Medians, of the device and of the host that launches its work (0 on the CPU). Glue is keyed by the stage that
-        follows it (their number: after the last one).
+        Medians of the device, and of the host that launches its work (0 on the CPU).
     dict
-        Kinds that can't be recomputed -> why: another run, from what the first one found, isn't like it.
+        Kinds that can't be recomputed -> why: a second run from the same state differs from the first.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If a stage didn't run.
     """
     timing = _Timing(step, kinds, again, device, rewind)
     timing.round(1)  # warm-up
     timing.round(0, real)
-    for _ in range(_ROUNDS - 2):
+    for _ in range(_GLUE_ROUNDS - 2):
         timing.round(0)
     timing.round(3)
     for name, kind in kinds.items():
@@ -414,7 +401,7 @@ def time_stages(
 
 
 def _medians(timing: _Timing, lane: int) -> Times:
-    """What was measured of one lane."""
+    """The times of one lane."""
     out = Times()
     for kind in dict.fromkeys(timing.kinds.values()):
         if (kind, None, "forward") not in timing.samples:
@@ -428,14 +415,14 @@ def _medians(timing: _Timing, lane: int) -> Times:
             continue
         if not ways:
             continue
-        # The way that saves least runs most again: the whole stage, where all of it may run again.
+        # The first way saves least and so runs most again: the whole stage, if all of it may run again.
         longest_s = timing.excess_s(kind, ways[0], lane)
-        # Recompute stops at the last saved tensor, so it is forward at most; what the difference shows beyond that is
-        # memory touched for the first time, which a step in a running training has behind it, whatever it saves.
+        # Recompute stops at the last saved tensor, so it takes no longer than forward. Any excess is the time of memory
+        # that is touched for the first time, which doesn't occur in the later steps of a training.
         scale = min(1.0, forward_s / longest_s) if longest_s > 0 else 1.0
         if ways[0] == ():
             out.recompute_s[kind, ways.pop(0)] = max(scale * longest_s, 0.1 * forward_s)
-        measured_s = (max(scale * timing.excess_s(kind, way, lane), _LEAST * forward_s) for way in ways)
+        measured_s = (max(scale * timing.excess_s(kind, way, lane), _LEAST_SHARE * forward_s) for way in ways)
         out.recompute_s.update(((kind, way), s) for way, s in zip(ways, _falling(measured_s), strict=True))
     for (direction, index), values in timing.glue.items():
         table = out.glue_forward_s if direction == "forward" else out.glue_backward_s

@@ -1,1 +1,1 @@
-"""Models whose path depends on values, and operations that can't run without memory."""
+"""Steps whose operations depend on values, and operations that don't run on fake tensors."""

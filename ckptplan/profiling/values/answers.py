@@ -1,22 +1,28 @@
-"""What operations answered when a step ran for real, for those whose results can't be told from fake operands.
+"""Results of a real run, for operations whose results don't follow from fake operands.
 
 A step is traced on fake tensors, which have no values. An operation that reads values (`item`, `nonzero`, indexing
-with a mask), or has no fake kernel, fails there. Then the step runs once for real (`real_run.py`) and each such
-operation's answer is written down; the fake replays get the answers, call by call. So they take the path that the real
-step took, with the sizes that it had, and none of them needs memory for values.
+with a mask), or has no fake kernel, fails there. Then the step runs once for real (`real_run.py`) and the result of
+each such operation, its *answer*, is noted; the fake replays get the answers, call by call. So they take the path that
+the real step took, with the sizes that it had, and none of them needs memory for values.
 
 NOTE [Answers]
 
-1. Answers lie in one queue per phase (forward, backward, and inference: the forward without gradients), operation and
-   place in the program that calls it. A call takes the next one of its queue, whether its operands have values in the
-   replay or not, since the real run can't tell those apart. By place, because what PyTorch makes of one call may read
-   values of real tensors alone (`one_hot` looks for numbers out of range).
+1. There is one queue of answers per phase (forward, backward, and inference: the forward without gradients), operation
+   and place in the program that calls it. A call takes the next answer of its queue, whether or not its operands have
+   values in the replay: the real run can't tell. Places are kept apart because PyTorch itself may read values, of real
+   tensors alone (`one_hot` looks for numbers out of range).
 2. A stage that runs again takes the answers that it took in forward, from the first on.
-3. Random operations whose results the replay has for real (a drawn number, a permutation) are asked too: a replay draws
-   less than the real step, whose dropout moves the generator, and would draw other numbers. So where a replay without
-   answers has drawn such a result and then reads values, which may be it, the step runs for real as well.
-4. The lengths of packed sequences are answered with their values, since recurrent kernels read them past any mode.
-5. An answer is for operands of certain sizes. Others mean that the step doesn't do the same each time: an error.
+3. Random operations whose results have values in the replay (a drawn number, a permutation) have answers too: a replay
+   draws less than the real step, whose dropout moves the generator, and would draw other numbers. So if a replay
+   without answers has drawn such a result and then reads any values, the step runs for real as well.
+4. The answer for packed sequences includes the values of their lengths, which recurrent kernels read without any
+   operation that a dispatch mode sees.
+5. An answer holds for operands of the sizes in the real run. Other sizes mean that the step doesn't do the same each
+   time it runs, and are an error.
+
+Example: forward indexes 8 rows with a mask, `x[mask]`, in `model.py:12`. On a fake `x` the number of rows isn't known.
+The real run notes 5 rows for (forward, index, model.py:12); in the replay `x[mask]` then returns a fake tensor of 5
+rows, and another one when the stage is recomputed.
 """
 
 from __future__ import annotations
@@ -38,33 +44,34 @@ from torch.utils import _pytree as pytree
 
 import ckptplan
 from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.patching import entry_point
 from ckptplan.runtime.recompute.selective import is_random
 
 Phase = Literal["forward", "backward", "inference"]
 
 READ_ARRAY = "Tensor.numpy"
-"""Stands for the reading of a whole tensor as an array, which no dispatch mode sees."""
+"""Name for the reading of a whole tensor as an array, which is no operation."""
 
 VALUES_LIMIT = 1 << 24
-"""Largest number of elements that a replay has for real, or an answer keeps."""
+"""Most elements of a tensor with real values in a replay or in an answer: 128 MiB of 64-bit integers."""
 
 PACK = torch.ops.aten._pack_padded_sequence.default
-"""Packs sequences of given lengths; kernels read how many go on at each step past any mode."""
+"""Packs sequences of given lengths (NOTE [Answers], rule 4)."""
 
 _BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _INDEXING = {torch.ops.aten.index.Tensor}
 
 
 class NeedsValues(RuntimeError):
-    """An operation can't run on fake operands, and nothing is known of what it answered for real.
+    """An operation can't run on fake operands, and has no answer of a real run.
 
     Parameters
     ----------
     func : operation
     phase : str
     refused : bool
-        Its fake kernel has something against these operands; the real one may as well.
+        Its fake kernel raised an error about these operands, which the real one may raise as well.
     """
 
     def __init__(self, func: Any, phase: Phase, *, refused: bool = False) -> None:
@@ -74,17 +81,18 @@ class NeedsValues(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A kind of call that is asked: one queue of answers.
+    """Key of one queue of answers: an operation, its phase, and the place in the program that calls it.
 
     Parameters
     ----------
     phase : str
     func : operation
     code, place : code object, tuple
-        Where the innermost Python code outside of PyTorch's dispatch and of ours calls it: the expression's lines and
-        columns, since the instruction's number becomes another one once Python has specialised the instruction.
+        Code of the innermost Python function outside of PyTorch's dispatch and of this package, and the lines and
+        columns of the expression there. The instruction's number wouldn't do: it changes once Python has specialised
+        the instruction.
     line : str
-        The same for people.
+        File and line, for messages.
     """
 
     phase: Phase
@@ -95,7 +103,7 @@ class Question:
 
     @classmethod
     def now(cls, phase: Phase, func: Any) -> Question:
-        """The question that `func`, called now, is."""
+        """The question of a call of `func` that runs now."""
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
             frame = frame.f_back
@@ -122,7 +130,7 @@ _BETWEEN = (
     *(os.path.join(_TORCH, *path) for path in (("_subclasses",), ("_dynamo",), ("_compile.py",), ("_ops.py",))),
     contextlib.__file__,
 )
-"""Code that lies between a call in the program and what watches it, on real tensors or on fake ones."""
+"""Code between a call in the program and the dispatch mode that sees it, on real tensors or on fake ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +152,7 @@ class Layout:
         return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), elements, tensor.dtype, device)
 
     def make(self) -> torch.Tensor:
-        """A tensor like it, of whatever values."""
+        """A tensor of this layout, with arbitrary values."""
         flat = torch.empty(self.elements, dtype=self.dtype, device=self.device)
         if self.offset == 0 and flat.stride() == self.stride and flat.shape == self.size:
             return flat
@@ -153,25 +161,25 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """In an answer: the operand of that number, returned."""
+    """In an answer: the operation returned this operand."""
 
     operand: int
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one call of an operation gave.
+    """Result of one call of an operation in the real run.
 
     Parameters
     ----------
     sizes : tuple
-        Of its tensor operands.
+        Sizes of its tensor operands.
     result : tree
         Numbers as they are, a `Layout` or `Same` for each tensor.
     values : tree or None
-        The tensors themselves, where a replay has them for real.
+        The tensors themselves, where they have values in a replay.
     peak_bytes : int
-        Most bytes it had allocated at once, its results included.
+        Most bytes that it allocated at once, its results included.
     """
 
     sizes: tuple[tuple[int, ...], ...]
@@ -185,7 +193,7 @@ class Answer:
         return not any(isinstance(x, (Layout, Same)) for x in pytree.tree_leaves(self.result))
 
     def made(self, operands: list[torch.Tensor]) -> Any:
-        """The result without values; call it where operations run fake."""
+        """The result with tensors made anew; under a fake mode, these are fake."""
         return pytree.tree_map(
             lambda x: x.make() if isinstance(x, Layout) else operands[x.operand] if isinstance(x, Same) else x,
             self.result,
@@ -193,36 +201,36 @@ class Answer:
         )
 
     def layouts(self) -> tuple[Layout, ...]:
-        """Of the tensors that it made."""
+        """Layouts of the tensors that it made."""
         leaves = pytree.tree_leaves(self.result, is_leaf=lambda x: isinstance(x, (Layout, Same)))
         return tuple(x for x in leaves if isinstance(x, Layout))
 
 
 @dataclass
 class Answers:
-    """The answers of one step, none at first. See NOTE [Answers].
+    """The answers of one step (NOTE [Answers]).
 
     Attributes
     ----------
+    failed : set
+        Operations that failed on fake operands, beyond those whose tags say that they do.
     step : object
-        The step they are of.
+        The step that they belong to.
     has_values : bool
-        It can run for real: nothing of it lies on `meta`.
-    asked : set
-        Operations that failed on fake operands, beyond those whose tags say that they would.
+        The step can run for real: no tensor of it lies on `meta`.
     phases : set of str
-        In which any did; the forward always belongs to them.
+        Phases in which operations failed; if any did, "forward" is one of them.
     used : dict
-        The questions that a replay had, for want of values of its own, in order; as keys.
+        Questions whose answers a replay needed because it had no values of its own, in order, as keys.
     queues : dict
         Question -> its answers, in order of the calls.
     compiled : dict
-        A call of a compiled module -> what it does (`Noted` in compiled.py).
+        Key of a call of a compiled module -> the `Noted` of it (compiled.py).
     storages : dict
-        Key of an operation whose results begin larger storages on the device than traced -> their bytes, in order.
+        Key of an operation whose results have larger storages on the device than traced -> their bytes, in order.
     """
 
-    asked: set[Any] = field(default_factory=set)
+    failed: set[Any] = field(default_factory=set)
     step: object = None
     has_values: bool = True
     phases: set[Phase] = field(default_factory=set)
@@ -232,16 +240,16 @@ class Answers:
     storages: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
 
     def belong_to(self, step: object, *, has_values: bool) -> None:
-        """Forget the answers of another step."""
+        """Forget all answers if they are those of another step."""
         self.has_values = has_values
         if step is not self.step:
-            for known in (self.asked, self.phases, self.used, self.queues, self.compiled, self.storages):
+            for known in (self.failed, self.phases, self.used, self.queues, self.compiled, self.storages):
                 known.clear()
             self.step = step
 
     def wants(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """Whether calls of an operation with such operands are asked, as far as can be told before its result."""
-        if func in self.asked:
+        """Whether a call with such operands takes an answer, as far as its result isn't needed to tell."""
+        if func in self.failed:
             return True
         if not any(tag in _BY_VALUE for tag in getattr(func, "tags", ())):
             return False
@@ -251,14 +259,11 @@ class Answers:
 
     @staticmethod
     def wants_drawn(func: Any, result: Any) -> bool:
-        """Whether a random operation's result is one that replays have for real."""
-        if not is_random(func):
-            return False
-        made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-        return bool(made) and all(readable(t) and t.numel() <= VALUES_LIMIT for t in made)
+        """Whether `func` is random and its result has values in replays."""
+        return is_random(func) and all_readable(result)
 
     def take(self, question: Question, number: int, operands: Any) -> Answer:
-        """The answer to a question's call of that number.
+        """The answer for call `number`, from 0 on, of a question.
 
         Raises
         ------
@@ -279,7 +284,7 @@ class Answers:
 
     @property
     def note(self) -> str:
-        """For people: what needed values, and how it got them. Empty where nothing did."""
+        """A note on the operations that needed values, and how these were found; empty if none did."""
         if not self.used:
             return ""
         first: dict[Any, Question] = {}
@@ -294,26 +299,32 @@ class Answers:
 
 
 def readable(tensor: torch.Tensor) -> bool:
-    """Whether programs read such tensors' values: whole numbers, and single numbers such as a count of steps."""
+    """Whether programs read the values of such tensors: integers, and single numbers such as a count of steps."""
     return not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dim() == 0
+
+
+def all_readable(result: Any) -> bool:
+    """Whether an operation returned tensors, all of them readable and of at most `VALUES_LIMIT` elements."""
+    made = tensors_in(result)
+    return bool(made) and all(readable(t) and t.numel() <= VALUES_LIMIT for t in made)
 
 
 def sizes_of(tree: Any) -> tuple[tuple[int, ...], ...]:
     """Sizes of the tensors in `tree`."""
-    return tuple(tuple(t.shape) for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor))
+    return tuple(tuple(t.shape) for t in tensors_in(tree))
 
 
 class ReadingWatched:
-    """While entered, in this thread: whole tensors are read by ways that can be watched.
+    """Context in which the reading of whole tensors, in this thread, can be seen and replaced.
 
-    `tolist` goes number by number through `item`, an operation, as it does on fake tensors; `numpy` through `read`.
+    `tolist` reads number by number through `item`, which is an operation; `numpy` goes through `read`.
 
     Parameters
     ----------
     read : callable
-        `read(tensor)` gives the array, None where the tensor's own will do.
+        `read(tensor)` returns the array, or None for the tensor's own.
     by_item : callable
-        Tells whether `tolist` is watched now.
+        Returns whether `tolist` is to go through `item` now.
     """
 
     def __init__(
@@ -357,7 +368,7 @@ class ReadingWatched:
 def around_forwards(
     modules: Iterable[nn.Module], around: Callable[[], contextlib.AbstractContextManager[None]]
 ) -> Iterator[None]:
-    """Inside, these modules' forwards run in such a context, below what is patched on top of them later."""
+    """Inside, each forward of these modules runs in a context of `around`, below any patch that is made later."""
 
     def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
@@ -382,25 +393,25 @@ def around_forwards(
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """In an operation's key: what it made and allocated in the real run, since its operands' sizes don't tell."""
+    """Part of an operation's key: what it made and allocated in the real run, which its operands' sizes don't tell."""
 
     made: tuple[Layout, ...]
     peak_bytes: int
 
 
 def with_seen(key: Hashable, answer: Answer) -> Hashable:
-    """An operation's key that tells calls with other results apart."""
+    """An operation's key with the answer's layouts and bytes, so that calls with other results have other keys."""
     made: Any = key
     func, leaves, spec = made
     return func, (*leaves, Seen(answer.layouts(), answer.peak_bytes)), spec
 
 
 def seen_in(key: Hashable) -> Seen | None:
-    """What `with_seen` put into a key."""
+    """The part of a key that `with_seen` added, if any."""
     leaves = key[1] if isinstance(key, tuple) else ()
     return leaves[-1] if leaves and isinstance(leaves[-1], Seen) else None
 
 
 def without_seen(key: Hashable) -> Hashable:
-    """The key as it was before `with_seen`."""
+    """The key before `with_seen`."""
     return key if seen_in(key) is None else (key[0], key[1][:-1], key[2])  # type: ignore[index]

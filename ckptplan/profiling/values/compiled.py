@@ -1,34 +1,39 @@
-"""Compiled modules: noted once on the device, then played without memory.
+"""Compiled modules: noted once in a real run on the device, then played on fake tensors.
 
-Compiled code fuses operations and doesn't run on fake tensors, so a trace can't look inside. To the trace a call of a
-compiled module is one operation: it makes its outputs and what it saves, and one backward.
+Compiled code fuses operations and doesn't run on fake tensors, so a trace can't look inside. In the trace, a call of a
+compiled module is one operation that makes its outputs and its saved tensors, and has one backward.
 
 NOTE [Compiled calls]
 
 1. The step runs for real once, saving nothing. Each distinct call of a compiled module (same module, sizes, data types,
-   gradients wanted) is made twice more on the spot, on the inputs that it got: once to see what its outputs, saved
-   tensors and gradients are, with everything held so that no address is used twice; once to measure its peaks.
-2. A tensor is noted by the storage that it lies in (an input's, the model's own, the call's n-th new one) and how.
-3. In a replay the call makes the new storages and for a moment a block that lifts the level to the measured peak.
+   gradients wanted) is made three times more on the spot, on the same inputs: once to note its outputs, saved tensors
+   and gradients, with all of them held so that no address is used twice; then to measure its peaks, with its outputs
+   dropped before backward and with its outputs held.
+2. A tensor is noted as the storage that it lies in (an input's, the model's own, the call's n-th new one) and its
+   layout there.
+3. In a replay the call makes the new storages and for a moment a block that raises the live bytes to the measured peak.
    It saves the same tensors in the same order, so positions in a plan mean the same as in the real run.
-4. Its backward asks for all saved tensors at once, as compiled code does, lifts the level by what was measured above
-   the start of the real one, and only then drops what was saved and makes the gradients. A gradient that it is given
-   with other strides than its output has is copied first, and one that others hold can't be dropped midway. Where
-   others hold an output, as the program does the model's own, what counts was measured with the outputs held.
-5. What compiled code holds past autograd's saved tensors counts as one more block, which no hook sees.
+4. Its backward fetches all saved tensors at once, as compiled code does, raises the live bytes by what was measured
+   above the start of the real one, and only then drops the saved tensors and makes the gradients. An incoming gradient
+   whose strides aren't its output's is copied first, and one with other references can't be dropped midway. If an
+   output has other references, as the model's own output has in the program, the peak with the outputs held counts.
+5. Bytes that compiled code holds until backward besides autograd's saved tensors count as one more block, which no hook
+   sees.
+
+Example: a call with an input of 4 KiB makes an output of 4 KiB, saves it and the input, holds 1 KiB more, and its
+forward peaks 12 KiB above the start. A replay makes storages of 4 KiB and 1 KiB and, for a moment, a block of 7 KiB.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -38,8 +43,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.profiling.values.answers import VALUES_LIMIT, Layout
+from ckptplan.profiling.values.cut import fresh
 from ckptplan.runtime import accelerator
-from ckptplan.runtime.observe.measure import no_cycles_collected, recorded_allocations
+from ckptplan.runtime.observe.measure import no_cycles_collected, recorded_allocations, tensors_in
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.state.compiled import compiled_modules, out_of_sight
 from ckptplan.runtime.state.restore import random_state
@@ -54,15 +60,15 @@ Origin = Literal["input", "own", "new", "gradient"]
 
 @dataclass(frozen=True, slots=True)
 class Lies:
-    """A tensor without its values: in which storage it lies, and how.
+    """A tensor without its values: the storage that it lies in, and its layout there.
 
     Attributes
     ----------
     origin : str
-        "input": the call's; "own": the module's parameter or buffer; "new": made by the call; "gradient": what backward
-        is given.
+        "input": an input of the call; "own": a parameter or buffer of the module; "new": made by the call; "gradient":
+        an incoming gradient of backward.
     number : int
-        Which of these; of gradients, the leaf of the output that it belongs to.
+        Its number among these; for a gradient, that of the output leaf that it belongs to.
     """
 
     origin: Origin
@@ -70,31 +76,44 @@ class Lies:
     layout: Layout
 
 
+class Output(NamedTuple):
+    """An output of a compiled call: where it lies, and whether it needs gradients."""
+
+    lies: Lies
+    requires_grad: bool
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it lies in a storage that the call made."""
+        return self.lies.origin == "new"
+
+
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """What one call of a compiled module does (NOTE [Compiled calls]).
+    """One call of a compiled module, as seen in a real run (NOTE [Compiled calls]).
 
     Attributes
     ----------
     kind : str
         Equal for calls that do the same and take the same time.
     new : tuple of Layout
-        Per storage that forward makes, how the first tensor on it lies.
+        Per storage that forward makes, the layout of the first tensor on it.
     outputs : tuple
-        Per leaf of the output: `Lies` with whether it needs gradients, or the value itself.
+        Per leaf of the output: an `Output` for a tensor that has no values in a replay, otherwise the value itself.
     spec : TreeSpec
+        Tree of the output.
     saved : tuple of Lies
-        What autograd saves, in order.
+        Tensors that autograd saves, in order.
     hidden_bytes : int
-        Held after forward besides outputs and saved tensors.
+        Bytes held after forward besides outputs and saved tensors.
     forward_bytes, backward_bytes : int
-        Most bytes above what is there when the direction begins; in backward that includes what was saved.
+        Most bytes above those present when the direction begins; in backward these include the saved tensors.
     backward_held_bytes : int
-        The latter while others hold the outputs.
+        `backward_bytes` if the outputs are held elsewhere.
     updated, replaced : tuple of str
-        Buffers that forward writes to, and those in whose place it puts others.
+        Buffers that forward writes to, and those that it replaces by other tensors.
     made : tuple of Layout
-        Storages that backward makes.
+        Storages that backward makes, each with the layout of the first tensor on it.
     gradients : tuple of Lies or None
         Per tensor that may need one: the inputs, then the module's parameters. "new" are forward's storages here, and
         from len(new) on backward's.
@@ -102,7 +121,7 @@ class Noted:
 
     kind: str
     new: tuple[Layout, ...]
-    outputs: tuple[tuple[Lies, bool] | Any, ...]
+    outputs: tuple[Output | Any, ...]
     spec: pytree.TreeSpec
     saved: tuple[Lies, ...]
     hidden_bytes: int
@@ -117,7 +136,7 @@ class Noted:
 
 @dataclass
 class _Storages:
-    """Finds where tensors lie; keeps what it has met alive, so that addresses stay distinct."""
+    """Finds the storages that tensors lie in; holds every tensor it is given, so that addresses stay distinct."""
 
     known: dict[int, tuple[Origin, int]] = field(default_factory=dict)
     new: list[Layout] = field(default_factory=list)
@@ -146,7 +165,7 @@ def _bytes(layouts: tuple[Layout, ...]) -> int:
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     """The distinct tensors in `tree`, in order."""
-    return list({id(t): t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)}.values())
+    return list({id(t): t for t in tensors_in(tree)}.values())
 
 
 def _own(module: nn.Module) -> list[torch.Tensor]:
@@ -166,12 +185,12 @@ def _buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str, torch.Tensor,
 
 
 def note_compiled(step: TrainingStep, target: Target) -> None:
-    """Run `step` for real, saving nothing, and note into `target.answers` what its compiled modules do.
+    """Run `step` for real, saving nothing, and note the calls of its compiled modules in `target.answers`.
 
     Raises
     ------
     UnsupportedModelError
-        If the device isn't here, or a compiled module does what can't be played.
+        If the device isn't in this machine, or a compiled module does something that can't be played.
     """
     found = compiled_modules(step.model)
     on_meta = any(t.is_meta for t in (*step.model.parameters(), *step.model.buffers(), *step.tensors()))
@@ -201,26 +220,26 @@ def note_compiled(step: TrainingStep, target: Target) -> None:
 
 
 def _passed_through() -> Any:
-    """Inside, autograd saves, whatever hooks are around."""
+    """Inside, autograd saves tensors as usual, whichever hooks are installed around."""
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 class _StandIn(PatchedForward):
-    """Below the patches of a plan, and no sign of one."""
+    """A patch below those of a plan, of another class so that it isn't taken for one of them."""
 
 
 @contextlib.contextmanager
 def _patched(modules: dict[str, nn.Module], runner: Callable[[str, nn.Module], Callable[..., Any]]) -> Iterator[None]:
-    _lone_owners()  # found now: inside a backward it would be in its own way
+    _lone_owners()  # cached now: it can't be measured inside a backward
     with installed([_StandIn(module, runner(name, module)) for name, module in modules.items()]):
         yield
 
 
-def _key(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """Equal for calls that compiled code does the same way."""
+def _key(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Key of a call; calls with equal keys run the same compiled code with the same layouts."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
 
-    def told(leaf: Any) -> Hashable:
+    def described(leaf: Any) -> Hashable:
         if isinstance(leaf, torch.Tensor):
             return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
         if leaf is None or isinstance(leaf, (int, float, bool, str, torch.dtype)):
@@ -230,11 +249,11 @@ def _key(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
     kinds = [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
     autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
-    return name, torch.is_grad_enabled(), module.training, autocast, spec, tuple(told(leaf) for leaf in leaves)
+    return name, torch.is_grad_enabled(), module.training, autocast, spec, tuple(map(described, leaves))
 
 
 class _Given(torch.autograd.Function):
-    """Ends a graph at what a stage returned; its backward makes the gradients, which nobody else holds then."""
+    """A loss of the outputs of a call; its backward makes their gradients and keeps no reference to them."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
@@ -244,21 +263,8 @@ class _Given(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        # As the outputs lie: a gradient that lies otherwise is copied first (rule 4).
+        # With the strides of the outputs: a gradient with others is copied first (rule 4).
         return tuple(torch.ones_like(t, device=ctx.device) for t in ctx.like)
-
-
-class _Input(torch.autograd.Function):
-    """A tensor without its graph and with a new one, fit to be modified in place."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-        ctx.mark_dirty(tensor)
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
 
 
 class _Trial:
@@ -266,18 +272,7 @@ class _Trial:
 
     def __init__(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._original = original
-        cut: dict[int, torch.Tensor] = {}
-
-        def fresh(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in cut:
-                if tensor.requires_grad:
-                    anchor = torch.zeros((), device=tensor.device, requires_grad=True)
-                    cut[id(tensor)] = _Input.apply(tensor.data, anchor)
-                else:
-                    cut[id(tensor)] = tensor.detach()
-            return cut[id(tensor)]
-
-        self.args, self.kwargs = pytree.tree_map_only(torch.Tensor, fresh, (args, kwargs))
+        self.args, self.kwargs = pytree.tree_map_only(torch.Tensor, fresh([], {}), (args, kwargs))
 
     def __call__(self) -> Any:
         return self._original(*self.args, **self.kwargs)
@@ -290,29 +285,31 @@ def _note(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     device: torch.device,
-    key: Hashable,
+    key: tuple[Any, ...],
 ) -> Noted:
     restore = random_state()
     trial = _Trial(original, args, kwargs)
     del args, kwargs
-    noted = _described(name, module, trial)
+    described = _described(name, module, trial)
     wanting = [*_tensors((trial.args, trial.kwargs)), *module.parameters()]
     measured, held = (_measured(trial, wanting, device, held=held) for held in (False, True))
     restore()
-    values = [leaf for leaf in noted.outputs if isinstance(leaf, torch.Tensor)]
-    explained_bytes = _bytes(noted.new) + sum(value.untyped_storage().nbytes() for value in values)
-    noted = dataclasses.replace(
-        noted,
+    values = [leaf for leaf in described["outputs"] if isinstance(leaf, torch.Tensor)]
+    explained_bytes = _bytes(described["new"]) + sum(value.untyped_storage().nbytes() for value in values)
+    parameters = [(tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters()]
+    same = (type(module).__qualname__, repr(module), parameters, key[1:], described["saved"], described["gradients"])
+    return Noted(
+        **described,
+        kind=hashlib.sha256(repr(same).encode()).hexdigest()[:16],
         hidden_bytes=max(measured.forward_end - explained_bytes, 0),
         forward_bytes=measured.forward_peak,
         backward_bytes=measured.backward_peak,
         backward_held_bytes=max(held.backward_peak, measured.backward_peak),
     )
-    return _with_kind(noted, module, key)
 
 
-def _described(name: str, module: nn.Module, trial: _Trial) -> Noted:
-    """What a call makes, saves and gives gradients to, its bytes left open."""
+def _described(name: str, module: nn.Module, trial: _Trial) -> dict[str, Any]:
+    """The fields of `Noted` for a call, but for its bytes and its kind."""
     inputs = _tensors((trial.args, trial.kwargs))
     wanting = [*inputs, *module.parameters()]
     buffers = _buffers(module)
@@ -339,12 +336,12 @@ def _described(name: str, module: nn.Module, trial: _Trial) -> Noted:
         if isinstance(leaf, torch.Tensor) and not (leaf.is_floating_point() or leaf.is_complex()):
             if leaf.numel() > VALUES_LIMIT:
                 raise UnsupportedModelError(
-                    f"compiled module {name!r} returns {leaf.numel()} whole numbers; at most {VALUES_LIMIT} are kept; "
+                    f"compiled module {name!r} returns {leaf.numel()} integers; at most {VALUES_LIMIT} are kept; "
                     "leave this module uncompiled"
                 )
             values[number] = leaf.detach().clone()
     outputs = tuple(
-        values.get(n, (storages.find(leaf), leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf)
+        values.get(n, Output(storages.find(leaf), leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf)
         for n, leaf in enumerate(leaves)
     )
     now = _buffers(module)
@@ -365,28 +362,16 @@ def _described(name: str, module: nn.Module, trial: _Trial) -> Noted:
         gradients = [where.get(id(t)) for t in wanting]
         made = tuple(storages.new[len(new) :])
         del given, found, sought
-    return Noted(
-        kind="",
-        new=new,
-        outputs=outputs,
-        spec=spec,
-        saved=tuple(saved),
-        hidden_bytes=0,
-        forward_bytes=0,
-        backward_bytes=0,
-        backward_held_bytes=0,
-        updated=updated,
-        replaced=replaced,
-        made=made,
-        gradients=tuple(gradients),
-    )
-
-
-def _with_kind(noted: Noted, module: nn.Module, key: Any) -> Noted:
-    parameters = [(tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters()]
-    what = (type(module).__qualname__, repr(module), parameters, key[1:], noted.saved, noted.gradients)
-    digest = hashlib.sha256(repr(what).encode()).hexdigest()[:16]
-    return dataclasses.replace(noted, kind=digest)
+    return {
+        "new": new,
+        "outputs": outputs,
+        "spec": spec,
+        "saved": tuple(saved),
+        "updated": updated,
+        "replaced": replaced,
+        "made": made,
+        "gradients": tuple(gradients),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,7 +384,7 @@ class _Measured:
 
 
 def _measured(trial: _Trial, wanting: list[torch.Tensor], device: torch.device, *, held: bool) -> _Measured:
-    """Run forward and backward; `held`: what forward returned lives until the end."""
+    """Run forward and backward and measure them; with `held`, the outputs are held until the end."""
     meter = _Meter(device)
     alive: list[Any] = []
 
@@ -436,7 +421,7 @@ def _measured(trial: _Trial, wanting: list[torch.Tensor], device: torch.device, 
 
 
 class _Meter:
-    """Live bytes between marks: by the allocator's events on the CPU, by its counters on CUDA."""
+    """Meter of live bytes between marks, from the allocator's events on the CPU and its counters on CUDA."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -444,7 +429,7 @@ class _Meter:
         self._count = 0
 
     def mark(self) -> None:
-        """A span ends here and the next begins."""
+        """End a span and begin the next."""
         if accelerator.is_accelerator(self._device):
             accelerator.synchronize(self._device)
             now, peak = accelerator.device_bytes(self._device), accelerator.device_bytes(self._device, "peak")
@@ -455,7 +440,7 @@ class _Meter:
             self._count += 1
 
     def spans(self, run: Callable[[], None]) -> list[tuple[int, int]]:
-        """Between the marks that `run` sets: the peak above each span's start, and the change to its end."""
+        """Call `run`; per span between the marks that it sets, the peak above its start, and the change to its end."""
         if accelerator.is_accelerator(self._device):
             with no_cycles_collected():
                 run()
@@ -476,7 +461,7 @@ class _Meter:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Inside, compiled modules run as ever under dispatch modes, which compiled code wouldn't heed or bear."""
+    """Inside, compiled modules run without the dispatch modes around them, which compiled code doesn't support."""
 
     def runner(name: str, module: nn.Module) -> Callable[..., Any]:
         def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -494,7 +479,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiled_as_noted(model: nn.Module, world: FakeWorld) -> Iterator[None]:
-    """Inside, compiled modules do without memory what was noted of them."""
+    """Inside, calls of compiled modules are played as they were noted."""
 
     def runner(name: str, module: nn.Module) -> Callable[..., Any]:
         def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -528,11 +513,11 @@ def _play(noted: Noted, module: nn.Module, world: FakeWorld, args: tuple[Any, ..
     def output(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return leaf.clone()
-        if not (isinstance(leaf, tuple) and len(leaf) == 2 and isinstance(leaf[0], Lies)):
+        if not isinstance(leaf, Output):
             return leaf
-        lies = leaf[0]
-        if lies.origin == "new":
+        if leaf.is_new:
             return waiting.pop(0)
+        lies = leaf.lies
         whole = inputs[lies.number] if lies.origin == "input" else own[lies.number]
         if whole.shape == lies.layout.size and whole.stride() == lies.layout.stride:
             return whole.view_as(whole)
@@ -542,7 +527,7 @@ def _play(noted: Noted, module: nn.Module, world: FakeWorld, args: tuple[Any, ..
 
 
 def _on(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The tensor of this layout on the storage of `tensor`."""
+    """A tensor of this layout on the storage of `tensor`."""
     tensor = tensor.detach()
     if tensor.dtype != layout.dtype:
         tensor = tensor.view(layout.dtype)
@@ -551,32 +536,28 @@ def _on(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     return tensor.as_strided(layout.size, layout.stride, layout.offset)
 
 
-def _lift(nbytes: int, like: torch.Tensor | None) -> None:
-    """Have so many more bytes for a moment."""
-    if nbytes > 0:
-        torch.empty(nbytes, dtype=torch.uint8, device="cpu" if like is None else like.device)
+def _block(nbytes: int, like: torch.Tensor | None) -> torch.Tensor | None:
+    """A block of that many bytes on the device of `like`; where it isn't kept, it raises the peak alone."""
+    device = "cpu" if like is None else like.device
+    return torch.empty(nbytes, dtype=torch.uint8, device=device) if nbytes > 0 else None
 
 
 class _Played(torch.autograd.Function):
-    """One call of a compiled module without memory (NOTE [Compiled calls], rules 3 to 5)."""
+    """A noted call of a compiled module, played on fake tensors (NOTE [Compiled calls], rules 3 to 5)."""
 
     @staticmethod
     def forward(ctx: Any, noted: Noted, inputs: int, *tensors: torch.Tensor) -> tuple[Any, ...]:
         like = tensors[0] if tensors else None
         storages = [layout.make() for layout in noted.new]
-        ctx.hidden = (
-            None
-            if not noted.hidden_bytes
-            else torch.empty(noted.hidden_bytes, dtype=torch.uint8, device="cpu" if like is None else like.device)
-        )
-        _lift(noted.forward_bytes - _bytes(noted.new) - noted.hidden_bytes, like)
+        ctx.hidden = _block(noted.hidden_bytes, like)
+        _block(noted.forward_bytes - _bytes(noted.new) - noted.hidden_bytes, like)
         ctx.noted = noted
         returned, fixed, ctx.leaves = [], [], []
         for n, leaf in enumerate(noted.outputs):
-            if _is_new(leaf):
-                returned.append(_on(storages[leaf[0].number], leaf[0].layout))
+            if isinstance(leaf, Output) and leaf.is_new:
+                returned.append(_on(storages[leaf.lies.number], leaf.lies.layout))
                 ctx.leaves.append(n)
-                if not leaf[1]:
+                if not leaf.requires_grad:
                     fixed.append(returned[-1])
         places = {"input": tensors[:inputs], "own": tensors[inputs:], "new": storages}
         ctx.save_for_backward(*(_saved(lies, places) for lies in noted.saved))
@@ -595,19 +576,19 @@ class _Played(torch.autograd.Function):
         for n, gradient in zip(ctx.leaves, given, strict=True):
             if gradient is None:
                 continue
-            if gradient.stride() == noted.outputs[n][0].layout.stride:
+            if gradient.stride() == noted.outputs[n].lies.layout.stride:
                 there["gradient", n] = gradient
             else:
                 more_bytes += gradient.numel() * gradient.element_size()
             if gradient._use_count() > _lone_owners():  # type: ignore[attr-defined]
                 more_bytes += gradient.numel() * gradient.element_size()
-        _lift(noted.backward_bytes + more_bytes, like)
-        # Compiled code may write gradients over what only it had saved.
+        _block(noted.backward_bytes + more_bytes, like)
+        # Compiled code may write gradients into storages that it alone had saved.
         returned = {(lies.origin, lies.number) for lies in noted.gradients if lies is not None}
         for lies, tensor in zip(noted.saved, saved, strict=True):
             if (lies.origin, lies.number) in returned:
                 there[lies.origin, lies.number] = tensor
-        outputs = {leaf[0].number for leaf in noted.outputs if _is_new(leaf)}
+        outputs = {leaf.lies.number for leaf in noted.outputs if isinstance(leaf, Output) and leaf.is_new}
         # Not by `StorageWeakRef`: see `Record.is_gone` in runtime/swap/session.py.
         dropped = {
             (lies.origin, lies.number): (weakref.ref(t.untyped_storage()), t.untyped_storage().nbytes())
@@ -617,7 +598,7 @@ class _Played(torch.autograd.Function):
         del saved
         if any(origin == "new" and n in outputs and ref() is not None for (origin, n), (ref, _) in dropped.items()):
             gone_bytes = sum(nbytes for ref, nbytes in dropped.values() if ref() is None)
-            _lift(noted.backward_held_bytes + more_bytes + gone_bytes, like)
+            _block(noted.backward_held_bytes + more_bytes + gone_bytes, like)
         ctx.hidden = None
         for number, layout in enumerate(noted.made, len(noted.new)):
             there["new", number] = layout.make()
@@ -634,7 +615,7 @@ class _Played(torch.autograd.Function):
 
 
 class _Counting(torch.autograd.Function):
-    """Counts who holds the gradient that it is given."""
+    """Counts the references to its incoming gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, counts: list[int]) -> torch.Tensor:
@@ -652,16 +633,12 @@ class _Counting(torch.autograd.Function):
 
 @functools.cache
 def _lone_owners() -> int:
-    """References to a gradient that only the autograd engine holds, seen where `_Played` looks."""
+    """References to a gradient that only the autograd engine holds, counted in a backward as in `_Played`."""
     counts: list[int] = []
     with _disable_current_modes(), torch.enable_grad():
         x = torch.ones(4, requires_grad=True)
         (_Counting.apply(x, counts) * 2).sum().backward()
     return counts[0]
-
-
-def _is_new(leaf: Any) -> bool:
-    return isinstance(leaf, tuple) and len(leaf) == 2 and isinstance(leaf[0], Lies) and leaf[0].origin == "new"
 
 
 def _saved(lies: Lies, places: Any) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Run a step for real, one stage at a time, to learn what the operations answer that can't run on fake tensors.
+"""Run a step for real, one stage at a time, to note the results of operations that can't run on fake tensors.
 
-Forward runs as in training but saves nothing for backward, so of what a stage makes only its outputs outlive it. Where
-backward has questions too, every stage that can be is recomputed, which takes the memory of that plan.
+Forward runs as in training but saves nothing for backward, so only a stage's outputs outlive it. If operations of
+backward need values too, the step runs with every stage recomputed that can be, and takes the memory of that plan.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import KEEP, Decision, Decisions
-from ckptplan.profiling.bytes.operations import writes
+from ckptplan.profiling.bytes.operations import written_to
 from ckptplan.profiling.bytes.trace import find_stages, replay
+from ckptplan.profiling.bytes.tracker import stage_segment
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.values.answers import (
     PACK,
@@ -40,7 +41,7 @@ from ckptplan.profiling.values.answers import (
 from ckptplan.profiling.values.compiled import note_compiled, undisturbed
 from ckptplan.runtime.accelerator import allocated_by, is_accelerator
 from ckptplan.runtime.controller import Controller
-from ckptplan.runtime.observe.measure import peaks_within, recorded_allocations
+from ckptplan.runtime.observe.measure import peaks_within, recorded_allocations, tensors_in
 from ckptplan.runtime.state.compiled import compiled_modules
 from ckptplan.runtime.step import TrainingStep, without_graph
 from ckptplan.runtime.swap.session import whole_storage
@@ -56,12 +57,12 @@ def answered(
     rewind: Callable[[], None],
     report: Callable[[str], None] = lambda text: None,
 ) -> T:
-    """`run()`, which traces `step` for `target`, again each time that the step had to run for real first.
+    """Return `run()`, which traces `step` for `target`; each time it needs values, run the step for real and try again.
 
     Raises
     ------
     UnsupportedModelError
-        If the step can't run for real, its weights lying on `meta`, or takes another path each time.
+        If the step can't run for real, since its weights lie on `meta`, or takes another path each time.
     """
     if target.answers is not None:
         target.answers.belong_to(step, has_values=not _on_meta(step))
@@ -81,7 +82,7 @@ def answered(
 
 
 def _learn(need: NeedsValues, step: TrainingStep, target: Target, rewind: Callable[[], None]) -> None:
-    """Put the answers that are needed, and all those before, into `target.answers`."""
+    """Note answers in `target.answers`: those of `need`'s operation and phase, and all that were needed before."""
     answers = target.answers
     if answers is None:
         raise need
@@ -95,18 +96,19 @@ def _learn(need: NeedsValues, step: TrainingStep, target: Target, rewind: Callab
             "can run for real, one stage at a time, or have the model decide without values (a mixture of experts in "
             "transformers: experts_implementation='batched_mm')"
         ) from need
-    if need.func in answers.asked and need.phase in answers.phases:
+    if need.func in answers.failed and need.phase in answers.phases:
         raise UnsupportedModelError(
-            f"{need}, which a real run of the step never met: it takes another path on fake tensors; take what tells "
-            "them apart out of the step"
+            f"{need}, but a real run of the step has no such call: the step takes another path on fake tensors; remove "
+            "the check of the tensors' type from it"
         ) from need
-    answers.asked.add(need.func)
-    answers.phases.add(need.phase)
-    answers.phases.add("forward")
+    answers.failed.add(need.func)
+    answers.phases |= {need.phase, "forward"}
     answers.queues.clear()
-    for phase in (p for p in ("forward", "inference", "backward") if p in answers.phases):
-        _witness(phase, answers, step, target, rewind)  # type: ignore[arg-type]
-        rewind()
+    phases: tuple[Phase, ...] = ("forward", "inference", "backward")
+    for phase in phases:
+        if phase in answers.phases:
+            _witness(phase, answers, step, target, rewind)
+            rewind()
 
 
 def _on_meta(step: TrainingStep) -> bool:
@@ -121,7 +123,7 @@ def _witness(phase: Phase, answers: Answers, step: TrainingStep, target: Target,
         rewind()
         fixed = replay(step, names, (KEEP,) * len(names), target, saves=False).modifies
         rewind()
-        choices = tuple(KEEP if 2 * j + 1 in fixed else Decision("recompute") for j in range(len(names)))
+        choices = tuple(KEEP if stage_segment(j) in fixed else Decision("recompute") for j in range(len(names)))
         one_forward = step.fn is None
         controller = Controller(
             step.model, Decisions(names, choices), NULL_STORES, target.device, one_forward=one_forward
@@ -141,7 +143,7 @@ def _witness(phase: Phase, answers: Answers, step: TrainingStep, target: Target,
 
 
 def _nothing_saved(_: None) -> torch.Tensor:
-    """Refuse a backward inside of forward."""
+    """Raise: a backward runs inside of forward, for which nothing was saved."""
     raise UnsupportedModelError(
         "forward runs backward inside (autograd.grad for a slope, say) and also reads values, or uses operations "
         "without fake kernels, for which it has to run for real and save nothing; take one of the two out of the step"
@@ -149,7 +151,7 @@ def _nothing_saved(_: None) -> torch.Tensor:
 
 
 class _Witness(TorchDispatchMode):
-    """Notes the answers of one phase of a real step."""
+    """Dispatch mode that notes the answers of one phase of a real step."""
 
     def __init__(self, phase: Phase, answers: Answers, device: torch.device, model: nn.Module) -> None:
         super().__init__()
@@ -161,7 +163,7 @@ class _Witness(TorchDispatchMode):
         self._written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def watch(self, run: Callable[[], Any]) -> None:
-        """Call `run` and note; what it writes to of what was there before comes back as it was."""
+        """Call `run` and note its answers; tensors from before that it writes to get their values back."""
 
         def watched() -> None:
             with self, undisturbed(self._model), ReadingWatched(self._read, by_item=lambda: True):
@@ -184,7 +186,7 @@ class _Witness(TorchDispatchMode):
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[None]:
-        """Around a stage's own forward."""
+        """Around a stage's own forward, so that backward's operations are told from those of a recompute."""
         self._in_forward += 1
         try:
             yield
@@ -193,23 +195,20 @@ class _Witness(TorchDispatchMode):
 
     @property
     def _listens(self) -> bool:
-        """Whether this is the phase that is noted: not a forward that leads to it, or that backward runs again."""
+        """Whether the present operation is of the phase that is noted; a backward's recomputes aren't part of it."""
         if self._phase != "backward":
             return True
         return self._in_forward == 0 and torch._C._current_autograd_node() is not None
 
-    def _question(self, func: Any) -> Question:
-        return Question.now(self._phase, func)
-
     def _read(self, tensor: torch.Tensor) -> np.ndarray[Any, Any] | None:
-        if self._listens and READ_ARRAY in self._answers.asked:
+        if self._listens and READ_ARRAY in self._answers.failed:
             if tensor.numel() > VALUES_LIMIT:
                 raise UnsupportedModelError(
                     f"the model reads a tensor of {tensor.numel()} elements as an array; at most {VALUES_LIMIT} are "
-                    "kept; read it in parts, or keep the decision outside of the step"
+                    "kept; read it in parts, or move the code that depends on it out of the step"
                 )
             array = torch._C.TensorBase.numpy(tensor.detach()).copy()
-            self._found.append((self._question(READ_ARRAY), Answer(sizes_of(tensor), None, array)))
+            self._found.append((Question.now(self._phase, READ_ARRAY), Answer(sizes_of(tensor), None, array)))
         return None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -228,36 +227,34 @@ class _Witness(TorchDispatchMode):
         self._made.update(_storages(result) - self._outside)
         if wanted:
             values = (None, result[1].detach().clone()) if func is PACK else None
-            self._found.append((self._question(func), Answer(sizes, _told(result, (args, kwargs)), values, peak)))
+            noted = Answer(sizes, _as_layouts(result, (args, kwargs)), values, peak)
+            self._found.append((Question.now(self._phase, func), noted))
         elif self._listens and self._answers.wants_drawn(func, result):
             values = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), result)
-            self._found.append(
-                (self._question(func), Answer(sizes_of((args, kwargs)), _told(result, (args, kwargs)), values))
-            )
+            noted = Answer(sizes_of((args, kwargs)), _as_layouts(result, (args, kwargs)), values)
+            self._found.append((Question.now(self._phase, func), noted))
         return result
 
     def _keep_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        for position, name in writes(func):
-            given = args[position] if position < len(args) else kwargs.get(name)
-            for tensor in pytree.tree_leaves(given):
-                if isinstance(tensor, torch.Tensor):
-                    key = tensor.untyped_storage()._cdata
-                    if key in self._outside and key not in self._written:
-                        whole = whole_storage(tensor)
-                        self._written[key] = whole, whole.clone()
+        """Copy what was there before the run, before an operation writes to it."""
+        for tensor in written_to(func, args, kwargs):
+            key = tensor.untyped_storage()._cdata
+            if key in self._outside and key not in self._written:
+                whole = whole_storage(tensor)
+                self._written[key] = whole, whole.clone()
 
 
 def _storages(tree: Any) -> set[int]:
-    return {t.untyped_storage()._cdata for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)}
+    return {t.untyped_storage()._cdata for t in tensors_in(tree)}
 
 
 def _label(number: int) -> str:
-    return f"ckptplan asks {number}"
+    return f"ckptplan answer {number}"
 
 
-def _told(result: Any, operands: Any) -> Any:
-    """A result with layouts in place of its tensors."""
-    given = [t for t in pytree.tree_leaves(operands) if isinstance(t, torch.Tensor)]
+def _as_layouts(result: Any, operands: Any) -> Any:
+    """A result with a layout in place of each tensor, or `Same` for a tensor that is one of the operands."""
+    given = tensors_in(operands)
 
     def layout(tensor: torch.Tensor) -> Layout | Same:
         for number, operand in enumerate(given):

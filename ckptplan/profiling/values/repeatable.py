@@ -1,11 +1,11 @@
 """Operations that may give other bits when they run again on the same values: a stage must not recompute them.
 
-PyTorch has a tag for it, which custom operations may carry; none of its own does. Its own are listed in the
-documentation of `torch.use_deterministic_algorithms`; `kthvalue` and `index_reduce` warn in their code. Here are those
-whose *forward* is meant, which is all that a recompute runs, and of those only the calls that can differ: writes to
-places of which none is named twice, or of a single value, always end alike, whatever the order. Transposed convolutions
-are cuDNN's gradients of convolutions, some of whose algorithms aren't reproducible (cuDNN developer guide,
-"Reproducibility").
+PyTorch has a tag for such operations, which custom ones may carry; none of its own does. Its own are listed in the
+documentation of `torch.use_deterministic_algorithms`; `kthvalue` and `index_reduce` warn in their code. Of these, the
+tables below have the operations whose *forward* is meant, since a recompute runs nothing else, each with a rule for the
+calls that can differ: the order of writes doesn't matter if no place is written twice, or all writes have one value.
+Transposed convolutions are cuDNN's gradients of convolutions, some of whose algorithms aren't reproducible (cuDNN
+developer guide, "Reproducibility").
 """
 
 from __future__ import annotations
@@ -15,102 +15,88 @@ from typing import Any
 
 import torch
 
-Rule = Callable[[tuple[Any, ...], dict[str, Any]], bool]
+from ckptplan.profiling.bytes.operations import by_name
+
+Rule = Callable[[dict[str, Any]], bool]
+"""A call's operands by name -> whether it may give other bits."""
 
 
-def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _always(given: dict[str, Any]) -> bool:
     return True
 
 
-def _argument(position: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], default: Any) -> Any:
-    return args[position] if len(args) > position else kwargs.get(name, default)
-
-
-def _is_floating(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _sums(given: dict[str, Any]) -> bool:
     """Sums of integers are the same in any order."""
-    first = args[0] if args else kwargs.get("self")
-    return isinstance(first, torch.Tensor) and (first.is_floating_point() or first.is_complex())
+    return given["self"].is_floating_point() or given["self"].is_complex()
 
 
-def _with_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return _argument(1, "weights", args, kwargs, None) is not None
+def _names_places(given: dict[str, Any]) -> bool:
+    """Returns which of several equal elements it took."""
+    return "dim" in given
 
 
-def _with_places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Which of several equal elements is named."""
-    return len(args) > 1 or "dim" in kwargs
-
-
-def _scattered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Values of a tensor go to places that may be named twice; one value for all always ends alike."""
-    source = args[3] if len(args) > 3 else kwargs.get("src", kwargs.get("value"))
+def _scatters(given: dict[str, Any]) -> bool:
+    """Values of a tensor go to places that may be named twice; a single value leaves the same result in any order."""
+    source = given.get("src", given.get("value"))
     return isinstance(source, torch.Tensor) and source.numel() > 1
 
 
-def _placed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """The last of the values that go to one place stays; a mask names each place once."""
-    if _argument(3, "accumulate", args, kwargs, False):
-        return False
-    indices, values = _argument(1, "indices", args, kwargs, ()), _argument(2, "values", args, kwargs, None)
-    masks = all(i is None or i.dtype in (torch.bool, torch.uint8) for i in indices)
-    return not masks and not (isinstance(values, torch.Tensor) and values.numel() == 1)
+def _puts(given: dict[str, Any]) -> bool:
+    """Of the values written to one place, the last one stays; a mask names each place once."""
+    masks = all(i is None or i.dtype in (torch.bool, torch.uint8) for i in given["indices"])
+    return not given.get("accumulate") and not masks and given["values"].numel() != 1
 
 
-def _added_by_threads(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """On the CPU, values added up at one place by several threads."""
-    accumulates = _argument(3, "accumulate", args, kwargs, False)
-    return bool(accumulates) and _is_floating(args, kwargs) and torch.get_num_threads() > 1
-
-
-def _transposed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return bool(_argument(6, "transposed", args, kwargs, False)) and not torch.backends.cudnn.deterministic
+def _adds_in_threads(given: dict[str, Any]) -> bool:
+    """On the CPU, several threads add values at one place."""
+    return bool(given.get("accumulate")) and _sums(given) and torch.get_num_threads() > 1
 
 
 _CUDA: dict[str, Rule] = {
-    "index_add": _is_floating,
-    "scatter_add": _is_floating,
-    "scatter_reduce": _is_floating,
-    "index_reduce": _is_floating,
-    "scatter": _scattered,
-    "index_put": _placed,
-    "_index_put_impl": _placed,
-    "_unsafe_index_put": _placed,
+    "index_add": _sums,
+    "scatter_add": _sums,
+    "scatter_reduce": _sums,
+    "index_reduce": _sums,
+    "scatter": _scatters,
+    "index_put": _puts,
+    "_index_put_impl": _puts,
+    "_unsafe_index_put": _puts,
     "index_copy": _always,
     "put": _always,
-    "cumsum": _is_floating,
+    "cumsum": _sums,
     "histc": _always,
-    "bincount": _with_weights,
-    "median": _with_places,
-    "nanmedian": _with_places,
+    "bincount": lambda given: given.get("weights") is not None,
+    "median": _names_places,
+    "nanmedian": _names_places,
     "kthvalue": _always,
     "max_unpool2d": _always,
     "max_unpool3d": _always,
     "nll_loss2d_forward": _always,
     "_cudnn_ctc_loss": _always,
-    "convolution": _transposed,
+    "convolution": lambda given: given["transposed"] and not torch.backends.cudnn.deterministic,
 }
 _CPU: dict[str, Rule] = {
-    "index_put": _added_by_threads,
-    "_index_put_impl": _added_by_threads,
-    "_unsafe_index_put": _added_by_threads,
+    "index_put": _adds_in_threads,
+    "_index_put_impl": _adds_in_threads,
+    "_unsafe_index_put": _adds_in_threads,
 }
 
 
 def is_repeatable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, on_cuda: bool) -> bool:
-    """Whether an operation gives the same bits again, as all of PyTorch's do under `use_deterministic_algorithms`.
+    """Whether a call gives the same bits again, as all of PyTorch's do under `use_deterministic_algorithms`.
 
     Parameters
     ----------
     func : OpOverload
     on_cuda : bool
-        Whether it is to run on CUDA.
+        Whether the step is to run on CUDA.
     """
     if torch.Tag.nondeterministic_bitwise in getattr(func, "tags", ()):
         return False
     if getattr(func, "namespace", "") != "aten":
         return True
-    # warn_only goes on with the other algorithms where there are none that repeat.
+    # With warn_only, operations without a deterministic algorithm run another one.
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         return True
     rule = (_CUDA if on_cuda else _CPU).get(func._schema.name.removeprefix("aten::").rstrip("_"))
-    return rule is None or not rule(args, kwargs)
+    return rule is None or not rule(by_name(func, args, kwargs))

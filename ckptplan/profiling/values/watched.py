@@ -1,4 +1,4 @@
-"""What a stage reads besides its tensors, to tell whether something writes to it before its backward."""
+"""Parameters and plain objects that a stage reads, watched for writes between its forward and its backward."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ckptplan.runtime.state.objects import attributes_of, content_of
 
 
 class Watched:
-    """A stage's parameters, and the plain objects among its arguments, as they are now.
+    """Snapshot of a stage's parameters, and of the plain objects among its arguments.
 
     Parameters
     ----------
     module : nn.Module or None
-        None: glue, which has no parameters.
+        None for glue, which has no parameters.
     leaves : iterable
-        Its arguments; tensors and the lists and dictionaries around them are watched elsewhere.
+        Its arguments, flattened; tensors among them are left out.
     """
 
     def __init__(self, module: nn.Module | None, leaves: Iterable[Any]) -> None:
@@ -28,11 +28,11 @@ class Watched:
         self._objects = [(each, list(content_of(each, set()))) for each in objects.values()]
 
     def parameters_changed(self, written: Container[int]) -> list[str]:
-        """Names of the parameters whose storage is among those `written` to, or is another one than before."""
+        """Names of the parameters whose storage is in `written` (by address), or has been replaced."""
         return [name for name, p, key in self._parameters if key in written or p.untyped_storage()._cdata != key]
 
     def objects_changed(self) -> list[str]:
-        """Types of the objects that hold something else than before."""
+        """Names of the types of the objects whose contents have changed."""
         return [
             type(each).__name__ for each, before in self._objects if not _same(before, list(content_of(each, set())))
         ]

@@ -1,4 +1,4 @@
-"""Inputs larger than any seen yet, tiled from real ones, so that a plan for them holds for many batches to come."""
+"""Inputs larger than those seen so far, tiled from real ones, so that a plan made for them holds for many batches."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ _Sizes = dict[tuple[int, int], int]
 def enlarged_calls(
     call: Call, named: Call, present: Sequence[InputTensor], known: Sequence[Sequence[InputTensor]]
 ) -> Iterator[Call]:
-    """Calls to plan for in place of `call`, the one that would hold for most first, `call` itself last.
+    """Enlarged calls to make a plan for, the largest first, and `call` itself last.
 
-    What grew is extended by a quarter of the largest size that a known plan has below it: so sizes that creep up are
-    planned for at most once per factor of 1.25. What shrank is extended to what the present plan holds for, so that
-    batches of many short and of few long samples in turn are met by one plan, if there is one.
+    A size that grew is extended to 1.25 times the largest smaller size of a known plan, so that slowly growing sizes
+    need at most one plan per factor of 1.25. Example: with plans for lengths 64 and 80, length 90 is extended to 100.
+    A size that shrank is extended to that of the present plan, so that one plan, if there is any, holds for batches of
+    many short and of few long samples in turn.
 
     Parameters
     ----------
     call, named : (tuple, dict)
-        Positional arguments and keywords, as given and by the names that `present` and `known` have them under.
+        Positional arguments and keywords, as given, and under the names used in `present` and `known`.
     present : sequence of InputTensor
-        What the present plan holds for.
+        Inputs that the present plan holds for.
     known : sequence of sequences of InputTensor
-        The same of every plan there is.
+        Inputs that each known plan holds for.
     """
     done: list[_Sizes] = []
     for covers, grows in ((True, True), (True, False), (False, True), (False, False)):
@@ -57,7 +58,7 @@ def _sizes(
 ) -> _Sizes:
     shapes = {t.path: t.shape for t in present}
     sizes: _Sizes = {}
-    # Tensors of one call share batch and length: what is of one size in one dimension is extended to one size.
+    # Tensors of one call share batch and length: equal sizes in one dimension are extended to one size.
     shared: dict[tuple[int, int], int] = {}
     given = tensors_at(named)
     for path, tensor in given:
@@ -82,7 +83,7 @@ def _sizes(
 
 
 def tiled(call: Call, sizes: _Sizes) -> Call:
-    """`call` with its tensors repeated along their dimensions up to the sizes wanted: all values are real ones."""
+    """`call` with its tensors repeated along their dimensions up to `sizes`, so that all values are real ones."""
     made: dict[int, torch.Tensor] = {}  # an argument given twice stays one tensor
 
     def tile(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,11 +103,11 @@ def tiled(call: Call, sizes: _Sizes) -> Call:
 
 
 _LOOKUPS = {torch.ops.aten.embedding.default: (0, 1, 0), torch.ops.aten.index_select.default: (0, 2, 1)}
-"""Operations that look rows up: the places of the table and of the row numbers, and of the dimension (0: the first)."""
+"""Operation -> positions of its table, of its row numbers and of its dimension (0: none, the first dimension)."""
 
 
 class _InRange(TorchDispatchMode):
-    """Raises where an operation looks up a row that isn't there; fake tables are asked with real row numbers."""
+    """Dispatch mode that raises if an operation looks up a row that its table, which may be fake, doesn't have."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _LOOKUPS:
@@ -121,9 +122,9 @@ class _InRange(TorchDispatchMode):
 
 
 def require_in_range(step: TrainingStep, target: Target) -> None:
-    """Raise unless `step` stays within the tables that it looks positions up in.
+    """Raise if `step` looks up rows that its tables, such as those of positions, don't have.
 
-    On CUDA such an error ends the process's use of the device; here it runs without any memory or kernel.
+    On CUDA the process can't use the device any more after such an error; here the step runs on fake tensors.
 
     Raises
     ------

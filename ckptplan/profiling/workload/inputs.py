@@ -1,4 +1,4 @@
-"""Inputs for a model that comes without: recorded, declared, or told by its first layer."""
+"""Inputs for a model that is given without any: recorded, declared, or derived from its first layer."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import torch
 from torch import nn
 
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.runtime.observe.measure import tensors_in
 
 _recorded: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
 def record_forward(model: nn.Module) -> Any:
-    """Remember the inputs of every later forward of `model`, for `solve(model)` without inputs.
+    """Remember the inputs of the last forward of `model`, for `solve(model)` without inputs.
 
     Returns
     -------
-    A handle whose `remove()` ends the recording.
+    torch.utils.hooks.RemovableHandle
+        Its `remove()` ends the recording.
     """
 
     def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -28,15 +30,15 @@ def record_forward(model: nn.Module) -> Any:
 
 
 def find_inputs(model: nn.Module, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any], str]:
-    """Positional and keyword inputs for `model`, and where they came from.
+    """Positional and keyword inputs for `model`, and their source.
 
-    In this order: its last recorded forward, Lightning's `example_input_array`, Hugging Face's `dummy_inputs` or
-    config, a leading Linear or Embedding, or a leading convolution.
+    Sources in order of preference: the last recorded forward, Lightning's `example_input_array`, the Hugging Face
+    config, a leading Linear, Embedding or convolution.
 
     Raises
     ------
     InvalidInputError
-        If none of these says enough; shows how to pass inputs.
+        If none of these is enough; shows how to pass inputs.
     """
     if model in _recorded:
         args, kwargs = _recorded[model]
@@ -53,8 +55,8 @@ def find_inputs(model: nn.Module, device: torch.device) -> tuple[tuple[Any, ...]
     if leading is not None:
         return (leading,), {}, "the model's first layer"
     raise InvalidInputError(
-        f"no inputs can be told from this {type(model).__name__}; pass them: solve(model, budget_gb=..., inputs=x) for "
-        "model(x), inputs=(x, y) for model(x, y), inputs={'x': x} for model(x=x)"
+        f"no inputs can be derived from this {type(model).__name__}; pass them: solve(model, budget_gb=..., inputs=x) "
+        "for model(x), inputs=(x, y) for model(x, y), inputs={'x': x} for model(x=x)"
     )
 
 
@@ -66,12 +68,12 @@ def resized(inputs: Any, n: int) -> Any:
     InvalidInputError
         Unless all tensors that have a first dimension have the same one.
     """
-    tensors = [t for t in torch.utils._pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor) and t.dim()]
+    tensors = [t for t in tensors_in(inputs) if t.dim()]
     sizes = {t.shape[0] for t in tensors}
     if len(sizes) != 1 or 0 in sizes:
         raise InvalidInputError(
-            f"the inputs' first dimensions are {', '.join(map(str, sorted(sizes))) or 'missing'}, so which one is the "
-            "batch can't be told; give a function of the batch size that makes model and inputs: def build(batch=1)"
+            f"the inputs' first dimensions are {', '.join(map(str, sorted(sizes))) or 'missing'}, so the batch size "
+            "isn't known; give a function of the batch size that makes model and inputs: def build(batch=1)"
         )
 
     def resize(tensor: torch.Tensor) -> torch.Tensor:

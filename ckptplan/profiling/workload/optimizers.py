@@ -1,4 +1,4 @@
-"""An optimizer's update on fake tensors: its state, and what it allocates on the way."""
+"""An optimizer's update on fake tensors: bytes of its state and of its temporaries."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ NAMED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def make_optimizer(optimizer: OptimizerLike, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    """The optimizer that the user means; one that exists is returned as it is.
+    """Return an optimizer for `parameters`; an instance is returned as it is.
 
     Raises
     ------
     InvalidInputError
-        If the name is unknown, or what is given makes no optimizer.
+        If the name is unknown, or the call doesn't return an optimizer.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
@@ -66,7 +66,7 @@ def fake_optimizer(
 ) -> torch.optim.Optimizer:
     """A twin of `optimizer` without state, on fake twins of its parameters and of their gradients.
 
-    For a CUDA device that isn't here, it loops as it would there: by lists of tensors, unless it is told otherwise.
+    For a CUDA device that isn't in this machine it updates lists of tensors (`foreach`), the default on CUDA.
     """
     twin = copy.copy(optimizer)
     twin.state = defaultdict(dict)
@@ -81,12 +81,8 @@ def fake_optimizer(
                 tracker.outside(fake.grad)
             fakes.append(fake)
         new = {**group, "params": fakes}
-        if (
-            target.is_cuda
-            and target.spec is not None
-            and group.get("foreach", False) is None
-            and not group.get("fused")
-        ):
+        on_lists = group.get("foreach", False) is None and not group.get("fused")
+        if target.is_cuda and target.spec is not None and on_lists:
             new["foreach"] = True
         twin.param_groups.append(new)
     return twin
@@ -99,9 +95,14 @@ def trace_updates(
     between: Callable[[], None] = lambda: None,
     has_gradient: Callable[[torch.Tensor], bool] = lambda p: p.requires_grad,
 ) -> torch.optim.Optimizer:
-    """Run two updates of `optimizer` under `tracker`; the first makes the state, and `between` is called after it.
+    """Run two updates of a twin of `optimizer` under `tracker`: the first makes the state.
 
-    Parameters that backward gives no gradient (`has_gradient`) are passed over and get no state.
+    Parameters
+    ----------
+    between : callable
+        Called between the updates.
+    has_gradient : callable
+        Whether backward gives a parameter a gradient; the others are left out and get no state.
 
     Returns
     -------
@@ -115,9 +116,9 @@ def trace_updates(
     """
     try:
         twin = fake_optimizer(optimizer, tracker, target, has_gradient)
-        # Counts of steps stay on the host, unless the update runs as one kernel or is captured.
+        # Counts of steps lie on the host, unless the update runs as one kernel or is captured.
         tracker.numbers_on_host = not any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
-        tracker.number_read = 1.0  # an update may read a norm to scale by it; what it runs doesn't hang on that
+        tracker.number_read = 1.0  # an update may read a norm to scale by it; any value leads to the same operations
         with tracker, torch.no_grad():
             if isinstance(optimizer, torch.optim.Adagrad):
                 _make_state(optimizer, twin)
@@ -135,7 +136,7 @@ def trace_updates(
 def _make_state(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer) -> None:
     """Give `twin` a state like that of `optimizer`.
 
-    Adagrad makes it on construction, up to torch 2.11 at least, and its update takes it for granted.
+    Adagrad makes its state on construction, up to torch 2.11 at least, and its update requires it.
     """
     for group, fakes in zip(optimizer.param_groups, twin.param_groups, strict=True):
         for p, fake in zip(group["params"], fakes["params"], strict=True):
