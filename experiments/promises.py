@@ -149,6 +149,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "size.json",
         "--commit 3892eb31",
     ),
+    Experiment("walks", "Which functions a budget, a saved tensor and a stage's bytes pass", None),
     Experiment("mutations", "Each of the runtime's safeguards taken out: does a test fail?", "mutations.json"),
     Experiment(
         "mutations",
