@@ -487,7 +487,7 @@ def test_progress_is_reported() -> None:
     plan = solve_profile(
         profile,
         smallest_peak(profile, Limits(time_limit_s=1)).peak_bytes,
-        time_limit_s=1,
+        Limits(time_limit_s=1),
         on_progress=lambda *report: seen.append(report),
     )
     assert seen[-1] == ("done", plan.step_s, plan.lower_bound_s)
@@ -526,8 +526,7 @@ def test_the_way_for_long_chains_is_sound_on_short_ones(monkeypatch: pytest.Monk
 
 def test_segments_in_a_plan_are_data() -> None:
     profile = Profile.from_chain([1.0] * 12, [2.0] * 12, [10] * 12, [20] * 12, input_bytes=10)
-    plan = solve_profile(
-        profile, smallest_peak(profile, Limits(actions=NOTHING_MOVES)).peak_bytes, actions=NOTHING_MOVES
-    )
+    limits = Limits(actions=NOTHING_MOVES)
+    plan = solve_profile(profile, smallest_peak(profile, limits).peak_bytes, limits)
     assert all(isinstance(segment, Segment) for segment in plan.segments)
     assert max(segment.depth(i) for segment in plan.segments for i in range(12)) >= 2
