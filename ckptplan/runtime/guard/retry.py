@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnOom:
-    """What to do when a step runs out of memory.
+    """The rule for steps that run out of memory.
 
     Parameters
     ----------
