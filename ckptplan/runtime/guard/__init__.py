@@ -1,1 +1,1 @@
-"""What ends or warns of a step that isn't the planned one: shapes, gradients, memory that runs out, checks."""
+"""Errors and warnings for steps that differ from the planned one: shapes, gradients, memory that runs out, checks."""

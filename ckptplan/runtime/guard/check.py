@@ -1,16 +1,21 @@
-"""Digests of what is saved, taken again where it is made again or comes back, and compared (`apply(..., check=)`).
+"""Digests of saved tensors, compared with those of the recomputed or returned tensors (`apply(..., check=)`).
 
 NOTE [Digests]
-1. A digest is made of a tensor's bits, read as integers: NaNs and the signs of zeros count. Of a block of at most
-   `_LONGEST` by `_LONGEST` integers it takes the sums along each dimension, which wrap around; each sum is mixed
-   and multiplied by an odd random number of its own place, and what results is added up. So the order counts:
-   elements that change places, or signs, change the digest.
-2. It is made on the tensor's device, on the stream that computes then, and nothing waits for it. The digests of a step
-   are read together, at the end of the backward that compared them.
-3. It takes no memory in a step: views of the tensor are summed into memory that was taken when the plan was applied
-   (`_Bench`). CUDA's own sums may take some of the allocator's, far less than that.
-4. Left out are numbers and unsigned 64-bit integers (attention's seeds, which kernels needn't write), vectors of bytes
-   (libraries' workspaces, whose padding nobody writes), and what isn't a plain strided tensor.
+1. A digest is computed from a tensor's bits, read as integers, so NaNs and the signs of zeros count. The tensor is
+   split into blocks of at most `_LONGEST` by `_LONGEST` integers. In each block the integers are summed along each
+   dimension, with overflow wrapping around. Each sum is mixed, multiplied by an odd random weight of its position, and
+   the products are added up. So order counts: a digest changes if elements change places, or signs.
+2. It is computed on the tensor's device, on the current stream, without waiting. The digests of a step are read
+   together, at the end of the backward that compared them.
+3. It allocates no memory during a step: views of the tensor are summed into memory that was allocated when the plan was
+   applied (`_Bench`). CUDA's sum kernels may allocate some workspace, which is far smaller.
+4. No digest is taken of scalars and unsigned 64-bit integers (attention's seeds, which kernels may leave unwritten), of
+   one-dimensional tensors of bytes (workspaces of libraries, whose padding is never written), and of anything that
+   isn't a plain strided tensor.
+
+Example: the block `[[1, 2], [3, 4]]` has the sums 3 and 7 (rows) and 4 and 6 (columns). If 2 and 3 change places, the
+sums are 4 and 6, and 3 and 7. The total is 20 in both cases, but with the weights 3, 5, 7 and 11 the digests are 138
+and 140.
 """
 
 from __future__ import annotations
@@ -43,20 +48,28 @@ WHEN: tuple[When, ...] = ("sampled", "always", "off")
 
 FIRST = 3
 EVERY = 100
-"""Sampled: the first passes, then one in `EVERY` on average, at random: each of several passes that make one step has
-its turn."""
+"""For "sampled": the first `FIRST` passes are checked, then one in `EVERY` on average, chosen at random. With a fixed
+interval, some of the passes that make up one step might never be checked."""
 
 _LONGEST = 1 << 11
-"""Of a dimension that is summed over: blocks of 32 MiB keep the kernels few, and their sums fit in a bench."""
+"""Largest size of a block's dimension: blocks of 32 MiB need few kernels, and their sums fit in a bench."""
 _SUMS = 3 * _LONGEST
-_DIGESTS = 1 << 13  # unread at once; one more reads them early
-_STREAMS = 4  # on CUDA: whose digests may be under way at once
+_DIGESTS = 1 << 13  # most unread digests; one more makes all of them be read
+_STREAMS = 4  # on CUDA: most streams with digests under way at once
 _PLAIN = (torch.Tensor, nn.Parameter)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Digest:
-    """The digest of one tensor; `values` is None until it is read."""
+    """The digest of one tensor.
+
+    Attributes
+    ----------
+    strides : tuple of int
+        The tensor's strides: only digests with equal strides can be compared.
+    values : list of int or None
+        The digest, of one or more numbers; None until it is read from the device.
+    """
 
     __slots__ = ("strides", "values")
 
@@ -66,9 +79,9 @@ class Digest:
 
 
 class _Bench:
-    """Memory for the digests of one device, taken once.
+    """Memory for the digests of one device, allocated once.
 
-    `scratch` has two rows of sums for each stream; `slots` are digests that haven't been read.
+    `_scratch` has two rows of sums for each stream; `_slots` has the digests that haven't been read.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -85,12 +98,12 @@ class _Bench:
         self._unread: list[Digest] = []
 
     def take(self, tensor: torch.Tensor) -> Digest:
-        """The digest of a plain strided tensor, under way."""
+        """Start the digest of a plain strided tensor; `read` gives it its values."""
         digest = Digest(tensor.stride())
         sums, spare = self._row()
         count = 0
         for block in _blocks(tensor):
-            needed = sum(block.shape)  # as many sums
+            needed = sum(block.shape)  # number of sums
             if count + needed > _SUMS:
                 self._close(digest, sums[:count], spare[:count])
                 count = 0
@@ -118,10 +131,10 @@ class _Bench:
         return row
 
     def _close(self, digest: Digest, sums: torch.Tensor, spare: torch.Tensor) -> None:
-        """Mix `sums`, weight them and add them up."""
+        """Mix `sums`, multiply them by their weights, and add the products up as a value of `digest`."""
         if len(self._unread) == _DIGESTS:
             self.read()
-        # Products carry upwards alone: of high bits, such as signs, little would be left in a sum.
+        # A product passes changes to higher bits only: without mixing, high bits (signs) would have little effect.
         torch.bitwise_right_shift(sums, self._half, out=spare)
         sums.bitwise_xor_(spare)
         sums.mul_(self._weights[: len(sums)])
@@ -130,7 +143,7 @@ class _Bench:
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views of a tensor's bits as integers, of eight bytes as far as they lie so; none is longer than `_LONGEST`."""
+    """Yield views of a tensor's bits as integers, of eight bytes where aligned; no dimension exceeds `_LONGEST`."""
     plain = tensor.detach()
     if plain.is_conj():
         plain = plain.conj()
@@ -154,7 +167,10 @@ def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 class _Block(NamedTuple):
-    """Integers within a tensor, its own or wider ones, and the element at which they begin."""
+    """A block of a tensor: its shape, its strides and its first element.
+
+    Sizes and strides count elements of the tensor, or 64-bit integers if `wide`; `first` always counts elements.
+    """
 
     wide: bool
     size: tuple[int, ...]
@@ -164,8 +180,11 @@ class _Block(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 12)
 def _layout(ratio: int, shape: Sequence[int], strides: Sequence[int], skew: int) -> tuple[_Block, ...]:
-    """The blocks of a tensor, of which `ratio` elements have eight bytes, `skew` elements behind such a boundary."""
-    dims: list[tuple[int, int]] = []  # size and stride, in the order of memory, those in one piece together
+    """Return the blocks of a tensor whose first element lies `skew` elements behind an eight-byte boundary.
+
+    `ratio` is the number of elements in eight bytes.
+    """
+    dims: list[tuple[int, int]] = []  # size and stride, in memory order; contiguous dimensions are merged
     for stride, size in sorted(zip(strides, shape, strict=True), reverse=True):
         if size == 1 or stride == 0:
             continue
@@ -188,7 +207,7 @@ def _layout(ratio: int, shape: Sequence[int], strides: Sequence[int], skew: int)
 
 
 def _split(dims: list[tuple[int, int]], first: int, unit: int, *, wide: bool) -> Iterator[_Block]:
-    """Blocks of integers of `unit` elements that begin at element `first`."""
+    """Yield the blocks of an array of integers, each of `unit` elements, that begins at element `first`."""
     waiting = [(dims, first)]
     while waiting:
         dims, first = waiting.pop()
@@ -199,7 +218,7 @@ def _split(dims: list[tuple[int, int]], first: int, unit: int, *, wide: bool) ->
             continue
         size, stride = dims[d]
         columns = min(math.isqrt(size) | 1, _LONGEST - 1)
-        while size % columns == 0:  # rows of the tensor mustn't lie below one another: permutations would look alike
+        while size % columns == 0:  # rows of the tensor mustn't align: permutations would get equal sums
             columns -= 2
         rows = min(size // columns, _LONGEST)
         done = rows * columns
@@ -208,7 +227,10 @@ def _split(dims: list[tuple[int, int]], first: int, unit: int, *, wide: bool) ->
 
 
 def _sum_up(block: torch.Tensor, sums: torch.Tensor, spare: torch.Tensor) -> None:
-    """The sums along each dimension of `block`, in its own type: another would take a copy of it all."""
+    """Write the sums along each dimension of `block` to `sums`.
+
+    The sums are computed in the block's dtype, since another one would need a converted copy of the block.
+    """
     if block.dim() == 1:
         sums.copy_(block)
         return
@@ -226,7 +248,7 @@ def _sum_up(block: torch.Tensor, sums: torch.Tensor, spare: torch.Tensor) -> Non
 
 
 def undisturbed() -> contextlib.AbstractContextManager[Any]:
-    """Inside, no mode sees operations."""
+    """Return a context in which no function mode or dispatch mode sees operations."""
     if not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack():
         return contextlib.nullcontext()
     stack = contextlib.ExitStack()
@@ -236,7 +258,7 @@ def undisturbed() -> contextlib.AbstractContextManager[Any]:
 
 
 def can_be_digested(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but bits in memory."""
+    """Whether a tensor is a plain, strided, unquantized tensor with memory on the CPU or an accelerator."""
     return (
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided
@@ -247,7 +269,7 @@ def can_be_digested(tensor: torch.Tensor) -> bool:
 
 
 def _is_written_whole(tensor: torch.Tensor) -> bool:
-    """Whether kernels write all of what they save as `tensor` (NOTE [Digests], rule 4)."""
+    """Whether kernels write every element of a saved tensor like `tensor` (NOTE [Digests], rule 4)."""
     if tensor.dim() == 0 or tensor.dtype is torch.uint64:
         return False
     return tensor.dtype is not torch.uint8 or tensor.dim() > 1
@@ -255,7 +277,17 @@ def _is_written_whole(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Two digests that are to be the same, and what they are of; with `differs`, what has none and isn't the same."""
+    """Two digests that should be equal, and the texts for the error if they aren't.
+
+    Attributes
+    ----------
+    first, again : Digest
+        The digests from forward and from now.
+    stage, what, cause : str
+        The stage, the compared value, and the likely cause of a difference.
+    differs : bool
+        Whether the value is no tensor and is known to differ; the digests are empty then.
+    """
 
     first: Digest
     again: Digest
@@ -273,13 +305,14 @@ class Checks:
     device : torch.device
         Where the plan runs.
     always : bool
-        Whether every pass is checked, or some (`FIRST`, `EVERY`).
+        Whether every pass is checked, or only some (`FIRST`, `EVERY`).
 
     Attributes
     ----------
     device : torch.device
+        As given.
     passes, tensors : int
-        How many passes were checked, and how many tensors in them were compared.
+        Numbers of passes that were checked and of tensors that were compared in them.
     """
 
     def __init__(self, device: torch.device, *, always: bool) -> None:
@@ -297,7 +330,7 @@ class Checks:
         self._lock = threading.RLock()
 
     def begin(self, stages: Sequence[str]) -> Checks | None:
-        """A pass of `stages` begins; returns what checks it, None where it isn't checked."""
+        """Begin a pass of `stages`; return `self` if it is checked, otherwise None."""
         if torch._C._current_graph_task_id() == -1:
             self.forget()
         if self._places:
@@ -314,7 +347,7 @@ class Checks:
         return self
 
     def take(self, tensor: torch.Tensor) -> Digest | None:
-        """The digest of `tensor` as it is now; None where it is left out."""
+        """Return the digest of `tensor` as it is now; None if no digest can be taken of it."""
         if not can_be_digested(tensor):
             return None
         with self._lock, undisturbed():
@@ -324,7 +357,15 @@ class Checks:
             return bench.take(tensor) if bench.device == tensor.device else None
 
     def compare(self, first: Digest | None, tensor: torch.Tensor, stage: str, what: str, cause: str) -> None:
-        """`tensor` is to be what `first` is of; `what` and `cause` say what it is, and why it may not be."""
+        """Record that `tensor` should have the digest `first`.
+
+        Parameters
+        ----------
+        first : Digest or None
+            The digest from forward; None: nothing is compared.
+        stage, what, cause : str
+            The stage, the name of the tensor, and the likely cause of a difference, for the error.
+        """
         if first is None or first.strides != tensor.stride():
             return
         again = self.take(tensor)
@@ -333,7 +374,7 @@ class Checks:
         self._add(_Pair(first, again, stage, what, cause))
 
     def found(self, stage: str, what: str, cause: str) -> None:
-        """`what`, which is no tensor, isn't as it was."""
+        """Record that `what`, which is no tensor, differs from forward."""
         self._add(_Pair(Digest(()), Digest(()), stage, what, cause, differs=True))
 
     def _add(self, pair: _Pair) -> None:
@@ -341,22 +382,25 @@ class Checks:
             self._pairs.append(pair)
             self.tensors += not pair.differs
             task = torch._C._current_graph_task_id()
-            if task == -1:  # a node is looked at outside of any backward
+            if task == -1:  # a saved tensor is read outside of any backward
                 self.finish()
             elif task != self._task:
                 self._task = task
                 Variable._execution_engine.queue_callback(self._task_ends)
 
     def _task_ends(self) -> None:
-        # An error in a callback skips those behind it, which free memory, so this goes behind them all.
+        # An error in a callback skips the callbacks behind it, which free memory, so `finish` is queued last.
         Variable._execution_engine.queue_callback(self.finish)
 
     def watch(self, place: _Place) -> None:
-        """What lies there is to be the same when backward begins."""
+        """Record that the tensor at `place` should be unchanged when backward begins."""
         self._places.append(place)
 
     def backward_begins(self) -> None:
-        """Compare what stages have saved and others still hold: backward goes by it where it doesn't run them again."""
+        """Compare the tensors that stages saved and that are still alive elsewhere.
+
+        Plain training would use them in backward: a write to them would change its gradients but not the recompute's.
+        """
         places, self._places = self._places, []
         for place in places:
             there = place.tensor()
@@ -364,12 +408,12 @@ class Checks:
                 self.compare(place.digest, there, place.stage, place.what, _EDITED)
 
     def finish(self) -> None:
-        """Compare what hasn't been.
+        """Compare the pairs of digests that were recorded since the last call.
 
         Raises
         ------
         CheckError
-            If anything differs.
+            If any pair differs.
         """
         if not self._pairs:
             return
@@ -382,11 +426,11 @@ class Checks:
             raise _error(differing, len(pairs))
 
     def forget(self) -> None:
-        """What hasn't been compared belongs to a backward that failed."""
+        """Drop the pairs that haven't been compared, which belong to a backward that failed."""
         self._pairs.clear()
 
     def close(self) -> None:
-        """Give the memory back; graphs that are still alive take it again."""
+        """Free the memory for digests; it is allocated again if graphs that are still alive need it."""
         self.forget()
         with self._lock, undisturbed():
             for bench in self._benches.values():
@@ -394,12 +438,15 @@ class Checks:
             self._benches.clear()
 
     def saves(self, index: int, tensor: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        """Stage `index` saves `tensor`, for hooks of the user's; the result compares it with what they get."""
+        """Take the digest of a tensor that stage `index` saves; return a function that compares a tensor with it.
+
+        It is called with the tensor that the user's saved-tensor hooks get.
+        """
         first, stage = self.take(tensor), self._stages[index]
         return lambda now: self.compare(first, now, stage, "a tensor that autograd saves in it", _PACKED_LATE)
 
     def leaves(self, record: Any, index: int) -> None:
-        """The storage of a record, which leaves on behalf of stage `index`, is to come back as it is now."""
+        """Check that a record's storage, which is swapped out for stage `index`, comes back as it is now."""
         if record.on_return is not None:
             return
         with accelerator.on_stream(record.home):
@@ -411,7 +458,7 @@ class Checks:
 
 
 class StageCheck:
-    """What one call of a stage reads, beside what its next run reads: parameters, buffers, inputs."""
+    """Comparison of one call of a stage with its recompute: parameters, buffers, inputs and saved tensors."""
 
     def __init__(self, checks: Checks, module: nn.Module, name: str) -> None:
         self.checks = checks
@@ -423,7 +470,7 @@ class StageCheck:
         self._state: dict[tuple[str, str], Digest | None] = {}
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """`forward` so that each run looks at what it begins with: the first takes digests, others compare."""
+        """Return `forward` wrapped: the first run takes digests of its inputs and state, later runs compare theirs."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             leaves = pytree.tree_leaves((args, kwargs))
@@ -456,7 +503,7 @@ class StageCheck:
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
-        """What runs inside is to leave the stage and all that it reads as they are."""
+        """Check that the code inside leaves the stage, and all state that it reads, unchanged."""
         others = _Others(self._module, self._given, self.checks.device)
         before = [(name, buffer, self.checks.take(buffer)) for name, buffer in others.buffers()]
         try:
@@ -468,15 +515,15 @@ class StageCheck:
                 self.checks.found(self.name, what, _LEFT)
 
     def save(self, tensor: torch.Tensor) -> None:
-        """What the first run saves next."""
+        """Take the digest of the tensor that the first run saves next."""
         digest = self.checks.take(tensor) if _is_written_whole(tensor) else None
         self._saved.append(digest)
-        # What has a graph was made by the step; statistics that a norm saves, and updates, have none.
+        # Only tensors with a graph are watched: running statistics have none, and a norm updates them rightly.
         if digest is not None and tensor.grad_fn is not None and not self._is_a_parameters(tensor):
             self.checks.watch(_Place(tensor, digest, self.name, len(self._saved) - 1))
 
     def compare_saved(self, number: int, tensor: torch.Tensor) -> None:
-        """What another run saves as tensor `number`."""
+        """Compare the tensor that a later run saves as number `number`."""
         what = _saved_as(number, tensor)
         self.checks.compare(self._saved[number], tensor, self.name, what, _SAVED)
 
@@ -485,14 +532,14 @@ class StageCheck:
         return any(p.untyped_storage()._cdata == key for p in self._module.parameters() if type(p) in _PLAIN)
 
     def compare_outputs(self, number: int, first: list[Digest | None], tensors: list[torch.Tensor]) -> None:
-        """What operation `number` gave in the first run, and what is returned for it now."""
+        """Compare the outputs of operation `number` in the first run with those that are returned for it now."""
         for digest, tensor in zip(first, tensors, strict=True):
             what = f"the saved output of its operation number {number}, {_described(tensor)}"
             self.checks.compare(digest, tensor, self.name, what, _INPUT)
 
 
 class _Place:
-    """Where a stage's saved tensor lies, which others may hold and write to, without holding it."""
+    """The location of a stage's saved tensor, without keeping it alive; other code may hold it and write to it."""
 
     def __init__(self, tensor: torch.Tensor, digest: Digest, stage: str, number: int) -> None:
         storage = tensor.untyped_storage()
@@ -502,17 +549,17 @@ class _Place:
         self._lies = int(tensor.storage_offset()), tensor.size(), tensor.stride()
         self._lazy = tensor.is_conj() or tensor.is_neg()
         with undisturbed(), torch.no_grad():
-            self._counter = tensor.detach()  # which has its version, and from here on none of its memory
+            self._counter = tensor.detach()  # shares its version counter, but not its memory
             self._counter.data = torch.empty(0, dtype=self._dtype, device=self._device)
         self._version = self._counter._version
 
     @property
     def is_there(self) -> bool:
-        """Whether anyone still holds it."""
+        """Whether the tensor's storage is still alive."""
         return not self._storage.expired()
 
     def tensor(self) -> torch.Tensor | None:
-        """What lies there now; None where it is gone, or was written to in a way that autograd knows of."""
+        """Return the tensor that lies there now; None if it was freed, or if a write raised its version."""
         if self._counter._version != self._version:
             return None
         storage = None if self._lazy else torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
@@ -528,7 +575,7 @@ def _saved_as(number: int, tensor: torch.Tensor) -> str:
 
 
 class _Others:
-    """What else than tensors a stage's run might change: Python state, what is registered, generators, flags."""
+    """State besides tensors that a stage's run might change: Python state, module tables, generators, flags."""
 
     def __init__(self, module: nn.Module, given: Iterable[Any], device: torch.device) -> None:
         self._device = device
@@ -539,13 +586,13 @@ class _Others:
         self._flags = flags()
 
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """The buffers of the stage, and of other modules that it leads to."""
+        """Return the buffers of the stage, and of other modules that it leads to, by name."""
         found = ((name, b) for m in self._cells.modules for name, b in m._buffers.items() if b is not None)
         own = self._cells.modules[0].named_buffers()
         return list({id(b): (name, b) for name, b in (*found, *own)}.values())
 
     def differences(self) -> list[str]:
-        """What is another than it was."""
+        """Return a text for each part of the state that differs from the time of construction."""
         names = self._cells.differences()
         names += [
             f"{type(m).__name__}.{name}" for m, name, table in self._tables if not _is_same(table, m.__dict__[name])
@@ -559,7 +606,7 @@ class _Others:
 
 
 def _is_same(table: dict[Any, Any], now: dict[Any, Any]) -> bool:
-    """Whether the same is registered; of sharded parameters under the same names, since their unit replaces them."""
+    """Whether a table has the same entries; of sharded parameters only names count, since their unit replaces them."""
     if list(table) != list(now):
         return False
     same = all(map(operator.is_, table.values(), now.values()))
@@ -578,32 +625,32 @@ _PARAMETER = (
     "or a fused optimizer; change parameters between steps"
 )
 _BUFFER = (
-    "forward writes to it in a way that PyTorch's versions don't show (through .data, or by a kernel of its own), so "
-    "that the stage's next run doesn't begin with what the first began with; let it write with ordinary operations "
-    "under torch.no_grad()"
+    "forward writes to it in a way that PyTorch's versions don't show (through .data, or by a custom kernel), so that "
+    "the stage's next run starts with another value than the first; let it write with ordinary operations under "
+    "torch.no_grad()"
 )
 _INPUT = (
     "it was written to since it was made, through .data, numpy or in a hook, which the stage's next run doesn't see or "
     "sees too early; write with ordinary operations"
 )
-_LEFT = "running the stage again has changed it once more, where each step is to change it once"
+_LEFT = "running the stage again has changed it once more, although each step must change it only once"
 _SAVED = (
-    "what the stage reads is as in forward as far as it was compared, so it depends on something else that has changed "
-    "(a random generator, Python state, flags, modes or hooks), or one of its kernels gives other bits each time, as "
-    "additions in no fixed order do (index_add and scatter_add on CUDA; torch.use_deterministic_algorithms(True) "
-    "tells); if that is all, apply with check='off'"
+    "all that was compared of the stage's inputs is as in forward, so it depends on other state that changed (a random "
+    "generator, Python state, flags, modes or hooks), or one of its kernels gives other bits each time, as additions "
+    "in no fixed order do (index_add and scatter_add on CUDA; torch.use_deterministic_algorithms(True) finds these); "
+    "if such a kernel is the only cause, apply with check='off'"
 )
 _EDITED = (
-    "it was written to behind the stage, through .data, numpy or in a hook, and gradients of plain training go by "
-    "that, where those of the stage's next run don't; write with ordinary operations"
+    "it was written to after the stage, through .data, numpy or in a hook: plain training would use the new values for "
+    "its gradients, the stage's next run doesn't; write with ordinary operations"
 )
 _PACKED_LATE = (
-    "it was written to since, through .data or numpy, and the saved_tensors_hooks around the stage get it as it is, "
-    "not as it was in forward; write with ordinary operations, or take the hooks off"
+    "it was written to since, through .data or numpy, and the saved_tensors_hooks around the stage get the new values, "
+    "not those of forward; write with ordinary operations, or remove the hooks"
 )
 _COPY = (
-    "a copy was overtaken, or memory or the disk is damaged; apply(..., synchronous=True) waits for each copy, "
-    "checksums=True tells whether the tier gave back what it got"
+    "a copy was overtaken by a later write, or memory or the disk is damaged; apply(..., synchronous=True) waits for "
+    "each copy, checksums=True checks that the tier returns the bytes that it was given"
 )
 
 

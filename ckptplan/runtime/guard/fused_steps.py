@@ -13,10 +13,10 @@ from ckptplan.runtime.swap.own import storages_of
 
 
 class FusedSteps:
-    """Counts those steps, by the storages of their parameters.
+    """Counter of such steps, with the last one for each storage that they wrote to.
 
-    Versions aren't raised instead: autograd would then refuse a backward that goes on with the updated parameter, as
-    it does without a plan, and through stages that aren't run again.
+    Raising the versions of the parameters instead would be wrong: autograd would then refuse backwards that it accepts
+    without a plan, through stages that aren't recomputed and continue with the updated parameter.
 
     Attributes
     ----------
@@ -26,13 +26,13 @@ class FusedSteps:
 
     def __init__(self) -> None:
         self.count = 0
-        self._last: dict[int, int] = {}  # those who ask for a storage have held it since
+        self._last: dict[int, int] = {}  # by storage; callers of `check` keep theirs alive
         self._watchers = 0
         self._hook: Any = None
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, steps are counted."""
+        """Count steps while the context is active."""
         if self._watchers == 0:
             self._hook = register_optimizer_step_post_hook(self._stepped)
         self._watchers += 1
@@ -50,7 +50,7 @@ class FusedSteps:
         Parameters
         ----------
         use : str
-            What backward does with them.
+            The use of the tensors in backward, for the message: "runs its stage again with it", for example.
 
         Raises
         ------
@@ -63,11 +63,11 @@ class FusedSteps:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                     f"parameter of shape {list(tensor.shape)} was updated by an optimizer's step between forward and "
-                    f"backward, which {use}: the gradient would be another; step after the last backward"
+                    f"backward, which {use}: the gradient would be wrong; step after the last backward"
                 )
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # PyTorch's own optimizers raise versions unless they are fused; of others it isn't known.
+        # PyTorch's own optimizers raise versions unless they are fused; others are assumed not to.
         own = type(optimizer).__module__.startswith("torch.optim")
         groups = [group for group in optimizer.param_groups if group.get("fused") or not own]
         parameters = (p for group in groups for p in group["params"] if p.grad is not None)
@@ -78,4 +78,4 @@ class FusedSteps:
 
 
 STEPS = FusedSteps()
-"""Of this process."""
+"""The counter of this process."""

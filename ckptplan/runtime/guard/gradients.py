@@ -2,10 +2,14 @@
 
 NOTE [Gradients from before]
 A step may start with gradients: `zero_grad(set_to_none=False)` keeps them, and the second micro-batch of an
-accumulating loop finds those of the first. They are on the device from the step's start then, where a step without them
-has room until its backward makes them. So whether they exist is part of what is planned (`TrainingStep.accumulates`),
-and a forward that finds more bytes of gradients than its plan reckoned with is an error, unless they fit below the
-budget all the same.
+accumulating loop finds those of the first. Such gradients occupy memory from the start of the step, whereas a step
+without them can use that memory until backward makes the gradients. So whether they exist is part of what is planned
+(`TrainingStep.accumulates`). A forward that finds more bytes of gradients than planned is an error, unless the
+additional bytes fit into the budget as well.
+
+Example: a plan without gradients at the start has a peak of 900 MiB and a budget of 1000 MiB. If 80 MiB of gradients
+exist when a forward begins, the peak is at most 980 MiB, and the step runs. With 120 MiB it may reach 1020 MiB, so the
+forward raises `PlanMismatchError`. A plan solved with `accumulate=True` includes the gradients in its peak.
 """
 
 from __future__ import annotations
@@ -27,11 +31,17 @@ from ckptplan.runtime.swap.own import storages_of
 
 
 def accumulates(model: nn.Module, wanted: bool | None) -> bool:
-    """Whether steps of `model` start with gradients: as wanted, by default as they exist now.
+    """Whether steps of `model` start with gradients.
+
+    Parameters
+    ----------
+    wanted : bool or None
+        The answer, if given; None: whether any parameter has a gradient now.
 
     Raises
     ------
     InvalidInputError
+        If `wanted` is neither a bool nor None.
     """
     if wanted is not None and not isinstance(wanted, bool):
         raise InvalidInputError(f"accumulate={wanted!r}; it is True, False or None")
@@ -41,13 +51,13 @@ def accumulates(model: nn.Module, wanted: bool | None) -> bool:
 
 
 def made_gradient_bytes(parameters: Iterable[torch.Tensor], round_to: int = 1) -> int:
-    """Bytes of one gradient for each parameter that requires one, each in a block of a multiple of `round_to`."""
+    """Return the bytes of one gradient for each parameter that requires one, each rounded up to `round_to` bytes."""
     sizes = (_dense_bytes(p) for p in parameters if p.requires_grad)
     return sum(-(-nbytes // round_to) * round_to for nbytes in sizes)
 
 
 def _dense_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor of that size: for a wrapper such as DTensor, of what lies here."""
+    """Return the bytes of a dense tensor like `tensor`; for a wrapper such as DTensor, of its local part."""
     if not is_traceable_wrapper_subclass(tensor):
         return tensor.numel() * tensor.element_size()
     names, _ = tensor.__tensor_flatten__()
@@ -56,7 +66,7 @@ def _dense_bytes(tensor: torch.Tensor) -> int:
 
 
 def existing_gradient_bytes(gradients: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages of gradients, sparse ones included."""
+    """Return the bytes of the distinct storages of gradients, including sparse ones."""
     parts = (part for gradient in gradients for part in _parts(gradient))
     return sum({s._cdata: s.nbytes() for part in parts for s in storages_of(part)}.values())
 
@@ -66,9 +76,9 @@ def _parts(gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 class StandIns:
-    """Gradients for steps that are only measured, so that the user's own stay as they are.
+    """Gradients for steps that are only measured, in place of the user's own, which stay unchanged.
 
-    They hold the values of the model's own gradients, zeros where it has none.
+    They have the values of the user's gradients, or zeros for parameters without one.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -79,7 +89,7 @@ class StandIns:
         ]
 
     def put(self) -> None:
-        """Give every parameter its stand-in, as it was made."""
+        """Give every parameter its stand-in, with the initial values."""
         for parameter, before, stand_in in self._made:
             parameter.grad = stand_in
             if before is None:
@@ -89,7 +99,10 @@ class StandIns:
 
 
 def rewinding(model: nn.Module, rewind: Callable[[], None], *, accumulates: bool) -> Callable[[], None]:
-    """`rewind`, after which every parameter has a gradient if steps start with them; call it before any rewinding."""
+    """Return a function that calls `rewind` and, if steps start with gradients, gives every parameter one.
+
+    Must be called before the first `rewind`, which drops the gradients to copy.
+    """
     if not accumulates:
         return rewind
     with torch.no_grad():
@@ -104,7 +117,7 @@ def rewinding(model: nn.Module, rewind: Callable[[], None], *, accumulates: bool
 
 
 class GradientGuard(Observer):
-    """Notices gradients that a plan didn't reckon with (NOTE [Gradients from before])."""
+    """Raises an error for gradients that a plan has no room for (NOTE [Gradients from before])."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self._tables = [module._parameters for module in model.modules() if module._parameters]
@@ -130,7 +143,7 @@ class GradientGuard(Observer):
         if not found:
             return
         seen = list(map(id, found))
-        if seen == self._seen:  # the same objects as before, which were in order
+        if seen == self._seen:  # the same objects passed this check before
             return
         nbytes = existing_gradient_bytes(found)
         more = nbytes - self._planned_bytes

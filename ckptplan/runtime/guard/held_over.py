@@ -1,14 +1,29 @@
-"""What a loop holds of the forward before when the next one begins: its output, or all that its backward needs.
+"""Memory of earlier forwards that is still held when the next one begins: outputs, and tensors saved for backward.
 
 NOTE [Held over]
-A plan counts one forward at a time, with its output until its backward has ended. Two habits of loops hold more. A
-variable of the loop (`output = model(x)`) holds the output until the next forward has returned; and a second forward
-before the first one's backward finds all that the first one saved. Neither can be planned for without knowing the loop,
-so each forward begins with a look at what is alive of those before it. The output is known by weak references to its
-storages, and a graph by its pass, which the hooks in its nodes hold.
+A plan counts the memory of one forward at a time, and its output until its backward has ended. Loops may hold more, in
+two ways:
 
-What is alive may go at any moment, so a plan that has room for it until forward ends is warned of and no more. A second
-forward without that room is an error.
+1. A variable of the loop holds the output until the next forward has returned::
+
+       for x in data:
+           output = model(x)  # the former output is alive until this call returns
+           output.mean().backward()
+
+2. A second forward begins before the first one's backward, while all tensors that the first one saved are alive::
+
+       a, b = model(x), model(y)
+       (a.mean() + b.mean()).backward()
+
+Neither can be planned for without knowing the loop, so each forward begins with a check for memory of earlier ones:
+outputs are found by weak references to their storages, and graphs by their pass, which the hooks in their nodes hold.
+
+That memory may be freed at any moment. So an output without room is a warning. For a second forward it is an error if
+there is no room until that forward ends, and a warning if there is room until then but not for the whole step.
+
+Example of the second case: the plan's peak is 900 MiB, 700 MiB until forward ends, its budget is 1000 MiB, and the
+first forward holds 200 MiB. The second forward ends at 900 MiB at most, but its backward may reach 1100 MiB: a warning.
+With 400 MiB held, the second forward itself could reach 1100 MiB: `PlanMismatchError`.
 """
 
 from __future__ import annotations
@@ -27,29 +42,30 @@ from ckptplan.runtime.observer import Observer
 from ckptplan.runtime.swap.own import storages_of
 
 _LEAST_BYTES = 512
-"""Storages of no more, a loss for one, don't count: PyTorch's allocator gives them as much on CUDA."""
+"""Storages of at most this size, such as a loss, don't count: it is the smallest block of PyTorch's CUDA allocator."""
 
 
 class Warned:
-    """Warns that the peak may exceed the budget, of each thing once.
+    """Warns that the peak may exceed the budget, once for each reason.
 
     Attributes
     ----------
     of : set of str
+        The reasons that were warned of.
     """
 
     def __init__(self) -> None:
         self.of: set[str] = set()
 
     def once(self, what: str, text: str) -> None:
-        """Warn of `what`."""
+        """Warn with `text`, unless the reason `what` was warned of before."""
         if what not in self.of:
             self.of.add(what)
             warnings.warn(f"the peak may exceed the budget: {text}", RuntimeWarning, stacklevel=3)
 
 
 class HeldOver(Observer):
-    """Notices what a plan didn't reckon with of the forwards before (NOTE [Held over])."""
+    """Warns of, or refuses, a forward while memory of earlier ones is held (NOTE [Held over])."""
 
     def __init__(self, plan: Plan) -> None:
         reserved_bytes = max((plan.reserved_bytes or 0) - plan.peak_bytes, 0)
@@ -63,24 +79,24 @@ class HeldOver(Observer):
         self._warned = Warned()
 
     def output(self, output: Any, inputs: Any) -> None:
-        """A forward has made `output` from `inputs`."""
+        """Record the storages of a forward's `output` that aren't among those of its `inputs`."""
         made = {s._cdata: s for s in _storages(output)}
         if made:
             given = {s._cdata for s in _storages(inputs)}
             self._output = [weakref.ref(storage) for key, storage in made.items() if key not in given]
 
     def pass_begins(self, waiting: weakref.ref[Any] | None) -> None:
-        """A forward begins: raise or warn if there is no room for what is alive of those before.
+        """Raise or warn if a forward begins and there is no room for the memory that earlier ones still hold.
 
         Parameters
         ----------
         waiting : weakref.ref or None
-            The pass of the one before, if its backward hasn't begun.
+            The pass of the forward before, if its backward hasn't begun.
 
         Raises
         ------
         PlanMismatchError
-            If another forward is still to have its backward, and there is no room for this one beside it.
+            If the backward of an earlier forward hasn't begun, and this forward doesn't fit into the budget beside it.
         """
         passes = self._waiting if waiting is None else [*self._waiting, waiting]
         self._waiting = [ref for ref in passes if (found := ref()) is not None and not found.backward_begun]
@@ -88,9 +104,9 @@ class HeldOver(Observer):
             more = len(self._waiting) * self._between_bytes
             text = (
                 f"a forward begins while {len(self._waiting)} before it had no backward yet and hold "
-                f"{format_bytes(more)}, with which the plan, for one forward at a time, doesn't reckon; it needs "
+                f"{format_bytes(more)}, which the plan, made for one forward at a time, doesn't include; it needs "
                 f"{format_bytes(self._peak_bytes)} of its budget of {format_bytes(self._budget_bytes)}; plan them as "
-                "one step (`step=`), or let go of their outputs and losses before this forward"
+                "one step (`step=`), or delete their outputs and losses before this forward"
             )
             if self._forward_peak_bytes + more > self._budget_bytes:
                 raise PlanMismatchError(text)
@@ -103,8 +119,8 @@ class HeldOver(Observer):
                 "held",
                 f"the output of the forward before, {format_bytes(more)}, is still held when this one begins, and the "
                 f"plan, whose forward needs {format_bytes(self._forward_peak_bytes)} of its budget of "
-                f"{format_bytes(self._budget_bytes)}, doesn't reckon with it; put the step into a function, or `del` "
-                "the output before the next forward, or solve with so much less",
+                f"{format_bytes(self._budget_bytes)}, doesn't include it; put the step into a function, or `del` "
+                "the output before the next forward, or solve with a budget that is smaller by these bytes",
             )
 
 

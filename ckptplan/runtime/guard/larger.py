@@ -1,4 +1,4 @@
-"""Forwards with larger inputs than planned: another plan takes the present one's place before they run."""
+"""Forwards with larger inputs than planned: the plan is replaced before they run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptplan.runtime.guard.shapes import OnLarger
 
 
 class LargerInputs:
-    """Has every forward of an applied plan looked at before it runs."""
+    """Checks the inputs of every forward of an applied plan, and replaces the plan if they are larger than planned."""
 
     def __init__(self, applied: Applied, planner: OnLarger) -> None:
         self._applied, self._planner = applied, planner
@@ -22,14 +22,14 @@ class LargerInputs:
         self._applied.controller.before_forward = self._before_forward
 
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Controller:
-        """The controller to run this forward under: another one if its inputs are larger than planned.
+        """Return the controller that runs this forward; that of a new plan if the inputs are larger than planned.
 
         Raises
         ------
         InfeasibleBudgetError
-            If no plan for them fits the budget. The former plan goes on, here and below.
+            If no plan for these inputs fits the budget. The former plan stays applied.
         PlanMismatchError
-            If they can't be planned for.
+            If no plan can be made for these inputs. The former plan stays applied.
         """
         before, former = self._applied.plan, self._applied.controller
         if not self._planner.beyond(before, args, kwargs):
@@ -42,7 +42,7 @@ class LargerInputs:
             raise
         self._applied.put(plan)
         if plan.stages != before.stages:
-            self._applied.controller.counters.runs.clear()  # they count by a stage's place
+            self._applied.controller.counters.runs.clear()  # counted by the stage's position in the plan
         if former.on_backward is not None:
             self._applied.controller.at_step_begin(former.on_backward)
         if larger is None:

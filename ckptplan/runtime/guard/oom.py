@@ -1,23 +1,38 @@
-"""When a planned step runs out of memory: tell it from other errors, measure, and undo the step.
+"""Out-of-memory errors in planned steps: recognize them, measure the memory at that time, and undo the step.
 
 NOTE [Undoing a step]
-1. What the step's frames hold is dropped with the frames (the traceback keeps its lines). The graph goes with them, and
-   with the graph every swapped record and recomputed frame, in whatever state (NOTE [States of a swapped storage]).
-2. A gradient that was None before the step is None again. One that the step dropped itself (`zero_grad`) stays None.
-   One that the step zeroed in place is zeroed. One that the step left alone is left alone. One to which the step had
-   begun to add can't be had back without a copy: all become None, and the step isn't repeatable.
-3. Buffers get back the objects and values they had. Copies are kept of those that a step updates, in the first step
-   of all.
-4. State that an optimizer made in the step is dropped. If parameters or older state were written to, in an update or
-   in place, they stay as they are, and the step isn't repeatable. Writes through `.data` don't show.
-5. Random generators are set back only for a step that is to run again.
+1. Objects that the step's Python frames hold are freed by clearing the frames (the traceback keeps its lines). This
+   frees the graph, and with it every swapped record and recomputed frame, in any state (NOTE [States of a swapped
+   storage]).
+2. Gradients: one that was None before the step is None again; one that the step dropped itself (`zero_grad`) stays
+   None; one that the step zeroed in place is zeroed; one that the step didn't touch stays unchanged. A gradient to
+   which the step had begun to add can't be restored without a copy: then all gradients become None, and the step isn't
+   repeatable.
+3. Buffers get back the objects and values that they had before the step. The first step copies all buffers; later steps
+   copy only those that a step has updated.
+4. State that an optimizer created in the step is dropped. If parameters or older optimizer state were written to, by an
+   update or in place, they stay as they are, and the step isn't repeatable. Writes through `.data` aren't noticed.
+5. Random generators are set back only if the step is to run again.
+
+Example: memory runs out in the third of four micro-batches. In `opt.zero_grad()` followed by four backwards, the step
+itself dropped the old gradients, so the partial sums become None and the step can run again. If each micro-batch is a
+step of its own, the third one began with a sum of two gradients and has added to some of them: that sum is lost, all
+gradients become None, and the step isn't repeatable.
 
 NOTE [What was asked for]
-CUDA's messages tell the new segment that the allocator wanted from the device, not the request it was for: 2 MiB for up
-to 1 MiB, 20 MiB (a setting) for more than that and less than 10 MiB, above it the request rounded up to 2 MiB. They
-round to two decimals of their unit, 10 MiB where that is a GiB. So a request is known as a range. That there is more
-than was planned is said by its lower end; what to give up so that it would fit, by its upper end. That
-`roundup_power2_divisions` rounds requests is not seen.
+CUDA's messages give the size of the segment that the allocator wanted from the device, not the size of the request:
+
+- 2 MiB for a request of at most 1 MiB,
+- 20 MiB (a setting) for a request of more than 1 MiB and less than 10 MiB,
+- for larger requests, the request rounded up to a multiple of 2 MiB.
+
+The message rounds this size to two decimals of its unit, which is 10 MiB where the unit is a GiB. So the request is
+known only as a range. Its lower end decides whether a request was larger than planned; its upper end decides how much
+memory to free so that it fits. The rounding of requests by `roundup_power2_divisions` is not taken into account.
+
+Example: "Tried to allocate 20.00 MiB" stands for a request of more than 1 MiB and less than 10 MiB, or for one of more
+than 18 MiB and at most 20 MiB; the range is from 1 MiB + 1 byte to 20 MiB. "Tried to allocate 24.00 MiB" stands for a
+request of more than 22 MiB and at most 24 MiB.
 """
 
 from __future__ import annotations
@@ -64,14 +79,14 @@ _DEVICE_TEXTS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUD
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _SIZE = r"([0-9.]+) (bytes|KiB|MiB|GiB)"
 _SEGMENT = re.compile(rf"(?:CUDA|HIP) out of memory\..*?(?:Tried to allocate|Requested size:) {_SIZE}", re.DOTALL)
-_REQUESTED = re.compile(rf"(?:[Tt]ried to allocate|Requested +:) {_SIZE}")  # the CPU's allocator, and cudaMallocAsync
+_REQUESTED = re.compile(rf"(?:[Tt]ried to allocate|Requested +:) {_SIZE}")  # the CPU's allocator and cudaMallocAsync
 _ALLOCATED = re.compile(rf"(?:{_SIZE} is allocated by PyTorch|Currently allocated +: {_SIZE})")
 _UNUSED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
-_OWN_SEGMENT_LEAST = MIN_LARGE_BYTES - MIN_BLOCK_BYTES + 1  # smaller ones round up to less than that
+_OWN_SEGMENT_LEAST = MIN_LARGE_BYTES - MIN_BLOCK_BYTES + 1  # smaller requests share a segment
 
 
 def exhaustion(error: BaseException) -> BaseException | None:
-    """The out-of-memory error that `error` is, or that made a copy of a swapped storage fail; None: it is another."""
+    """Return `error` if it is an out-of-memory error, or the one that caused a failed swap; None for other errors."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return error
     if isinstance(error, SwapError) and error.__cause__ is not None:
@@ -82,19 +97,19 @@ def exhaustion(error: BaseException) -> BaseException | None:
 
 
 def is_host_memory(error: BaseException) -> bool:
-    """Whether an out-of-memory error speaks of host memory, by its type and text."""
+    """Whether an out-of-memory error is one of host memory, according to its type and text."""
     return not isinstance(error, torch.OutOfMemoryError) and not any(text in str(error) for text in _DEVICE_TEXTS)
 
 
 def requested_bytes(error: BaseException) -> tuple[int, int] | None:
-    """Least and most that was asked for in vain, where the message says it (NOTE [What was asked for])."""
+    """Return the least and most bytes of the failed request, None if not in the message (NOTE [What was asked for])."""
     segment = _bytes_in(_SEGMENT, error)
     if segment is None:
         return _bytes_in(_REQUESTED, error)
     step = ROUND_LARGE_BYTES
     low, high = -(-segment[0] // step) * step, segment[1] // step * step
     if low > high:
-        return segment  # no segment has that size: the request itself
+        return segment  # no segment has that size, so it is the size of the request itself
     if high == SMALL_SEGMENT_BYTES:
         return 1, SMALL_BYTES
     shared = re.search(r"large_segment_size_mb:(\d+)", allocator_conf())
@@ -104,9 +119,9 @@ def requested_bytes(error: BaseException) -> tuple[int, int] | None:
 
 
 def live_bytes(error: BaseException, device: torch.device) -> DeviceBytes | None:
-    """What a CUDA device held when `error` arose; None on the CPU.
+    """Return the memory in use on a CUDA device when `error` was raised; None on the CPU.
 
-    Blocks that went with the frames since then are in the message's figures alone.
+    Blocks that were freed since then, with the frames, are counted only in the message's figures.
     """
     if not is_accelerator(device):
         return None
@@ -118,17 +133,17 @@ def live_bytes(error: BaseException, device: torch.device) -> DeviceBytes | None
 
 
 def process_bytes() -> int:
-    """The process's resident set."""
+    """Return the resident set size of the process."""
     return int(psutil.Process().memory_info().rss)
 
 
 def model_bytes(model: nn.Module, device: torch.device) -> int:
-    """Parameters, buffers and gradients on the device."""
+    """Return the bytes of the model's parameters, buffers and gradients on the device."""
     return unique_bytes(held_tensors(model), device)
 
 
 def _bytes_in(pattern: re.Pattern[str], error: BaseException) -> tuple[int, int] | None:
-    """Least and most bytes that a message's figure stands for: it has two decimals."""
+    """Return the least and most bytes that a figure in a message stands for, which is rounded to two decimals."""
     found = pattern.search(str(error))
     if found is None:
         return None
@@ -139,10 +154,11 @@ def _bytes_in(pattern: re.Pattern[str], error: BaseException) -> tuple[int, int]
 
 
 def located(error: BaseException, place: Place, updating: bool) -> tuple[Phase, int | None, Doing]:
-    """Phase, stage (None: the glue behind the last one) and what ran when `error` arose.
+    """Return the phase, the stage and the activity in which `error` was raised.
 
-    Stage and phase are the controller's. It can't see the loss's own backward, which runs before any stage's, nor
-    what is done for a stage; the traceback can.
+    Stage and phase come from the controller. It doesn't see the backward of the loss, which runs before that of any
+    stage, nor copies and recomputes for a stage: these are found in the traceback. The stage is None in the code behind
+    the last stage.
     """
     frames = list(_frames(error))
     codes = {frame.f_code for frame in frames}
@@ -177,7 +193,7 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
 
 
 def _chain(error: BaseException | None, outer: BaseException | None = None) -> Iterator[BaseException]:
-    """`error`, and what it came from, up to `outer`."""
+    """Yield `error`, its causes and its contexts, without `outer` and anything reached only through it."""
     seen = {id(outer)}
     waiting = [error]
     while waiting:
@@ -189,9 +205,9 @@ def _chain(error: BaseException | None, outer: BaseException | None = None) -> I
 
 
 def drop_frames(error: BaseException, device: torch.device, outer: BaseException | None) -> None:
-    """Free what the frames of a failed step hold, and give unused blocks back to the device.
+    """Free the objects that the frames of a failed step hold, and return unused blocks to the device.
 
-    `outer` is the exception that was being handled when the step began, if there was one: its frames aren't the step's.
+    `outer` is the exception that was being handled when the step began, if any: its frames don't belong to the step.
     """
     for link in _chain(error, outer):
         traceback.clear_frames(link.__traceback__)
@@ -200,12 +216,12 @@ def drop_frames(error: BaseException, device: torch.device, outer: BaseException
 
 
 class Undo:
-    """Brings the model back to where a step began (NOTE [Undoing a step]); one per handle.
+    """Recorder of a model's state at the start of each step, to undo the step (NOTE [Undoing a step]); one per handle.
 
     Parameters
     ----------
     rewinds : bool
-        Whether random generators are set back as well.
+        Whether random generators are restored as well.
     """
 
     def __init__(self, model: nn.Module, *, rewinds: bool) -> None:
@@ -215,7 +231,7 @@ class Undo:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[StepStart]:
-        """A step runs inside."""
+        """Record the state at the start of the step that runs inside; `undo` of the result restores it."""
         start = StepStart(self._model, self._read_only, rewinds=self._rewinds)
         with start.watching_optimizers():
             yield start
@@ -223,7 +239,7 @@ class Undo:
 
 
 Version = tuple[StorageWeakRef, int, int]
-"""A storage's address, kept from being anybody else's by a weak reference, and the version of the tensor on it."""
+"""A weak reference to a storage, its address, which no other storage gets while the reference lives, and a version."""
 
 
 def _version(tensor: torch.Tensor) -> Version:
@@ -236,7 +252,7 @@ def _untouched(tensor: torch.Tensor | None, version: Version) -> bool:
 
 
 class StepStart:
-    """What a step found, as far as it can be kept for little, and how to bring it back."""
+    """The state of a model at the start of a step: versions, copies of updated buffers, random states."""
 
     def __init__(self, model: nn.Module, read_only: set[tuple[nn.Module, str]], *, rewinds: bool) -> None:
         self._parameters = [(p, version_of(p)) for p in model.parameters()]
@@ -254,17 +270,17 @@ class StepStart:
 
     @property
     def updating(self) -> bool:
-        """Whether an update has begun and not ended."""
+        """Whether an optimizer's step has begun and not ended."""
         return self._updates > 0
 
     def backward_begins(self) -> None:
-        """Look at the former gradients once more: whoever zeroes them has done so before the first backward."""
+        """Record the former gradients' versions: by the first backward, a step that zeroes them has done so."""
         if self._at_backward is None:
             self._at_backward = [None if p.grad is None else _version(p.grad) for p, _ in self._gradients]
 
     @contextlib.contextmanager
     def watching_optimizers(self) -> Iterator[None]:
-        """Know of every update of the model's parameters, and what state it began with."""
+        """Record, inside the context, every update of the model's parameters and the optimizer state before it."""
         own = {id(p) for p, _ in self._parameters}
 
         def begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -292,16 +308,16 @@ class StepStart:
                 hook.remove()
 
     def unwritten_buffers(self) -> set[tuple[nn.Module, str]]:
-        """Buffers that the step has left as they were."""
+        """Return the buffers that the step didn't write to."""
         return {
             (m, name)
             for m, name, buffer, version, _ in self._buffers
-            # Batch norm's kernels update running statistics without a new version.
+            # Batch norm's kernels update running statistics without raising the version.
             if m._buffers.get(name) is buffer and version_of(buffer) == version and not isinstance(m, _NormBase)
         }
 
     def undo(self) -> tuple[bool, bool]:
-        """Bring it back.
+        """Restore the state at the start of the step, as far as possible.
 
         Returns
         -------
@@ -316,7 +332,7 @@ class StepStart:
                 written = version_of(buffer) != version or isinstance(m, _NormBase)
                 if written and copy is not None:
                     buffer.copy_(copy)
-                half |= written and copy is None  # no step before has written to it
+                half |= written and copy is None  # not copied: no earlier step wrote to it
         if self._random is not None:
             self._random()
         return lost, half
@@ -335,7 +351,8 @@ class StepStart:
     def _undo_gradients(self) -> bool:
         former = {id(p) for p, _ in self._gradients}
         now = self._at_backward
-        # A backward that adds to gradients of glue before the first stage's looks like zeroing, for those alone.
+        # Versions are compared for all gradients: a backward may have added to those of code behind the last stage
+        # before they were recorded, which looks like zeroing, but for these gradients only.
         zeroed = now is not None and all(
             v is not None and v[1] == begun[1] and v[2] != begun[2]
             for v, (_, begun) in zip(now, self._gradients, strict=True)
@@ -353,5 +370,5 @@ class StepStart:
             p.grad = None
         for p, _ in self._parameters:
             if lost or id(p) not in former:
-                p.grad = None  # all of them, where some are lost: a part of a sum is of no use
+                p.grad = None  # if any is lost, all are dropped: a partial sum is of no use
         return lost

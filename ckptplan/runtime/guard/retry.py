@@ -24,14 +24,19 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnOom:
-    """What to do when a step runs out of memory.
+    """The rule for steps that run out of memory.
 
     Parameters
     ----------
     adviser : Adviser, optional
-        Puts predictions into reports.
+        Adds predictions to reports, and makes the plans for retries.
     retries : int
-        So many plans are tried for one step before the error is raised; 0: it is reported alone.
+        Largest number of plans that are tried for one step before the error is raised; 0: it is only reported.
+
+    Raises
+    ------
+    InvalidInputError
+        If `retries` isn't an integer of at least 0, or is positive without an adviser.
     """
 
     adviser: Adviser | None = None
@@ -41,23 +46,23 @@ class OnOom:
         if not is_int(self.retries) or self.retries < 0:
             raise InvalidInputError(f"retries={self.retries!r}; give the number of plans to try for a step, 0 or more")
         if self.retries and self.adviser is None:
-            raise InvalidInputError(f"retries={self.retries} without an adviser that could plan again")
+            raise InvalidInputError(f"retries={self.retries} needs an adviser, which makes the plans; give one, or 0")
 
 
 class Retry:
-    """Runs steps of an applied plan under a rule for out-of-memory errors."""
+    """Runner for steps of an applied plan that handles out-of-memory errors by a rule."""
 
     def __init__(self, applied: Applied, rule: OnOom) -> None:
         self._applied, self._rule = applied, rule
         self._undo = oom.Undo(applied.model, rewinds=rule.retries > 0)
 
     def step(self, run: Callable[[], Result]) -> Result:
-        """Run one step; where memory runs out, undo it, report it, or run it again with a leaner plan.
+        """Run one step; if memory runs out, undo it, report the error, or run it again with a leaner plan.
 
         Raises
         ------
         OutOfMemoryError, InfeasibleBudgetError
-            As `Handle.step` says.
+            As documented for `Handle.step`.
         """
         outer = sys.exc_info()[1]
         tried = 0
@@ -80,7 +85,7 @@ class Retry:
     def _attempt(
         self, run: Callable[[], Result], start: oom.StepStart, tried: int
     ) -> tuple[tuple[Result, ...], OutOfMemoryError | None]:
-        """The result, or what went wrong for want of memory; the step is undone then."""
+        """Return the result of the step, or undo it and return the out-of-memory error."""
         before, controller = self._applied.counted(), self._applied.controller
         live_before = (
             device_bytes(self._applied.device).requested_bytes if is_accelerator(self._applied.device) else None
@@ -146,7 +151,13 @@ class Retry:
         )
 
     def _replan(self, failed: OutOfMemoryError) -> None:
-        """Put a leaner plan in the present one's place; if there is none, that one stays."""
+        """Replace the present plan by a leaner one.
+
+        Raises
+        ------
+        CkptPlanError
+            If there is none; the present plan stays applied then.
+        """
         assert self._rule.adviser is not None
         before = self._applied.plan
         try:

@@ -1,4 +1,4 @@
-"""Which inputs a plan holds for: tensors that are nowhere larger than those it was made for."""
+"""Limits of a plan's inputs: no dimension and no item size may be larger than planned."""
 
 from __future__ import annotations
 
@@ -20,24 +20,27 @@ _NO_TENSOR = frozenset({type(None), bool, int, float, complex, str, bytes, torch
 
 
 def input_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[InputTensor, ...]:
-    """The tensors among the arguments of a call."""
+    """Return the tensors among the arguments of a call, described by path, dtype and shape."""
     return tuple(described(path, tensor) for path, tensor in tensors_at((args, kwargs)))
 
 
 def described(path: str, tensor: torch.Tensor) -> InputTensor:
-    """`tensor`, which is at `path`, as plans know it."""
+    """Return the description of `tensor`, which is at `path`, in the form that plans use."""
     return InputTensor(path, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 def tensors_at(tree: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
-    """Every tensor of a tree with its path as `keystr` writes it; PyTorch's own way takes several times as long."""
+    """Return every tensor of a tree with its path.
+
+    Paths have the form of PyTorch's `keystr`; `tree_flatten_with_path` takes several times as long.
+    """
     found: list[tuple[str, torch.Tensor]] = []
     _add_tensors(tree, path, found)
     return found
 
 
 def _add_tensors(tree: Any, path: str, found: list[tuple[str, torch.Tensor]]) -> None:
-    kind = type(tree)  # asked first: `isinstance` with a tensor's class takes long where the answer is no
+    kind = type(tree)  # compared first, since `isinstance(tree, torch.Tensor)` is slow for other types
     if kind is torch.Tensor:
         found.append((path, tree))
     elif kind in _NO_TENSOR:
@@ -57,19 +60,19 @@ def _add_tensors(tree: Any, path: str, found: list[tuple[str, torch.Tensor]]) ->
 
 
 def _measurable(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with sizes that are numbers: of a nested one its values, all rows together."""
+    """Return a tensor whose sizes are numbers: for a nested tensor its values, with all rows joined."""
     return tensor.values() if tensor.is_nested else tensor
 
 
 class Limits:
-    """What one stage, or a model, may be called with.
+    """The largest arguments with which a stage, or a model, may be called.
 
-    Compared anew at each call, which takes as long as finding a former call in a table, and no table grows.
+    Every call is compared. A cache of earlier calls would be no faster, and would grow.
 
     Parameters
     ----------
     planned : sequence of InputTensor or None
-        None: anything.
+        The planned tensors; None: any arguments are allowed.
     """
 
     def __init__(self, planned: Sequence[InputTensor] | None) -> None:
@@ -82,15 +85,15 @@ class Limits:
     def first_beyond(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[InputTensor, InputTensor | None] | None:
-        """The first tensor that is somewhere larger than planned, with what was planned in its place; None: all fit.
+        """Return the first tensor that is larger than planned and the tensor planned in its place; None if all fit.
 
-        By every dimension, since bytes alone say little: attention over one long sequence holds far more than over many
-        short ones of as many tokens.
+        Every dimension is compared, since bytes alone aren't enough: attention over one sequence of 4096 tokens may
+        hold 64 times as much as over 64 sequences of 64 tokens each.
         """
         planned = self._planned
         if planned is None:
             return None
-        if self._only is not None and len(args) == 1 and not kwargs:  # most stages, and this runs before each
+        if self._only is not None and len(args) == 1 and not kwargs:  # fast path: most stages take one tensor
             only = args[0]
             if type(only) is torch.Tensor and (only.shape, only.dtype) == self._only:
                 return None
@@ -110,11 +113,12 @@ class Limits:
         return None
 
     def check(self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise unless the plan holds for these arguments of `stage`.
+        """Check that the plan holds for these arguments of `stage`.
 
         Raises
         ------
         PlanMismatchError
+            If a tensor is larger than planned, or there was none in its place.
         """
         beyond = self.first_beyond(args, kwargs)
         if beyond is not None:
@@ -130,12 +134,12 @@ def _itemsize(dtype: str) -> int:
 
 
 class ByName:
-    """A model's arguments by the names of its parameters: the same call in another form has the same paths.
+    """Converter of positional to keyword arguments of a model, so that `model(x)` and `model(x=x)` compare equal.
 
     Parameters
     ----------
     forward : callable
-        The model's own, unpatched.
+        The model's own forward, unpatched.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
@@ -143,11 +147,11 @@ class ByName:
         self.names = [p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional arguments without a name, and all others by name."""
+        """Return the positional arguments that have no name, and all others by name."""
         return args[len(self.names) :], {**dict(zip(self.names, args, strict=False)), **kwargs}
 
     def planned(self, text: str) -> tuple[InputTensor, ...]:
-        """The tensors that a fingerprint's text names, at their paths in what a call of this gives."""
+        """Return the tensors listed in a fingerprint's text, with their paths in the result of `__call__`."""
         out = []
         for tensor in read_inputs(text):
             first = re.match(r"\[0\]\[(\d+)\]", tensor.path)
@@ -161,25 +165,25 @@ class ByName:
 
 
 def read_inputs(text: str) -> tuple[InputTensor, ...]:
-    """The tensors of `", ".join(map(str, tensors))`, the form in which a fingerprint has them."""
+    """Return the tensors of a text `", ".join(map(str, tensors))`, the form that fingerprints use."""
     found = re.findall(r"(?:^|, )(\S.*?) (\w+)\[([\d, ]*)\](?=, |$)", text)
     return tuple(InputTensor(p, dtype, tuple(map(int, filter(None, dims.split(", "))))) for p, dtype, dims in found)
 
 
 @dataclass(frozen=True, slots=True)
 class Larger:
-    """Why a plan took another's place: a forward's inputs went beyond it.
+    """The reason for replacing a plan: the inputs of a forward were larger than planned.
 
     Attributes
     ----------
     given : InputTensor
-        The first tensor that did.
+        The first tensor that was larger.
     planned : InputTensor or None
-        What the plan held for in its place; None: no tensor.
+        The tensor that was planned in its place; None if there was none.
     now : tuple of InputTensor
-        What the new plan holds for.
+        The largest inputs for which the new plan holds.
     took_s : float
-        Profiling and solving.
+        Seconds for profiling and solving.
     """
 
     given: InputTensor
@@ -197,10 +201,13 @@ class Larger:
 
 
 class OnLarger(Protocol):
-    """What the runtime asks of those who can profile and solve, before a forward with larger inputs."""
+    """Interface of a planner that the runtime calls before forwards, to replace the plan for larger inputs."""
 
     def beyond(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the inputs of a forward are larger than `plan` holds for."""
 
     def enlarged(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Larger | None]:
-        """A plan that holds for these inputs; None: one that was made before. The model has no plan on it meanwhile."""
+        """Return a plan that holds for these inputs, and the reason; None as reason if the plan was made before.
+
+        No plan is applied to the model during the call.
+        """

@@ -1,16 +1,26 @@
-"""What a step takes that its plan was made without: gradients of thawed parameters, inputs, modules, autocast's casts.
+"""Memory that a step needs and its plan doesn't include: unfrozen parameters, new inputs and modules, autocast's casts.
 
 NOTE [Unplanned]
-A plan's bytes are those of the step that was profiled. A later step may take another path through the same stages,
-which a stage's own arguments don't show:
+A plan's bytes are those of the step that was profiled. A later step may need more, in ways that the arguments of its
+stages don't show:
 
-1. A parameter that was frozen when the plan was applied gets a gradient now: an error, as it would be in `apply`.
-2. The model itself gets a tensor that it didn't get, such as labels from which it makes a loss.
-3. A module is called that lies in no stage's and wasn't: another head, one more layer.
-4. Autocast, off when the plan was applied, is still on when backward begins: it keeps the casts of the weights that it
-   has made until it ends.
+1. A parameter that was frozen when the plan was applied gets a gradient now. This is an error, as in `apply`.
+2. The model gets a tensor that it didn't get in the profiled step, such as labels from which it computes a loss.
+3. A module outside of all stages is called that the profiled step didn't call, such as another head.
+4. Autocast was off when the plan was applied and is on when backward begins. It keeps its casts of the weights until
+   it is left.
 
-How much the last three need isn't known, and it may fit, so they are warnings, each once.
+How many bytes the last three need isn't known, and they may fit. So each is a warning, given once.
+
+Example of rule 4: with float32 weights of 400 MiB, the cached bfloat16 casts take 200 MiB. In the first step below they
+are freed before backward; in the second one they add to its peak::
+
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = model(x).mean()
+    loss.backward()
+
+    with torch.autocast("cuda", torch.bfloat16):
+        model(x).mean().backward()  # a warning
 """
 
 from __future__ import annotations
@@ -32,19 +42,19 @@ from ckptplan.runtime.state.cells import below
 
 
 class Unplanned(Observer):
-    """Notices what `plan` was made without (NOTE [Unplanned]).
+    """Raises or warns if a step needs memory that `plan` doesn't include (NOTE [Unplanned]).
 
     Parameters
     ----------
     model : nn.Module
-        Without the plan.
+        The model, before the plan is applied to it.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, device: torch.device) -> None:
         self._model, self._device = model, device
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._warned = Warned()
-        # One that is around all of this was around profiling, and counts.
+        # An autocast context that is entered now was also entered during profiling, so its casts are in the plan.
         self._autocast = next((kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)), None)
         self._inputs = None
         if plan.fingerprint.inputs != "step()":
@@ -54,12 +64,12 @@ class Unplanned(Observer):
         self._stages = {name.partition("#")[0] for name in plan.stages}
 
     def pass_begins(self, waiting: weakref.ref[Any] | None) -> None:
-        """A forward begins.
+        """Check at the start of a forward that frozen parameters are still frozen.
 
         Raises
         ------
         PlanMismatchError
-            If a parameter that was frozen gets a gradient.
+            If a parameter that was frozen requires a gradient now.
         """
         for name, p in self._frozen:
             if p.requires_grad:
@@ -69,27 +79,30 @@ class Unplanned(Observer):
                 )
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The model is called."""
+        """Warn if a call of the model gets a tensor that the profiled step didn't pass."""
         if self._inputs is None or "inputs" in self._warned.of:
             return
         beyond = self._inputs.first_beyond(*self._by_name(args, kwargs))
         if beyond is not None and beyond[1] is None and beyond[0].shape != ():
             self._warned.once(
-                "inputs", f"the model gets {beyond[0]}, and the plan was made without; solve with these inputs"
+                "inputs", f"the model gets {beyond[0]}, and the plan was made without it; solve with these inputs"
             )
 
     def backward_begins(self) -> None:
-        """A backward begins."""
+        """Warn if autocast is on when a backward begins and was off in the profiled step."""
         kind = self._device.type
         if self._autocast != kind and torch.is_autocast_enabled(kind) and torch.is_autocast_cache_enabled():
             self._warned.once(
                 "autocast",
                 "autocast is still on when backward begins, so the casts of the weights that it has made stay until it "
-                "ends, and the plan doesn't reckon with that; call backward outside of the autocast block",
+                "ends, and the plan doesn't include them; call backward outside of the autocast block",
             )
 
     def patches(self, active: Callable[[], bool]) -> Iterator[PatchedForward]:
-        """One for each module in no stage's that the profiled step didn't call; for calls while `active`."""
+        """Yield a patch for each module outside of all stages that the profiled step didn't call.
+
+        A patched module warns when it is called while `active()` is true.
+        """
         if self._outside is None:
             return
         modules = dict(self._model.named_modules())

@@ -1,1 +1,1 @@
-"""Recompute: calls that can be made again, segments, selected operations."""
+"""Recompute: repeatable calls of stages, segments, selected operations."""

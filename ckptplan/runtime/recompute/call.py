@@ -1,4 +1,4 @@
-"""Recompute: a stage's call that can be made again, its inputs all visible, its buffers updated once."""
+"""Repeatable calls of stages: a recompute gets the same inputs and state as forward, and changes no state itself."""
 
 from __future__ import annotations
 
@@ -29,25 +29,27 @@ from ckptplan.runtime.swap.own import storages_of
 from ckptplan.runtime.swap.session import Counters, Geometry, modified_error, version_of, whole_storage
 
 _LEAVES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, type(None), torch.dtype, torch.device})
-"""Types of arguments inside which nothing lies."""
+"""Types of arguments that contain no further values."""
 
 
 class Call:
-    """A call of a stage that can be made again, tensors left out: arguments, buffers, training flags.
+    """A call of a stage that can be repeated: its arguments without the tensors, and the state that it ran with.
+
+    The tensors are passed at each run, so that the owner of the call decides how they are held.
 
     Parameters
     ----------
     device : torch.device
-        Where the plan runs: its random generator is the stage's, whatever its arguments are.
+        The device on which the plan runs: its random generator is restored wherever the arguments are.
     index : int
-        The stage, for `counters`.
+        The stage's position in the plan, for `counters`.
     whole : callable, optional
-        A context in which the module's parameters are all there, for runs outside of its own backward.
+        Returns a context in which the module has all of its parameters, for runs outside of its own backward.
 
     Attributes
     ----------
     others : list
-        Objects among its arguments that aren't tensors.
+        The arguments, and values in containers among them, that are neither tensors nor of the types `_LEAVES`.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class Call:
         self._form: pytree.TreeSpec | tuple[int, tuple[str, ...]] | None = None
         self._surroundings: Surroundings | None = None
         self._state: _State | None = None
-        self._caches = 0  # how many `parametrize.cached()` are around it
+        self._caches = 0  # number of `parametrize.cached()` contexts around the call
         self._tables: ModuleTables | None = None
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.others: list[Any] = []
@@ -75,9 +77,10 @@ class Call:
         self._named: list[tuple[int, dict[str, Any]]] = []
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Keep the arguments but for the tensors anywhere in them, each of which is returned once, in order.
+        """Store the arguments without the tensors in them, and return these tensors in order, each once.
 
-        Once, since a stage may ask whether two of its arguments are the same, as attention does.
+        A tensor that is given twice is also one object in a recompute, since a stage may test whether two arguments are
+        the same, as attention does (`query is key`).
 
         Raises
         ------
@@ -113,9 +116,18 @@ class Call:
         return tensors
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        """Run the stage on `tensors`, in the order of `split`: the first time as it is, then as it was."""
+        """Run the stage on `tensors`, in the order of `split`.
+
+        The first run finds the state as it is and records it; later runs restore the recorded state and undo their own
+        changes.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If the first run uses state that can't be restored.
+        """
         if self._first is not None:
-            # The caller's own lists and dictionaries, since the stage may add to them.
+            # The first run gets the caller's own lists and dictionaries, since the stage may add to them.
             (args, kwargs), self._first = self._first, None
             self._surroundings = Surroundings(self._device, tensors)
             modules = below(self._module)
@@ -125,8 +137,8 @@ class Call:
             if self._caches and cached_weights(self._module):
                 raise UnsupportedModelError(
                     f"a {type(self._module).__name__} that is to run again takes parametrized weights that "
-                    "parametrize.cached() has kept from an earlier call, and would make them anew; enter cached() for "
-                    "each forward by itself, or keep or swap this stage"
+                    "parametrize.cached() has kept from an earlier call, and would compute them again; enter cached() "
+                    "for each forward separately, or keep or swap this stage"
                 )
             return self._run_first(modules, args, kwargs)
         assert self._surroundings is not None
@@ -150,7 +162,7 @@ class Call:
             put_back(undo)
 
     def _arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with `tensors` in their places."""
+        """Return the arguments with `tensors` in their places."""
         for i, attributes in self._named:
             vars(tensors[i]).update(attributes)
         leaves = list(self._rest)
@@ -170,7 +182,7 @@ class Call:
         if not self._containers.isdisjoint(state.cells):
             raise UnsupportedModelError(
                 f"a {type(self._module).__name__} that is to run again gets a container which is also one of its "
-                "attributes, and which it couldn't be given again as it was; pass it a copy, or keep this stage"
+                "attributes, and whose contents can't be restored for that run; pass it a copy, or keep this stage"
             )
         result = self._original(*args, **kwargs)
         state.forward_done()
@@ -180,7 +192,7 @@ class Call:
 
 
 def _containers(values: Iterable[Any]) -> Iterator[int]:
-    """Identities of the lists, dictionaries and the like among arguments, which are made anew for another run."""
+    """Yield the identities of lists, dictionaries and deques among arguments, which a recompute gets as new objects."""
     for value in values:
         if isinstance(value, (list, dict, collections.deque)):
             yield id(value)
@@ -195,14 +207,14 @@ def cached_weights(module: nn.Module) -> bool:
 
 
 def _cache_anew(caches: int, undo: Steps) -> None:
-    """Have as many `parametrize.cached()` entered, with an empty cache; none where it is 0."""
+    """Set the number of entered `parametrize.cached()` contexts, with an empty cache; `undo` restores both."""
     undo.append(functools.partial(_set_caches, parametrize._cache_enabled, parametrize._cache))
     _set_caches(caches, {})
 
 
 @contextlib.contextmanager
 def caching(caches: int) -> Iterator[None]:
-    """Inside, as many `parametrize.cached()` are entered, whose cache is empty."""
+    """Act like `caches` nested `parametrize.cached()` contexts with an empty cache; like none if it is 0."""
     undo: Steps = []
     _cache_anew(caches, undo)
     try:
@@ -216,18 +228,20 @@ def _set_caches(caches: int, cache: dict[Any, Any]) -> None:
 
 
 def shares_containers(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a list, a dictionary or the like is an argument of a stage and an attribute of it too."""
+    """Whether a list, dictionary or deque is both an argument of a stage and part of the stage's own state."""
     given = set(_containers((*args, *kwargs.values())))
     return bool(given) and not given.isdisjoint(Snapshot(below(module), changing=changing(module)).cells)
 
 
 class _State:
-    """What a stage's forward reads besides its inputs: parameters, buffers, attributes, random generators.
+    """State that a stage's forward reads besides its inputs: parameters, buffers, attributes, random generators.
+
+    Constructed before the first run, which ends with `forward_done`; `put` restores the state for a recompute.
 
     Parameters
     ----------
     modules : list of nn.Module
-        The stage and all below it, as `below` gives them.
+        The stage and all its submodules, as `below` returns them.
     arguments : iterable
         Objects among the stage's arguments that it may change.
     """
@@ -248,7 +262,7 @@ class _State:
             if p is not None
         ]
         self._counts = [(m, len(m._parameters)) for m in modules]
-        # Copies, since only after the forward is it known which buffers it updates; the others' go at once then.
+        # All buffers are copied, since only after forward is it known which it updates; the other copies go then.
         self._before = [
             (m, name, buffer, version_of(buffer))
             for m in modules
@@ -263,16 +277,22 @@ class _State:
 
     @property
     def cells(self) -> set[int]:
-        """Identities of the containers and objects that the stage's modules and arguments lead to."""
+        """Identities of the containers and objects that are reached from the stage's modules and arguments."""
         return self._cells.cells
 
     def forward_done(self) -> None:
-        """Tell the buffers that the forward updated (running statistics, load counters) from the others."""
+        """Find the buffers that the forward updated (running statistics, load counters); drop the others' copies.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If the forward wrote to a tensor attribute that isn't a buffer.
+        """
         if self._searches:
             self._cells.note_changes()
         updated: set[int] = set()  # storages
         for m, name, buffer, version in self._before:
-            # Batch norm's kernels update running statistics without a new version.
+            # Batch norm's kernels update running statistics without raising the version.
             if (
                 m._buffers.get(name) is not buffer
                 or version_of(buffer) != version
@@ -294,7 +314,7 @@ class _State:
                 )
 
     def _was_seen_written(self, m: nn.Module, name: str, buffer: torch.Tensor) -> bool:
-        """Whether a forward has been seen to write to a buffer without a new version: through `.data`, say."""
+        """Whether a forward was seen to write to a buffer without raising its version, for example through `.data`."""
         known = self._changing.buffers.get(m, ())
         if name in known or not self._searches or type(buffer) is FakeTensor or buffer.is_meta:
             return name in known
@@ -306,21 +326,22 @@ class _State:
 
     @property
     def copied_bytes(self) -> tuple[int, ...]:
-        """Sizes of the copies of buffers that the forward updates."""
+        """Bytes of each copy of a buffer that the forward updates."""
         storages = {_storage_key(copy): copy for copy in self._copies.values()}
         return tuple(_nbytes(copy) for copy in storages.values())
 
     def put(self, undo: Steps) -> None:
-        """The state as the forward found it; what the recompute updates in it is dropped.
+        """Restore the state that the forward found, and append steps to `undo` that restore the present state.
 
-        Copies take the place of updated buffers, rather than the originals being written, since graphs may hold those.
-        Parameters that were replaced since are back meanwhile.
+        Updates that the recompute makes to this state are dropped. In place of updated buffers the module gets copies;
+        the originals aren't written to, since graphs may hold them. Parameters that were replaced since forward are put
+        back during the recompute.
 
         Raises
         ------
         RuntimeError
-            If a parameter, or a buffer or an attribute that the forward only read, was written to since: the recompute
-            would differ.
+            If a parameter, or a buffer or attribute that the forward only read, was written to since: the recompute
+            would give another result.
         """
         for m, name, p, mark in self._parameters:
             if _mark(p) != mark:
@@ -343,7 +364,7 @@ class _State:
                 for name in list(m._parameters)[count:]:
                     undo.append(functools.partial(m._parameters.__setitem__, name, m._parameters.pop(name)))
         for m, name, p, _ in self._parameters:
-            # Parameters are a sharded unit's to replace: where it has gathered or freed them since, others are right.
+            # A sharded unit replaces its parameters: if it gathered or freed them since, the present ones are right.
             present = m._parameters.get(name)
             if present is not p and is_traceable_wrapper_subclass(present) == is_traceable_wrapper_subclass(p):
                 undo.append(functools.partial(m._parameters.__setitem__, name, present))
@@ -351,7 +372,7 @@ class _State:
 
 
 def _storage_key(tensor: torch.Tensor) -> int:
-    """A tensor's storage, as long as it is alive; the tensor itself where it has none of its own."""
+    """Return a key of the tensor's storage, valid while it is alive; of the tensor itself if it isn't strided."""
     if tensor.layout is torch.strided and (type(tensor) is torch.Tensor or not is_traceable_wrapper_subclass(tensor)):
         return tensor.untyped_storage()._cdata
     return id(tensor)
@@ -362,7 +383,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _copies(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Copies by the identity of the original; those that share memory go on sharing it."""
+    """Return copies by the identity of the original; copies of tensors that share a storage share one, too."""
     sharing: dict[int, list[torch.Tensor]] = {}
     for tensor in {id(t): t for t in tensors}.values():
         sharing.setdefault(_storage_key(tensor), []).append(tensor)
@@ -377,7 +398,7 @@ def _copies(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
 
 
 def _cloned(copies: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """`copies` anew, by the same keys."""
+    """Return copies of `copies` with the same keys."""
     if not copies:
         return {}
     again = _copies(copies.values())
@@ -385,9 +406,9 @@ def _cloned(copies: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
 
 
 def _mark(parameter: torch.Tensor) -> tuple[int, Any]:
-    """A parameter's version and where its values are.
+    """Return a parameter's version and weak references to its storages.
 
-    Weak references are equal for one storage that is alive, and for no others.
+    Two such references are equal only if they refer to the same storage and it is still alive.
     """
     version = 0 if parameter.is_inference() else parameter._version
     if type(parameter) is nn.Parameter:
@@ -396,16 +417,16 @@ def _mark(parameter: torch.Tensor) -> tuple[int, Any]:
 
 
 def _other_parameter(m: nn.Module, name: str, p: torch.Tensor, mark: tuple[int, Any]) -> RuntimeError:
-    """What to raise for a parameter that is no longer as `mark` has it."""
+    """Return the error for a parameter whose version or storage differs from `mark`."""
     if version_of(p) != mark[0]:
         return modified_error(
             p.shape,
             mark[0],
             version_of(p),
             f". It is parameter {name!r} of a {type(m).__name__}, which backward runs again: step the "
-            "optimizer when the backward is over, not in its hooks, or keep or swap this stage",
+            "optimizer after backward has ended, not in its hooks, or keep or swap this stage",
         )
     return RuntimeError(
         f"the data of parameter {name!r} {list(p.shape)} was replaced between forward and backward, which "
-        "runs this stage again with it: the gradient would be another; write to .data between steps"
+        "runs this stage again with it: the gradient would be wrong; write to .data between steps only"
     )

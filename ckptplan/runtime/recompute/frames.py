@@ -1,4 +1,4 @@
-"""Frames: a stage's call that saves nothing, and makes again what its backward needs (NOTE [Frames and links])."""
+"""Frames: calls of stages that save no tensors and recompute those that backward needs (NOTE [Frames and links])."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckptplan.runtime.swap.users_hooks import UsersHooks, innermost, keep_values
 
 
 class Slot:
-    """The place of one saved tensor."""
+    """The placeholder of one saved tensor, which the autograd graph holds in place of the tensor."""
 
     __slots__ = ("__weakref__", "frame", "number")
 
@@ -33,12 +33,12 @@ class Slot:
         self.number = number
 
     def tensor(self) -> torch.Tensor:
-        """What was saved, made again.
+        """Return the saved tensor, recomputed.
 
         Raises
         ------
         UnsupportedModelError
-            If the stage's forward isn't over: making it again would begin with the state that it is about to change.
+            If the stage's forward hasn't ended: which state it changes, and so what to restore, isn't known yet.
         """
         if not self.frame.complete:
             raise UnsupportedModelError(
@@ -52,27 +52,37 @@ class Slot:
 
 
 class _Enough(BaseException):
-    """Every slot of a frame is filled."""
+    """Raised in a recompute to end it once every slot of the frame is filled."""
 
 
 def nothing_saved(_: Any) -> torch.Tensor:
-    """Refuse a backward that begins inside of a stage's second run."""
+    """Refuse a backward that starts inside a stage's recompute.
+
+    Raises
+    ------
+    UnsupportedModelError
+    """
     raise UnsupportedModelError(
         "a stage that runs again runs backward inside its own forward, and didn't the first time; keep or swap it"
     )
 
 
 class Frame:
-    """One stage's call, and all it takes to make it again.
+    """One call of a stage, with its inputs and the state to repeat it.
 
     Parameters
     ----------
     name : str
-        The stage, for messages.
+        The stage's name, for messages.
+
+    Attributes
+    ----------
+    complete : bool
+        Whether the stage's forward has ended.
     """
 
     check: StageCheck | None = None
-    """In passes that are checked: compares what the runs save."""
+    """Compares the tensors that the runs save, in passes that are checked."""
 
     def __init__(self, name: str, call: Call) -> None:
         self.name = name
@@ -83,10 +93,10 @@ class Frame:
         self._slots: list[weakref.ref[Slot]] = []
         self._like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._users: UsersHooks | None = None
-        self._models_own: dict[int, Held] = {}  # what slots stand for whatever a run saves in their places
+        self._models_own: dict[int, Held] = {}  # by slot: the model's tensor, returned in place of a recomputed one
 
     def forward(self, tensors: list[torch.Tensor], inputs: Sequence[Any]) -> Any:
-        """Run the stage for the first time; `inputs` is how `tensors` are held."""
+        """Run the stage for the first time; `inputs` holds `tensors`, in the same order, for the recompute."""
         self._inputs = inputs
         self._needs_grad = [t.requires_grad for t in tensors]
         self._users = UsersHooks.around()
@@ -97,11 +107,11 @@ class Frame:
         return output
 
     def saved(self, number: int) -> torch.Tensor:
-        """What slot `number` stands for, in the backward that runs now."""
+        """Return the tensor of slot `number` for the backward that runs now, recomputed if necessary."""
         raise NotImplementedError
 
     def forget(self, number: int) -> None:
-        """Slot `number` is gone: what it stands for is needed no more."""
+        """Drop the recomputed tensor of slot `number`, which the graph has freed."""
         raise NotImplementedError
 
     def _save(self, tensor: torch.Tensor) -> Slot:
@@ -113,17 +123,22 @@ class Frame:
         return slot
 
     def fill(self, inputs: list[torch.Tensor], table: dict[int, Held], *, to_the_end: bool = False) -> list[Any]:
-        """Run the stage again and put what it saves in `table`.
+        """Run the stage again and put the tensors that it saves into `table`, by the number of their slot.
 
         Parameters
         ----------
         to_the_end : bool
-            False: stop as soon as every slot is filled; nobody needs the outputs.
+            Whether the outputs are needed. If not, the run stops as soon as every slot is filled.
 
         Returns
         -------
         list
-            The leaves of the output; empty if it stopped early.
+            The leaves of the output; empty if the run stopped early.
+
+        Raises
+        ------
+        PlanMismatchError
+            If the run saves other tensors than forward did.
         """
         count, last = 0, len(self._slots)
 
@@ -151,13 +166,16 @@ class Frame:
         return leaves
 
     def _again(self, inputs: list[torch.Tensor], save: Callable[[torch.Tensor], Any]) -> list[Any]:
-        """Run the stage, with gradients on, like forward: else some operations take kernels whose results differ."""
+        """Run the stage with gradients on, as in forward: without them some operations choose kernels that differ.
+
+        Return the leaves of the output.
+        """
         for i, needed in enumerate(self._needs_grad):
             if needed and not isinstance(inputs[i], nn.Parameter):
                 inputs[i] = inputs[i].detach().requires_grad_()
         unchanged = contextlib.nullcontext() if self.check is None else self.check.unchanged()
-        # Emptied afterwards: a graph holds its hooks, and this hook the frame, which may hold what keeps the graph (a
-        # list of features that a module's hook adds to). No collector could free such a ring.
+        # Emptied afterwards to break a reference cycle that Python's collector can't see: the graph holds this hook,
+        # the hook the frame, and the frame may hold the graph, by a list to which a module's hook appends features.
         saves = [save]
         hooks = torch.autograd.graph.saved_tensors_hooks(out_of_sight(lambda t: saves[0](t)), nothing_saved)
         try:
@@ -174,7 +192,7 @@ class Frame:
 
 
 def at_end_of_task(method: Callable[[int], None], key: int) -> None:
-    """Call a method with `key` at the end of the backward that runs now, should its object be alive then."""
+    """Call a method with `key` at the end of the backward that runs now, if its object is still alive then."""
     held = weakref.WeakMethod(method)
 
     def end() -> None:
@@ -186,19 +204,19 @@ def at_end_of_task(method: Callable[[int], None], key: int) -> None:
 
 
 class LoneFrame(Frame):
-    """The call of a stage that is recomputed by itself, once for each backward that asks for what it saved."""
+    """The call of a stage that is recomputed alone, once for each backward that reads its saved tensors."""
 
     def __init__(self, name: str, call: Call) -> None:
         super().__init__(name, call)
         self._tables: dict[int, dict[int, Held]] = {}
 
     def saved(self, number: int) -> torch.Tensor:
-        """What slot `number` stands for, in the backward that runs now."""
+        """Return the tensor of slot `number` for the backward that runs now, recomputed if necessary."""
         key = torch._C._current_graph_task_id()
         table = self._tables.get(key)
         if table is None:
             table = {}
-            if key != -1:  # else somebody looks at a node outside of any backward
+            if key != -1:  # -1: a saved tensor is read outside of any backward
                 self._tables[key] = table
                 at_end_of_task(self.end, key)
             try:
@@ -209,20 +227,25 @@ class LoneFrame(Frame):
         return taken(table, number, self.name)
 
     def forget(self, number: int) -> None:
-        """Slot `number` is gone: what it stands for is needed no more."""
+        """Drop the recomputed tensor of slot `number`, which the graph has freed."""
         for table in tuple(self._tables.values()):
             table.pop(number, None)
 
     def end(self, key: int) -> None:
-        """Drop what a backward has left."""
+        """Drop the recomputed tensors that a backward didn't read."""
         self._tables.pop(key, None)
 
 
 def taken(table: dict[int, Held], number: int, name: str) -> torch.Tensor:
-    """What `table` has for slot `number`.
+    """Return the tensor in `table` for slot `number` and remove it, so that memory falls while backward proceeds.
 
-    It gives that once, so that memory falls as backward reads, but to a backward written in Python, which may read
-    `ctx.saved_tensors` again: its slots end with it, and with them what they stand for, as without a plan.
+    In the backward of a `torch.autograd.Function` written in Python the tensor stays, since that may read
+    `ctx.saved_tensors` again. It is dropped when the graph frees the slot, as without a plan.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the tensor was removed by an earlier read.
     """
     again = isinstance(torch._C._current_autograd_node(), BackwardCFunction)
     held = table.get(number) if again else table.pop(number, None)
@@ -235,24 +258,30 @@ def taken(table: dict[int, Held], number: int, name: str) -> torch.Tensor:
 
 
 class Handed(NamedTuple):
-    """What PyTorch's hooks around the step (`save_on_cpu`) made of a tensor, and how they give it back."""
+    """A tensor packed by the user's saved-tensor hooks around the step (`save_on_cpu`), and the unpacking hook."""
 
     packed: Any
     unpack: Callable[[Any], torch.Tensor]
     itself: Held | None
-    """The tensor where what they made of it is or has the tensor itself, for a check that nothing wrote to it."""
+    """The tensor if the packed value contains it, to check that nothing wrote to it; None if the hook copied it."""
 
     def tensor(self) -> torch.Tensor:
-        """The tensor, as the hooks give it back; an error if it was written to since and they didn't copy it."""
+        """Return the tensor that the hook unpacks.
+
+        Raises
+        ------
+        RuntimeError
+            If the hook didn't copy the tensor, and it was written to since.
+        """
         if self.itself is not None:
             self.itself.tensor()
         return self.unpack(self.packed)
 
 
 def hold(tensor: torch.Tensor, packing: Packing | None) -> Held | Handed:
-    """A stage's input for its next run; one that may move is packed, one that stays is left to PyTorch's hooks.
+    """Hold a stage's input for its recompute: packed if it may be swapped, otherwise by the user's hooks, if any.
 
-    As for what autograd saves, the innermost hooks decide (NOTE [Hooks around a stage]).
+    As for tensors that autograd saves, the innermost hooks decide (NOTE [Hooks around a stage]).
     """
     if isinstance(tensor, nn.Parameter):
         return Held(tensor) if packing is None else packing.pack(tensor)
@@ -284,29 +313,34 @@ def run_recomputed(
     planned: Sequence[int] | None = None,
     checks: Checks | None = None,
 ) -> Any:
-    """Call `original(*args, **kwargs)` so that backward recomputes what it saved.
+    """Call `original(*args, **kwargs)` so that backward recomputes the tensors that autograd would have saved.
 
-    Tensors anywhere in the arguments are held, and those alone, as they would be if autograd had saved them.
+    Only the tensors in the arguments are held, as if autograd had saved them, and the outputs of the operations `ops`.
 
     Parameters
     ----------
     device : torch.device
-        Where the plan runs.
+        The device on which the plan runs.
     index, name : int, str
-        The stage.
+        The stage's position in the plan and its name.
     ops : tuple of int
-        Operations whose outputs are saved all the same (NOTE [Numbering] in selective.py).
+        Operations whose outputs are saved nevertheless (NOTE [Numbering] in selective.py).
     moves : tuple of int
-        Positions of what leaves: saved outputs come first, in the order of `ops`, then the inputs.
+        Positions of the held tensors to swap out: saved outputs come first, in the order of `ops`, then the inputs.
     tier : "host" or "disk"
-        Where to.
+        The tier to which they are swapped.
     session : SwapSession, optional
-        Holds what is saved; needed where something moves.
+        Holds the saved tensors; required if `moves` isn't empty.
     planned : sequence of int, optional
-        Bytes of what is saved, in order, as it was planned. With them, a forward that takes another path is recomputed
-        whole where its `ops` would hold something else; without, that is an error.
+        Planned bytes of the saved outputs, in order. If they are given, and forward takes another path on which `ops`
+        would save other outputs, the stage is recomputed completely. If not, such a path is an error.
     checks : Checks, optional
-        Compares what the recompute reads and saves with what this run does.
+        Compares the tensors that the recompute reads and saves with those of this run.
+
+    Returns
+    -------
+    object
+        The output of the stage.
     """
     inputs, outputs = (None, None) if session is None else (session.packing(), session.packing())
     selection, check = None, None if checks is None else StageCheck(checks, module, name)

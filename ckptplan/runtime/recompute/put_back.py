@@ -1,7 +1,8 @@
-"""Steps that take back what was changed around a stage's next run.
+"""Undo steps: functions that take back the state that was set for a stage's recompute.
 
-A stage may be run again some hundred times a step, each time by an exception out of its midst, and a generator behind
-`contextlib.contextmanager` takes longer for that than most of these steps: so what is put in place appends a step.
+A step may recompute some hundred stages, and most recomputes end early, by an exception. Leaving a generator-based
+context manager that way takes longer than most of these changes. So code that changes state appends a function that
+undoes the change to a list, and `put_back` calls them, the last one first.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ Steps = list[Callable[[], Any]]
 
 
 def put_back(steps: Steps) -> None:
-    """Take the steps, the last first, each of them even where one before it fails."""
+    """Call the steps, the last one first; each is called even if another one raises."""
     try:
         while steps:
             steps.pop()()
@@ -24,6 +25,6 @@ def put_back(steps: Steps) -> None:
 
 
 def enter(context: contextlib.AbstractContextManager[Any], steps: Steps) -> None:
-    """Enter a context, and leave it by a step."""
+    """Enter a context, and append the step that leaves it."""
     context.__enter__()
     steps.append(lambda: context.__exit__(None, None, None))

@@ -1,20 +1,33 @@
-"""Segments: consecutive stages recomputed together, whatever loop runs them and whatever lies between them.
+"""Segments: consecutive stages that are recomputed together, whatever code runs them and runs between them.
 
 NOTE [Frames and links]
-1. A stage of a segment runs forward inside a *frame*. What autograd saves there becomes a *slot*, an empty place that
-   owns its frame; so the graph owns the frames, and a freed graph frees what they hold.
-2. A frame holds the stage's inputs, but for those that are outputs of an earlier stage of the segment, unmodified: in
-   their place it has a *link*, which owns the maker's frame. Everything points to what ran earlier, so nothing is
-   ever held in a circle. What an object among its arguments holds stays anyway, and has no link.
-3. A backward (a graph task of autograd's) that asks for a slot starts, for each segment around its stage that this
-   task hasn't swept yet, from the outermost in, a *sweep* (rule 6 of NOTE [Residency] in core/rules.py). After it,
-   the stage's own slots are filled, or it is the segment's last and is run again now, as far as slots need it.
-4. A slot is emptied when it is read, or where a backward in Python reads it, when that is over. What is left of a task
-   is dropped when it ends; another backward through the same graph is another task and sweeps again.
-5. What a stage saves of the model's own (parameters, buffers) its slots give back as it is, not a run's copy of it.
-6. What a run makes goes straight to the stages that are linked to it and still to run, and to nobody else: a stage of
-   an inner segment keeps what comes from outside of that segment, the segment's last stage all of it until its own
-   recompute, the others nothing beyond their run.
+1. Each stage of a segment runs forward inside a *frame*. In place of each tensor that autograd saves there, the graph
+   gets a *slot*, an empty placeholder that owns its frame. So the graph owns the frames, and freeing the graph frees
+   everything that they hold.
+2. A frame holds the stage's inputs, except for unmodified outputs of earlier stages of the segment. In place of such
+   an output it has a *link*, which owns the frame of the stage that made it. All references lead to frames that ran
+   earlier, so there are no reference cycles. A tensor that is also held by an object among the arguments stays in
+   memory anyway and gets no link.
+3. When a backward (one graph task of autograd) reads a slot, it starts a *sweep* (rule 6 of NOTE [Residency] in
+   core/rules.py) of each segment around the stage that this task hasn't swept yet, the outermost first. After that the
+   stage's own slots are filled, or the stage is the last one of its segment and is run again now, until its slots are
+   filled.
+4. A slot is emptied when it is read; if a backward written in Python reads it, when that backward has ended. The rest
+   is dropped at the end of the graph task. A second backward through the same graph is another task and sweeps again.
+5. For a tensor of the model itself (a parameter, a buffer) that a stage saves, the slot returns that very tensor, not
+   the copy that a recompute may have saved.
+6. An output of a recompute is handed only to stages that have a link to it and haven't been recomputed yet. The last
+   stage of a segment keeps its linked inputs until its own recompute. A stage of an inner segment keeps only those that
+   come from outside the inner segment. All other stages keep none after their run.
+
+Example: stages 0, 1 and 2 form one segment without inner segments, and each saves its input for backward::
+
+    forward   frame 0 holds x; frame 1 links to output 0 of frame 0; frame 2 links to output 0 of frame 1
+    backward  reads a slot of stage 2: the sweep runs stage 0 (fills its slots, hands its output to stage 1), then
+              stage 1 (fills its slots, hands its output to stage 2); then stage 2 runs until its slots are filled
+              reads the slots of stages 1 and 0: filled already, nothing runs again
+
+Each stage is recomputed once, and between forward and backward only `x` is held.
 """
 
 from __future__ import annotations
@@ -46,12 +59,24 @@ from ckptplan.runtime.swap.session import (
 )
 
 Made = tuple[int, int]
-"""An output: the stage that makes it, and its place among the leaves of what the stage returns."""
+"""An output: the index of the stage that makes it, and its position among the leaves of the stage's result."""
 
 
 @dataclass(slots=True)
 class Link:
-    """An input that an earlier stage of the segment makes (NOTE [Frames and links], rule 2)."""
+    """An input that an earlier stage of the segment makes (NOTE [Frames and links], rule 2).
+
+    Attributes
+    ----------
+    maker : SegmentFrame
+        The frame of the stage that makes it.
+    leaf : int
+        Its position among the leaves of that stage's result.
+    nbytes : int
+        Bytes of the whole storage.
+    geometry : Geometry
+        Where the input lies in that storage.
+    """
 
     maker: SegmentFrame
     leaf: int
@@ -60,12 +85,12 @@ class Link:
 
     @property
     def made(self) -> Made:
-        """Which output it is a view of."""
+        """The output that this input is a view of."""
         return self.maker.index, self.leaf
 
 
 class SegmentFrame(Frame):
-    """One stage's call within a segment's run."""
+    """One call of a stage within one pass through a segment."""
 
     def __init__(
         self, run: SegmentRun, index: int, name: str, call: Call, belongs: Callable[[torch.Tensor], bool]
@@ -77,7 +102,7 @@ class SegmentFrame(Frame):
 
     @property
     def links(self) -> list[Link]:
-        """The inputs that aren't held."""
+        """The inputs that aren't held but made again by earlier stages."""
         return [x for x in self._inputs if isinstance(x, Link)]
 
     def forward(self, tensors: list[torch.Tensor], inputs: Sequence[Link | Held | Handed]) -> Any:
@@ -86,7 +111,7 @@ class SegmentFrame(Frame):
         Raises
         ------
         UnsupportedModelError
-            If it writes to its inputs: it couldn't be run again.
+            If it writes to its inputs, since it couldn't be run again.
         """
         versions = [version_of(t) for t in tensors]
         output = super().forward(tensors, inputs)
@@ -97,26 +122,26 @@ class SegmentFrame(Frame):
         return output
 
     def saved(self, number: int) -> torch.Tensor:
-        """What slot `number` stands for, in the backward that runs now."""
+        """Return the tensor of slot `number` for the backward that runs now, recomputed if necessary."""
         return self.run.saved(self, number)
 
     def forget(self, number: int) -> None:
-        """Slot `number` is gone: what it stands for is needed no more."""
+        """Drop the recomputed tensor of slot `number`, which the graph has freed."""
         self.run.forget(self.index, number)
 
     def _save(self, tensor: torch.Tensor) -> Slot:
         slot = super()._save(tensor)
         if plain(tensor) and self._belongs(tensor):
-            # As the plain model holds it: running statistics, say, of which another run would save a copy.
+            # Held itself, as without a plan: a recompute would save a copy of running statistics, for example.
             self._models_own[slot.number] = Held(tensor.detach() if tensor.requires_grad else tensor)
         return slot
 
     def pass_through(self, inputs: list[torch.Tensor]) -> list[Any]:
-        """Run the stage again and save nothing."""
+        """Run the stage again without saving tensors, and return the leaves of its output."""
         return self._again(inputs, lambda tensor: None)
 
     def inputs(self, given: dict[Made, torch.Tensor]) -> list[torch.Tensor]:
-        """The stage's inputs; `given` has the whole storages of the linked ones."""
+        """Return the stage's inputs; `given` has the whole storages of the linked ones."""
         return [self._linked(x, given[x.made]) if isinstance(x, Link) else x.tensor() for x in self._inputs]
 
     @staticmethod
@@ -128,21 +153,31 @@ class SegmentFrame(Frame):
 
 @dataclass(slots=True)
 class _Task:
-    """What one backward has made again: whole storages for the stages still to run, and what slots ask for."""
+    """Recomputed tensors of one backward.
+
+    Attributes
+    ----------
+    given : dict
+        Stage -> the whole storages of its linked inputs, until it has run.
+    saved : dict
+        Stage -> the tensors in its slots, by number.
+    swept : dict
+        Identity of a segment -> the last stage on whose behalf it was swept.
+    """
 
     given: dict[int, dict[Made, torch.Tensor]] = field(default_factory=dict)
     saved: dict[int, dict[int, Held]] = field(default_factory=dict)
-    swept: dict[int, int] = field(default_factory=dict)  # segments by identity: up to which stage
+    swept: dict[int, int] = field(default_factory=dict)
 
 
 class SegmentRun:
-    """One pass through one segment: runs its stages again as its backward asks for it.
+    """One pass through one segment: recomputes its stages when backward reads their slots.
 
     Parameters
     ----------
     segment : Segment
     modules : tuple of int
-        Its stages that are modules, in order.
+        Indices of its stages that are modules, in order.
     """
 
     def __init__(self, segment: Segment, modules: tuple[int, ...]) -> None:
@@ -153,13 +188,13 @@ class SegmentRun:
         self._tasks: dict[int, _Task] = {}
 
     def add(self, frame: SegmentFrame) -> None:
-        """A stage has run forward."""
+        """Register the frame of a stage that has run forward."""
         self._frames[frame.index] = weakref.ref(frame)
         for link in frame.links:
             self._consumers.setdefault(link.made, []).append(frame.index)
 
     def saved(self, frame: SegmentFrame, number: int) -> torch.Tensor:
-        """What slot `number` of `frame` stands for, in the backward that runs now."""
+        """Return the tensor of slot `number` of `frame` for the backward that runs now, recomputed if necessary."""
         key, task = self._task()
         if frame.index not in task.saved:
             try:
@@ -170,13 +205,13 @@ class SegmentRun:
         return taken(task.saved[frame.index], number, frame.name)
 
     def forget(self, index: int, number: int) -> None:
-        """Nobody will ask for that slot any more."""
+        """Drop the recomputed tensor of slot `number` of stage `index`, which the graph has freed."""
         for task in list(self._tasks.values()):
             task.saved.get(index, {}).pop(number, None)
 
     def _task(self) -> tuple[int, _Task]:
         key = torch._C._current_graph_task_id()
-        if key == -1:  # somebody looks at a node outside of any backward
+        if key == -1:  # a saved tensor is read outside of any backward
             return key, _Task()
         task = self._tasks.get(key)
         if task is None:
@@ -185,7 +220,7 @@ class SegmentRun:
         return key, task
 
     def end(self, key: int) -> None:
-        """Drop what a backward has left."""
+        """Drop the recomputed tensors that a backward didn't read."""
         self._tasks.pop(key, None)
 
     def _bring(self, task: _Task, frame: SegmentFrame) -> None:
@@ -195,7 +230,7 @@ class SegmentRun:
         for segment, inner in zip(path, [*path[1:], None], strict=True):
             if task.swept.get(id(segment), -1) >= k:
                 continue
-            # A backward that begins inside: no later stage is needed, and the inner segment sweeps by itself.
+            # Stages behind `k` aren't needed, and an inner segment around `k` is swept by the next iteration.
             self._sweep(task, segment, k if inner is None else inner.first, k)
             task.swept[id(segment)] = k
         if k not in task.saved:
@@ -204,7 +239,7 @@ class SegmentRun:
             task.given.pop(k, None)
 
     def _sweep(self, task: _Task, segment: Segment, stop: int, limit: int) -> None:
-        """Run the stages of `segment` below `stop` again, on behalf of stages up to `limit`."""
+        """Run the stages of `segment` before `stop` again, and hand their outputs to stages up to `limit`."""
         modules = self._modules
         for k in modules[bisect.bisect_left(modules, segment.first) : bisect.bisect_left(modules, stop)]:
             frame = self._frames[k]() if k in self._frames else None
@@ -221,7 +256,7 @@ class SegmentRun:
                 for made in [made for made in given if made[0] >= inner.first]:
                     del given[made]
             self._hand_over(task, frame, leaves, limit)
-            del leaves, given  # they would live on through the next run
+            del leaves, given  # otherwise they would stay alive during the next run
 
     def _hand_over(self, task: _Task, frame: SegmentFrame, leaves: list[Any], limit: int) -> None:
         for place, leaf in enumerate(leaves):
@@ -237,12 +272,12 @@ class SegmentRun:
 
 
 def _inner(segment: Segment, k: int) -> Segment | None:
-    """The segment inside `segment` that contains stage `k`."""
+    """Return the segment directly inside `segment` that contains stage `k`, if any."""
     return next((inner for inner in segment.inner if inner.first <= k <= inner.last), None)
 
 
 def _path(segment: Segment, k: int) -> list[Segment]:
-    """The segments around stage `k`, from the outermost in."""
+    """Return the segments around stage `k`, the outermost first."""
     path = [segment]
     while (inner := _inner(path[-1], k)) is not None:
         path.append(inner)
@@ -250,19 +285,19 @@ def _path(segment: Segment, k: int) -> list[Segment]:
 
 
 class OpenSegment:
-    """A segment whose forward is under way: tells which inputs are outputs of its stages.
+    """A segment whose forward is under way; finds out which inputs are outputs of its earlier stages.
 
-    An input counts as one while its version says that nothing has written to it. Writes through `.data` don't show in
-    versions, here as little as in autograd's own check.
+    An input counts as such an output as long as its version shows that nothing has written to it. Writes through
+    `.data` don't raise versions, so they are missed here, as in autograd's own check.
 
     Parameters
     ----------
     segment, modules
         As for `SegmentRun`.
     session : SwapSession
-        Knows the model's own storages, and what moves.
+        Knows the storages of the model itself, and swaps.
     moves : bool
-        Whether the plan moves anything: what is held is held by records then.
+        Whether the plan swaps anything; held tensors are packed into records then.
     """
 
     def __init__(self, segment: Segment, modules: tuple[int, ...], session: SwapSession, *, moves: bool) -> None:
@@ -272,8 +307,8 @@ class OpenSegment:
         self._moves = moves
         self._run = SegmentRun(segment, modules)
         self._stream = session.stream()
-        self._frames: dict[int, SegmentFrame] = {}  # a frame without slots lives by this until a link may own it
-        # By Python's weak references: see `Record.is_gone`.
+        self._frames: dict[int, SegmentFrame] = {}  # keeps frames without slots alive until a link owns them
+        # Python's weak references are needed here: see `Record.is_gone`.
         self._made: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[int, Made]] = weakref.WeakKeyDictionary()
 
     @property
@@ -291,7 +326,22 @@ class OpenSegment:
         tier: Tier = "host",
         check: StageCheck | None = None,
     ) -> Any:
-        """Run stage `index` forward on `tensors`, which `call` was split from; `check` compares its runs."""
+        """Run stage `index` forward.
+
+        Parameters
+        ----------
+        tensors : list of torch.Tensor
+            The tensors among its arguments, as `call.split` returned them.
+        moves : tuple of int
+            Positions of the held inputs to swap out, to `tier`.
+        check : StageCheck, optional
+            Compares the recompute with this run.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If the stage runs on another stream than the segment's first one, or writes to its inputs.
+        """
         if self._session.stream() != self._stream:
             raise UnsupportedModelError(
                 f"stage {name!r} runs on another stream than the first stage of its segment, whose stages are run "
@@ -319,7 +369,7 @@ class OpenSegment:
     def _pack(
         self, index: int, tensor: torch.Tensor, packing: Packing | None, held: Container[int]
     ) -> Link | Held | Handed:
-        if plain(tensor) and tensor.untyped_storage()._cdata not in held:  # by an object, whatever becomes of it here
+        if plain(tensor) and tensor.untyped_storage()._cdata not in held:  # objects among the arguments hold the others
             storage = tensor.untyped_storage()
             version, (maker, place) = self._made.get(storage, (-1, (index, 0)))
             if version == version_of(tensor) and maker < index:

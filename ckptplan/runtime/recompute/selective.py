@@ -1,12 +1,19 @@
-"""Selective recompute: some operations' outputs are saved in forward and returned, not made again, in the recompute.
+"""Selective recompute: outputs of some operations are saved in forward and returned in the recompute, not recomputed.
 
 NOTE [Numbering]
-Inside one run of a stage's forward, every call that reaches a dispatch mode, which is every operation below autograd,
-gets the next number, from 0, but for those that come or don't by the state of something else: views and what fake
-tensors are asked about themselves (autograd calls `aten.detach` when it saves a result and no hook is in force,
-a frame does when its stage runs again, and after a write in place to a view autograd makes the view again on fake
-tensors alone), and casts of parameters, which autocast's cache may have from an earlier call. A recompute makes the
-same numbered calls in the same order.
+Within one run of a stage's forward, every operation that reaches a dispatch mode (every operation below autograd) gets
+the next number, starting from 0. Operations that may occur in one run but not in another get no number:
+
+1. Views. For example, autograd calls `aten.detach` when it saves a result and no hook is active; a frame calls it when
+   its stage runs again; and after an in-place write to a view, autograd makes the view again on fake tensors only.
+2. Queries of a fake tensor's metadata, such as its device or layout.
+3. Casts of parameters, since autocast's cache may have the cast from an earlier call.
+
+A recompute makes the same numbered calls in the same order.
+
+Example: `torch.relu(torch.mm(x.t(), w)) * 2` makes four calls: `t` is a view and gets no number, `mm` gets 0, `relu`
+gets 1 and `mul` gets 2. A plan with `ops=(0,)` saves the product; the recompute returns it for number 0, and computes
+`relu` and `mul` again.
 """
 
 from __future__ import annotations
@@ -30,12 +37,17 @@ _ASKING = {torch.ops.prim.device.default, torch.ops.prim.layout.default, *Functi
 
 
 class NumberedOps(TorchDispatchMode):
-    """Numbers the operations that run inside (NOTE [Numbering]); entered again, it counts from 0 again.
+    """Dispatch mode that numbers operations (NOTE [Numbering]); each time it is entered, it counts from 0.
 
     Parameters
     ----------
     run : callable
-        `run(number, func, args, kwargs)` gives the operation's result; operations it calls itself aren't numbered.
+        `run(number, func, args, kwargs)` returns the operation's result; operations that it calls aren't numbered.
+
+    Attributes
+    ----------
+    count : int
+        Numbers given since the mode was entered.
     """
 
     def __init__(self, run: Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
@@ -56,7 +68,7 @@ class NumberedOps(TorchDispatchMode):
 
 
 def is_numbered(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a call gets a number (NOTE [Numbering])."""
+    """Whether a call of an operation gets a number (NOTE [Numbering])."""
     return _counts(func) and not (func is _CAST and _casts_parameter(args))
 
 
@@ -67,12 +79,12 @@ def _counts(func: Any) -> bool:
 
 @functools.cache
 def is_random(func: Any) -> bool:
-    """Whether an operation moves a random generator's state."""
+    """Whether an operation advances a random generator."""
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 def can_be_saved(func: Any) -> bool:
-    """Whether an operation's output may be saved in place of a recompute: no view, and nothing written to."""
+    """Whether an operation's output may be saved: the operation returns no view and writes to no argument."""
     schema = getattr(func, "_schema", None)
     if schema is None or schema.is_mutable:
         return False
@@ -84,7 +96,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _operands(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among arguments and in lists of them."""
+    """Return the tensors among arguments, including those in lists and tuples."""
     found: list[torch.Tensor] = []
     for x in values:
         if isinstance(x, torch.Tensor):
@@ -95,31 +107,34 @@ def _operands(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _operation(func: Any, operands: list[torch.Tensor]) -> Hashable:
-    """What tells operations apart: the function, and the shapes and dtypes of its operands."""
+    """Return what identifies an operation in a comparison: its function, and its operands' shapes and dtypes."""
     return func, tuple([(t.shape, t.dtype) for t in operands])
 
 
 def _casts_parameter(args: tuple[Any, ...]) -> bool:
-    """Whether this is a cast that autocast's cache may leave out the next time."""
+    """Whether a cast with these arguments is one of a parameter, which autocast's cache may omit in another run."""
     return bool(args) and isinstance(args[0], torch.nn.Parameter) and args[0].requires_grad
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory without autograd's data, which the result of an operation gets only after the dispatch mode."""
+    """Return a detached tensor with the same memory and version counter.
+
+    Autograd's data are added to an operation's result only after the dispatch mode, so each use needs its own object.
+    """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # share the version
         return tensor.detach()
 
 
 @dataclass(slots=True)
 class _Saved:
-    """An operation's output."""
+    """The saved output of one operation."""
 
     leaves: list[Any]
     spec: pytree.TreeSpec
     digests: list[Digest | None]
 
     def value(self) -> Any:
-        """The output; its tensors are new objects each time, as autograd wants of a result."""
+        """Return the output with new tensor objects each time, as autograd requires of a result."""
         leaves = [alias(x.tensor()) if isinstance(x, Held) else x for x in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
@@ -130,22 +145,22 @@ class Selection:
     Parameters
     ----------
     ops : iterable of int
-        Their numbers.
+        The numbers of the operations.
     pack : callable, optional
-        How a tensor is held; by default as it is, with a check that nothing writes to it.
+        Holds a tensor; by default the tensor itself is held, with a check that nothing writes to it.
     name : str
-        The stage, for messages.
+        The stage's name, for messages.
     planned : sequence of int, optional
-        Bytes of the storages that were to be saved, in order, and of others behind them. With them, a first run that
-        can't save what was planned, or would save more, saves nothing: its recompute is then a whole one, which holds
-        least. Without them that is an error.
+        Planned bytes of the saved storages, in order; further entries may follow. If they are given, a first run that
+        can't save the planned outputs, or would save more bytes, saves nothing: the stage is then recomputed
+        completely, which holds the fewest bytes. If not, this is an error.
     check : StageCheck, optional
-        Compares what was saved with what is returned.
+        Compares each returned output with the one that was saved.
 
     Attributes
     ----------
     gave_up : bool
-        Whether that was so.
+        Whether the first run saved nothing for that reason.
     """
 
     def __init__(
@@ -170,9 +185,9 @@ class Selection:
         self._forward_ran = False
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """`forward` so that its first run saves, and later ones return what was saved.
+        """Return `forward` wrapped: its first run saves the outputs, and later runs return them.
 
-        The modes lie around the stage's own code alone: what is done for its buffers before and after has no numbers.
+        Only the stage's own code runs under the mode, so the copies of buffers before and after it get no numbers.
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -192,7 +207,11 @@ class Selection:
         return run
 
     def _check(self, count: int) -> None:
-        """Raise `PlanMismatchError` if what was saved can't stand in for a recompute, or give up."""
+        """Raise `PlanMismatchError`, or give up, if the saved outputs can't be used in a recompute.
+
+        They can't if one is missing, or if a random operation is recomputed after one that is not: it would then draw
+        other numbers than in forward.
+        """
         if self._planned is not None:
             kept = [n for n in self._random if n in self._saved]
             self.gave_up |= len(self._saved) < len(self._ops) or kept != self._random[len(self._random) - len(kept) :]
@@ -212,7 +231,7 @@ class Selection:
             )
 
     def _within(self) -> bool:
-        """Whether what was saved is as it was made, and nowhere larger than planned."""
+        """Whether the saved outputs weren't written to since, and are no larger than planned."""
         if self._planned is None:
             return True
         held = [x for saved in self._saved.values() for x in saved.leaves if isinstance(x, Held)]
@@ -220,7 +239,7 @@ class Selection:
         for packed in held:
             try:
                 tensor = packed.tensor()
-            except RuntimeError:  # written to since: the number now stands for a buffer that is filled later
+            except RuntimeError:  # written to since: this operation now makes a buffer that is filled later
                 return False
             if has_position(tensor):
                 storage = tensor.untyped_storage()

@@ -1,1 +1,1 @@
-"""State that forward reads and changes besides tensors: kept, and put back around a next run."""
+"""State that forward reads and changes besides tensors: recorded, and restored for a recompute."""

@@ -1,22 +1,35 @@
-"""Python state that code can reach and change: kept as it was, and put back into the very objects.
+"""Snapshots of the Python state that a model's code can reach and change; restored in place, in the same objects.
 
 NOTE [Cells]
-A *cell* is an object whose contents change while it stays the same object: a module with its attributes, a list, a
+A *cell* is an object whose contents can change while it stays the same object: a module with its attributes, a list, a
 dictionary, a set, a deque, the data attributes of a class, an array, an object with attributes of its own.
 
-1. A `Snapshot` has the contents of cells, by reference but for arrays. They are put back into the cells themselves, so
-   that all who share a cell (two modules with one list) go on sharing it. A container with tensors that have graphs is
-   held as a copy without them: the snapshot lives as long as a graph, and the original would lead to others.
-2. It finds cells from modules, at every call: through attributes and class attributes, through containers of any depth,
-   and through modules that lie in them. Of a module that contains the one it is found from, a parent, the attributes
-   alone are looked at.
-3. Other objects (a configuration, a trainer), and functions with the variables that they enclose, lead to any number of
-   others, so they are looked at in *searches* alone, and so are global containers that the modules' code names.
-   Those that a stage was seen to change are cells of that stage from then on (`Changing`). Of an object that a module
-   has as an attribute the attributes are always kept, by reference: the model may change one from layer to layer.
-4. Tensors aren't cells: what a write to one is, versions and copies tell (`_State` in recompute/call.py). A snapshot
-   names those that it met, and holds them without their graphs, which may hold the cells in turn.
-5. Generators have states of their own (generators.py); a snapshot names those that it met.
+1. A `Snapshot` stores the contents of cells: arrays as copies, everything else by reference. `put` writes the contents
+   back into the cells themselves, so that two modules with one list still share that list afterwards. A container that
+   holds tensors with autograd graphs is stored as a copy whose tensors are detached: the snapshot lives as long as a
+   graph, and the original container would keep other graphs alive.
+2. At every call, cells are found from the modules: through attributes and class attributes, through containers of any
+   depth, and through modules that lie in those containers. If a module that is found this way is a parent of the stage,
+   only the parent's attributes are examined, not its submodules.
+3. Other objects (a configuration, a trainer), and functions with their closure variables, may lead to any number of
+   further objects. They are therefore examined only in *searches*, which few calls make; the same holds for global
+   containers that the modules' code names. Objects that a search has seen a stage change are cells of that stage from
+   then on (`Changing`). If a module has an object as an attribute, the object's attributes are always stored, by
+   reference, since the model may change them from layer to layer.
+4. Tensors aren't cells: writes to them are found by versions and copies (`_State` in recompute/call.py). A snapshot
+   lists the tensors that it met, detached, since their graphs may hold the cells in turn.
+5. Generators have states of their own (generators.py); a snapshot lists those that it met.
+
+Example: a stage counts its calls in a list that another module shares::
+
+    class Stage(nn.Module):
+        def forward(self, x):
+            self.calls.append(1)  # other.calls is self.calls
+            return x * len(self.calls)
+
+The first run begins with `calls == []` and ends with `calls == [1]`. Before the stage runs again in backward, `put`
+writes `[]` into that same list object, so the run computes `x * 1` as before. The function that `put` returned then
+writes `[1]` back: the list has one entry for the step, and `other.calls is self.calls` still holds.
 """
 
 from __future__ import annotations
@@ -43,11 +56,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ckptplan.runtime.recompute.put_back import Steps, put_back
 from ckptplan.runtime.state.generators import KINDS as GENERATORS
 
-SEARCH_LIMIT = 4096  # objects that one search looks at: a trainer leads to all of a training
-ARRAY_LIMIT = 1 << 20  # bytes of an array that is copied at every call
+SEARCH_LIMIT = 4096  # objects that one search examines; a trainer may refer to millions
+ARRAY_LIMIT = 1 << 20  # bytes; larger arrays aren't copied, since copies are made at every call
 
 _MODULES_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"forward", "_compiled_call_impl"}
-"""Attributes of every module, which have rules of their own or don't change from call to call."""
+"""Attributes that every module has: they are restored by other code or don't change from call to call."""
 
 _ATOMS = frozenset(
     {
@@ -56,15 +69,15 @@ _ATOMS = frozenset(
         type, types.ModuleType,
     }
 )  # fmt: skip
-"""Types of most attributes, which don't change and lead nowhere."""
+"""Types of most attributes: immutable, and without references to further objects."""
 
 _SEARCHED_NOT = ("torch", "builtins", "threading", "_thread", "weakref", "logging", "_io", "ckptplan", "enum", "re")
-"""Packages whose classes' objects are no state of a model's."""
+"""Packages whose objects don't belong to a model's state and aren't examined."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How the contents of a kind of cell are read, written and looked through."""
+    """How the contents of one kind of cell are read, written and iterated over."""
 
     read: Callable[[Any], Any]
     write: Callable[[Any, Any], None]
@@ -79,7 +92,7 @@ _NO_DATA = (
 
 
 def _data_of(kind: type) -> dict[str, Any]:
-    """Data attributes of a class."""
+    """Return the data attributes of a class: no methods, properties or dunder names."""
     return {
         name: value
         for name, value in vars(kind).items()
@@ -93,7 +106,7 @@ def _write_items(cell: Any, contents: Any) -> None:
 
 
 def _write_names(table: dict[str, Any], names: Iterable[str], contents: Mapping[str, Any]) -> None:
-    """Write `contents` in place of `names`, one by one, since other threads may look at attributes."""
+    """Replace the entries `names` by `contents`, one at a time: other threads must never see an empty table."""
     for name in set(names) - contents.keys():
         del table[name]
     for name, value in contents.items():
@@ -116,7 +129,7 @@ def _write_class(cell: type, contents: Mapping[str, Any]) -> None:
 
 @functools.lru_cache(maxsize=1 << 10)
 def _slots_of(kind: type) -> tuple[str, ...]:
-    """Attributes for which a class has a place of their own."""
+    """Return the names of the attributes that a class stores in `__slots__`."""
     return tuple(
         name
         for c in kind.__mro__
@@ -128,7 +141,7 @@ def _slots_of(kind: type) -> tuple[str, ...]:
 
 
 def _object_of(value: Any) -> dict[str, Any]:
-    """Attributes of an object."""
+    """Return the attributes of an object, in slots and in `__dict__`."""
     found = {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}  # type: ignore[arg-type]
     return found | getattr(value, "__dict__", {})
 
@@ -137,7 +150,7 @@ def _write_object(value: Any, contents: Mapping[str, Any]) -> None:
     slots = _slots_of(type(value))  # type: ignore[arg-type]
     for name in slots:
         if name in contents:
-            if getattr(value, name, contents) is not contents[name]:  # some of C's are read-only
+            if getattr(value, name, contents) is not contents[name]:  # C's slots may be read-only
                 object.__setattr__(value, name, contents[name])
         elif hasattr(value, name):
             object.__delattr__(value, name)
@@ -146,7 +159,7 @@ def _write_object(value: Any, contents: Mapping[str, Any]) -> None:
 
 
 def _closure_of(function: types.FunctionType) -> dict[str, Any]:
-    """The variables of an outer function that a function uses."""
+    """Return the closure variables of a function by name."""
     return dict(inspect.getclosurevars(function).nonlocals)
 
 
@@ -171,7 +184,10 @@ _CLOSURE = _Kind(_closure_of, _write_closure, _values_of)
 _TUPLE, _MODULE, _TENSOR, _GENERATOR, _OTHER = "tuple", "module", "tensor", "generator", "other"
 _ITERATOR = "iterator"
 _ITERATORS = tuple(map(type, (itertools.count(), iter([]), iter(()), iter(range(0)), iter(""))))
-"""Iterators whose copies go on from the same place. They can't be set back, so that copies take their places."""
+"""Iterator types whose copies continue from the same position.
+
+An iterator can't be set back to an earlier position, so a copy that was made there takes its place.
+"""
 _REPLACED = (torch.Tensor, *_ITERATORS)
 
 _CONTAINERS = (
@@ -183,7 +199,7 @@ _CONTAINERS = (
 
 @functools.lru_cache(maxsize=1 << 10)
 def _kind_of(kind: type) -> _Kind | str | None:
-    """How objects of a type are treated; None: they don't change and lead nowhere."""
+    """Return how objects of a type are treated; None if they are immutable and refer to nothing that is examined."""
     if kind in _ATOMS or issubclass(kind, (type, BaseException)):
         return None
     return next((found for types_, found in _CONTAINERS if issubclass(kind, types_)), _OTHER)  # type: ignore[arg-type]
@@ -191,7 +207,7 @@ def _kind_of(kind: type) -> _Kind | str | None:
 
 @functools.lru_cache(maxsize=1 << 10)
 def _has_attributes(kind: type) -> bool:
-    """Whether objects of a type are plain ones with attributes of their own."""
+    """Whether objects of a type are plain objects with attributes in `__dict__` or slots."""
     if kind in _ATOMS or kind in _FUNCTIONS or _kind_of(kind) is not _OTHER:  # type: ignore[arg-type]
         return False
     if str(kind.__module__).partition(".")[0] in (*_SEARCHED_NOT, "functools", "types"):
@@ -201,13 +217,13 @@ def _has_attributes(kind: type) -> bool:
 
 @functools.lru_cache(maxsize=1 << 10)
 def _classes_of(kind: type) -> tuple[type, ...]:
-    """The classes of a module's type that may have data of their own."""
+    """Return the base classes of a module's type, PyTorch's left out, which may have data attributes."""
     return tuple(c for c in kind.__mro__ if c is not object and c.__module__.partition(".")[0] != "torch")
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def _plain(names: tuple[str, ...]) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], tuple[Any, ...]]]:
-    """Of the names of a module's attributes those that not every module has, and what gets their values."""
+    """Return the names among a module's attributes that not every module has, and a getter for their values."""
     plain = tuple(name for name in names if name not in _MODULES_OWN)
     if len(plain) > 1:
         return plain, operator.itemgetter(*plain)
@@ -215,19 +231,19 @@ def _plain(names: tuple[str, ...]) -> tuple[tuple[str, ...], Callable[[dict[str,
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes but for those that every module has."""
+    """Return a module's attributes without those that every module has."""
     names, values_in = _plain(tuple(module.__dict__))
     return dict(zip(names, values_in(module.__dict__), strict=True))
 
 
 def alone(value: Any) -> Any:
-    """`value`, a tensor without its graph."""
+    """Return `value`; a tensor with an autograd graph is detached first."""
     graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
     return value.detach().requires_grad_() if graph else value
 
 
 def below(module: nn.Module) -> list[nn.Module]:
-    """`module` and what lies below it, each once: `module.modules()` in a fraction of its time."""
+    """Return `module` and all its submodules, each once, as `module.modules()` does, in a fraction of the time."""
     found = [module]
     known = {id(module)}
     for m in found:
@@ -239,19 +255,19 @@ def below(module: nn.Module) -> list[nn.Module]:
 
 
 def _copied(iterator: Any) -> Any:
-    """An iterator that goes on from where `iterator` is."""
+    """Return a new iterator that continues from the position of `iterator`."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of itertools, gone in Python 3.14
+        warnings.simplefilter("ignore", DeprecationWarning)  # itertools' copies, removed in Python 3.14
         return copy.copy(iterator)
 
 
 def _place(iterator: Any) -> Any:
-    """Where an iterator is, to be compared."""
+    """Return the position of an iterator, in a form that can be compared."""
     return repr(iterator) if isinstance(iterator, itertools.count) else iterator.__reduce__()
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether contents are the same, by identity but for arrays."""
+    """Whether contents consist of the same objects; sets are compared by value, arrays by their bytes."""
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if len(a) != len(b):
@@ -264,12 +280,12 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether contents are the same, numbers and texts by their values."""
+    """Whether contents are the same; numbers, strings, iterators and nested containers are compared by value."""
 
     def one(x: Any, y: Any) -> bool:
         if x is y or type(x) is not type(y):
             return x is y
-        if type(x) is torch.Tensor and x.layout is y.layout is torch.strided:  # one may be held without its graph
+        if type(x) is torch.Tensor and x.layout is y.layout is torch.strided:  # one may be a detached alias
             same = x.untyped_storage()._cdata == y.untyped_storage()._cdata and x.shape == y.shape
             return same and not x.is_inference() and not y.is_inference() and x._version == y._version
         if type(x) in _ITERATORS:
@@ -288,26 +304,41 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 class Changing:
-    """What a search has seen a stage's forward change; kept as long as the stage's module lives."""
+    """Objects, attributes and buffers that a stage's forward was seen to change; lives as long as the stage's module.
+
+    Attributes
+    ----------
+    calls : int
+        Calls of `searches` so far, those with fake parameters left out.
+    modules : set of int
+        Identities of the modules whose plain attributes the forward changed.
+    places : set of Place
+        Global containers that the forward changed.
+    buffers : mapping
+        Module -> names of the buffers that the forward wrote to without a new version.
+    """
 
     def __init__(self) -> None:
         self.calls = 0
         self._objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._without_references: dict[int, type] = {}  # to which nothing can refer weakly
-        self.modules: set[int] = set()  # identities of those whose plain attributes it was seen to change
-        self.places: set[Place] = set()  # of global containers that it was seen to change
+        self._without_references: dict[int, type] = {}  # objects that don't support weak references, by identity
+        self.modules: set[int] = set()
+        self.places: set[Place] = set()
         self.buffers: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         self._parents: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
     def add(self, value: Any) -> None:
-        """The stage was seen to change an object."""
+        """Record that the stage changes an object."""
         try:
             self._objects[id(value)] = value
         except TypeError:
             self._without_references[id(value)] = type(value)
 
     def has(self, value: Any) -> bool:
-        """Whether the stage was seen to change an object, or one that lay in its place and was like it."""
+        """Whether the stage was seen to change an object.
+
+        For objects without weak references, one of the same type at the same address counts as the same.
+        """
         return self._objects.get(id(value)) is value or self._without_references.get(id(value)) is type(value)
 
     def is_parent(self, module: nn.Module, stage: nn.Module) -> bool:
@@ -318,7 +349,7 @@ class Changing:
         return found
 
     def searches(self, modules: Iterable[nn.Module]) -> bool:
-        """Whether this call is one of those that look everywhere: the first three real ones, and every hundredth."""
+        """Whether this call makes a search: the first three calls with real parameters do, and every hundredth."""
         if self.calls >= 3 and (self.calls + 1) % 100:
             self.calls += 1
             return False
@@ -330,19 +361,19 @@ class Changing:
 
 @dataclass(slots=True)
 class _Cell:
-    """One cell and its contents then."""
+    """One cell and the contents that it had when the snapshot was taken."""
 
     cell: Any
     kind: _Kind
     contents: Any
     path: tuple[Any, ...]
-    """The searched objects that led there, and itself if it is one."""
-    is_replaced: bool = False  # whether it has values of `_REPLACED`
+    """The searched objects on the way to the cell, including the cell itself if it was searched."""
+    is_replaced: bool = False  # whether the contents have values of the types `_REPLACED`
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A global variable: the namespace that has it, and its name there."""
+    """A global variable: its namespace, the name of its module, and its own name."""
 
     namespace: dict[str, Any] = field(hash=False, compare=False)
     module: str
@@ -350,12 +381,15 @@ class Place:
 
     @property
     def value(self) -> Any:
-        """Its value now; None where it is gone."""
+        """The variable's current value; None if it no longer exists."""
         return self.namespace.get(self.name)
 
 
 class _GlobalCell(_Cell):
-    """A global container, held by its name: the container itself may lead to graphs, and these to the snapshot."""
+    """A global container, stored by its name.
+
+    A reference to the container itself could form a cycle: the container may hold graphs, and these the snapshot.
+    """
 
     __slots__ = ("place",)
 
@@ -377,36 +411,36 @@ class _GlobalCell(_Cell):
 _Attributes = tuple[
     nn.Module, tuple[str, ...], tuple[str, ...], Callable[[dict[str, Any]], tuple[Any, ...]], Sequence[Any], bool
 ]
-"""A module, the names of all its attributes, those of the plain ones, what gets their values, these values then, and
-whether any of `_REPLACED` are among them."""
+"""A module, the names of all its attributes, the names of the plain ones, the getter of their values, the values when
+the snapshot was taken, and whether any of them are of the types `_REPLACED`."""
 
 
 @dataclass
 class Snapshot:
-    """The contents of the cells that modules lead to, as they are now.
+    """Contents of the cells that modules lead to, at the time of construction (NOTE [Cells]).
 
     Parameters
     ----------
     modules : iterable of nn.Module
-        With all that lies below each of them, as `below` gives it.
+        Modules to begin at, together with all their submodules, as `below` returns them.
     others : iterable
         Further objects to begin at, such as arguments.
     changing : Changing, optional
-        Which other objects are cells.
+        Objects outside of modules that the stage is known to change: they are cells, too.
     searches : bool
-        Look through other objects too.
+        Also examine objects that aren't known to change (NOTE [Cells], rule 3).
     read : iterable of Place
-        Global containers that the modules' code reads; a search tells which of them are cells.
+        Global containers that the modules' code reads; a search finds out which of them are cells.
     graphs : bool
-        Hold tensors with their graphs, and so the cells themselves: for a snapshot that ends before the graphs do.
+        Hold tensors with their graphs, and the containers themselves: for a snapshot that ends before the graphs do.
 
     Attributes
     ----------
     modules : list of nn.Module
-        The given ones, and those that they lead to.
+        The given modules, and further ones that they lead to.
     tensors : list of (str, torch.Tensor)
-        Tensors that were met, with the name of the attribute that led there; `distant` are those that only a search
-        has met.
+        Tensors that were met, with the name of the attribute that led to them. Tensors that only a search met are in
+        `distant` instead.
     generators : list
         Random generators that were met.
     """
@@ -431,7 +465,7 @@ class Snapshot:
         self._looks = SEARCH_LIMIT if self.searches else 0
         classes: dict[type, None] = {}
         self.modules = list(self.modules)
-        for module in self.modules:  # grows on the way
+        for module in self.modules:  # the list grows during the loop
             self._look_at(module)
             classes[type(module)] = None
         for kind in classes:
@@ -445,7 +479,7 @@ class Snapshot:
             self._keep_global(place)
 
     def _look_at(self, module: nn.Module) -> None:
-        # In every call of every stage, so this makes few calls itself.
+        # Runs at every call of every stage, so function calls are avoided here.
         table = module.__dict__
         all_names = tuple(table)
         names, values_in = _plain(all_names)
@@ -471,7 +505,11 @@ class Snapshot:
         return self._keep(name, value)
 
     def _keep(self, name: str, value: Any, *, is_cell: bool = False) -> Any:
-        """Look at a value; returns what is held of it: itself, but for tensors with graphs and what holds those."""
+        """Examine a value and return what the snapshot stores for it.
+
+        That is the value itself, except for tensors with graphs, which are detached, containers of such tensors, and
+        iterators, which are copied.
+        """
         kind = _kind_of(type(value))  # type: ignore[arg-type]
         if kind is None:
             return value
@@ -496,7 +534,7 @@ class Snapshot:
         elif isinstance(value, types.MethodType):
             self._keep(name, value.__self__)
         elif isinstance(value, types.BuiltinMethodType) and isinstance(_kind_of(type(value.__self__)), _Kind):  # type: ignore[arg-type]
-            owner = self._keep(name, value.__self__)  # another where it has tensors with graphs
+            owner = self._keep(name, value.__self__)  # a copy if it holds tensors with graphs
             return value if owner is value.__self__ else getattr(owner, value.__name__)
         elif is_cell or self._is_cell(value):
             return self._add_object(name, value)
@@ -523,7 +561,7 @@ class Snapshot:
             cell.contents = _replaced(contents, functools.partial(self._keep, name))
             cell.is_replaced = any(isinstance(x, _REPLACED) for x in inside)
             if kind not in (_OBJECT, _CLASS, _CLOSURE) and not _same(cell.contents, contents):
-                cell.cell = copy.copy(value)  # which holds no graph, as the original would
+                cell.cell = copy.copy(value)  # the original would keep graphs alive
                 kind.write(cell.cell, cell.contents)
         return cell.cell
 
@@ -531,11 +569,11 @@ class Snapshot:
         return array.nbytes <= ARRAY_LIMIT and array.flags.writeable and not array.dtype.hasobject
 
     def _is_cell(self, value: Any) -> bool:
-        """Whether an object was seen to change."""
+        """Whether an object is known to change and has no entry yet."""
         return self.changing is not None and self.changing.has(value) and id(value) not in self._cells
 
     def _is_searched(self, value: Any) -> bool:
-        """Whether an object is looked through in this search."""
+        """Whether this search examines an object; counts it against `SEARCH_LIMIT`."""
         if self._looks <= 0 or id(value) in self._cells:
             return False
         if not hasattr(value, "__dict__") and not _slots_of(type(value)):  # type: ignore[arg-type]
@@ -547,7 +585,7 @@ class Snapshot:
         return True
 
     def _found(self, module: nn.Module) -> None:
-        """A module that lies in an attribute or a container."""
+        """Add a module that was met in an attribute or a container, with its submodules unless it is a parent."""
         if self._known is None:
             self._known = set(map(id, self.modules))
         stage = self.modules[0] if self.modules else None
@@ -563,9 +601,10 @@ class Snapshot:
         return set(self._cells)
 
     def note_changes(self) -> None:
-        """Tell `changing` which searched objects are others than they were, and forget the rest of them.
+        """Record in `changing` which searched objects the stage's forward changed, and drop the unchanged ones.
 
-        What the stage's forward has left as it was may be changed by others until the stage runs again, and is theirs.
+        An object that this forward left unchanged may be changed by other code before the stage runs again. Such a
+        change must stay, so the object is not restored.
         """
         assert self.changing is not None
         for module, all_names, _, values_in, values, _ in self._attributes:
@@ -585,7 +624,7 @@ class Snapshot:
                 self.changing.add(each)
 
     def differences(self) -> list[str]:
-        """Names of the attributes and cells whose contents are others than they were."""
+        """Return the names of attributes and the types of cells whose contents differ from the snapshot's."""
         found = [
             f"{type(module).__name__}.{name}"
             for module, _, names, _, values, _ in self._attributes
@@ -601,15 +640,16 @@ class Snapshot:
         ]
 
     def put(self, instead: Mapping[int, Any] = MappingProxyType({})) -> Callable[[], None]:
-        """Put the contents back into the cells; calling the result puts there what was there before.
+        """Write the snapshot's contents into the cells; return a function that writes the present contents back.
 
         Parameters
         ----------
         instead : mapping, optional
-            Identity of a tensor -> the one to put in its place. Iterators get others, at every call.
+            Identity of a tensor -> the tensor to put in its place. Iterators are replaced by fresh copies at each call.
         """
         undo: Steps = []
-        # What they run next changes these, even where it is now what it was: someone may have reset it.
+        # The next run changes these modules, so they need an undo step even if they now equal the snapshot: the loop
+        # may have reset them after forward.
         changed = () if self.changing is None else self.changing.modules
         if self._iterators:
             instead = {**instead, **{id(iterator): _copied(iterator) for iterator in self._iterators}}
@@ -637,25 +677,25 @@ class Snapshot:
 
 
 class Tables:
-    """Which buffers and submodules modules have now, and under which names; with `parameters`, those too."""
+    """The modules' tables of buffers and submodules by name, as they are now; with `parameters`, of those too."""
 
     def __init__(self, modules: Iterable[nn.Module], *, parameters: bool = False) -> None:
         self._found: list[tuple[dict[str, Any], dict[str, Any]]] = [
             (table, table.copy() if table else _NOTHING)
             for m in modules
             for table in ((m._buffers, m._modules, m._parameters) if parameters else (m._buffers, m._modules))
-            if isinstance(table, dict)  # a scripted module's can't change
+            if isinstance(table, dict)  # the tables of a scripted module can't change
         ]
 
     @classmethod
     def of(cls, tables: Iterable[Any]) -> Tables:
-        """The like for any dictionaries and sets."""
+        """Return an object that restores the given dictionaries and sets."""
         found = cls(())
         found._found = [(table, table.copy()) for table in tables]
         return found
 
     def put(self, instead: Mapping[int, Any] = MappingProxyType({})) -> Callable[[], None]:
-        """As `Snapshot.put`."""
+        """Restore the tables; parameter and result as for `Snapshot.put`."""
         undo: Steps = []
         for table, contents in self._found:
             if not table and not contents:
@@ -672,7 +712,7 @@ _NOTHING: dict[str, Any] = {}
 
 
 def _replaced(contents: Any, by: Callable[[Any], Any]) -> Any:
-    """Contents, or a tuple, with each value replaced; the very same where none is another."""
+    """Return contents, or a tuple, with each value replaced by `by(value)`; an unchanged tuple is returned itself."""
     if isinstance(contents, dict):
         found: Any = {key: by(value) for key, value in contents.items()}
     elif isinstance(contents, tuple) and hasattr(contents, "_make"):
@@ -683,13 +723,13 @@ def _replaced(contents: Any, by: Callable[[Any], Any]) -> Any:
 
 
 def _write_again(cell: _Cell, contents: Any) -> None:
-    """Write contents that a cell had, unless it has them."""
+    """Write earlier contents into a cell, unless it has them already."""
     if not _same(cell.kind.read(cell.cell), contents):
         cell.kind.write(cell.cell, contents)
 
 
 def _put(module: nn.Module, attributes: dict[str, Any]) -> None:
-    """Give a module these plain attributes in place of those that it has, past any code of its own."""
+    """Replace a module's plain attributes, bypassing its `__setattr__` and `__delattr__`."""
     _write_names(module.__dict__, plain_attributes(module), attributes)
 
 
@@ -697,7 +737,7 @@ _CHANGING: weakref.WeakKeyDictionary[nn.Module, Changing] = weakref.WeakKeyDicti
 
 
 def changing(stage: nn.Module) -> Changing:
-    """What is known of a stage's module."""
+    """Return the record of changes of a stage's module; a new one at the first call."""
     found = _CHANGING.get(stage)
     if found is None:
         found = _CHANGING[stage] = Changing()

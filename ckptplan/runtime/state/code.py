@@ -1,4 +1,4 @@
-"""What a model's code reads that no module leads to: hooks, global containers, caches of functions."""
+"""State that a model's code reads and that no module refers to: hooks, global containers, caches of functions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import nn
 from ckptplan.runtime.state.cells import SEARCH_LIMIT, Changing, Place, Snapshot, below
 
 _NOT_READ = frozenset({"torch", "numpy", "ckptplan", *sys.stdlib_module_names})
-"""Packages whose code keeps nothing of a model's."""
-_LONGEST = 1 << 16  # entries of a global container that is copied: longer ones are data
+"""Packages whose code stores no state of a model."""
+_LONGEST = 1 << 16  # entries; longer global containers are taken to be data and aren't copied
 _CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict})
-"""Types that have their contents as one expects; others' are code of a library's own."""
+"""Container types that are read and written as usual; subclasses may have a library's own behavior."""
 _CACHE: type = functools._lru_cache_wrapper
 _FOLLOWED = frozenset(
     {
@@ -29,7 +29,7 @@ _FOLLOWED = frozenset(
 
 
 def hooks_of(model: nn.Module) -> list[Any]:
-    """The hooks on a model's modules and parameters."""
+    """Return the hooks on a model's modules and parameters."""
     tables: list[Any] = [
         table for m in below(model) for name, table in vars(m).items() if name.endswith("_hooks") and table
     ]
@@ -39,12 +39,12 @@ def hooks_of(model: nn.Module) -> list[Any]:
 
 
 class Read:
-    """Global containers that functions read, and caches of functions that they call, as they are now.
+    """Snapshot of the global containers that functions read and of the function caches that they call.
 
     Parameters
     ----------
     functions : iterable
-        Anything that can be called; modules stand for their forwards.
+        Callables; a module stands for its forward and for functions among its attributes.
     graphs : bool
         As for `Snapshot`.
     """
@@ -55,7 +55,7 @@ class Read:
         self._containers = Snapshot([], containers, changing=Changing(), graphs=graphs)
 
     def put(self) -> None:
-        """Put the containers' contents back, and empty the caches that have been filled."""
+        """Restore the containers' contents, and clear the caches that have new entries."""
         for cache, misses in self._caches:
             if cache.cache_info().misses != misses:
                 cache.cache_clear()
@@ -68,7 +68,7 @@ def read_by(functions: Iterable[Any]) -> tuple[list[Any], list[Any], list[Place]
     Parameters
     ----------
     functions : iterable
-        Anything that can be called; modules stand for their forwards, and for functions among their attributes.
+        Callables; a module stands for its forward and for functions among its attributes.
     """
     containers: list[Any] = []
     caches: list[Any] = []
@@ -92,7 +92,7 @@ def read_by(functions: Iterable[Any]) -> tuple[list[Any], list[Any], list[Place]
 
 
 _Found = tuple[Any, type | None, Place | None]
-"""A value, the class of the module whose method led to it, and its place if that is a global variable."""
+"""A value, the class of the module whose method led to it, and the global variable that it is, if any."""
 
 
 def _begun(value: Any) -> Iterator[_Found]:
@@ -104,7 +104,7 @@ def _begun(value: Any) -> Iterator[_Found]:
 
 
 def _behind(value: Any, owner: type | None) -> Iterator[_Found]:
-    """The values that a function refers to."""
+    """Yield the values that a function, method, partial or cached function refers to."""
     if isinstance(value, types.FunctionType):
         if str(value.__module__).partition(".")[0] not in _NOT_READ:
             yield from _read_by(value, owner)
@@ -115,7 +115,7 @@ def _behind(value: Any, owner: type | None) -> Iterator[_Found]:
 
 def _read_by(function: types.FunctionType, owner: type | None) -> Iterator[_Found]:
     for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # it is empty
+        with contextlib.suppress(ValueError):  # raised if the variable isn't set
             yield cell.cell_contents, owner, None
     names = set(_names(function.__code__))
     for kind in () if owner is None else owner.__mro__:
@@ -129,7 +129,7 @@ def _read_by(function: types.FunctionType, owner: type | None) -> Iterator[_Foun
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """The names that code uses, that of the functions inside of it included."""
+    """Yield the names that a code object uses, including those of nested functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -1,4 +1,4 @@
-"""Compiled modules: which there are, and whether the compiler is looking."""
+"""Compiled modules: find them, refuse them where needed, and keep the compiler away from this package's code."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ckptplan.core.errors import UnsupportedModelError
 T = TypeVar("T")
 
 compiler_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
-"""What the compiler does with the code that runs now, None where it leaves it alone; asked at every saved tensor."""
+"""Return the compiler's callback for the code that runs now, None if there is none; called at every saved tensor."""
 
 _REMEDY = "compile its stages one by one (`for layer in model.layers: layer.compile()`), then plan and apply"
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `module.compile()` was called, or it is what `torch.compile(module)` returned."""
-    # By name: its class lies in torch._dynamo, which takes long to import and which nobody else may need.
+    """Whether `module.compile()` was called, or `module` was returned by `torch.compile`."""
+    # Compared by class name, since importing the class from torch._dynamo takes long and may not be needed otherwise.
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def compiled_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The compiled modules of `model` that lie in no other one, by name."""
+    """Return the outermost compiled modules of `model` by name."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") or not outer for outer in found)
@@ -37,7 +37,7 @@ def compiled_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def keep_compiler_out() -> None:
-    """Have the compiler leave our own functions alone where it meets them. A no-op until the compiler is loaded."""
+    """Make the compiler skip this package's own functions. A no-op until the compiler is loaded."""
     if "torch._dynamo" in sys.modules:
         _skip_own_code()
 
@@ -51,10 +51,10 @@ def _skip_own_code() -> None:
 
 
 def out_of_sight(hook: Callable[[torch.Tensor], T]) -> Callable[[torch.Tensor], T]:
-    """A hook whose callees the compiler doesn't follow either.
+    """Return `hook` wrapped so that the compiler doesn't compile the functions that it calls.
 
-    Hooks run between the graphs of a compiled stage, where the compiler looks at every call; what they call would be
-    compiled, again and again as it changes.
+    Hooks run between the graphs of a compiled stage, where the compiler intercepts every call. Without the wrapper it
+    would compile the functions that a hook calls, and compile them again whenever their inputs change.
     """
 
     def quiet(tensor: torch.Tensor) -> T:
@@ -70,7 +70,7 @@ def out_of_sight(hook: Callable[[torch.Tensor], T]) -> Callable[[torch.Tensor], 
 
 
 def check_compiled(model: nn.Module) -> None:
-    """Refuse a model that is compiled as a whole: its stages can't be met one by one.
+    """Refuse a model that is compiled as a whole, since its stages can't be reached one by one.
 
     Raises
     ------
@@ -81,7 +81,12 @@ def check_compiled(model: nn.Module) -> None:
 
 
 def refuse_compiled(model: nn.Module, since: str) -> None:
-    """Refuse a model with compiled modules, for what compiled code takes is known only from running it.
+    """Refuse a model with compiled modules, since the memory of compiled code is known only from running it.
+
+    Parameters
+    ----------
+    since : str
+        The reason, for the message.
 
     Raises
     ------
@@ -98,8 +103,8 @@ def refuse_compiled(model: nn.Module, since: str) -> None:
 def check_not_compiling(module: nn.Module) -> None:
     """Refuse to run inside of a compiled region.
 
-    The compiler either follows the call here (the first question), or has given up on this frame and runs it as it is,
-    while it goes on compiling what the frame calls (the second).
+    Either the compiler traces this call (the first condition), or it has given up on tracing this frame and runs it
+    unchanged, but still compiles the functions that the frame calls (the second condition).
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Process-wide and thread-local switches of PyTorch that change results, or which kernel an operation takes."""
+"""Process-wide and thread-local switches of PyTorch that affect results or the choice of kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Setter = Callable[[Any], Any]
 
 
 _UNREADABLE = object()
-"""Stands for a flag that PyTorch refuses to read, since its former and its new interface were mixed."""
+"""Stands for a flag that PyTorch refuses to read because its old and its new interface were both used."""
 
 _PLAIN = (
     "mkldnn_enabled",
@@ -28,7 +28,7 @@ _PLAIN = (
     "deterministic_fill_uninitialized_memory",
     "torch_function_state",
 )
-"""Flags of which `torch._C` has a `_get_` and a `_set_`."""
+"""Flags with a `_get_<name>` and a `_set_<name>` in `torch._C`."""
 
 _OF_CUDA = (
     "cudnn_enabled",
@@ -44,24 +44,24 @@ _OF_CUDA = (
     "rocm_fa_preferred_backend",
     "sm_carveout_experimental",
 )
-"""The like, which nothing goes by where PyTorch was built without CUDA."""
+"""Flags of the same form that have no effect where PyTorch was built without CUDA."""
 
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3")
 """Kernels of scaled dot product attention that can be switched off."""
 
 _TINY = 5e-324
-"""Is zero to a thread that takes denormal numbers for zero."""
+"""A denormal number: compares equal to zero in a thread that flushes denormals."""
 
 
 def _spread(setter: Callable[..., Any]) -> Setter:
-    """A setter that is given in one what the getter returns in one, a tuple where the flag has parts."""
+    """Return a setter with one argument, the value that the getter returned; a tuple is passed on as arguments."""
     return lambda value: setter(*value) if isinstance(value, tuple) else setter(value)
 
 
 def _precisions() -> dict[str, tuple[Getter, Setter]]:
-    """Precisions of float32 operations; general ones first, since others follow them until they are set."""
+    """Return the precisions of float32 operations: general ones first, since unset specific ones follow them."""
     ops = ("all", "matmul", "conv", "rnn")
-    # The former interface goes by products of both, whatever PyTorch was built for.
+    # The old interface reads the matmul precisions of both backends, even in a build without CUDA.
     of_cuda = ops if accelerator.IS_BUILT else ("matmul",)
     places = [("generic", "all"), *(("cuda", op) for op in of_cuda), *(("mkldnn", op) for op in ops)]
     get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
@@ -72,15 +72,16 @@ def _precisions() -> dict[str, tuple[Getter, Setter]]:
 
 
 def _threads() -> int:
-    """The number of threads of an operation on the CPU, 0 where CUDA's backward may run.
+    """Return the number of threads of a CPU operation; 0 (leave as it is) if CUDA's backward may run.
 
-    Its own thread may have another number, and setting it there would change that of all others.
+    Backward on CUDA runs in a thread of its own, which may have another number. Setting the number there would change
+    it for all other threads.
     """
     return 0 if accelerator.module.is_initialized() else torch.get_num_threads()
 
 
 def _found() -> dict[str, tuple[Getter, Setter]]:
-    """The flags of this version and build of PyTorch by name, in the order in which they are to be set."""
+    """Return the flags of this version and build of PyTorch by name, in the order in which they are set."""
     c = torch._C
     einsum: Any = torch.backends.opt_einsum.m  # type: ignore[attr-defined]
     found: dict[str, tuple[Getter, Setter]] = {
@@ -113,22 +114,25 @@ def _found() -> dict[str, tuple[Getter, Setter]]:
 _FORMER: dict[str, tuple[Getter, Setter]] = {
     "float32 matmul precision": (torch._C._get_float32_matmul_precision, torch._C._set_float32_matmul_precision),
 }
-"""The former interface to precisions; setting one sets precisions, reading one is an error where they contradict it."""
+"""The old interface to precisions.
+
+Setting one of these flags sets the precisions above; reading one raises if the precisions match none of its values.
+"""
 if accelerator.IS_BUILT:
     _FORMER["cudnn.allow_tf32"] = torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32
 _PRECISIONS = _precisions()
 _OTHERS = _found()
 FLAGS = {**_FORMER, **_PRECISIONS, **_OTHERS}
-"""How to read and how to set each flag, in the order in which they are to be set."""
+"""Getter and setter of each flag, in the order in which the flags are set."""
 _former = tuple(get for get, _ in _FORMER.values())
 _precision = tuple(get for get, _ in _PRECISIONS.values())
 _other = tuple(get for get, _ in _OTHERS.values())
 _contradicting: set[tuple[str, ...]] = set()
-"""Precisions with which the former interface has raised; that takes long, so it isn't asked again."""
+"""Precisions with which reading the old interface has raised: it isn't read again, since the exception takes long."""
 
 
 def flags() -> list[Any]:
-    """The values of all flags now."""
+    """Return the present values of all flags, in the order of `FLAGS`."""
     precisions = tuple([get() for get in _precision])
     former = [_UNREADABLE] * len(_former)
     if precisions not in _contradicting:

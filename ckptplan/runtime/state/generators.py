@@ -1,11 +1,17 @@
 """Random generators that a stage may draw from besides PyTorch's own: Python's, numpy's, those of modules.
 
 NOTE [Generators' memory]
-A stage's forward compares the states of Python's and numpy's own generators before and after it, and both take tens of
-microseconds to give theirs, making 624 words into numbers one by one. So where they lie is read instead: the words and
-the position, and the normal number that waits to be drawn, if any (drawing it moves no word). Where a version of Python
-or numpy keeps them elsewhere, as generators made for the purpose tell when this module is imported, the states are
-asked for after all.
+Each call of a stage compares the states of the global generators of Python and numpy before and after its forward.
+Their `getstate` and `get_state` take tens of microseconds, since they convert 624 words to Python numbers one by one.
+So the state is read directly from the memory of the generator object: the 624 words, the position, and the cached
+normal number, if any (drawing that number changes neither words nor position).
+
+Example: `random.random()` takes two of the 624 words. The position in memory goes from 10 to 12, say, the words stay,
+and comparing 2500 bytes before and after finds the difference. `random.gauss(0, 1)` computes two normal numbers and
+caches one; the next call returns the cached one and changes `gauss_next` alone, so `gauss_next` is compared as well.
+
+The memory layout is checked when this module is imported: a state read from memory must equal the one that the
+generator returns. In a version of Python or numpy with another layout, `getstate` and `get_state` are called instead.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import numpy as np
 import torch
 
 KINDS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
-"""Generators that a module may hold in an attribute."""
+"""Types of generators that a module may hold in an attribute."""
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -40,7 +46,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 class Access:
-    """How to read and how to set a generator's state, and whether two states are the same."""
+    """Getter and setter of a generator's state, and a comparison of two states."""
 
     __slots__ = ("get", "put", "same")
 
@@ -53,7 +59,7 @@ class Access:
 
 
 def _access(generator: Any) -> Access:
-    if isinstance(generator, random.SystemRandom):  # has no state; what draws from one isn't planned to run again
+    if isinstance(generator, random.SystemRandom):  # has no state; such a stage isn't recomputed
         return Access(lambda: None, lambda state: None)
     if isinstance(generator, torch.Generator):
         return Access(generator.get_state, generator.set_state)
@@ -65,17 +71,17 @@ def _access(generator: Any) -> Access:
     return Access(lambda: bits.state, lambda state: setattr(bits, "state", state))
 
 
-_WORDS = 624  # of a Mersenne twister
+_WORDS = 624  # in the state of a Mersenne twister
 _BYTES = 4 * (_WORDS + 1)
 
 
 def _memory(address: int, count: int) -> Any:
-    """So many bytes of memory; their `raw` is what lies there at the time."""
+    """Return a view of `count` bytes of memory at `address`; its `raw` reads their present values."""
     return (ctypes.c_char * count).from_address(address)
 
 
 def pythons(generator: random.Random) -> Access:
-    """Access to a generator of Python's own kind, in memory where it can be (NOTE [Generators' memory])."""
+    """Return access to a `random.Random`, through its memory where possible (NOTE [Generators' memory])."""
     plain = _access(generator)
     if type(generator) is not random.Random or sys.implementation.name != "cpython":
         return plain
@@ -94,7 +100,7 @@ def pythons(generator: random.Random) -> Access:
 
 
 def _gauss_offset() -> int | None:
-    """Where a `RandomState` has whether a normal number waits, and that number; None: not where it is looked for."""
+    """Return the offset of the cached normal number and its flag in a `RandomState`; None if it isn't found."""
     if sys.implementation.name != "cpython":
         return None
     probe, mark, found = np.random.RandomState(0), 0.8414709848078965, set()
@@ -110,17 +116,17 @@ _GAUSS_OFFSET = _gauss_offset()
 
 
 def numpys(generator: np.random.RandomState) -> Access:
-    """Access to a generator of numpy's former kind, in memory where it can be (NOTE [Generators' memory])."""
+    """Return access to a `numpy.random.RandomState`, through its memory where possible (NOTE [Generators' memory])."""
     plain = _access(generator)
     if type(generator) is not np.random.RandomState or _GAUSS_OFFSET is None:
         return plain
     gauss = _memory(id(generator) + _GAUSS_OFFSET, 16)
-    known: list[Any] = [None, None]  # its bits, and their words in memory
+    known: list[Any] = [None, None]  # the bit generator, and a view of its words in memory
 
     def get() -> tuple[Any, bytes, Any]:
         bits = generator._bit_generator  # type: ignore[attr-defined]
         if bits is not known[0]:
-            raw = type(bits) is np.random.MT19937  # numpy's own may be given another
+            raw = type(bits) is np.random.MT19937  # `np.random.set_bit_generator` may have set another kind
             known[:] = bits, _memory(bits.ctypes.state_address, _BYTES) if raw else None
         words = known[1]
         return bits.state if words is None else words.raw, gauss.raw, bits
@@ -157,14 +163,20 @@ _PROCESS = (
 
 
 class SystemDraws:
-    """Inside, knows whether anything is drawn from the system's entropy by way of Python's `random` or `secrets`."""
+    """Context that records whether code inside draws from the system's entropy through `random` or `secrets`.
+
+    Attributes
+    ----------
+    any : bool
+        Whether it did.
+    """
 
     def __init__(self) -> None:
         self.any = False
         self._former: list[Callable[[int], bytes]] = []
 
     def restart(self) -> None:
-        """Forget what was drawn."""
+        """Set `any` to False."""
         self.any = False
 
     def __enter__(self) -> None:
@@ -184,23 +196,23 @@ def _nothing() -> None:
 
 
 class Generators:
-    """The states of Python's and numpy's generators, and of `held`, as they are now."""
+    """The states of Python's and numpy's global generators, and of the generators `held`, at construction."""
 
     def __init__(self, held: Collection[Any] = ()) -> None:
         accesses = (*_PROCESS, *map(_access, {id(g): g for g in held}.values())) if held else _PROCESS
         self._states = [(access, access.get()) for access in accesses]
 
     def settle(self) -> None:
-        """A forward has ended: keep those alone that it drew from."""
+        """Drop the generators that the forward, which has just ended, didn't draw from."""
         self._states = [(access, state) for access, state in self._states if not access.same(access.get(), state)]
 
     @property
     def drew(self) -> bool:
-        """After `settle`: whether the forward drew from any."""
+        """Whether the forward drew from any of the generators; valid after `settle`."""
         return bool(self._states)
 
     def put(self) -> Callable[[], None]:
-        """Set them to these states; calling the result sets them back to where they were."""
+        """Set the generators to the stored states; return a function that sets them back to their present ones."""
         if not self._states:
             return _nothing
         now = [(access, access.get()) for access, _ in self._states]

@@ -1,4 +1,4 @@
-"""Modes on PyTorch's functions and operations that are active in a thread."""
+"""The function modes and dispatch modes of PyTorch that are active in a thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from torch.utils._device import DeviceContext
 
 
 class _Stack:
-    """One of a thread's two stacks of modes, but for the default device at the bottom of that on functions."""
+    """One of a thread's two stacks of modes, that of function modes or that of dispatch modes.
+
+    `now` leaves out the mode of the default device, which lies at the bottom of the function modes.
+    """
 
     def __init__(
         self,
@@ -24,19 +27,19 @@ class _Stack:
         self._length, self._at, self._push, self._pop = length, at, push, pop
 
     def now(self) -> list[Any]:
-        """The modes, the innermost last."""
+        """Return the modes without the default device's, the innermost last."""
         if not self._length():
             return []
         return [mode for mode in self.whole() if type(mode) is not DeviceContext]
 
     def whole(self) -> list[Any]:
-        """The same with the default device."""
+        """Return all modes, including the default device's, the innermost last."""
         return [self._at(i) for i in range(self._length())]
 
     def replace(self, former: list[Any], modes: list[Any]) -> None:
-        """Have `modes` in place of `former`.
+        """Replace the modes `former` by `modes`.
 
-        By PyTorch's own push and pop: entering a mode may do more, such as setting its counts to zero.
+        Uses PyTorch's push and pop, since a mode's own `__enter__` may do more, such as resetting its counters.
         """
         for mode in reversed(former):
             self._pop(mode)
@@ -64,7 +67,7 @@ _functions, _operations = torch._C._len_torch_function_stack, torch._C._len_torc
 
 
 class Modes:
-    """The modes that are active now."""
+    """The modes that were active at construction, the default device's left out."""
 
     __slots__ = ("_active",)
 
@@ -72,16 +75,16 @@ class Modes:
         self._active = _now()
 
     def differ(self) -> bool:
-        """Whether others are active now."""
+        """Whether the modes that are active now are different ones."""
         now = _now()
         return now is not self._active and not all(map(_same, now, self._active))
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, these are active, and no others.
+        """Make these modes, and no others, active inside the context.
 
-        A mode of forward alone is active again, and one of backward alone, such as a counter of operations, doesn't
-        see what runs inside: it might change it.
+        A mode that was entered for forward only is active again. A mode that was entered for backward only, such as a
+        counter of operations, doesn't see the operations inside, since it might change their results.
         """
         now = _now()
         for stack, former, modes in zip(_STACKS, now, self._active, strict=True):
@@ -105,15 +108,15 @@ def _same(some: list[Any], others: list[Any]) -> bool:
 
 
 class Stacks:
-    """The modes that are active now, with the default device among them."""
+    """The modes that were active at construction, and the default device."""
 
     def __init__(self) -> None:
         self._active = [stack.whole() for stack in _STACKS]
         self._device = _device.CURRENT_DEVICE
-        self._default = dict(vars(torch._GLOBAL_DEVICE_CONTEXT))  # this thread's
+        self._default = dict(vars(torch._GLOBAL_DEVICE_CONTEXT))  # of this thread
 
     def put(self) -> None:
-        """Have these active again, and no others."""
+        """Make these modes, and no others, active again, and restore the default device."""
         for stack, modes in zip(_STACKS, self._active, strict=True):
             if not _same(now := stack.whole(), modes):
                 stack.replace(now, modes)

@@ -1,4 +1,4 @@
-"""What modules inside of a stage have besides their state: hooks, replaced forwards, parameters that are frozen."""
+"""Hooks, replaced forwards and `requires_grad` flags of the modules in a stage, restored for a recompute."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _HOOKS = (
     "_forward_hooks_always_called",
     "_forward_pre_hooks_with_kwargs",
 )
-"""Tables of a module; the last three have no entries where the others have none."""
+"""Hook tables of a module; the last three are empty if the others are."""
 _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
     getattr(_of_all, f"_global{name}") for name in _HOOKS if hasattr(_of_all, f"_global{name}")
 )
-"""Tables of hooks on all modules."""
+"""PyTorch's tables of global hooks, which run for every module."""
 _FORWARDS = ("forward", "_compiled_call_impl")
-"""What a call of a module runs, where the instance has its own."""
+"""Attributes that a call of a module runs instead of its class's forward, if the instance has them."""
 
 _Own = tuple[nn.Module, tuple[Any, ...], tuple[dict[int, Any], ...]]
-"""A module with the `_FORWARDS` and copies of the `_HOOKS` of its own."""
+"""A module, its own `_FORWARDS`, and copies of its `_HOOKS`."""
 
 
 def _owns(modules: Iterable[nn.Module]) -> list[_Own]:
-    """The modules that have hooks or forwards of their own, which most haven't."""
+    """Return an entry for each module with hooks or forwards of its own; most modules have neither."""
     found: list[_Own] = []
     for module in modules:
         table = module.__dict__
@@ -54,7 +54,7 @@ def _owns(modules: Iterable[nn.Module]) -> list[_Own]:
 
 
 def _put_owns(former: list[_Own], owns: list[_Own]) -> None:
-    """Give modules `owns` in place of `former`, which they have."""
+    """Replace the modules' hooks and forwards, which are now `former`, by `owns`."""
     none: tuple[tuple[Any, ...], tuple[dict[int, Any], ...]] = (None,) * len(_FORWARDS), ({},) * len(_HOOKS)
     wanted = {id(module): (module, *none) for module, *_ in former} | {id(own[0]): own for own in owns}
     for module, forwards, hooks in wanted.values():
@@ -74,7 +74,7 @@ def _put(table: dict[int, Any], entries: dict[int, Any]) -> None:
 
 
 def _of_all_modules() -> list[dict[int, Any]]:
-    """Copies of the tables of hooks on all modules; none where all are empty."""
+    """Return copies of the tables of global hooks; an empty list if all tables are empty."""
     return [table.copy() for table in _GLOBAL_HOOKS] if any(_GLOBAL_HOOKS) else []
 
 
@@ -83,18 +83,19 @@ def _flags(tables: Iterable[dict[str, nn.Parameter | None]]) -> list[bool]:
 
 
 class ModuleTables:
-    """What modules have now.
+    """Hooks, forwards and `requires_grad` flags of a stage's modules, as they are at construction.
 
     Parameters
     ----------
     modules : sequence of nn.Module
-        The stage and all inside of it. Hooks and forward of the stage itself lie outside of what is run again.
+        The stage and all modules in it. Hooks and forward of the stage itself aren't recorded: a recompute doesn't run
+        them.
     arguments : iterable of torch.Tensor
-        Parameters among them count as the stage's.
+        Arguments of the stage; parameters among them are treated like the stage's own.
     """
 
     def __init__(self, modules: Sequence[nn.Module], arguments: Iterable[torch.Tensor] = ()) -> None:
-        # Looked at in every call of every stage, so this makes few calls.
+        # Runs at every call of every stage, so function calls are avoided here.
         self._inside = modules[1:]
         self._owns = _owns(self._inside)
         self._of_all = _of_all_modules()
@@ -115,20 +116,20 @@ class ModuleTables:
         self._steps = STEPS.count
 
     def put(self, undo: Steps) -> None:
-        """Give the modules these, until what they have now is put back.
+        """Restore the recorded hooks, forwards and flags, and append steps to `undo` that restore the present ones.
 
         Raises
         ------
         RuntimeError
-            If an optimizer has stepped in between with a kernel of which autograd knows nothing.
+            If an optimizer has updated a parameter in between with a kernel that doesn't raise its version.
         PlanMismatchError
-            If a class of modules has another forward now.
+            If the `forward` of a module's class was replaced in between.
         """
         if STEPS.count != self._steps:
             own = [p for parameters in self._parameters for p in parameters.values() if p is not None]
             STEPS.check([*own, *(p for p, _ in self._arguments)], self._steps, "runs its stage again with it")
         for kind, forward in self._forwards:
-            if kind.forward is not forward and kind.forward is kind.forward:  # some make theirs anew at every look
+            if kind.forward is not forward and kind.forward is kind.forward:  # a property may differ at each read
                 raise PlanMismatchError(
                     f"{kind.__name__}.forward was replaced between forward and backward, which runs a stage with such "
                     "a module again; let the replacement last until backward has ended, or keep the stage"
@@ -151,9 +152,9 @@ class ModuleTables:
                 _put(table, entries)
 
     def _thawed(self) -> list[tuple[torch.Tensor, bool]]:
-        """Parameters of which it has changed whether they get gradients, with whether they did.
+        """Return the parameters whose `requires_grad` has changed, with the recorded flag.
 
-        A sharded unit may have others in their places now.
+        Parameters are looked up by name, since a sharded unit may have replaced the objects.
         """
         flags = iter(self._flags)
         known = [

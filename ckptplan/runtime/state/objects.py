@@ -1,4 +1,4 @@
-"""Plain objects among the arguments of stages, and what lies in them."""
+"""Plain objects among the arguments of stages, and the values in them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ckptplan.runtime.swap.session import version_of
 
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 _CODE = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType, torch.Generator)
-"""Objects whose attributes are no data of a call's; modules have rules of their own."""
+"""Types whose attributes aren't data of a call; modules are handled elsewhere (state/cells.py)."""
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
-    """What an object of data keeps; None for all else."""
+    """Return the attributes of a plain object; None for tensors, code and values without attributes."""
     if isinstance(value, (torch.Tensor, *_CODE)):
         return None
     if dataclasses.is_dataclass(value) and not hasattr(value, "__dict__"):
@@ -29,14 +29,17 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 
 
 def tensors_in_objects(leaves: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors that lie in plain objects among a stage's arguments."""
+    """Return the tensors in plain objects among a stage's arguments."""
     seen: set[int] = set()
     objects = [leaf for leaf in leaves if attributes_of(leaf) is not None]
     return [found for each in objects for found in content_of(each, seen) if isinstance(found, torch.Tensor)]
 
 
 def content_of(value: Any, seen: set[int]) -> Iterator[Any]:
-    """All that lies in `value`, in order: what containers and objects hold, and how often tensors were written to."""
+    """Yield all values in `value`, in order: the contents of containers and objects, and tensors with their versions.
+
+    `seen` has the identities of containers and objects that were met; each is visited once.
+    """
     if isinstance(value, torch.Tensor):
         yield value
         yield version_of(value)

@@ -1,4 +1,4 @@
-"""Put parameters back that a model's own forward writes to (a norm that is bounded, a temperature that is clamped)."""
+"""Restore parameters that a model's own forward writes to (to bound a norm or clamp a temperature, for example)."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 
 
 class ParameterState:
-    """Where the values of parameters are, and copies of them on the host, as they are now."""
+    """The data tensors of parameters, and copies of their values on the host, as they are at construction."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._found = [(p, p.data, p.detach().to("cpu", copy=True)) for p in parameters if not p.is_meta]
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, parameters may be written to; afterwards they have these values."""
+        """Restore the parameters at the end of the context, whatever was written to them inside."""
         try:
             yield
         finally:
             self.put()
 
     def settle(self) -> None:
-        """A forward has run: keep those alone that it wrote to."""
+        """Drop the parameters that the forward, which has just run, didn't write to."""
         self._found = [
             (p, data, values)
             for p, data, values in self._found
@@ -31,7 +31,7 @@ class ParameterState:
         ]
 
     def put(self) -> None:
-        """Give the parameters these values again, where they were."""
+        """Write the stored values into the parameters' former data tensors, and give the parameters these tensors."""
         for p, data, values in self._found:
             data.copy_(values)
             p.data = data

@@ -1,7 +1,7 @@
-"""What a process, a thread and a model's modules have that forward can change, besides values and Python attributes.
+"""State of a process, a thread and a model's modules that forward can change, besides values and Python attributes.
 
-Profiling and verifying put it back as it was (`kept` in restore.py), on every way out. Other threads, files and what
-C++ code keeps by itself lie beyond.
+Profiling and verifying restore it (`kept` in restore.py), also when an error is raised. The state of other threads,
+files, and state inside of C++ code are not restored.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _GENERAL: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     ),
     "autocast's cache": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
 }
-"""Switches that a stage that runs again doesn't go by, or that have rules of their own there (flags.py has others)."""
+"""Switches that are not part of `FLAGS` (flags.py): a recompute ignores them or handles them separately."""
 
 _AUTOCAST: tuple[str, ...] = tuple(_c._autocast_supported_devices())
 
 
 def in_own_context(function: Callable[P, T]) -> Callable[P, T]:
-    """`function` so that Python's context variables are its caller's again afterwards, whatever it sets them to."""
+    """Return `function` wrapped so that the caller's context variables keep their values, whatever it sets them to."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -56,7 +56,7 @@ def in_own_context(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class Switches:
-    """Flags, modes, autocast, default device, hooks on saved tensors and cached weights, as they are now."""
+    """Flags, modes, autocast, default device, hooks on saved tensors and cached weights, as at construction."""
 
     def __init__(self) -> None:
         self._flags = flags()
@@ -69,7 +69,7 @@ class Switches:
         self._weights = parametrize._cache_enabled, parametrize._cache, dict(parametrize._cache)
 
     def put(self) -> None:
-        """Put them back."""
+        """Restore them."""
         self._stacks.put()
         set_flags(self._flags)
         for value, (get, put) in zip(self._general, _GENERAL.values(), strict=True):
@@ -90,7 +90,7 @@ class Switches:
             torch.autocast_decrement_nesting()
         while _nesting() < self._nesting:
             torch.autocast_increment_nesting()
-        torch.clear_autocast_cache()  # of casts that forward made; others are made anew
+        torch.clear_autocast_cache()  # forward's casts; further ones are made again when needed
 
     def _put_saved_hooks(self) -> None:
         if _autograd._saved_tensors_hooks_get_disabled_error_message() != self._no_saved_hooks:
@@ -109,13 +109,13 @@ def _autocast_now() -> dict[str, tuple[torch.dtype, bool]]:
 
 
 def _nesting() -> int:
-    """How many autocasts are entered."""
+    """Return the number of autocast contexts that are entered."""
     torch.autocast_increment_nesting()
     return int(torch.autocast_decrement_nesting())
 
 
 def _pop_saved_hooks() -> list[tuple[Any, Any]]:
-    """Take off all hooks on what autograd saves; the innermost first."""
+    """Remove all hooks on saved tensors and return them, the innermost first."""
     found = []
     while (pair := innermost(True)) is not None:
         found.append(pair)
@@ -124,7 +124,7 @@ def _pop_saved_hooks() -> list[tuple[Any, Any]]:
 
 
 def _saved_hooks() -> list[tuple[Any, Any]]:
-    """The hooks on what autograd saves, the innermost last."""
+    """Return the hooks on saved tensors, the innermost last."""
     if innermost(True) is None:
         return []
     found = _pop_saved_hooks()[::-1]
@@ -138,7 +138,7 @@ def _same_pair(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
 
 
 class Hooks:
-    """Hooks and forwards of modules, and hooks on all modules and optimizers, as they are now."""
+    """Hooks and forwards of modules, and global hooks of modules and optimizers, as they are at construction."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         modules = list(modules)
@@ -153,11 +153,14 @@ class Hooks:
         )
 
     def put_own(self) -> None:
-        """Put back the modules' hooks alone: a plan that was applied since has forwards, and hooks on optimizers."""
+        """Restore the modules' hooks only.
+
+        Forwards and optimizer hooks stay: a plan that was applied in between has set its own.
+        """
         self._own.put()
 
     def put(self) -> None:
-        """Put them back."""
+        """Restore hooks and forwards."""
         for part in self._parts:
             part.put()
         for kind, forward in self._forwards:
@@ -166,11 +169,11 @@ class Hooks:
 
 
 _WITH_GLOBALS = (_of_all, _of_optimizers)
-"""PyTorch's modules with hooks on all modules, and on all optimizers."""
+"""PyTorch's Python modules with the global hooks of modules and of optimizers."""
 
 
 def _own_names(module: nn.Module) -> list[str]:
-    """The attributes that every module has: tables of hooks and names, its forward."""
+    """Return the names of the attributes that every module has: tables of hooks, parameters and submodules, forward."""
     return list(vars(module).keys() - plain_attributes(module).keys())
 
 
@@ -179,7 +182,7 @@ def _global_names(code: Any) -> list[str]:
 
 
 class _Part:
-    """Entries of a dictionary, `names` of it, and what is in those of them that are tables."""
+    """The entries `names()` of a dictionary, and the contents of those entries that are dictionaries or sets."""
 
     def __init__(self, place: dict[str, Any], names: Callable[[], list[str]]) -> None:
         self._place, self._names = place, names
@@ -195,7 +198,7 @@ class _Part:
 
 
 class Leaves:
-    """Hooks and attributes of modules' parameters and buffers, and whether they get gradients, as they are now."""
+    """Hooks, attributes and `requires_grad` of modules' parameters and buffers, as they are at construction."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         tensors = (t for m in modules for table in (m._parameters, m._buffers) for t in table.values())
@@ -206,7 +209,7 @@ class Leaves:
         self._tables = Tables.of([*tables, *map(vars, self.tensors)])
 
     def put(self) -> None:
-        """Put them back."""
+        """Restore them."""
         for tensor, requires_grad in zip(self.tensors, self._requires_grad, strict=True):
             if tensor.requires_grad != requires_grad and tensor.is_leaf:
                 tensor.requires_grad_(requires_grad)

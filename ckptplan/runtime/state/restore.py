@@ -1,4 +1,4 @@
-"""Put a model, and every random generator, back as they were."""
+"""Restore a model, and every random generator, to an earlier state."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ckptplan.runtime.state.process import Hooks, Leaves, Switches
 
 
 def random_state(generators: Collection[Any] = ()) -> Callable[[], None]:
-    """Remember the state of random generators; calling the result restores it.
+    """Record the states of random generators; return a function that restores them.
 
-    Torch's (CPU and CUDA), Python's and numpy's, and the given ones.
+    These are PyTorch's (CPU and CUDA), Python's and numpy's global generators, and the given ones.
     """
     torch_state = torch.get_rng_state()
     put_accelerators = keep_generators()
@@ -39,7 +39,7 @@ def random_state(generators: Collection[Any] = ()) -> Callable[[], None]:
 
 
 def tensor_state(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
-    """Remember values (on the host); calling the result restores them."""
+    """Copy the values of tensors to the host; return a function that restores them."""
     saved = [
         (tensor, tensor.detach().to("cpu", copy=True))
         for tensor in {id(t): t for t in tensors}.values()
@@ -65,17 +65,24 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 def kept(
     model: nn.Module, others: Iterable[Any] = (), *, graphs: bool = False
 ) -> Iterator[tuple[Snapshot, Callable[[], None]]]:
-    """Inside, forward may change all but values: attributes, containers and names, hooks, flags, modes, globals.
+    """Restore everything but tensors' values at the end of the context: forward may change it inside.
 
-    It is as before afterwards. `graphs` as for `Snapshot`.
+    This includes attributes, containers, tables of parameters and submodules, hooks, flags, modes and globals.
+
+    Parameters
+    ----------
+    others : iterable
+        Further objects whose contents are restored.
+    graphs : bool
+        As for `Snapshot`.
 
     Yields
     ------
     Snapshot
-        What was there.
+        The state at the start.
     callable
-        Puts names, modules' hooks, flags and modes back already. Forwards stay, since a plan may have been applied
-        inside.
+        Restores tables, modules' hooks, flags and modes before the end. Forwards stay, since a plan may have been
+        applied inside.
     """
     others = [*others, *hooks_of(model)]
     found = Snapshot(below(model), others, changing=Changing(), searches=True, graphs=graphs)
@@ -92,14 +99,14 @@ def kept(
         hooks.put_own()
 
     with contextlib.ExitStack() as stack:
-        for undo in (back, found.put, hooks.put, put):  # the last one first, and each whatever becomes of the others
+        for undo in (back, found.put, hooks.put, put):  # the last runs first, and each even if others fail
             stack.callback(undo)
         yield found, put
 
 
 @contextlib.contextmanager
 def beside(model: nn.Module, others: Iterable[Any] = (), *, graphs: bool = False) -> Iterator[Snapshot]:
-    """`kept`, and random generators are where they were afterwards: for a run of forward beside the step's own."""
+    """Restore random generators as well as everything that `kept` does: for an extra run of forward within a step."""
     with kept(model, others, graphs=graphs) as (found, _):
         generators = random_state(found.generators)
         try:
@@ -109,14 +116,14 @@ def beside(model: nn.Module, others: Iterable[Any] = (), *, graphs: bool = False
 
 
 class _Stepped:
-    """Optimizers that step, as hooks on gradients may have them do, with their state and parameters as before."""
+    """Optimizers that step inside a context, called by hooks on gradients for example, with what undoes their steps."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[torch.optim.Optimizer, list[tuple[Any, Any]], Callable[[], None]]] = {}
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
-        """Afterwards they are as before their first step inside."""
+        """Restore the state and parameters of optimizers that step inside, as they were before their first step."""
         hook = register_optimizer_step_pre_hook(self._note)
         try:
             yield
@@ -125,7 +132,7 @@ class _Stepped:
             self.put()
 
     def put(self) -> None:
-        """Put them back already."""
+        """Restore state and parameters now."""
         for _, tables, values in self._found.values():
             for table, contents in tables:
                 table.clear()
@@ -142,15 +149,15 @@ class _Stepped:
 
 
 _ONE_AT_A_TIME = threading.RLock()
-"""Hooks on all modules, kernels, PyTorch's profiler and the random generators are the process's, not a thread's."""
+"""Held by `restored`: global hooks, kernels, PyTorch's profiler and random generators belong to the whole process."""
 
 
 @contextlib.contextmanager
 def restored(model: nn.Module, others: Iterable[Any] = ()) -> Iterator[Callable[[], None]]:
-    """Give all back as it was, whatever happens inside: what `kept` does, gradients, buffers, random states.
+    """Restore everything that `kept` does, and gradients, buffers and random states, whatever happens inside.
 
-    Optimizers that step inside are as before, too. Parameters that forward writes to aren't (`ParameterState`).
-    Inside, autograd is on, and no other thread is: a second one waits until the first has left.
+    Optimizers that step inside are restored, too, but not parameters that forward writes to (`ParameterState`).
+    Autograd is on inside. Only one thread may be inside; a second one waits until the first has left.
 
     Yields
     ------
@@ -186,14 +193,14 @@ def _restored(model: nn.Module, others: Iterable[Any]) -> Iterator[Callable[[], 
                 p.grad = gradient
 
         with contextlib.ExitStack() as stack:
-            for undo in (restore_gradients, generators, values, put):  # the last one first
+            for undo in (restore_gradients, generators, values, put):  # the last one runs first
                 stack.callback(undo)
             yield rewind
 
 
 @contextlib.contextmanager
 def _collecting() -> Iterator[None]:
-    """Cyclic garbage is collected afterwards if it is now."""
+    """Restore whether the cyclic garbage collector is enabled at the end of the context."""
     enabled = gc.isenabled()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Process-wide state that a stage's forward depends on, kept for its next run."""
+"""State of the process and thread that a stage's forward depends on, recorded for its recompute."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ T = TypeVar("T")
 
 
 class Surroundings:
-    """What a forward depends on besides its module and arguments.
+    """State that a forward depends on besides its module and arguments, recorded at construction.
 
-    Random states, flags, modes on functions and operations, autocast, the default device, Python's context variables
-    and the stream. A backward may ask for a recompute on another stream, that of an operation which the stage ran
-    elsewhere by itself; and in another thread, where context variables have their defaults.
+    It consists of random states, flags, function and dispatch modes, autocast, the default device, Python's context
+    variables and the stream. All of it may differ in backward. For example, if a stage ran an operation on a stream of
+    its own, autograd may trigger the recompute on that stream; and it may do so in another thread, where context
+    variables have their default values.
 
     Parameters
     ----------
     device : torch.device
-        Its generator is kept, since a stage may draw from it without a tensor of that device among its arguments.
+        The state of its generator is recorded: a stage may draw from it without a tensor of that device among its
+        arguments.
     tensors : iterable of torch.Tensor
-        The generators of their devices are kept too.
+        The states of the generators of their devices are recorded as well.
     """
 
     def __init__(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
@@ -44,7 +46,10 @@ class Surroundings:
         self._autocast = [_autocast(kind) for kind in {"cpu", *[d.type for d in devices]} if _has_autocast(kind)]
 
     def put(self, undo: Steps, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """As it was, for a run on `tensors`; random states go on afterwards as if nothing had run in between."""
+        """Restore the recorded state for a run on `tensors`, and append steps to `undo` that restore the present one.
+
+        After these steps random generators continue as if nothing had run in between.
+        """
         undo.append(functools.partial(_set_random_states, torch.get_rng_state(), _device_states(self._device_random)))
         _set_random_states(self._random, self._device_random)
         if self._stream is not None:
@@ -62,7 +67,7 @@ class Surroundings:
             enter(self._modes.active(), undo)
 
     def run(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
-        """Call `function` with context variables as they were; what it sets them to is dropped."""
+        """Call `function` with the recorded context variables; values that it sets are dropped afterwards."""
         return self._variables.copy().run(function, *args, **kwargs)
 
 
@@ -80,7 +85,7 @@ _CPU = torch.device("cpu")
 
 
 def _default_device() -> torch.device:
-    """Where tensors are made by default, which only a mode on PyTorch's functions changes."""
+    """Return the default device of new tensors; without a function mode it is the CPU."""
     return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
 
 
@@ -90,5 +95,5 @@ def _has_autocast(kind: str) -> bool:
 
 
 def _autocast(kind: str) -> tuple[str, torch.dtype, bool, bool]:
-    """Autocast's state for a kind of device, as its constructor takes it."""
+    """Return the autocast state for a kind of device, as arguments of `torch.autocast`."""
     return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
