@@ -180,7 +180,7 @@ class Controller:
             self._check_segment(segment, inside)
             self._segments.update((i, (segment, inside)) for i in inside)
         # A point inside glue is moved to the nearest stage boundary that keeps the bytes within the plan. A release
-        # moves to the start of the next stage, or to the end of the last one; a prefetch to the next backward of a stage.
+        # moves to the start of the next stage, or to the end of the last one, a prefetch to the next stage's backward.
         self._release_before: dict[int, list[int]] = {}
         self._release_after: dict[int, list[int]] = {}
         self._prefetch_at: dict[int, list[int]] = {}

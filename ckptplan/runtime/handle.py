@@ -86,7 +86,8 @@ class Handle:
         Raises
         ------
         OutOfMemoryError
-            If memory runs out, with the allocator's error as its cause. Any other error passes through as it is.
+            If memory runs out under such a rule, with the allocator's error as its cause. Any other error passes
+            through as it is.
         InfeasibleBudgetError
             If no plan fits the available memory; its cause is an OutOfMemoryError. The former plan stays.
         """
@@ -123,7 +124,7 @@ class Handle:
     def trace(
         self, run: Callable[[], Any], *, inputs: Any = None, optimizer: torch.optim.Optimizer | None = None
     ) -> Trace:
-        """Run one step and record it: the spans of compute and copies and the bytes on the device, beside the prediction.
+        """Run one step and record its spans of compute and copies and the bytes on the device, beside the prediction.
 
         Parameters
         ----------
