@@ -202,7 +202,7 @@ class Meter:
         return self._step if self._step is not None and self._step.ended else None
 
     def steps(self) -> list[StepTimes]:
-        """Return the last steps' times, oldest first, without the very first step. On CUDA this waits for the device."""
+        """Return the times of the last steps, oldest first, without the first of all. On CUDA, wait for the device."""
         last = self.last if self._left_out else None
         return [_summed(step) for step in (*self._kept, last) if step is not None and step.regular]
 
