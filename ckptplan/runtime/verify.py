@@ -127,7 +127,7 @@ class Verification:
             text = "not predicted" if predicted is None else format_bytes(predicted)
             rows.append(_row(name, text, format_bytes(found), remark))
         if measured.workspace_bytes is not None:
-            text = "of them cuBLAS's workspaces, which are no tensors of the step"
+            text = "of them cuBLAS's workspaces, which aren't tensors of the step"
             rows.append(_row("", "", format_bytes(measured.workspace_bytes), text))
         if measured.other_bytes >= _WORTH_TELLING:
             text = "besides, held by the process and not the model's: not counted"
@@ -153,8 +153,8 @@ class Verification:
                 f"gradients {equal[self.gradients_equal]}",
                 *([f"two plain steps differ in {', '.join(self.plain_differing)}: a kernel gives other bits each time; "
                    "compare under torch.use_deterministic_algorithms(True)"] if self.plain_differing else []),
-                *([f"{self.other_paths} runs of stages saved something else than profiled: what leaves the device, and "
-                   "the peak, don't follow from the plan; please report it"] if self.other_paths else []),
+                *([f"{self.other_paths} runs of stages saved something else than profiled: the storages that leave the "
+                   "device, and the peak, don't follow from the plan; please report it"] if self.other_paths else []),
             ]
         )  # fmt: skip
 

@@ -51,8 +51,8 @@ class Report:
         if self._applied.device.type == "cpu":
             if any(gradient.expired() for gradient in before):
                 notes += (
-                    "gradients from before the step went in it, unrecorded, so memory is drawn too high from then on; "
-                    "call zero_grad() before the traced step",
+                    "gradients from before the step were freed in it, which isn't recorded, so memory is too high "
+                    "from then on; call zero_grad() before the traced step",
                 )
             elif inputs is not None:
                 self._applied.peaks.traced(step.peak_bytes)

@@ -177,8 +177,8 @@ class Stats:
             )
         if self.peak_bytes is None:
             lines.append(
-                f"peak: planned {format_bytes(self.planned_peak_bytes)}; a running step doesn't tell it here, "
-                "ckptplan.verify and handle.trace measure it"
+                f"peak: planned {format_bytes(self.planned_peak_bytes)}; a running step can't measure it here, "
+                "use ckptplan.verify or handle.trace"
             )
         else:
             reserved = "" if self.planned_reserved_bytes is None else f" of {_bytes(self.planned_reserved_bytes)}"

@@ -744,7 +744,7 @@ class SwapSession:
             key = keys[position]
             if sizes[key] == 0:
                 raise PlanMismatchError(
-                    f"the plan moves storage number {position + 1} of the stage, which its segment recomputes instead "
+                    f"the plan moves storage number {position + 1} of the stage, which its segment makes again instead "
                     f"of holding it, or which is not on {self._device}; solve again with this step"
                 )
             record = self._record(key)
