@@ -1,1 +1,1 @@
-"""A plan on a model: recompute, swap, the stores bytes go to, apply and verify."""
+"""Apply a plan to a model and run it: recompute, swap, the stores of swapped bytes, and verify."""

@@ -1,4 +1,4 @@
-"""The seam to planning: what a running plan needs from code that knows profiles and can solve."""
+"""The interface through which a running plan uses planning code, which has the profile and can solve."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ckptplan.core.trace import DrawnStep
 
 
 class Adviser(Protocol):
-    """Knows the profile of the plan that is applied, and can solve again (`ckptplan.planning.adviser`)."""
+    """Has the profile of the applied plan and can solve again (implemented by `ckptplan.planning.adviser`)."""
 
     def planned(self, plan: Plan, phase: Phase, stage: int | None) -> tuple[int, int] | None:
-        """Bytes at the start and at the worst moment of a stage, None for the glue behind the last; None: not known."""
+        """Return planned bytes at a stage's start and at its peak (`stage=None`: the last glue); None if not known."""
 
     def replan(self, plan: Plan, shortage: Shortage) -> Plan:
-        """A plan that is leaner where `plan` ran short."""
+        """Return a plan that holds fewer bytes where `plan` ran out of memory."""
 
     def stage_times(self, plan: Plan) -> tuple[StageTimes, ...]:
-        """The predicted times of each stage, in the form in which a running step reports them."""
+        """Return the predicted times of each stage, in the form in which a running step reports them."""
 
     def drawn(self, plan: Plan) -> DrawnStep:
-        """The step as it is to run."""
+        """Return the predicted step, as spans and bytes over time."""
 
     def refined(self, plan: Plan, measured: Measured) -> tuple[Plan, Plan]:
-        """The best plan by what was measured, and `plan` with the predictions that this gives."""
+        """Return the best plan for the profile corrected by `measured`, and `plan` with predictions from it."""

@@ -1,4 +1,4 @@
-"""A plan on a model: its controller and its stores, and how another plan takes its place."""
+"""A plan applied to a model: its controller and stores, and its replacement by another plan."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from ckptplan.runtime.observe.stats import Peaks, Stats
 from ckptplan.runtime.swap.stores import Store, close_all, handing_over
 
 Place = Callable[[Plan, Controller | None], tuple[Controller, Mapping[Tier, Store]]]
-"""Puts a plan on the model, going on where the controller of the former plan stopped."""
+"""Function that applies a plan to the model; the new controller goes on with the counters of the former one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replan:
-    """A plan that took another's place.
+    """The replacement of one plan by another while training.
 
     Attributes
     ----------
     shortage : Shortage or None
-        Why, where a step ran out of memory.
+        The cause, if a step ran out of memory.
     before, after : Plan
     larger : Larger or None
-        Why, where a forward's inputs were larger than planned.
+        The cause, if a forward's inputs were larger than planned.
     """
 
     shortage: Shortage | None
@@ -41,24 +41,24 @@ class Replan:
 
 
 class Applied:
-    """A plan on a model.
+    """A plan applied to a model.
 
     Attributes
     ----------
     plan : Plan
-        The one that is applied now.
+        The plan that is applied now.
     controller : Controller
     stores : mapping of tier to Store
     is_on : bool
-        False while it is paused and after it was removed.
+        False while the plan is paused and after it was removed.
     replans : tuple of Replan
-        Plans that took another's place, in order.
+        Replacements of the plan, in order.
     returns : int
-        How often a plan that was made before took another's place again.
+        Number of times that an earlier plan was put back.
     peaks : Peaks
-        Of the device's memory, since the present plan was applied and before.
+        Peaks of the device's memory, since the present plan was applied and before.
     on_change : list of callable
-        Called after another plan has taken the present one's place.
+        Functions called after the plan was replaced.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, plan: Plan, place: Place) -> None:
@@ -73,12 +73,12 @@ class Applied:
         self._removed = False
 
     def take(self, plan: Plan) -> None:
-        """Put `plan` in the present one's place, which stays where that fails."""
+        """Replace the present plan by `plan`; if that fails, the present one stays."""
         self.controller.remove()
         self.put(plan)
 
     def put(self, plan: Plan) -> None:
-        """Apply `plan`; the present one, which is off the model, goes back on if that fails."""
+        """Apply `plan` after the present one was taken off the model; if that fails, put the present one back."""
         former, stores = self.controller, self.stores
         with handing_over(stores):
             try:
@@ -94,7 +94,7 @@ class Applied:
             changed()
 
     def remove(self) -> bool:
-        """Restore the model exactly; returns whether it wasn't before."""
+        """Restore the model exactly; return False if it was restored before."""
         if self._removed:
             return False
         self._removed, self.is_on = True, False
@@ -105,7 +105,7 @@ class Applied:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """The plain model inside; the plan goes on afterwards."""
+        """Take the plan off the model inside; afterwards it is applied again."""
         was_on, self.is_on = self.is_on, False
         self.controller.remove()
         try:
@@ -116,7 +116,7 @@ class Applied:
                 self.is_on = True
 
     def counted(self) -> Stats:
-        """Counts since the plan was applied, beside those of the plan."""
+        """Return the counts since the plan was applied, and the planned ones."""
         counters, checks = self.controller.counters, self.controller.checks
         planned = planned_runs(self.plan)
         return Stats(
@@ -136,7 +136,7 @@ class Applied:
 
 
 def planned_runs(plan: Plan) -> tuple[int, ...]:
-    """Per stage, how often its forward runs in one step; 0 for glue."""
+    """Return, per stage, the number of times that its forward runs in one step; 0 for glue."""
     runs = [
         0 if is_glue(name) else 1 + (c.action == "recompute") for name, c in zip(plan.stages, plan.choices, strict=True)
     ]

@@ -1,12 +1,19 @@
-"""Runs a model's stages as decided: the one place where program steps, actions and transfers meet.
+"""Runs a model's stages as a plan decides: keeps, swaps or recomputes each, and starts the copies at their points.
 
 NOTE [Watching backward]
-A hook on a stage's output tells that its backward begins. It costs as much as all else that is done for a stage which
-is kept, so every stage of a pass has one only where somebody goes by them: whoever counts bytes or takes times, a
-report of where memory ran out, segments, which end when a backward begins, and passes that are told by their stages'
-calls. Any pass has one where a prefetch is due, and on the first and the last stage, which tell that a backward has
-begun, and with it when it has ended. A model whose backward goes by neither is noticed at its next forward: from then
-on every stage is watched.
+A hook on a stage's output runs when the stage's backward begins. It costs as much as all other work for a kept stage,
+so a stage is hooked (*watched*) only if something needs it:
+
+1. In every pass, these stages are watched: those at which a prefetch is due, the last stage, and the first one whose
+   output has a graph. Between them they see the beginning of backward, and so its end, too.
+2. All stages of a pass are watched if a consumer needs every stage's backward: observers of stages, a pass that is
+   timed, reports of where memory ran out, segments (which end when a backward begins), and passes that are recognized
+   by their stages' calls.
+3. A model whose backward passes through none of the stages of rule 1 is noticed at its next forward, because the last
+   pass has no backward. From then on all its stages are watched.
+
+Example: stages 0 to 9, of which stage 4 is swapped with its prefetch at stage 6. In an untimed pass stages 0, 6 and 9
+are watched: three hooks instead of ten. Backward begins with the hook of stage 9; stage 6's starts the copies in.
 """
 
 from __future__ import annotations
@@ -43,16 +50,16 @@ from ckptplan.runtime.swap.stores import Store
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the program is.
+    """The point that the program has reached in a step.
 
     Attributes
     ----------
     phase : str
         "update" from the end of a backward to the next forward.
     stage : int
-        The last stage that began in this phase.
+        Index of the last stage that began in this phase.
     inside : bool
-        In forward: whether it hasn't ended.
+        In forward: whether that stage is still running.
     """
 
     phase: Phase
@@ -61,7 +68,7 @@ class Place:
 
 
 def is_glue(name: str) -> bool:
-    """Whether a stage name stands for operations outside of any module's call."""
+    """Whether a stage name stands for glue: operations outside of any stage's module call."""
     return name.startswith("(")
 
 
@@ -77,7 +84,7 @@ class _Pass:
         self.calls: dict[nn.Module, int] = {}
         self.backward_begun = False
         self.open: OpenSegment | None = None
-        self.last = -1  # the furthest stage that has begun
+        self.last = -1  # largest index of a stage that has begun
 
 
 class Controller:
@@ -88,22 +95,23 @@ class Controller:
     model : nn.Module
     decisions : Decisions
     stores : mapping of tier to Store
-        Those that the decisions move anything to.
+        One per tier that the decisions move storages to.
     device : torch.device
     observers : sequence of Observer
     one_forward : bool
-        A step calls the model's own forward once, so such a call begins a pass. Else passes are told by their calls.
+        True: a step calls the model's own forward once, and this call begins a pass. False: a pass begins when the
+        calls of the stages start again.
     counters : Counters, optional
-        To go on counting in.
+        Counters to go on with; by default new ones.
     old_graph : OldGraph, optional
-        To free what a failed backward leaves.
+        Frees the memory that a failed backward leaves behind.
     checks : Checks, optional
-        Compares in some passes what comes back with what was there in forward.
+        In checked passes, compares the tensors of backward with those of forward.
 
     Raises
     ------
     PlanMismatchError
-        If a stage names no module of the model.
+        If a stage names no module of the model, or a segment doesn't match the stages' decisions.
     UnsupportedModelError
         If a module is patched already.
     """
@@ -123,7 +131,7 @@ class Controller:
     ) -> None:
         self._model = model
         self._stages, self._choices, segments = decisions.stages, decisions.choices, decisions.segments
-        # What one stage moves, stages before it may hold too, and all must hold it by the same record.
+        # Earlier stages may hold the storages that a stage moves; all must hold them through the same record.
         self._moves = any(choice.moves for choice in self._choices)
         asks_what_is_own = self._moves or bool(segments) or any(c.action == "swap" for c in self._choices)
         self._own_names = OwnNames(model) if asks_what_is_own else None
@@ -143,7 +151,7 @@ class Controller:
         self._session: SwapSession | None = None
         self.counters = counters or Counters()
         self.checks = checks
-        # Made here rather than at every call: forward in, forward behind, backward.
+        # Made once, not at every call: inside forward, after forward, in backward.
         self._places = tuple(
             (Place("forward", i, inside=True), Place("forward", i), Place("backward", i))
             for i in range(len(self._stages))
@@ -171,8 +179,8 @@ class Controller:
             inside = tuple(i for i in real if segment.first <= i <= segment.last)
             self._check_segment(segment, inside)
             self._segments.update((i, (segment, inside)) for i in inside)
-        # A point inside glue is met at the nearest stage boundary that keeps the bytes within the plan: releases by
-        # the next stage's start (after the last stage there is none: at its end), prefetches at the next backward.
+        # A point inside glue is moved to the nearest stage boundary that keeps the bytes within the plan. A release
+        # moves to the start of the next stage, or to the end of the last one, a prefetch to the next stage's backward.
         self._release_before: dict[int, list[int]] = {}
         self._release_after: dict[int, list[int]] = {}
         self._prefetch_at: dict[int, list[int]] = {}
@@ -225,19 +233,19 @@ class Controller:
             patch.install()
 
     def remove(self) -> None:
-        """Put every forward back; graphs that are alive can still run backward."""
+        """Restore every forward; graphs that are alive can still run backward."""
         for patch in reversed(self._patches):
             patch.remove()
         self._pass = None
         self._drop_leftovers()
 
     def at_step_begin(self, on_backward: Callable[[], None]) -> None:
-        """A step begins; `on_backward` is to be told when each of its backwards reaches the first stage."""
+        """Note that a step begins; `on_backward` is called when each of its backwards reaches its first stage."""
         self.place = Place("forward", 0)
         self.on_backward = on_backward
 
     def forget(self) -> None:
-        """Whatever pass was under way has failed."""
+        """Drop the pass that was under way, because it has failed."""
         self._pass = self._session = None
         self._task = -1
         if self.checks is not None:
@@ -246,12 +254,12 @@ class Controller:
         self.place = Place("forward", 0)
 
     def _drop_leftovers(self) -> None:
-        """Free what a backward left behind if it failed (NOTE [Leftovers of a failed backward])."""
+        """Free the memory that a failed backward left behind (NOTE [Leftovers of a failed backward])."""
         if self._old_graph is not None and torch._C._current_graph_task_id() == -1:
             self._old_graph.drop_leftovers()
 
     def swapped(self) -> dict[State, list[int]]:
-        """Bytes of the storages that this pass moves, by state."""
+        """Return, by state, the bytes of the storages that the present pass moves."""
         return {} if self._session is None else self._session.states()
 
     def _active(self) -> bool:
@@ -315,7 +323,7 @@ class Controller:
     ) -> Any:
         current = self._pass
         index = None if current is None else self._next_call(current, module)
-        # One call too many of what a step may begin with is the next step's first.
+        # If the first stage is called more often than planned, the call is the first of the next step.
         if index is None and (current is None or current.backward_begun or self._indices[module][0] == self._first):
             current = self._begin(by_call=True)
             index = self._next_call(current, module)
@@ -403,7 +411,7 @@ class Controller:
         return original(*args, **kwargs)
 
     def _release_until(self, current: _Pass, index: int) -> None:
-        """Release what was due in stages before `index` that this forward leaves out: it is due all the same."""
+        """Make the releases of stages before `index` that this forward leaves out."""
         for skipped in range(current.last + 1, index):
             for stage in (*self._release_before.get(skipped, ()), *self._release_after.get(skipped, ())):
                 current.session.release(stage)
@@ -415,7 +423,7 @@ class Controller:
         return indices[call] if call < len(indices) else None
 
     def _watch_backward(self, current: _Pass, index: int, output: Any) -> bool:
-        """Have the beginning of a stage's backward noticed; returns whether it can have one."""
+        """Hook the beginning of a stage's backward; return False if its output has no graph."""
 
         def begin(_: Any) -> None:
             if not current.backward_begun:
@@ -433,7 +441,7 @@ class Controller:
             for stage in self._prefetch_at.get(index, ()):
                 current.session.prefetch(stage)
 
-        # Most outputs are one tensor, and looking for tensors in a tree costs as much as all the rest here.
+        # Most outputs are one tensor, and searching a tree for tensors costs as much as all the rest here.
         leaves = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
         nodes = {t.grad_fn for t in leaves if isinstance(t, torch.Tensor)} - {None}
         for node in nodes:

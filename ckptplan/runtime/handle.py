@@ -1,4 +1,4 @@
-"""Apply a plan to a model, and take it off again."""
+"""Apply a plan to a model, and remove it again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 
 
 class Handle:
-    """An applied plan; `remove()` it, or use it as a context manager."""
+    """An applied plan. Call `remove()` to restore the model, or use the handle as a context manager."""
 
     def __init__(self, applied: Applied, report: Report, retry: Retry | None) -> None:
         self._applied, self._report, self._retry = applied, report, retry
@@ -56,64 +56,66 @@ class Handle:
 
     @property
     def replans(self) -> tuple[Replan, ...]:
-        """Plans that took another's place after a step ran out of memory, or for larger inputs, in order."""
+        """Replacements of the plan after a step ran out of memory, or for larger inputs, in order."""
         return self._applied.replans
 
     @property
     def returns(self) -> int:
-        """How often a plan that was made before took another's place again, its inputs going beyond that one."""
+        """Number of times that an earlier plan was put back, because the inputs were too large for the present one."""
         return self._applied.returns
 
     def step(self, run: Callable[[], Result]) -> Result:
         """Run one step under the handle's rule for out-of-memory errors.
 
-        Without such a rule (`on_oom="raise"`) this is `run()`. Else, where memory runs out, the step is undone: its
-        graph is freed, gradients that it began are None again, buffers are as before. Then it is reported, or run again
-        with a leaner plan, from the same random state, so that the gradients are those of a plain step.
+        Without such a rule (`on_oom="raise"`) this is `run()`. Otherwise a step that runs out of memory is undone: its
+        graph is freed, gradients that it created are None again, and buffers are as before. Then the error is reported,
+        or the step runs again with a leaner plan from the same random state, so that its gradients are those of a plain
+        step.
 
         Parameters
         ----------
         run : callable
-            One step: forward, backward and, if you like, `zero_grad` and the update. What it makes should be its own
-            local variables, since those of others can't be freed. To be run again, it must not use up what it reads:
-            fetch the batch outside.
+            One step: forward, backward and optionally `zero_grad` and the update. Tensors that it makes should be local
+            variables of it, since others can't be freed. It may be run twice, so it must not consume its input: fetch
+            the batch outside of it.
 
         Returns
         -------
-        What `run` returns.
+        The result of `run`.
 
         Raises
         ------
         OutOfMemoryError
-            With the allocator's error as its cause. Any other error passes through as it is.
+            If memory runs out under such a rule, with the allocator's error as its cause. Any other error passes
+            through as it is.
         InfeasibleBudgetError
-            If no plan fits what there is, from an OutOfMemoryError. The former plan goes on.
+            If no plan fits the available memory; its cause is an OutOfMemoryError. The former plan stays.
         """
         return run() if self._retry is None or not self._applied.is_on else self._retry.step(run)
 
     def remove(self) -> None:
         """Restore the model exactly; calling it again does nothing.
 
-        Graphs that are still alive keep what they need: their swap space goes when they go.
+        Graphs that are still alive can run backward: their swap space is freed together with them.
         """
         if self._applied.remove():
             self._config.close()
             close_all(self._applied.stores)
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
-        """The plain model inside; the plan goes on afterwards."""
+        """Return a context in which the model runs without the plan; afterwards the plan is applied again."""
         return self._applied.paused()
 
     def unmetered(self) -> contextlib.AbstractContextManager[None]:
-        """No step inside is measured for `stats`, so that each takes what most steps of a training take.
+        """Return a context in which no step is measured for `stats`, so that each runs at its usual speed.
 
-        Use it around steps that something else times: a measured step has a mark, on CUDA an event, wherever a stage,
-        a recompute or a wait begins, and a hook on every stage's output.
+        Use it around steps that you time yourself. A measured step takes longer: it has a mark, on CUDA an event,
+        wherever a stage, a recompute or a wait begins, and a hook on every stage's output.
         """
         return self._applied.controller.counters.meter.off()
 
     def stats(self) -> Stats:
-        """What happened since the plan was applied, and what a step takes, beside the plan.
+        """Return counts since the plan was applied and the time and bytes of a step, beside the planned ones.
 
         On CUDA this waits for the device.
         """
@@ -122,16 +124,17 @@ class Handle:
     def trace(
         self, run: Callable[[], Any], *, inputs: Any = None, optimizer: torch.optim.Optimizer | None = None
     ) -> Trace:
-        """Run one step and draw it: what each lane did, and the bytes on the device, beside the prediction.
+        """Run one step and record its spans of compute and copies and the bytes on the device, beside the prediction.
 
         Parameters
         ----------
         run : callable
-            One step, forward and backward, as you train; it is run once, and changes what it changes.
+            One step of your training, forward and backward. It is run once and not undone.
         inputs, optimizer
-            What the step holds on the device besides the model: tensors anywhere in `inputs`, and the optimizer's
-            state. They count to the memory, which on the CPU nothing else tells. Nor can it tell when gradients from
-            before the step go: call `zero_grad` before, or the trace says so and knows no peak.
+            The bytes that the step holds on the device besides the model: tensors anywhere in `inputs`, and the
+            optimizer's state. They are needed on the CPU, whose allocator doesn't count them. Nor does it show when
+            gradients from before the step are freed: call `zero_grad` before, otherwise the trace has a note about it
+            and no peak.
 
         Raises
         ------
@@ -141,11 +144,11 @@ class Handle:
         return self._report.trace(run, inputs=inputs, optimizer=optimizer)
 
     def refine(self, threshold: float = 0.1) -> Refinement:
-        """Plan again from what the last steps took, if that differs from the prediction.
+        """Plan again from the measured times and bytes of the last steps, if they differ from the prediction.
 
-        The profile is corrected by the measured times of stages, the rates of copies, and the peak where one was
-        measured, and solved within the same budget; the new plan takes the present one's place. The corrected profile
-        is kept: a later call goes on from it.
+        The profile is corrected by the measured times of stages, the rates of copies, and the peak if one was measured.
+        Then it is solved within the same budget, and the new plan replaces the present one. The corrected profile is
+        kept: a later call starts from it.
 
         Parameters
         ----------
@@ -156,9 +159,9 @@ class Handle:
         Raises
         ------
         InvalidInputError
-            Without the profile, or before enough steps were measured.
+            If the profile isn't known, or too few steps were measured.
         InfeasibleBudgetError
-            If by the measured bytes no plan keeps the budget. The former plan goes on.
+            If with the measured bytes no plan fits the budget. The former plan stays.
         """
         return self._report.refine(threshold)
 
@@ -188,33 +191,32 @@ def apply(
     """Make every training forward of `model` follow `plan`.
 
     The model's classes, parameter names, `state_dict` and hooks stay as they are; only `forward` of the stages is
-    replaced on the instances. Forwards without gradients, or in evaluation mode, run as if no plan were there. The
-    `use_cache` of a Hugging Face configuration is off while the plan is applied. On CUDA the allocator's cache is
-    emptied and its peak statistics are reset, so that `Handle.stats` tells the plan's own (`Stats.earlier` has the
-    former).
+    replaced on the instances. Forwards without gradients, or in evaluation mode, run without the plan. The `use_cache`
+    of a Hugging Face configuration is off while the plan is applied. On CUDA the allocator's cache is emptied and its
+    peak statistics are reset, so that `Handle.stats` has the plan's own peaks (`Stats.earlier` has the former ones).
 
     Parameters
     ----------
     swap_dir : path, optional
-        Where the swap file of a CPU plan, or of a CUDA plan's disk tier, lives (unnamed, at most the plan's swapped
-        bytes per living graph).
+        Directory of the swap file, which a CPU plan and a CUDA plan's disk tier use; by default the system's temporary
+        directory. The file has no name, and has at most the plan's swapped bytes per graph that is alive.
     host_gb : float, optional
         Limit on pinned host memory for a CUDA plan, in units of 2**30 bytes. A disk tier's staging counts.
     disk_gb : float, optional
         Limit on the swap file, in units of 2**30 bytes.
     checksums : bool
-        Take a checksum of everything that leaves and compare it with what comes back: finds damage on any tier, and
-        costs the time of reading all of it twice.
+        Compare checksums of all swapped bytes before they leave and after they return. Finds damage on any tier, and
+        takes the time of reading all these bytes twice.
     synchronous : bool
-        Wait for every copy where it is issued: the same results without overlap, for finding faults.
+        Wait for every copy as soon as it is issued: the same results without overlap, to find faults.
     check : "sampled", "always" or "off"
-        In which steps to compare what comes back with what was there in forward (NOTE [Digests] in check.py).
+        In which steps to compare the tensors of backward with those of forward (NOTE [Digests] in check.py).
     on_oom : OnOom, optional
-        What `Handle.step` does when memory runs out; None: nothing.
+        The rule of `Handle.step` for out-of-memory errors; None: they are raised.
     adviser : Adviser, optional
-        Puts predictions beside what is measured, and plans again for `Handle.refine`.
+        Supplies predictions for `Handle.stats` and `Handle.trace`, and plans again for `Handle.refine`.
     on_larger : OnLarger, optional
-        Plans anew for a forward whose inputs are larger than planned; None: such a forward is an error.
+        Makes another plan for a forward whose inputs are larger than planned; None: such a forward is an error.
 
     Returns
     -------
@@ -227,8 +229,10 @@ def apply(
     UnsupportedModelError
         If a plan is applied already, or the model checkpoints by itself or is compiled.
     InvalidInputError
-        If the swap directory can't be written or is too small, the plan needs more than a limit allows, or a tier that
-        its device doesn't have. The model is unchanged after any of these.
+        If the swap directory can't be written or is too small, or the plan needs more than a limit allows, or a tier
+        that its device doesn't have.
+
+    The model is unchanged after any of these errors.
     """
     for name, value in (("checksums", checksums), ("synchronous", synchronous)):
         if not isinstance(value, bool):
@@ -251,7 +255,7 @@ def apply(
     checks = None if check == "off" else Checks(device, always=check == "always")
 
     def place(plan: Plan, former: Controller | None) -> tuple[Controller, Mapping[Tier, Store]]:
-        """Install `plan`, which goes on counting where the one before stopped."""
+        """Install `plan`, whose controller goes on with the counters of the `former` one."""
         stores = make_stores(
             device,
             plan,

@@ -1,4 +1,4 @@
-"""Observers of a step: what looks on while a controller runs a model's stages."""
+"""Observers of a step, which a controller calls while it runs a model's stages."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from ckptplan.runtime.patching import PatchedForward
 
 
 class Observer:
-    """Sees where a step is. A method is called at its moment only where a subclass overrides it; errors end the step.
+    """Base class of observers. Each method is called at one moment of a step, only if a subclass overrides it.
 
-    In the order of a step: `pass_begins`, `inputs`, (`enter`, `exit`) for each stage, `output`, `backward_begins`,
-    `backward` for each stage from the last to the first.
+    An error that a method raises ends the step. The order of calls in a step: `pass_begins`, `inputs`, `enter` and
+    `exit` for each stage, `output`, `backward_begins`, `backward` for each stage from the last to the first.
     """
 
     def pass_begins(self, waiting: weakref.ref[Any] | None) -> None:
-        """A forward begins; nothing of it has run. `waiting` is the pass before it, if that had no backward yet."""
+        """Called before a forward begins; `waiting` is the pass before it, if the backward of that hasn't begun."""
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The model is called with these."""
+        """Called with the arguments of the model's forward."""
 
     def enter(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The forward of `stage` begins."""
+        """Called when the forward of `stage` begins."""
 
     def exit(self, stage: int, output: Any) -> None:
-        """The forward of `stage` has ended."""
+        """Called when the forward of `stage` has ended."""
 
     def output(self, output: Any, inputs: Any) -> None:
-        """The forward has ended, with `output` from `inputs`; these are () where only the last stage's call is seen."""
+        """Called when the forward has ended; `inputs` is () if only the calls of stages, not of the model, are seen."""
 
     def backward_begins(self) -> None:
-        """The first stage of a backward is about to begin."""
+        """Called when a backward is about to begin its first stage."""
 
     def backward(self, stage: int) -> None:
-        """The backward of `stage` is about to begin."""
+        """Called when the backward of `stage` is about to begin."""
 
     def patches(self, active: Callable[[], bool]) -> Iterable[PatchedForward]:
-        """Further forwards to be replaced along with the stages', which act while `active`."""
+        """Return further forwards to replace along with those of the stages; they act only while `active()` is true."""
         return ()
 
 
 def listeners(observers: Sequence[Observer], event: str) -> tuple[Callable[..., Any], ...]:
-    """The methods called `event` of those `observers` that override it, in their order."""
+    """Return the methods named `event` of the `observers` that override it, in their order."""
     plain = getattr(Observer, event)
     return tuple(getattr(o, event) for o in observers if getattr(type(o), event) is not plain)

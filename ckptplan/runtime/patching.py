@@ -1,4 +1,4 @@
-"""Replace what a module's call runs, on the instance, and put it back exactly."""
+"""Replace the function that a module's call runs, on the instance, and restore it exactly."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ckptplan.runtime.state.compiled import check_not_compiling, keep_compiler_o
 
 
 def entry_point(module: nn.Module) -> str:
-    """The attribute that a call of `module` runs: after `module.compile()` not its forward, which lies inside."""
+    """Return the attribute that a call of `module` runs: `forward`, or the compiled call after `module.compile()`."""
     return "forward" if getattr(module, "_compiled_call_impl", None) is None else "_compiled_call_impl"
 
 
 def is_patchable(module: nn.Module) -> bool:
-    """Whether an instance can have a forward of its own: not where its class computes it (a property)."""
+    """Whether an instance can have a forward of its own; False if its class defines forward as a property."""
     of_class = inspect.getattr_static(type(module), entry_point(module), None)
     return not hasattr(of_class, "__set__")
 
@@ -32,9 +32,10 @@ _MODULES_CODE = nn.Module.__call__.__code__.co_filename
 
 
 def _instance_called(caller: types.FrameType) -> nn.Module | None:
-    """The module whose call `caller` runs, None where that isn't `nn.Module`'s own code.
+    """Return the module whose call the frame `caller` runs; None if that isn't `nn.Module`'s own code.
 
-    Other code isn't looked into: before Python 3.13 its local variables would live until it ends.
+    The local variables of other frames aren't read: before Python 3.13 reading them keeps them alive until the frame
+    ends.
     """
     return caller.f_locals.get("self") if caller.f_code.co_filename == _MODULES_CODE else None
 
@@ -44,9 +45,9 @@ def _same(forward: Any) -> Any:
 
 
 class OfClass:
-    """The forward of a copied module, that of its class: goes from the instance when it is called.
+    """Stands for the class's forward on a copy of a planned module; removes itself from the copy when called.
 
-    A copy of a planned module has an attribute for it, since the original has, and should have none.
+    The original has a `forward` attribute while a plan is applied, so a copy gets one too, and should have none.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -54,11 +55,11 @@ class OfClass:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """For `inspect.signature`."""
+        """The class's forward, for `inspect.signature`."""
         return types.MethodType(type(self.module).forward, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the class of the module that was called, which may be a shallow copy of this one's."""
+        """Run the class's forward on the module that was called, which may be a shallow copy of `module`."""
         owner = _instance_called(sys._getframe(1))
         if owner is None or owner.__dict__.get("forward") is not self:
             owner = self.module
@@ -76,16 +77,16 @@ class OfClass:
 class PatchedForward:
     """An instance-level `forward` that calls `run(original, args, kwargs)`.
 
-    Of a compiled module it replaces the compiled code (`entry_point`), so that `original` is that, and the compiler
-    never sees `run`. Called inside a compiled region, it raises UnsupportedModelError.
+    In a compiled module it replaces the compiled call (`entry_point`). This is `original` then, and the compiler never
+    sees `run`. Called inside a compiled region, it raises UnsupportedModelError.
 
-    A module that calls itself, in its forward or by way of others, runs its own forward in these calls: they are part
-    of the call around them, the first time and when that is made again.
+    If a module calls itself, directly or through other modules, the inner calls run its original forward: they are part
+    of the outer call, the first time and when that is recomputed.
 
-    A copy or a pickle of the module gets the forward it had before: a plan belongs to the instance it was applied to.
-    A shallow copy (`copy.copy`, or one of the module's `__dict__`) has this very object, which doesn't know by itself
-    through which of them it was called. So it looks into the caller, where that is `nn.Module`'s own code; called by
-    other code, as `twin.forward(x)`, it takes itself for the original's.
+    A copy or a pickle of the module gets the forward that the module had before: a plan belongs to the instance it was
+    applied to. A shallow copy (`copy.copy`, or a copy of the module's `__dict__`) has this very object, which can't see
+    through which module it was called. So it looks at the calling frame, if that is `nn.Module`'s own code; in calls
+    from other code, such as `twin.forward(x)`, it runs the original module's forward.
     """
 
     def __init__(
@@ -98,21 +99,21 @@ class PatchedForward:
         self.original: Callable[..., Any] = getattr(module, self.attribute)
         self._active = False
         self._placed = False
-        self._running: set[int] = set()  # threads that run the original now
+        self._running: set[int] = set()  # identifiers of the threads that run the original now
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """For `inspect.signature`, by which training frameworks choose what to pass."""
+        """The original, for `inspect.signature`, by which training frameworks choose the arguments to pass."""
         return self.original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, or that of a shallow copy."""
+        """Call `run` with the module's forward; for a shallow copy or an inner call, run the plain forward."""
         owner = _instance_called(sys._getframe(1))
         if owner is None or owner.__dict__.get(self.attribute) is not self:
             owner = self.module
         original, of_class = self.original, getattr(type(owner), "forward", None)
         if not self.had_own and type(of_class) is types.FunctionType:
-            original = types.MethodType(of_class, owner)  # which may have changed since
+            original = types.MethodType(of_class, owner)  # the class's forward may have changed since
         if not self._active or owner is not self.module or threading.get_ident() in self._running:
             return original(*args, **kwargs)
         check_not_compiling(self.module)
@@ -135,11 +136,11 @@ class PatchedForward:
         return (_same, (self.original,)) if self.had_own else (OfClass, (self.module,))
 
     def install(self) -> None:
-        """Put this in place of the module's forward."""
+        """Replace the module's forward by this."""
         keep_compiler_out()
         self._active = True
         if self._placed:
-            return  # still there, below what somebody else put on top
+            return  # still in place, below a patch of other code
         self.had_own = self.attribute in self.module.__dict__
         self.original = getattr(self.module, self.attribute)
         setattr(self.module, self.attribute, self)
@@ -147,19 +148,19 @@ class PatchedForward:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the module was compiled when this was made."""
+        """Whether the module was compiled when this object was made."""
         return self.attribute == "_compiled_call_impl"
 
     @property
     def bypassed(self) -> bool:
-        """Whether a compiled module was compiled anew since, so that calls no longer come by here."""
+        """Whether the module's call was replaced since, by compiling it again, say: calls no longer run this."""
         return self._active and self.module.__dict__.get(self.attribute) is not self
 
     def remove(self) -> None:
-        """Put the former forward back; nothing is left in the instance where nothing was."""
+        """Restore the former forward; an instance that had no attribute for it has none afterwards."""
         self._active = False
         if self.module.__dict__.get(self.attribute) is not self:
-            return  # somebody patched on top of us: from here on this only passes calls through
+            return  # other code patched on top of this, which now only passes calls through
         self._placed = False
         if self.had_own:
             setattr(self.module, self.attribute, self.original)
@@ -169,7 +170,7 @@ class PatchedForward:
 
 @contextlib.contextmanager
 def installed(patches: Sequence[PatchedForward]) -> Iterator[None]:
-    """Inside, all of `patches` are in place."""
+    """Install all `patches` inside."""
     try:
         for patch in patches:
             patch.install()

@@ -1,4 +1,4 @@
-"""One training step: what runs, on which inputs, and what it is bound to."""
+"""One training step: its forward, loss and inputs, and the fingerprint that a profile is bound to."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LossFn = Callable[[Any], torch.Tensor]
 
 
 def default_loss(output: Any) -> torch.Tensor:
-    """`output.loss` where there is one, else the sum of the floating outputs' means.
+    """Return `output.loss` if there is one, otherwise the sum of the floating outputs' means.
 
     Raises
     ------
@@ -50,7 +50,7 @@ def default_loss(output: Any) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
-    """Forward and loss of one step, either `model(*args, **kwargs)` with a loss function, or a callable.
+    """Forward and loss of one step: `model(*args, **kwargs)` with a loss function, or one callable.
 
     Parameters
     ----------
@@ -58,13 +58,13 @@ class TrainingStep:
     args, kwargs : tuple, dict
         Inputs of the forward; empty when `fn` is set.
     loss_fn : callable
-        Output to scalar tensor.
+        Maps the model's output to a scalar tensor.
     fn : callable, optional
-        Runs every forward of the step and returns the loss; replaces the others.
+        Runs every forward of the step and returns the loss; used instead of `args`, `kwargs` and `loss_fn`.
     autocast : (str, torch.dtype), optional
-        Device type and data type of the autocast in which forward and loss run.
+        Device type and data type of the autocast context in which forward and loss run.
     accumulates : bool
-        Gradients exist when the step starts (NOTE [Gradients from before] in runtime/guard/gradients.py).
+        Whether gradients exist when the step starts (NOTE [Gradients from before] in runtime/guard/gradients.py).
     """
 
     model: nn.Module
@@ -81,12 +81,12 @@ class TrainingStep:
         Returns
         -------
         tuple
-            The model's output, which a caller usually keeps during backward (None for a callable), and the loss.
+            The model's output (None if `fn` is set), which callers usually hold during backward, and the loss.
 
         Raises
         ------
         InvalidInputError
-            If the inputs don't fit the forward, or the loss can't run backward.
+            If the loss isn't a floating tensor of one element, or has no graph to run backward through.
         """
         with self.autocasting():
             if self.fn is not None:
@@ -111,26 +111,26 @@ class TrainingStep:
         return output, loss
 
     def autocasting(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, operations run as forward and loss do."""
+        """Return the autocast context in which forward and loss run."""
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.autocast[0], self.autocast[1])
 
     def tensors(self) -> list[torch.Tensor]:
-        """Input tensors."""
+        """Return the input tensors."""
         return [t for t in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(t, torch.Tensor)]
 
     def reached(self) -> list[Any]:
-        """Objects besides the model that running the step may change."""
+        """Return the objects besides the model that running the step may change."""
         functions = [self.fn, self.loss_fn]
         enclosed = (getclosurevars(f).nonlocals.values() for f in functions if isinstance(f, FunctionType))
         return [self.args, self.kwargs, *(value for values in enclosed for value in values), *functions]
 
     def on_device(self, device: torch.device) -> None:
-        """Raise `InvalidInputError` if an input lies neither where the model does nor on the host.
+        """Raise `InvalidInputError` if an input is neither on a device of the model's kind nor on the host.
 
-        A model on CUDA may take host tensors: lengths, indices, or what its forward moves by itself. Where it doesn't,
-        that is PyTorch's error to raise.
+        A model on CUDA may take host tensors: lengths, indices, or inputs that its forward moves by itself. If it
+        doesn't, PyTorch raises the error.
         """
         for tensor in self.tensors():
             if tensor.device.type not in (device.type, "cpu"):
@@ -139,9 +139,9 @@ class TrainingStep:
 
 @contextlib.contextmanager
 def without_graph() -> Iterator[None]:
-    """Inside, forwards make no graph, and autocast keeps none of its casts of weights.
+    """Inside, forwards make no graph, and autocast doesn't cache its casts of weights.
 
-    In PyTorch 2.9 a later forward that makes a graph would take these casts, and the weights get no gradients.
+    In PyTorch 2.9 a later forward with a graph would use these cached casts, and the weights would get no gradients.
     """
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -153,12 +153,12 @@ def without_graph() -> Iterator[None]:
 
 
 def make_step(model: nn.Module, training: Training) -> TrainingStep:
-    """The step that `training` describes: a tensor, a tuple (positional) or a dict (keywords), or a callable.
+    """Return the step that `training` describes: a callable, or inputs as a tensor, a tuple or a dict.
 
     Raises
     ------
     InvalidInputError
-        On inputs of an unknown form.
+        If the inputs are none of these.
     """
     starts_with_gradients = accumulates(model, training.accumulate)
     if training.step is not None:
@@ -180,14 +180,14 @@ def make_step(model: nn.Module, training: Training) -> TrainingStep:
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """The one device of the model's parameters.
+    """Return the device of the model's parameters.
 
     Raises
     ------
     InvalidInputError
-        If there is no parameter that needs gradients.
+        If `model` isn't a module, or no parameter needs gradients.
     UnsupportedModelError
-        If parameters lie on several devices.
+        If the parameters are on several devices.
     """
     if not isinstance(model, nn.Module):
         raise InvalidInputError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
@@ -203,11 +203,12 @@ def model_device(model: nn.Module) -> torch.device:
 
 
 def check_supported(model: nn.Module) -> None:
-    """Refuse models that already do what a plan would do, or are compiled as a whole.
+    """Check that a plan can be applied to `model`.
 
     Raises
     ------
     UnsupportedModelError
+        If the model checkpoints by itself, is compiled as a whole, or has a sparse buffer or a lazy parameter.
     """
     check_compiled(model)
     for name, module in model.named_modules():
@@ -219,7 +220,7 @@ def check_supported(model: nn.Module) -> None:
         sparse = next((n for n, t in module._buffers.items() if t is not None and t.layout is not torch.strided), None)
         if sparse is not None:
             raise UnsupportedModelError(
-                f"{where} has a sparse buffer, {sparse!r}, and what is made from sparse tensors can't be counted; make "
+                f"{where} has a sparse buffer, {sparse!r}, and tensors made from sparse ones can't be counted; make "
                 "it dense, or register its indices and values for gather and index_add"
             )
         lazy = next((n for n, t in (*module._parameters.items(), *module._buffers.items()) if is_lazy(t)), None)
@@ -232,8 +233,8 @@ def check_supported(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def training_config(model: nn.Module) -> Iterator[None]:
-    """Generation caches off while inside: a stage that appends to a cache can't be run twice."""
-    # An encoder-decoder's halves, or the text half of a model for images, read configurations of their own.
+    """Turn generation caches off inside: a stage that appends to a cache can't be run twice."""
+    # The halves of an encoder-decoder, or the text half of a model for images, have configurations of their own.
     found = {id(config): config for m in model.modules() if (config := getattr(m, "config", None)) is not None}
     caching = [config for config in found.values() if getattr(config, "use_cache", None) is True]
     for config in caching:
@@ -246,13 +247,13 @@ def training_config(model: nn.Module) -> Iterator[None]:
 
 
 def _class_name(model: nn.Module) -> str:
-    """The model's class; `fully_shard` puts one of its own, made for each model, in front of it."""
+    """Return the qualified name of the model's class, without the subclass that `fully_shard` makes of it."""
     kind = next(c for c in type(model).__mro__ if not c.__module__.startswith("torch.distributed.fsdp"))
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def fingerprint(step: TrainingStep, device_name: str | None = None) -> Fingerprint:
-    """What a profile of `step` is bound to; `device_name` stands for a device that isn't here."""
+    """Return the fingerprint that a profile of `step` is bound to; `device_name` names a device of another machine."""
     model = step.model
     digest = hashlib.sha256()
     for name, p in model.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""Run the plain step and the planned one, and lay what was measured beside what was predicted."""
+"""Run the plain step and the planned one, and compare the measured values with the predictions."""
 
 from __future__ import annotations
 
@@ -42,32 +42,33 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Measured beside predicted, for one plan.
+    """Measured and predicted values of one plan.
 
     Attributes
     ----------
     budget_bytes, predicted_peak_bytes : int
-        The plan's; the peak is that of tensors.
+        The plan's budget and its predicted peak of tensors.
     predicted_allocated_bytes, predicted_reserved_bytes : int or None
-        The plan's, on CUDA, of a training in which the optimizer updates where it was given to `solve`, as here it
-        doesn't. None: the plan has none, as one that was solved for a profile alone.
+        The plan's predictions on CUDA. They are those of a training with the optimizer's update, if an optimizer was
+        given to `solve`; the measured steps run no update. None if the plan has none: it was solved from a profile
+        without a model, for instance.
     measured : StepPeaks
-        Peaks of a planned step, forward to the end of backward, by each account of the allocator.
+        Peaks of a planned step, from forward to the end of backward, by each counter of the allocator.
     plain : StepPeaks or None
-        Those of the plain step; None where it doesn't fit the device, or wasn't asked for.
+        Peaks of the plain step; None if it doesn't fit the device, or with `plain=False`.
     predicted_step_s, measured_step_s, plain_step_s : float
-        Medians over the repeats, plain and planned steps in turn, which nothing else is measured in.
+        Medians over the repeats, in seconds. Plain and planned steps alternate, and only their time is measured.
     predicted_plain_step_s : float
     gradients_equal : bool or None
-        Every gradient, every buffer and the loss bit for bit as in the plain step; None where that one doesn't fit
-        or wasn't asked for.
+        Whether every gradient, every buffer and the loss are bitwise those of the plain step; None if that doesn't fit
+        the device, or with `plain=False`.
     differing : tuple of str
-        Parameters whose gradient differs, and buffers that do.
+        Parameters whose gradients differ, and buffers that differ.
     plain_differing : tuple of str
-        Those that differ between two plain steps, since a kernel gives other bits each time; looked for where a planned
-        step differs.
+        Parameters and buffers that differ between two plain steps, because a kernel isn't deterministic. Looked for
+        only if a planned step differs.
     stats : Stats
-        What the runtime did in one planned step, the first.
+        Counts of the first planned step.
     """
 
     budget_bytes: int
@@ -87,26 +88,26 @@ class Verification:
 
     @property
     def other_paths(self) -> int:
-        """Runs of a stage, in one planned step, that saved something else than was profiled; any is a fault."""
+        """Runs of a stage, in one planned step, that saved other storages than profiled; more than 0 is a fault."""
         return self.stats.other_paths
 
     @property
     def measured_peak_bytes(self) -> int:
-        """Most bytes of tensors in a planned step."""
+        """Peak bytes of tensors in a planned step."""
         return self.measured.requested_bytes
 
     @property
     def plain_peak_bytes(self) -> int | None:
-        """Most bytes of tensors in a plain step; None as `plain`."""
+        """Peak bytes of tensors in a plain step; None if `plain` is None."""
         return None if self.plain is None else self.plain.requested_bytes
 
     @property
     def within_budget(self) -> bool:
-        """Whether the budget holds the measured peak: on CUDA what was reserved, elsewhere the tensors."""
+        """Whether the measured peak fits the budget: on CUDA the reserved bytes, otherwise the tensors."""
         return self.measured.needed_bytes <= self.budget_bytes
 
     def _peaks(self) -> list[str]:
-        """The rows of the peaks: one on the CPU, three on CUDA, of which the last is held against the budget."""
+        """Return the rows of the peaks: one on the CPU, three on CUDA; the last one is compared with the budget."""
         measured, plain = self.measured, self.plain
         budget = f"{'within' if self.within_budget else 'OVER'} the budget of {format_bytes(self.budget_bytes)}"
         accounts: list[tuple[str, int | None, int, str]] = [
@@ -126,7 +127,7 @@ class Verification:
             text = "not predicted" if predicted is None else format_bytes(predicted)
             rows.append(_row(name, text, format_bytes(found), remark))
         if measured.workspace_bytes is not None:
-            text = "of them cuBLAS's workspaces, which are no tensors of the step"
+            text = "of them cuBLAS's workspaces, which aren't tensors of the step"
             rows.append(_row("", "", format_bytes(measured.workspace_bytes), text))
         if measured.other_bytes >= _WORTH_TELLING:
             text = "besides, held by the process and not the model's: not counted"
@@ -152,14 +153,14 @@ class Verification:
                 f"gradients {equal[self.gradients_equal]}",
                 *([f"two plain steps differ in {', '.join(self.plain_differing)}: a kernel gives other bits each time; "
                    "compare under torch.use_deterministic_algorithms(True)"] if self.plain_differing else []),
-                *([f"{self.other_paths} runs of stages saved something else than profiled: what leaves the device, and "
-                   "the peak, don't follow from the plan; please report it"] if self.other_paths else []),
+                *([f"{self.other_paths} runs of stages saved something else than profiled: the storages that leave the "
+                   "device, and the peak, don't follow from the plan; please report it"] if self.other_paths else []),
             ]
         )  # fmt: skip
 
 
 _WORTH_TELLING = 1 << 20
-"""Fewer bytes of others are an applied plan's own, and small change."""
+"""Least other bytes that are shown: fewer are an applied plan's own, or too few to matter."""
 
 
 def _row(name: str, predicted: str, measured: str, remark: str = "") -> str:
@@ -180,35 +181,36 @@ def verify(
     swap_dir: str | Path | None = None,
     plain: bool = True,
 ) -> Verification:
-    """Measure `plan` on `model`: peaks, step time, and gradients against the plain step, bit for bit.
+    """Measure `plan` on `model`: peaks, step time, and whether gradients are bitwise those of the plain step.
 
-    Bytes and times are those of separate steps. On CUDA, what the allocator reserves is held against the budget,
-    without what the process holds besides the model; the allocator's cache is emptied, its peak statistics are reset.
+    Bytes and times are measured in separate steps. On CUDA the bytes that the allocator reserves are compared with the
+    budget, without those that the process holds besides the model. The allocator's cache is emptied, and its peak
+    statistics are reset.
 
-    Parameters, buffers, gradients and random states are as before afterwards. No plan may be applied to the model.
+    Afterwards parameters, buffers, gradients and random states are as before. No plan may be applied to the model.
 
     Parameters
     ----------
     inputs, loss_fn, step
-        As the plan was made for (see `profile`).
+        The inputs and loss that the plan was made for (see `profile`).
     accumulate : bool, optional
-        The measured steps start with gradients. By default they do where the plan is for such steps or the model has
-        gradients now, which stay as they are: the steps have copies.
+        Whether the measured steps start with gradients. By default they do if the plan is for such steps or the model
+        has gradients now. These stay unchanged, because the steps use copies.
     optimizer : Optimizer, optional
-        Its state counts towards the peak; no update is run. Without it, what there is of that state is told apart as
-        other tensors.
+        Its state counts towards the peak; no update is run. Without it, existing optimizer state counts as other
+        tensors.
     repeats : int
         Timed steps of each kind, after a warm-up.
     plain : bool
-        False: the plain step isn't run, lest a device that can't hold it be filled up; nothing is compared with it.
+        False: don't run the plain step, because it would fill up a device that can't hold it. Then nothing is compared.
 
     Raises
     ------
     PlanMismatchError
-        If the plan was made for another model, shapes, device or library version, or for steps that start without
-        gradients, and these don't fit its budget.
+        If the plan was made for another model, shapes, device or library version, or if it was made for steps that
+        start without gradients and doesn't fit its budget with them.
     InvalidInputError
-        If the inputs don't fit.
+        If an argument can't be used, or the inputs don't fit the model.
     """
     require_plan(plan)
     if not is_int(repeats) or repeats < 1:
@@ -269,7 +271,7 @@ def verify(
         found = _results(model)
         planned_peaks = measured(step_peaks, held_bytes, rewind)
         planned_s, plain_s = [], []
-        warm_up = int(is_accelerator(device))  # its cache was emptied
+        warm_up = int(is_accelerator(device))  # one step refills the emptied cache
         with handle.unmetered():
             for _ in range(warm_up + repeats):
                 if plain_loss is not None:
@@ -303,19 +305,19 @@ def verify(
 
 
 def _results(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a step leaves: gradients by parameter, and buffers, such as running statistics."""
+    """Return the results of a step on the CPU: gradients by parameter name, and buffers."""
     left = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     left.update({f"buffer {name}": buffer for name, buffer in model.named_buffers()})
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in left.items()}
 
 
 def _differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[str, ...]:
-    """Names of what isn't the same in both."""
+    """Return the names whose tensors differ, or that are in one mapping only."""
     return tuple(name for name in {**a, **b} if not same_bits(a.get(name), b.get(name)))
 
 
 def _read_from_outside(training: TrainingStep, rewind: Callable[[], None]) -> list[torch.Tensor]:
-    """Tensors a step's callable reads that no operation of it made: its inputs."""
+    """Return the tensors that a step's callable reads and that no operation in it made: its inputs."""
     with Outside() as mode:
         run_step(training)
     rewind()

@@ -1,1 +1,1 @@
-"""What a running step takes: bytes, times, traces."""
+"""Measurements of running steps: bytes, times, traces."""

@@ -1,4 +1,4 @@
-"""Measure a real step: peak bytes by the allocator's own account, and wall time."""
+"""Measure a real step: peak bytes by the allocator's own counters, and wall time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> int:
-    """Bytes of the distinct storages behind `tensors`; those in host memory beside a CUDA `device` don't count."""
+    """Return the bytes of the distinct storages of `tensors`, without those in host memory if `device` is CUDA."""
     beside = device is not None and accelerator.is_accelerator(device)
     storages = {
         t.untyped_storage()._cdata: t.untyped_storage().nbytes()
@@ -35,26 +35,26 @@ def unique_bytes(tensors: Iterable[torch.Tensor], device: torch.device | None = 
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
-    """Tensors in the optimizer's state."""
+    """Return the tensors in the optimizer's state."""
     if optimizer is None:
         return []
     return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
 
 
 def tensors_in(arguments: Any) -> list[torch.Tensor]:
-    """Tensors anywhere in tuples, lists and dictionaries."""
+    """Return the tensors anywhere in nested tuples, lists and dictionaries."""
     return [t for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)]
 
 
 def held_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Parameters, buffers and gradients."""
+    """Return the model's parameters, buffers and gradients."""
     parameters = list(model.parameters())
     return [*parameters, *model.buffers(), *(p.grad for p in parameters if p.grad is not None)]
 
 
 @contextlib.contextmanager
 def no_cycles_collected() -> Iterator[None]:
-    """Cyclic garbage from before is gone, and what arises inside stays: collections lower the bytes by chance."""
+    """Collect cyclic garbage, and turn collection off inside, where it would free bytes at random moments."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -66,7 +66,7 @@ def no_cycles_collected() -> Iterator[None]:
 
 
 def recorded_allocations(run: Callable[[], Any]) -> tuple[list[tuple[int, int]], dict[str, tuple[int, int]]]:
-    """CPU allocations (+) and releases (-) of the calling thread while `run` runs.
+    """Record the CPU allocations (+) and releases (-) of the calling thread while `run` runs.
 
     Returns
     -------
@@ -75,7 +75,7 @@ def recorded_allocations(run: Callable[[], Any]) -> tuple[list[tuple[int, int]],
     dict
         Begin and end, in ns, of every `torch.profiler.record_function` inside, by name.
     """
-    # Blocks of an earlier recording that are freed in this one would count against it.
+    # Blocks of an earlier recording that are freed in this one would count as releases.
     recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
     with no_cycles_collected(), recording as recorded:
         run()
@@ -92,12 +92,12 @@ def recorded_allocations(run: Callable[[], Any]) -> tuple[list[tuple[int, int]],
 
 
 def peaks_within(events: list[tuple[int, int]], spans: Mapping[T, tuple[int, int]]) -> dict[T, int]:
-    """Most bytes allocated at once above the level at its begin, per span.
+    """Return, per span, the most bytes allocated at once above the level at its beginning.
 
     Parameters
     ----------
     events : list of (int, int)
-        Time in ns and bytes, by rising time: as from `recorded_allocations`.
+        Time in ns and bytes, in the order of time, as from `recorded_allocations`.
     spans : mapping
         Begin and end in ns, both included.
     """
@@ -110,7 +110,7 @@ def peaks_within(events: list[tuple[int, int]], spans: Mapping[T, tuple[int, int
 
 
 def peak_above_start(run: Callable[[], Any]) -> int:
-    """Most bytes on the CPU above the level at the start while `run` runs, by the allocator's events."""
+    """Return the most bytes on the CPU above the level at the start while `run` runs, by the allocator's events."""
     level = peak = 0
     for _, nbytes in recorded_allocations(run)[0]:
         level += nbytes
@@ -120,21 +120,21 @@ def peak_above_start(run: Callable[[], Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepPeaks:
-    """Most bytes that steps of one model held at once, by each account of the device's allocator.
+    """Most bytes that steps of one model held at once, by each counter of the device's allocator.
 
     Attributes
     ----------
     requested_bytes : int
-        Tensors by their own sizes; on CUDA also what can't be told apart from them (see `workspace_bytes`).
+        Tensors by their own sizes; on CUDA also workspaces that can't be separated (see `workspace_bytes`).
     allocated_bytes, reserved_bytes : int or None
-        On CUDA, in the allocator's blocks, and in its segments. None on the CPU, whose allocator keeps neither.
+        On CUDA, bytes in the allocator's blocks, and in its segments. None on the CPU, whose allocator has neither.
     other_bytes : int
-        On CUDA, bytes that the process had asked for before the step and that aren't the model's: other tensors,
-        gradients from before. They are in none of the above; the rounding and the fragments around them are, so that
-        these are never too small.
+        On CUDA, bytes requested before the step that aren't the model's: other tensors, gradients from before. They
+        count in none of the above. Their rounding and the fragments around them do, so the above are never too small.
     workspace_bytes : int or None
-        On CUDA, what cuBLAS took in these steps and keeps: a part of what is allocated and reserved, not of what is
-        requested. None where that can't be told apart, as beside captured graphs, which go on using such workspaces.
+        On CUDA, bytes of the workspaces that cuBLAS took in these steps and keeps: a part of the allocated and reserved
+        bytes, not of the requested ones. None if they can't be separated, for instance because captured CUDA graphs go
+        on using them.
     """
 
     requested_bytes: int
@@ -145,17 +145,18 @@ class StepPeaks:
 
     @property
     def needed_bytes(self) -> int:
-        """What a budget has to hold: on CUDA what is reserved, elsewhere the tensors."""
+        """Bytes that must fit the budget: on CUDA the reserved ones, otherwise the tensors."""
         return self.requested_bytes if self.reserved_bytes is None else self.reserved_bytes
 
 
 def step_peaks(
     run: Callable[[], Any], device: torch.device, held_bytes: int, between: Callable[[], Any] = lambda: None
 ) -> StepPeaks:
-    """What steps hold on the device while `run` runs, `held_bytes` of which are there at the start.
+    """Return the peaks of steps on the device while `run` runs; `held_bytes` are there at the start.
 
-    CPU: the allocator's events of one step. CUDA: the allocator's peaks over two steps, as a training's second finds
-    the segments that the first left; they begin with an empty cache and without cuBLAS's workspaces.
+    On the CPU these are the allocator's events of one step. On CUDA they are the allocator's peaks over two steps, with
+    a call of `between` between them, because the second step of a training finds the segments that the first left. The
+    steps begin with an empty cache and without cuBLAS's workspaces.
     """
     if not accelerator.is_accelerator(device):
         return StepPeaks(held_bytes + peak_above_start(run))
@@ -171,13 +172,13 @@ def step_peaks(
         accelerator.synchronize(device)
         peak = accelerator.device_bytes(device, "peak")
         workspace = accelerator.clear_library_workspaces(device)
-    # The second step had all workspaces from its start, so they were there at the peak.
+    # The second step had all workspaces from its start, so they were held at the peak.
     requested = peak.requested_bytes - other - (workspace or 0)
     return StepPeaks(requested, peak.allocated_bytes - other, peak.reserved_bytes - other, other, workspace)
 
 
 def run_step(step: TrainingStep) -> torch.Tensor:
-    """Forward, loss and backward, the output kept until the end as a caller's variable would."""
+    """Run forward, loss and backward, holding the output until the end like a caller's variable; return the loss."""
     output, loss = step.forward()
     loss.backward()
     del output
@@ -185,7 +186,7 @@ def run_step(step: TrainingStep) -> torch.Tensor:
 
 
 def timed(run: Callable[[], Any], device: torch.device) -> float:
-    """Seconds one call takes, the device's work included."""
+    """Return the seconds that one call takes, including the device's work."""
     accelerator.synchronize(device)
     begin = time.perf_counter()
     run()
@@ -194,7 +195,7 @@ def timed(run: Callable[[], Any], device: torch.device) -> float:
 
 
 class Outside(TorchDispatchMode):
-    """Collects the tensors that operations read and none of them made, one per storage."""
+    """Collects the tensors that operations read and that none of them made, one per storage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +204,7 @@ class Outside(TorchDispatchMode):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What was read from outside."""
+        """The tensors that were read but not made inside."""
         return list(self._read.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -219,7 +220,7 @@ class Outside(TorchDispatchMode):
 
 
 def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Bit for bit, NaNs and the signs of zeros included."""
+    """Whether two tensors are bitwise equal, including NaNs and the signs of zeros."""
     if a is None or b is None:
         return a is b
     if a.shape != b.shape or a.dtype != b.dtype:

@@ -1,16 +1,20 @@
-"""Where a step's time goes: one account open at any moment, switched where stages, recompute and waits begin and end.
+"""Accounts of a step's time: one is open at any moment, and stages, recompute and waits switch between them.
 
 NOTE [Accounts]
-1. At every moment the time goes to one account: a stage's forward, recompute, backward or stall. `mark` closes one and
-   opens another. Between two stages' forwards it goes to the later one, and what runs outside of any stage in backward
-   to the stage whose backward began last (`core.measured.backward_groups`).
-2. A stall, and a recompute, lie inside what they interrupt, which goes on afterwards. A stall is the stage's whose
-   forward or backward was under way, also where a sweep runs another stage on its behalf.
-3. A step is the time from the beginning of a pass to the end of its backward. What didn't run in that order (a forward
-   without backward, two forwards before one backward) is no step.
-4. Marks cost some microseconds each: the first steps are measured and then one in `EVERY`, none inside of `off`, where
-   something else times the steps. They are summed in `steps` alone, not while anything trains. On the CPU a mark is a
-   time. On CUDA it is an event on the stream that computes, so nothing waits in a step.
+1. At every moment, time is added to one account: a stage's forward, recompute, backward or stall. `mark` closes it and
+   opens another. Time between the forwards of two stages is added to the later stage. In backward, time
+   outside of any stage is added to the stage whose backward began last (`core.measured.backward_groups`).
+2. A stall or a recompute interrupts another account, which is opened again afterwards. A stall belongs to the stage
+   whose forward or backward was under way, even if a sweep runs another stage on its behalf.
+3. A step is the time from the beginning of a pass to the end of its backward. Passes in another order (a forward
+   without backward, two forwards before one backward) aren't counted as steps.
+4. A mark takes some microseconds. So only the first passes are measured, then one in `EVERY`, and none inside `off`,
+   where the caller times the steps. Marks are summed in `steps`, not during training. On the CPU a mark is a time; on
+   CUDA it is an event on the compute stream, so a step waits for nothing.
+
+Example, with the times of the marks in ms: stage 0 forward 0, stage 1 forward 2, stage 1 backward 5, stage 0 backward
+9, stage 0 recompute 9, stage 0 stall 10, stage 0 recompute 11, stage 0 backward 12, end 16. Then stage 0 has 2 ms of
+forward, 2 of recompute, 1 of stall and 4 of backward, stage 1 has 3 of forward and 4 of backward; the step takes 16 ms.
 """
 
 from __future__ import annotations
@@ -33,17 +37,17 @@ from ckptplan.runtime.accelerator import device_bytes, is_accelerator, is_captur
 
 FORWARD, RECOMPUTE, BACKWARD, STALL = range(4)
 KINDS = 4
-"""An account is `stage * KINDS + kind`."""
+"""Number of kinds of accounts; an account's number is `stage * KINDS + kind`."""
 NONE = -KINDS
-"""No step is under way, or its backward has ended."""
+"""Account of the time outside of steps: before a pass, or after its backward."""
 
 _KEPT = {"cpu": 16, "cuda": 8}
-"""So many steps are remembered."""
+"""Number of last steps that are kept, by device type."""
 _FIRST = 9
 EVERY = 8
-"""All of the first `_FIRST` passes are measured, then one in `EVERY` on average, at random: each of several passes that
-make one step has its turn."""
-_MOST_MARKS = 1 << 15  # a pass through which backward runs again and again must not grow without bound
+"""After the first `_FIRST` passes, one in `EVERY` is measured on average, chosen at random: if a step has several
+passes, each of them is measured now and then."""
+_MOST_MARKS = 1 << 15  # a bound for passes through which backward runs again and again
 
 Way = Literal["out", "in"]
 
@@ -56,10 +60,10 @@ class Copy:
     ----------
     way : "out" or "in"
     tier : "host" or "disk"
-        Where to, or where from.
+        The tier at the other end of the copy.
     nbytes : int
     begin, end : float or torch.cuda.Event
-        In seconds of `time.perf_counter`, or as an event of the stream that copied.
+        In seconds of `time.perf_counter`, or an event of the stream that copied.
     """
 
     way: Way
@@ -70,12 +74,12 @@ class Copy:
 
 
 OnCopy = Callable[[Way, int, Any, Any], None]
-"""Told of a copy: way, bytes, begin and end as in `Copy`. From any thread; on CUDA when it is issued."""
+"""Callback for a copy: way, bytes, begin and end as in `Copy`. Called from any thread; on CUDA when it is issued."""
 
 
 @dataclass
 class Step:
-    """The marks of one pass and its backward; a regular one has all of them, in order."""
+    """The marks of one pass and its backward; `regular` if they are complete and in order (NOTE [Accounts], rule 3)."""
 
     regular: bool
     marks: list[tuple[int, Any]] = field(default_factory=list)
@@ -84,14 +88,14 @@ class Step:
     ended: bool = False
 
     def copied(self, tier: Tier, way: Way, nbytes: int, begin: Any, end: Any) -> None:
-        """A copy has ended (`OnCopy`, with its tier in front)."""
+        """Note a copy; arguments as of `OnCopy` after the tier."""
         if len(self.copies) < _MOST_MARKS:
             self.copies.append(Copy(way, tier, nbytes, begin, end))
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of one step: in all, by account, and its copies."""
+    """Seconds of one step, in all and by account, and its copies."""
 
     step_s: float
     accounts: dict[int, float]
@@ -105,9 +109,9 @@ class Meter:
     Parameters
     ----------
     device : torch.device or None
-        Whose compute is measured; None: nothing is.
+        Device whose compute is measured; None: nothing is measured.
     clock : callable
-        Seconds, where marks are times.
+        Returns the time in seconds; used where marks are times.
     """
 
     def __init__(self, device: torch.device | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -118,7 +122,7 @@ class Meter:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all steps: another plan runs from here on."""
+        """Forget all steps, because another plan runs from now on."""
         self._now = self._base = NONE
         self._step: Step | None = None
         self._passes = 0
@@ -129,7 +133,7 @@ class Meter:
         self._kept: deque[Step] = deque(maxlen=_KEPT["cuda" if self._cuda else "cpu"])
 
     def begin(self) -> Callable[[Tier, Way, int, Any, Any], None] | None:
-        """A pass begins; returns what is to be told of copies, None where this step isn't measured."""
+        """Note that a pass begins; return the callback for its copies, or None if the step isn't measured."""
         if self._device is None:
             return None
         former, self._step = self._step, None
@@ -142,14 +146,14 @@ class Meter:
         if self._passes == self._next:
             self._next += self._random.randint(EVERY // 2, EVERY + EVERY // 2)
         if not self._every and (self._off or left_out or is_capturing(self._device)):
-            self._now = FORWARD  # so that the next pass sees whether this one has ended
+            self._now = FORWARD  # lets the next pass see whether this one has ended
             return None
         self._step = Step(regular=not unfinished, memory=[] if self._cuda and self._every else None)
         self.mark(FORWARD)
         return self._step.copied
 
     def mark(self, account: int) -> int:
-        """From here on the time goes to `account`; returns the one before."""
+        """Open `account`, to which time is added from now on; return the one that was open."""
         before, self._now = self._now, account
         if account & 1 == 0:  # forward, backward, none
             self._base = account
@@ -165,22 +169,22 @@ class Meter:
         return before
 
     def stall(self) -> int:
-        """Compute begins to wait for a copy; give what this returns to `mark` when it has."""
+        """Note that compute begins to wait for a copy; pass the result to `mark` when the wait ends."""
         return self.mark(self._base + STALL - self._base % KINDS) if self._base != NONE else NONE
 
     def backward_ended(self) -> None:
-        """The backward that was under way has ended."""
+        """Note that the backward has ended."""
         self.mark(NONE)
         if self._step is not None:
             self._step.ended = True
 
     def every_step(self, measured: bool) -> None:
-        """Whether steps are measured without leaving any out, with the device's allocated bytes at every mark."""
+        """If `measured`, measure every step, on CUDA with the device's allocated bytes at every mark."""
         self._every = measured
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """No pass that begins inside is measured."""
+        """Don't measure passes that begin inside."""
         former, self._off = self._off, True
         try:
             yield
@@ -189,16 +193,16 @@ class Meter:
 
     @property
     def passes(self) -> int:
-        """How many have begun."""
+        """Number of passes that have begun."""
         return self._passes
 
     @property
     def last(self) -> Step | None:
-        """The present step, if its backward has ended."""
+        """The present step if its backward has ended, otherwise None."""
         return self._step if self._step is not None and self._step.ended else None
 
     def steps(self) -> list[StepTimes]:
-        """What the last steps took, oldest first; the very first is left out. On CUDA this waits for the device."""
+        """Return the times of the last steps, oldest first, without the first of all. On CUDA, wait for the device."""
         last = self.last if self._left_out else None
         return [_summed(step) for step in (*self._kept, last) if step is not None and step.regular]
 
@@ -206,13 +210,13 @@ class Meter:
         if not step.regular:
             return
         if not self._left_out:
-            self._left_out = True  # caches, allocators and libraries warm up in it
+            self._left_out = True  # the first step: caches, allocators and libraries warm up
         else:
             self._kept.append(step)
 
 
 def seconds(begin: Any, end: Any) -> float:
-    """From one mark to another."""
+    """Return the seconds from one mark to another."""
     if isinstance(begin, float):
         return end - begin
     end.synchronize()
@@ -241,7 +245,7 @@ def _copied(copies: list[Copy], tier: Tier) -> Copied:
 
 
 def median_step(steps: Sequence[StepTimes], stages: int) -> tuple[StageTimes, ...]:
-    """Per stage, the medians of its accounts."""
+    """Return, per stage, the medians of its accounts."""
 
     def of(stage: int, kind: int) -> float:
         return statistics.median(step.accounts.get(stage * KINDS + kind, 0.0) for step in steps)
@@ -250,5 +254,5 @@ def median_step(steps: Sequence[StepTimes], stages: int) -> tuple[StageTimes, ..
 
 
 def median_copied(copied: Sequence[Copied]) -> Copied:
-    """The copies of the step whose copies took the median time."""
+    """Return the copies of the step whose copies took the median time."""
     return sorted(copied, key=lambda c: c.out_s + c.in_s)[len(copied) // 2]

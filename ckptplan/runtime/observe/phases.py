@@ -1,4 +1,4 @@
-"""What whole training steps hold, phase by phase, by the CPU allocator's own account."""
+"""Bytes that whole training steps hold, by phase, from the events of the CPU's allocator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PhaseBytes:
     name : str
         "loaded", "forward", "backward", "optimizer"; in later steps with the step's number: "forward 2".
     start_bytes, end_bytes, peak_bytes : int
-        At its beginning, at its end, and at its worst moment.
+        Live bytes at the phase's beginning, at its end, and at most.
     """
 
     name: str
@@ -32,17 +32,17 @@ class PhaseBytes:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSteps:
-    """The phases of some steps, and how far the account can be trusted.
+    """The phases of some steps, and the bytes that the known tensors don't explain.
 
     Attributes
     ----------
     phases : tuple of PhaseBytes
-        In order. "loaded" begins with nothing and ends with parameters and buffers (and what there is of gradients
-        and optimizer state); the inputs come first thing in the first "forward".
+        In order. "loaded" begins with 0 bytes and ends with parameters, buffers, and existing gradients and optimizer
+        state. The inputs are added at the beginning of the first "forward".
     unexplained_bytes : int
-        What is live after the last step beyond parameters, buffers, gradients, optimizer state and inputs, counted
-        directly: tensors that a module or a library keeps from step to step without registering them. A loss in the
-        events (see `measure_phases`) would show here too.
+        Bytes live after the last step, by the events, minus those of parameters, buffers, gradients, optimizer state
+        and inputs: tensors that a module or a library keeps from step to step without registering them. Missing events
+        (see `measure_phases`) would show here too.
     """
 
     phases: tuple[PhaseBytes, ...]
@@ -52,29 +52,28 @@ class MeasuredSteps:
 def measure_phases(
     step: TrainingStep, optimizer: torch.optim.Optimizer | None = None, *, steps: int = 2, set_to_none: bool = True
 ) -> MeasuredSteps:
-    """Take whole training steps on the CPU and read each phase's bytes off the allocator's events.
+    """Run whole training steps on the CPU and compute each phase's bytes from the allocator's events.
 
-    A step is forward with loss, backward, and the update followed by `zero_grad`. Output and loss are held until
-    backward has ended and dropped then, as the last of that phase. The model is trained: its parameters, buffers and
-    optimizer state are other ones afterwards.
+    A step is forward with loss, backward, and the update followed by `zero_grad`. Output and loss are dropped at the
+    end of the backward phase. The model is trained: its parameters, buffers and optimizer state change.
 
-    The level is what is held at the start, one storage counted once, plus the events since. Counted is what PyTorch's
-    CPU allocator hands to the calling thread, which is also the one that runs backward on the CPU. Not counted:
+    The live bytes are those held at the start, each storage counted once, plus the events since. The events are those
+    of PyTorch's CPU allocator in the calling thread, which also runs backward on the CPU. Not counted are:
 
-    - what kernels take past the allocator (oneDNN's scratchpads and packed weights, OpenMP's buffers, BLAS);
-    - what worker threads of a kernel allocate, with more than one intra-op thread;
-    - the release of a block that is older than the recording, which has no size there: a buffer that a module
+    - memory that kernels take without the allocator (oneDNN's scratchpads and packed weights, OpenMP's buffers, BLAS);
+    - memory that worker threads of a kernel allocate, with more than one intra-op thread;
+    - the release of a block that is older than the recording, whose size isn't known there: a buffer that a module
       replaces by another tensor counts twice from then on;
     - Python objects.
 
     Parameters
     ----------
     step : TrainingStep
-        With inputs; a step of a callable of its own hides them.
+        A step with inputs; those of a step with a callable (`fn`) aren't known.
     optimizer : Optimizer, optional
-        None: the third phase only drops the gradients.
+        Optimizer of the update; without it, the third phase only drops the gradients.
     steps : int
-        How many, at least 1. The first makes the optimizer's state, so its peak differs from that of the others.
+        Number of steps, at least 1. The first makes the optimizer's state, so its peak differs from the others.
     set_to_none : bool
         Passed to `zero_grad`.
 
@@ -97,7 +96,7 @@ def measure_phases(
     ]
 
     def run() -> None:
-        # Output and loss belong to no other frame, so that they go where they are deleted.
+        # No other frame holds output and loss, so `del` frees them.
         for forward, backward, update in zip(names[::3], names[1::3], names[2::3], strict=True):
             with record_function(forward):
                 output, loss = step.forward()

@@ -1,4 +1,4 @@
-"""What `Handle.refine` measured and what it did."""
+"""The measurements and the result of `Handle.refine`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.runtime.observe.meter import StepTimes, median_copied, median_step
 
 LEAST_STEPS = 3
-"""A median of fewer says nothing."""
+"""Least number of steps for a meaningful median."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refinement:
-    """A plan held against what was measured, and the one that took its place.
+    """A plan compared with measured steps, and the plan that replaced it.
 
     Attributes
     ----------
     threshold : float
+        Fraction of the predicted step time; a smaller difference changes nothing.
     measured : Measured
     before : Plan
-        The plan that ran, as it was predicted.
+        The plan that ran, with its former predictions.
     told : Plan
-        The same with the predictions of the corrected profile; `before` itself where nothing was corrected.
+        The same plan with predictions from the corrected profile; `before` itself if nothing was corrected.
     after : Plan
         The plan that is applied now.
     """
@@ -79,25 +80,26 @@ class Refinement:
 
 
 def checked_threshold(threshold: float) -> float:
-    """`threshold` as a fraction.
+    """Return `threshold` as a float.
 
     Raises
     ------
     InvalidInputError
+        If it isn't a number of at least 0.
     """
-    # A comparison with NaN is false.
+    # A comparison with NaN is false, so NaN is refused too.
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold < 1e9:
         raise InvalidInputError(f"threshold={threshold!r}; give a fraction, 0.1 for a tenth")
     return float(threshold)
 
 
 def measured_steps(steps: Sequence[StepTimes], plan: Plan, peak_bytes: int | None) -> Measured:
-    """The medians of `steps`.
+    """Return the medians of `steps`, with the measured peak.
 
     Raises
     ------
     InvalidInputError
-        If there are too few.
+        If there are fewer than `LEAST_STEPS`.
     """
     if len(steps) < LEAST_STEPS:
         raise InvalidInputError(

@@ -1,4 +1,4 @@
-"""What an applied plan's steps took: its statistics, a step drawn over time, and a plan refined by them."""
+"""Reports on an applied plan's steps: statistics, the trace of one step, and a plan refined by measurements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptplan.runtime.observe.traced import record_step
 
 
 class Report:
-    """Reports on the steps of an applied plan, beside the predictions of an adviser where there is one."""
+    """Reports on the steps of an applied plan, beside the predictions of an adviser, if there is one."""
 
     def __init__(self, applied: Applied, adviser: Adviser | None) -> None:
         self._applied, self._adviser = applied, adviser
@@ -37,7 +37,7 @@ class Report:
         """See `Handle.trace`."""
         if not self._applied.is_on:
             raise InvalidInputError("the plan isn't applied now, so no step of it can be traced")
-        # In no variable: gradients that the step drops must go.
+        # Not kept in a variable, so that the step can free the gradients that it drops.
         held = unique_bytes(
             [*held_tensors(self._applied.model), *optimizer_tensors(optimizer), *tensors_in(inputs)],
             self._applied.device,
@@ -51,8 +51,8 @@ class Report:
         if self._applied.device.type == "cpu":
             if any(gradient.expired() for gradient in before):
                 notes += (
-                    "gradients from before the step went in it, unrecorded, so memory is drawn too high from then on; "
-                    "call zero_grad() before the traced step",
+                    "gradients from before the step were freed in it, which isn't recorded, so memory is too high "
+                    "from then on; call zero_grad() before the traced step",
                 )
             elif inputs is not None:
                 self._applied.peaks.traced(step.peak_bytes)

@@ -1,4 +1,4 @@
-"""What an applied plan has done, beside what was planned."""
+"""Statistics of an applied plan, beside the planned values."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ckptplan.runtime.swap.stores import Store
 
 @dataclass(frozen=True, slots=True)
 class StageStats:
-    """One stage's times in a step, as a running step can tell them (`core.measured.backward_groups`).
+    """One stage's times in a step, as far as a running step can measure them (`core.measured.backward_groups`).
 
     Attributes
     ----------
     name, option : str
     runs, planned_runs : int
-        How often its forward ran in all, and is to run per step; 0 for glue.
+        Number of forwards in all, and planned per step; 0 for glue.
     measured : StageTimes or None
-        Medians of the steps since the plan was applied; None: no step was measured yet.
+        Medians of the steps since the plan was applied; None before the first measured step.
     predicted : StageTimes or None
-        By the plan; None where the profile isn't known (pass `profile=` to `apply`).
+        Times by the plan; None if the profile isn't known (pass `profile=` to `apply`).
     """
 
     name: str
@@ -49,9 +49,9 @@ class PoolStats:
     ----------
     tier : "host" or "disk"
     planned_bytes : int
-        What the plan moves there.
+        Bytes that the plan moves there.
     reserved_bytes, peak_bytes : int or None
-        Taken, and most in use at once; None where the store doesn't say.
+        Bytes held by the store, and most in use at once; None if the store doesn't count them.
     """
 
     tier: str
@@ -62,42 +62,43 @@ class PoolStats:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What an applied plan has done so far, beside what it planned for one step.
+    """Counts and measurements of an applied plan so far, beside its values for one step.
 
     Attributes
     ----------
     forwards : int
-        Training forwards.
+        Number of training forwards.
     recomputed_stages, planned_recomputed_stages : int
-        Stages recomputed in all, and planned per step.
+        Number of recomputed stages in all, and planned per step.
     swapped_out_bytes, swapped_in_bytes, planned_swapped_bytes : int
         Bytes copied out and in in all, and planned per step (either way).
     runs, planned_runs : tuple of int
-        Per stage, how often its forward ran in all, first runs included, and is to run per step; glue counts 0.
+        Per stage, number of forwards in all, including first runs, and planned per step; 0 for glue.
     host_wait_s : float
-        Time the calling thread waited for copies (on CUDA compute waits on the device, and this stays near 0).
+        Seconds that the calling thread waited for copies. On CUDA the device waits, and this stays near 0.
     other_paths : int
-        Runs of a stage that saved something else than was profiled. Smaller inputs may do so; on the inputs that the
-        plan was made for it is a fault of the profile: positions mean nothing then, and sizes decide what leaves.
+        Runs of a stage that saved other storages than profiled. In these runs positions have no meaning, and sizes
+        decide which storages leave. Smaller inputs may cause them; with the inputs that the plan was made for, they are
+        a fault of the profile.
     checked_forwards, compared_tensors : int
-        Forwards that were checked with their backwards (`apply(..., check=)`), and tensors that were compared in them.
+        Forwards that were checked with their backwards (`apply(..., check=)`), and tensors compared in them.
     timed_steps : int
-        Steps that the times below are medians of: the last ones of the plan that is applied, its first left out.
+        Number of steps that the times below are medians of: the last ones of the present plan, without its first.
     step_s : float or None
-        From the beginning of forward to the end of backward, measured; None without a timed step.
+        Measured seconds from the beginning of forward to the end of backward; None without a timed step.
     planned_step_s : float
     stages : tuple of StageStats
-        The plan's stages; empty where only counts were asked for.
+        Statistics per stage; empty in results that have counts only.
     host_copies, disk_copies : Copied
-        Of a timed step.
+        Copies of a timed step.
     pools : tuple of PoolStats
     peak_bytes, reserved_bytes : int or None
-        On CUDA, most bytes that this process had asked for, and most that its allocator reserved, since this plan was
-        applied, or since a later `torch.cuda.reset_peak_memory_stats`. None where that isn't known, as on the CPU:
-        `verify` and `handle.trace` measure it there.
+        On CUDA, most bytes that this process had requested, and most that its allocator had reserved, since this plan
+        was applied or since a later `torch.cuda.reset_peak_memory_stats`. None if not known, as on the CPU, where
+        `verify` and `handle.trace` measure the peak.
     planned_peak_bytes, planned_reserved_bytes : int or None
     earlier : DeviceBytes or None
-        On CUDA, the peaks that PyTorch's counters had before, which applying a plan resets.
+        On CUDA, the peaks of PyTorch's counters before applying the plan reset them.
     """
 
     forwards: int
@@ -126,7 +127,7 @@ class Stats:
     earlier: DeviceBytes | None = None
 
     def since(self, earlier: Stats) -> Stats:
-        """What was counted after `earlier`; times and peaks are as they are now."""
+        """Return the counts since `earlier`; times and peaks are the present ones."""
         counted = (
             "forwards",
             "recomputed_stages",
@@ -138,17 +139,17 @@ class Stats:
             "compared_tensors",
         )
         added = {name: getattr(self, name) - getattr(earlier, name) for name in counted}
-        same = len(self.runs) == len(earlier.runs)  # else a plan with other stages came in between, and counts anew
+        same = len(self.runs) == len(earlier.runs)  # otherwise another plan was applied since, with new counts
         runs = tuple(a - b for a, b in zip(self.runs, earlier.runs, strict=True)) if same else self.runs
         return dataclasses.replace(self, runs=runs, **added)
 
     def measured_s(self, account: str) -> float | None:
-        """Sum over the stages of "forward", "recompute", "backward" or "stall"; None without a timed step."""
+        """Return the seconds of "forward", "recompute", "backward" or "stall" over all stages; None if not timed."""
         found = [getattr(s.measured, f"{account}_s") for s in self.stages if s.measured is not None]
         return sum(found) if found else None
 
     def predicted_s(self, account: str) -> float | None:
-        """The same by the plan; None where the profile isn't known."""
+        """Return the predicted sum over the stages, as `measured_s`; None if the profile isn't known."""
         found = [getattr(s.predicted, f"{account}_s") for s in self.stages if s.predicted is not None]
         return sum(found) if found else None
 
@@ -176,8 +177,8 @@ class Stats:
             )
         if self.peak_bytes is None:
             lines.append(
-                f"peak: planned {format_bytes(self.planned_peak_bytes)}; a running step doesn't tell it here, "
-                "ckptplan.verify and handle.trace measure it"
+                f"peak: planned {format_bytes(self.planned_peak_bytes)}; a running step can't measure it here, "
+                "use ckptplan.verify or handle.trace"
             )
         else:
             reserved = "" if self.planned_reserved_bytes is None else f" of {_bytes(self.planned_reserved_bytes)}"
@@ -244,7 +245,7 @@ def stage_stats(
     predicted: tuple[StageTimes, ...] | None,
     stores: Mapping[Tier, Store],
 ) -> Stats:
-    """`counted` with the times of `steps` and the use of `stores`, beside `plan`."""
+    """Return `counted` with the times of `steps` and the use of `stores`, and the values of `plan`."""
     measured = median_step(steps, len(plan.stages)) if steps else None
     planned = {"host": plan.host_bytes, "disk": plan.disk_bytes}
     return dataclasses.replace(
@@ -274,16 +275,16 @@ def stage_stats(
 
 
 class Peaks:
-    """The most bytes on the device since now, where that is counted.
+    """Most bytes on the device since this object was made.
 
-    PyTorch counts peaks once for the whole process, and a counter that stands higher than all that follows says nothing
-    of it. So on CUDA the counters are reset here, after unused blocks in the cache went back to the device, and their
-    former values are kept.
+    PyTorch has one set of peak counters per process, and a peak from before would hide a lower one that follows. So on
+    CUDA the allocator's unused blocks are returned to the device, and the counters are reset; their former values are
+    kept. On the CPU the peak is known only after a traced step.
 
     Parameters
     ----------
     former : Peaks, optional
-        Of the plan whose place another one takes.
+        The peaks of the plan that was replaced.
     """
 
     def __init__(self, device: torch.device, former: Peaks | None = None) -> None:
@@ -298,16 +299,16 @@ class Peaks:
             reset_peaks(device)
 
     def traced(self, nbytes: int | None) -> None:
-        """A recorded step had this peak."""
+        """Note the peak of a recorded step."""
         self._traced = nbytes
 
     @property
     def bytes(self) -> int | None:
-        """Most bytes asked for; None: not known."""
+        """Most bytes requested; None if not known."""
         return device_bytes(self._device, "peak").requested_bytes if is_accelerator(self._device) else self._traced
 
     def told(self, stats: Stats, plan: Plan) -> Stats:
-        """`stats` with them."""
+        """Return `stats` with these peaks and those of `plan`."""
         on_cuda = is_accelerator(self._device)
         return dataclasses.replace(
             stats,

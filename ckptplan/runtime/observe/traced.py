@@ -17,17 +17,17 @@ from ckptplan.runtime.observe.meter import BACKWARD, FORWARD, KINDS, NONE, RECOM
 
 _SPAN = "ckptplan.trace"
 _SHORT_S = 1e-6
-"""Waits that are shorter weren't any: the copy had ended."""
+"""Shorter waits aren't drawn: the copy had ended before."""
 _WHAT = {FORWARD: "forward", RECOMPUTE: "recompute", BACKWARD: "backward", STALL: "stall"}
 
 
 def record_step(
     meter: Meter, run: Callable[[], Any], device: torch.device, held_bytes: int, names: Sequence[str]
 ) -> tuple[DrawnStep, tuple[str, ...]]:
-    """Run `run`, which is one step, and return what it did and what must be known about how it was measured.
+    """Run one step, `run`, and return the recorded step and notes about how it was measured.
 
-    On the CPU the bytes are `held_bytes` and the allocator's events since; on CUDA, what is allocated on the device
-    where stages, recompute and waits begin and end.
+    On the CPU the bytes are `held_bytes` plus the allocator's events since. On CUDA they are the bytes allocated on the
+    device at the moments when stages, recompute and waits begin and end.
 
     Raises
     ------
@@ -85,10 +85,10 @@ def record_step(
 
 
 def _compute(step: Step, names: Sequence[str]) -> list[Span]:
-    """The marks as spans: recompute inside the backward that asks for it, stalls inside either."""
+    """Return the marks as spans: recompute lies inside the backward that needs it, stalls inside any of them."""
     zero = step.marks[0][1]
     spans: list[Span] = []
-    open_: list[tuple[int, float]] = []  # accounts from the outermost in, with their beginnings
+    open_: list[tuple[int, float]] = []  # open accounts, outermost first, with their beginnings
 
     def close(down_to: int, at_s: float) -> None:
         while len(open_) > down_to:

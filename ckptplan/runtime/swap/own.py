@@ -1,8 +1,9 @@
-"""Which storages are the model's own: never moved, and given back as they are where a stage runs again.
+"""The storages that are the model's own: never moved, and passed on unchanged when a stage runs again.
 
-Sharded units (FSDP2, `torch.distributed.fsdp.fully_shard`) have other parameters while they run: whole tensors take the
-shards' places in the unit's pre-forward hook, and go in its post-forward hook. So what belongs to a stage is looked at
-when it runs, and units inside of it, which gather once it runs, when something is saved.
+Sharded units (FSDP2, `torch.distributed.fsdp.fully_shard`) have other parameters while they run: whole tensors replace
+the shards in the unit's pre-forward hook, and are freed in its post-forward hook. So the storages of a stage's own
+parameters are looked up when the stage runs. Those of units inside the stage, which gather their parameters later, are
+looked up each time a tensor is saved.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ckptplan.runtime.state.cells import below
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """The storages that hold a tensor's values: for a wrapper such as DTensor, those of the tensors it wraps."""
+    """Return the storages that hold a tensor's values: for a wrapper such as DTensor, those of the tensors it wraps."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor.untyped_storage()]
     names, _ = tensor.__tensor_flatten__()
@@ -36,15 +37,15 @@ def is_sharded_unit(module: nn.Module) -> bool:
 
 
 def _sharded_units(modules: list[nn.Module]) -> list[Any]:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # nobody can have sharded any where it wasn't imported
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: no module is sharded
     return [] if fsdp is None else [m for m in modules if isinstance(m, fsdp.FSDPModule)]
 
 
 class OwnNames:
-    """The parameters and buffers that a model has now, by their places.
+    """The places (module table and name) of the parameters and buffers that a model has now.
 
-    What a forward registers later isn't among them: in the step that was traced it was made on the way, and counts in
-    the order of what is saved, as it then does in all steps.
+    Tensors that a forward registers later aren't included. In the traced step they were made during the forward and
+    have positions in the order of saving (NOTE [Positions]), so they must have them in all steps.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -58,31 +59,31 @@ class OwnNames:
         ]
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """What lies there now."""
+        """Yield the parameters and buffers that are in these places now."""
         for table, name in self._places:
             tensor = table[name] if name in table else None  # noqa: SIM401 - a scripted module's has no `get`
             if tensor is not None:
                 yield tensor
 
     def sharded_units(self) -> list[Any]:
-        """The modules on which `fully_shard` was called."""
+        """Return the modules on which `fully_shard` was called."""
         return _sharded_units(self._modules)
 
 
 class OwnStorages:
     """The storages of a model's parameters and buffers during one pass.
 
-    By storage, since a linear layer saves a tensor that is no parameter but a view of one, and anew each pass, since
-    parameters may have been moved or replaced.
+    They are compared by storage, because a linear layer saves not its parameter but a view of it. They are collected
+    again for each pass, because parameters may have been moved or replaced.
 
     Parameters
     ----------
     names : OwnNames or None
-        None: nobody will ask.
+        None if the plan doesn't need to know which storages are the model's own.
     """
 
     def __init__(self, names: OwnNames | None) -> None:
-        # Weak references, since the address of a buffer that the forward replaces may be another's later.
+        # Weak references, since a buffer that the forward replaces is freed, and another storage may get its address.
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._units: list[Any] = []
         self._stage: nn.Module | None = None
@@ -104,22 +105,22 @@ class OwnStorages:
         return known is not None and known() is not None
 
     def enter(self, stage: nn.Module) -> None:
-        """The forward of `stage` begins, its unit's parameters being whole."""
+        """Note that the forward of `stage` begins; the parameters of its sharded unit are whole now."""
         if self._units:
             self._stage = stage
             self._add(stage.parameters())
 
     def whole(self, stage: nn.Module) -> Callable[[], contextlib.AbstractContextManager[None]] | None:
-        """A context in which the parameters of `stage` are whole; None where they always are.
+        """Return a context factory for running `stage` with whole parameters; None if they always are whole.
 
-        To run it again before its unit's own backward gathers them.
+        A stage that is recomputed needs it when it runs before its unit's own backward has gathered the parameters.
         """
         return functools.partial(self._whole, stage) if self._units else None
 
     def _whole(self, stage: nn.Module) -> contextlib.AbstractContextManager[None]:
         inside = set(stage.modules())
         units = [unit for unit in self._units if unit in inside]
-        if stage not in units:  # its own parameters are those of the nearest unit around it
+        if stage not in units:  # its own parameters belong to the nearest unit around it
             units += [unit for unit in self._units if any(m is stage for m in unit.modules())][-1:]
         return _gathered(units)
 
@@ -143,7 +144,7 @@ def _gathered(units: list[Any]) -> Iterator[None]:
 
 
 def _managed(unit: nn.Module) -> Iterator[torch.Tensor]:
-    """The parameters below `unit` but for those of units inside of it."""
+    """Yield the parameters below `unit` without those of sharded units inside it."""
     yield from unit.parameters(recurse=False)
     for child in unit.children():
         if not is_sharded_unit(child):

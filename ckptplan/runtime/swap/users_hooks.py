@@ -1,17 +1,22 @@
-"""Hooks of the user's own on what autograd saves, around stages that are swapped or run again.
+"""The user's own saved-tensor hooks around stages that are swapped or recomputed.
 
 NOTE [Hooks around a stage]
-As for what autograd saves, the innermost hooks decide, which inside of such a stage are the runtime's.
+Autograd calls only the innermost saved-tensor hooks. Inside a swapped or recomputed stage these are the runtime's, so
+the runtime calls the user's hooks around the stage itself:
 
-1. Hooks around it are to give backward what they give without a plan: `unpack(pack(tensor))`. They are called for a
-   tensor when backward asks for it, one after the other, since until then it may be away, or not made yet. So the
-   stage holds what the plan reckons with, and `pack` gets the same values, as a leaf or not, with or without
-   `requires_grad`, as in forward.
-2. A `pack` that goes by more than its tensor, such as random numbers, would give another result then. Where hooks draw
-   from a random generator, that is an error. In a pass that is checked, so is a tensor that was written to since, past
-   its version: through `.data`, say.
-3. PyTorch's own hooks (`save_on_cpu`, `torch.utils.checkpoint`) give back what they were given, so these aren't called
-   for what a stage saves, but for what it runs again from, in forward, where that doesn't move: else it would stay.
+1. Backward gets the same as without a plan: `unpack(pack(tensor))`. Both are called, one after the other, at the moment
+   when backward needs the tensor, since before that it may be away or not yet recomputed. So the stage holds the bytes
+   that the plan expects, and `pack` gets a tensor with the same values, `is_leaf` and `requires_grad` as in forward.
+2. A `pack` whose result depends on more than its tensor, such as random numbers, would return another result in
+   backward. Hooks that draw from a random generator are therefore an error. In a checked pass, it is also an error if
+   the saved tensor was changed without a new version, for instance through `.data`.
+3. PyTorch's own hooks (`save_on_cpu`, `torch.utils.checkpoint`) return the values they got, so they aren't called for
+   the tensors that a stage saves. They are called, in forward, for the inputs that a stage is recomputed from, if the
+   plan doesn't move these: otherwise the inputs would stay on the device.
+
+Example: with `saved_tensors_hooks(pack=lambda t: t.half(), unpack=lambda t: t.float())` around a swapped stage, the
+stage's tensors leave the device in float32. In backward each one is copied back, and the hooks round it to half
+precision and back: the gradients are those of a plain step under the same hooks.
 """
 
 from __future__ import annotations
@@ -32,18 +37,18 @@ Unpack = Callable[[Any], torch.Tensor]
 Compare = Callable[[torch.Tensor], None]
 
 innermost: Callable[[bool], tuple[Pack, Unpack] | None] = torch._C._autograd._top_saved_tensors_default_hooks
-"""The hooks that decide now; called with False."""
+"""Return the saved-tensor hooks that autograd would call now, None without any; its argument is always False."""
 
 
 class Kept(Protocol):
-    """What stands for a saved tensor."""
+    """An object that stands for a saved tensor."""
 
     def tensor(self) -> torch.Tensor:
-        """The tensor."""
+        """Return the saved tensor."""
 
 
 class _Inner(torch.autograd.Function):
-    """The same tensor, as the result of an operation."""
+    """Returns its input as the result of an operation, so that it isn't a leaf."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -55,39 +60,40 @@ class _Inner(torch.autograd.Function):
 
 
 def keep_values(hooks: tuple[Pack, Unpack]) -> bool:
-    """Whether hooks are PyTorch's or the runtime's own, which give back what they were given."""
+    """Whether `hooks` are PyTorch's or the runtime's own, whose `unpack` returns the values that `pack` got."""
     module = getattr(hooks[0], "__module__", None) or ""
     return module.partition(".")[0] in ("torch", "ckptplan")
 
 
 class UsersHooks:
-    """Hooks around a stage that may give back something else (NOTE [Hooks around a stage])."""
+    """User hooks around a stage, which may change values (NOTE [Hooks around a stage])."""
 
     def __init__(self, pack: Pack, unpack: Unpack) -> None:
         self.pack, self.unpack = pack, unpack
 
     @staticmethod
     def around() -> UsersHooks | None:
-        """Those that decide now, if they may change values."""
+        """Return the hooks that autograd would call now if they may change values; otherwise None."""
         hooks = innermost(False)
         return None if hooks is None or keep_values(hooks) else UsersHooks(*hooks)
 
     def through(
         self, keep: Callable[[torch.Tensor], Kept], compared: Callable[[torch.Tensor], Compare] | None = None
     ) -> Callable[[torch.Tensor], Through]:
-        """A pack hook that keeps a tensor by `keep` and gives it back through these.
+        """Return a pack hook that keeps each tensor with `keep` and passes it through the user's hooks on unpacking.
 
-        `compared` gives what is called with the tensor that backward gets, to compare the two.
+        `compared`, if given, is called with the saved tensor in forward. It returns a function that is called in
+        backward with the tensor that comes back, and compares the two.
         """
         return lambda tensor: Through(self, keep(tensor), tensor, None if compared is None else compared(tensor))
 
     def applied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What they make of `tensor`.
+        """Return `unpack(pack(tensor))`.
 
         Raises
         ------
         UnsupportedModelError
-            If they fail, or draw random numbers.
+            If the hooks fail or draw random numbers.
         """
         generators = Generators()
         torchs = generator_states(tensor.device)
@@ -99,7 +105,7 @@ class UsersHooks:
             raise UnsupportedModelError(f"{self} failed, {_WHEN}: {error}; {_REMEDY}") from error
         generators.settle()
         if generators.drew or torchs != generator_states(tensor.device):
-            raise UnsupportedModelError(f"{self} draw random numbers, which are others {_WHEN}; {_REMEDY}")
+            raise UnsupportedModelError(f"{self} draw random numbers, which differ from forward's {_WHEN}; {_REMEDY}")
         return found
 
     def __str__(self) -> str:
@@ -107,19 +113,19 @@ class UsersHooks:
         return f"the saved_tensors_hooks {names[0]} and {names[1]} around a stage that is swapped or run again"
 
 
-_WHEN = "called in backward, when what the stage saved is there again"
+_WHEN = "called in backward, when the stage's saved tensors are there again"
 _REMEDY = "take them off, or keep the stages that run inside of them"
 
 
 class Through:
-    """A saved tensor as the user's hooks give it back.
+    """A saved tensor that passes through the user's hooks when it is unpacked.
 
     Parameters
     ----------
     like : torch.Tensor
-        As `pack` would have been given it in forward.
+        The tensor as `pack` would have got it in forward: sets `is_leaf` and `requires_grad`.
     compare : callable, optional
-        Notices that what `pack` is given isn't what was saved.
+        Called with the tensor before `pack`; raises if it isn't the one that was saved.
     """
 
     __slots__ = ("_compare", "_hooks", "_is_leaf", "_kept", "_requires_grad", "_steps")
@@ -130,7 +136,7 @@ class Through:
         self._steps = STEPS.count
 
     def tensor(self) -> torch.Tensor:
-        """The tensor."""
+        """Return the saved tensor as the user's hooks make it."""
         kept = self._kept.tensor()
         STEPS.check([kept], self._steps, f"gives it to {self._hooks} as it is now")
         if self._compare is not None:

@@ -1,4 +1,4 @@
-"""Where swapped bytes go: a file through worker threads, pinned memory on side streams, and which of them a plan needs.
+"""Stores for swapped bytes: a file behind worker threads, or pinned memory on side streams; and the ones a plan needs.
 
 On the CPU the host tier is the file. On CUDA the host tier is pinned memory, and the disk tier is the file.
 """
@@ -49,7 +49,7 @@ def make_store(
     limit_bytes: int | None,
     tier: Tier = "host",
 ) -> Store:
-    """The store of `tier` for tensors on `device`: pinned memory for CUDA's host tier, else a file."""
+    """Return a store of `tier` for tensors on `device`: pinned memory for CUDA's host tier, otherwise a file."""
     if is_accelerator(device) and tier == "host":
         return PinnedStore(device, capacity_bytes=capacity_bytes, limit_bytes=limit_bytes)
     return DiskStore(directory, capacity_bytes=capacity_bytes, limit_bytes=limit_bytes, device=device)
@@ -65,25 +65,25 @@ def make_stores(
     checksums: bool,
     synchronous: bool,
 ) -> dict[Tier, Store]:
-    """A store for every tier that `plan` moves something to, with room for all that one step moves there.
+    """Return a store for every tier that `plan` moves storages to, with room for the bytes of one step.
 
     Raises
     ------
     InvalidInputError
-        If a tier can't be had, or not of that size. None is left open then.
+        If a tier doesn't exist on the device or can't have that size. No store is left open then.
     """
     stores: dict[Tier, Store] = {}
     tiers = dict.fromkeys(choice.tier for choice in plan.choices if choice.moves)
     if "disk" in tiers and host_limit_bytes is not None:
-        host_limit_bytes = max(host_limit_bytes - STAGING_BYTES, 0)  # its staging is pinned memory as well
+        host_limit_bytes = max(host_limit_bytes - STAGING_BYTES, 0)  # the staging of the disk tier is pinned memory too
     try:
         for tier in tiers:
             capacity, limit = plan.host_bytes, host_limit_bytes
             if tier == "disk":
                 if not is_accelerator(device):
                     raise InvalidInputError(
-                        "the plan moves storages to the disk tier, and on the CPU there is none behind the host tier, "
-                        "which is the swap file itself; solve again on this device"
+                        "the plan moves storages to the disk tier, which doesn't exist on the CPU, where the host tier "
+                        "is the swap file itself; solve again on this device"
                     )
                 capacity, limit = plan.disk_bytes, disk_limit_bytes
             elif not is_accelerator(device):
@@ -101,7 +101,7 @@ def make_stores(
 
 @contextlib.contextmanager
 def handing_over(stores: Mapping[Tier, Store]) -> Iterator[None]:
-    """Inside, stores that are made use the host memory of `stores`, which go on with it until they are closed."""
+    """Inside, new stores share the host memory of `stores`, which go on using it until they are closed."""
     with keep_pinned_memory():
         for store in stores.values():
             store.lend()
@@ -109,6 +109,6 @@ def handing_over(stores: Mapping[Tier, Store]) -> Iterator[None]:
 
 
 def close_all(stores: Mapping[Tier, Store]) -> None:
-    """Close every one of `stores`."""
+    """Close all `stores`."""
     for store in stores.values():
         store.close()

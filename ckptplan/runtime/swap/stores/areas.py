@@ -1,4 +1,4 @@
-"""Page-locked host memory: registered in one piece, handed on from plan to plan, given back with its last holder."""
+"""Page-locked host memory: registered in one piece, passed on from plan to plan, freed with its last holder."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ from ckptplan.runtime.observe.meter import Way
 from ckptplan.runtime.swap.stores.base import Extents
 
 CUDA_ALIGN = 512
-"""What the device's allocator rounds to: a plan's host bytes, summed over its storages, are exactly what is taken."""
+"""Alignment of blocks: the device's allocator rounds to it too, so a plan's host bytes are exactly the bytes taken."""
 _SLICE_BYTES = 64 << 20
-"""What a thread makes pages for at least; below that starting one isn't worth it."""
+"""Least memory for which one more thread makes pages; for less, starting a thread takes longer than it saves."""
 _THREADS = 16
-_HUGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone
+_HUGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
 
 
 class HostArea:
     """Host memory for copies to and from devices, page-locked for all of them as long as this object lives.
 
-    Where page-locking fails (`ulimit -l`, a container's limit), copies through ordinary memory are slower and don't
-    overlap, but device memory is as planned: that is a warning, not an error.
+    If page-locking fails (`ulimit -l`, a container's limit), ordinary memory is used: copies are slower and don't
+    overlap, but device memory is as planned. That is a warning, not an error.
 
     Parameters
     ----------
     nbytes : int
     device : torch.device
-        The one that copies; for the CPU nothing is page-locked.
+        The device that copies; for the CPU nothing is page-locked.
     warn : bool
-        Whether to warn.
+        Whether to warn if page-locking fails.
 
     Attributes
     ----------
     memory : torch.Tensor
     extents : Extents
-        What of it is taken.
+        The pieces of the area that are taken.
     is_locked : bool
     uses : dict
-        The last copy of each store in each direction: whatever is written here next waits for them.
+        The last copy of each store in each direction; the next write to this memory waits for them.
     devices : set of torch.device
-        Those that copy: all are waited for before the memory goes.
+        The devices that copy: all are synchronized before the memory is freed.
 
     Raises
     ------
     SwapError
-        If there is no such memory.
+        If the memory can't be allocated.
     """
 
     __slots__ = ("__weakref__", "_ending", "devices", "extents", "is_locked", "memory", "uses")
@@ -76,20 +76,21 @@ class HostArea:
                 stacklevel=1,
             )
         if self.is_locked:
-            # With the last store or ticket that holds the area: memory freed while registered poisons its next owner.
+            # Runs when the last store or ticket that holds the area is freed: memory freed while still registered would
+            # break page-locking for its next owner.
             self._ending = weakref.finalize(self, _unlock, os.getpid(), self.memory, self.devices)
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Size of the area in bytes."""
         return self.memory.numel()
 
 
 def _pages(nbytes: int) -> torch.Tensor:
-    """Memory whose pages are there.
+    """Return `nbytes` of host memory whose pages exist already.
 
-    Registering memory makes its pages first, one by one in one thread, which is nearly all of the time that it takes.
-    Large pages are made with fewer faults, and threads make them side by side.
+    Registering memory first makes its pages, one by one in one thread, which takes nearly all of the time. Large pages
+    need fewer page faults, and several threads make them at the same time.
     """
     try:
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -107,17 +108,17 @@ def _pages(nbytes: int) -> torch.Tensor:
 
 
 def _unlock(pid: int, memory: torch.Tensor, devices: set[torch.device]) -> None:
-    """End the page-locking of `memory`, once no copy touches it."""
+    """End the page-locking of `memory`, after all copies of `devices` are done."""
     if os.getpid() != pid:
-        return  # a forked copy: the memory is registered for the other process
+        return  # in a forked process: the memory is registered for the parent
     for device in devices:
-        with contextlib.suppress(RuntimeError):  # a device that failed: nothing to wait for
+        with contextlib.suppress(RuntimeError):  # the device has failed: no copy is under way
             synchronize(device)
     unlock_pages(memory)
 
 
 class _Kept:
-    """Areas that wait for a store to take them over, inside of `keep_pinned_memory` alone."""
+    """Areas that wait for the next store; only inside `keep_pinned_memory`."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -134,16 +135,16 @@ class _Kept:
             dropped = [] if self._depth else self._areas
             if not self._depth:
                 self._areas = []
-        del dropped  # outside of the lock: their ends wait for the device
+        del dropped  # outside of the lock, because freeing an area waits for the device
 
     def add(self, areas: list[HostArea]) -> None:
-        """Keep `areas`, if anybody keeps any."""
+        """Keep `areas` for the next store, if inside `keep_pinned_memory`."""
         with self._lock:
             if self._depth:
                 self._areas += [area for area in areas if area.is_locked and area not in self._areas]
 
     def take(self, nbytes: int, most: int | None) -> HostArea | None:
-        """The smallest area of `nbytes` or the largest below that, but none larger than `most` or twice `nbytes`."""
+        """Take the smallest area of at least `nbytes`, otherwise the largest; none above `most` or `2 * nbytes`."""
         with self._lock:
             most = 2 * nbytes if most is None else min(2 * nbytes, most)
             fitting = sorted((area for area in self._areas if area.nbytes <= most), key=lambda area: area.nbytes)
@@ -158,11 +159,11 @@ KEPT = _Kept()
 
 @contextlib.contextmanager
 def keep_pinned_memory() -> Iterator[None]:
-    """Inside, page-locked host memory that a plan gives back waits for the next plan, instead of going at once.
+    """Inside, page-locked host memory that a plan frees is kept for the next plan.
 
-    Page-locking takes some tenths of a second per GiB, and a plan may swap to a hundred of them. Where several plans
-    are applied one after the other, memory is registered once inside of this block, and given back at its end. Without
-    it `handle.remove()` gives all of it back.
+    Page-locking takes some tenths of a second per GiB, and a plan may swap to a hundred GiB. If several plans are
+    applied one after the other inside this block, the memory is registered once, and freed at the end of the block.
+    Without it, `handle.remove()` frees all of it.
     """
     KEPT.enter()
     try:

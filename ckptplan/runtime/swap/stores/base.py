@@ -1,8 +1,8 @@
-"""What the swap state machine needs of a tier, and what its stores have in common.
+"""The interface of a store, and the code that its implementations share.
 
-A store moves groups of blocks and says when a whole group is done; it knows nothing of stages. The order of calls per
-ticket is `start_out`, `finish_out`, `start_in`, `finish_in`, then `free`; the last three may be left out or, for
-`start_in` and `finish_in`, come again. Only the calling thread allocates or frees device memory.
+A store copies groups of blocks to a tier and back, and lets compute wait for a whole group; it has no notion of stages.
+The order of calls per ticket is `start_out`, `finish_out`, `start_in`, `finish_in`, then `free`. The last three may be
+left out, and `start_in` and `finish_in` may be repeated. Only the calling thread allocates or frees device memory.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from ckptplan.runtime.observe.meter import OnCopy
 
 
 class Space:
-    """What a store keeps open for its blocks (memory, a file, threads): ended when nobody holds it."""
+    """The resources that a store keeps open for its blocks (memory, a file, threads); closed with their last holder."""
 
     __slots__ = ("__weakref__", "areas")
 
     def __init__(self) -> None:
-        self.areas: list[Any] = []  # of host memory
+        self.areas: list[Any] = []  # `HostArea` objects
 
 
 class Ticket:
-    """A group of blocks on its way to, in, or back from a tier; its piece is taken as long as this holds it.
+    """A group of blocks on its way to, in, or back from a tier; its piece of the tier is taken as long as it is held.
 
     Attributes
     ----------
     sizes, offsets : sequence of int
-        Of each block, in bytes; offsets within the piece.
+        Size of each block, and its offset within the piece, in bytes.
     out_done, in_done
-        The end of the copy out, and of the last copy in.
+        Completion of the copy out, and of the last copy in: an event or a `Done`, depending on the store.
     """
 
     def __init__(self, sizes: Sequence[int], offsets: Sequence[int], extent: Extent, space: Space) -> None:
@@ -54,30 +54,30 @@ class Ticket:
         self.in_done: Any = None
 
     def let_go(self) -> None:
-        """Leave the piece to others, once no copy holds it either."""
+        """Free the piece for other groups, as soon as no copy holds it either."""
         self.extent = self.space = None
 
 
 class Store(Protocol):
-    """What the swap state machine needs of a tier; `on_copy`, if set, is told of copies issued from then on."""
+    """The swap state machine's interface to a tier; `on_copy`, if set, is called for each copy issued from then on."""
 
     on_copy: OnCopy | None
 
     @property
     def name(self) -> str:
-        """Where the bytes are, for messages."""
+        """Place of the bytes, for messages."""
 
     @property
     def reserved_bytes(self) -> int:
-        """What the tier holds for swapped bytes now, used or not."""
+        """Bytes that the store holds now, used or not."""
 
     @property
     def used_bytes(self) -> int:
-        """What of it is in use now."""
+        """Bytes of them in use now."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most of it that was in use at once."""
+        """Most bytes that were in use at once."""
 
     def start_out(self, *sources: torch.Tensor, place: Hashable = None) -> Ticket:
         """Begin to copy contiguous tensors out; the caller keeps them until `finish_out`.
@@ -85,11 +85,11 @@ class Store(Protocol):
         Parameters
         ----------
         place : hashable, optional
-            Groups of the same place and sizes lie where the first did, unless that is still taken.
+            A group with the same place and size as an earlier one gets the same memory, unless that is still taken.
         """
 
     def finish_out(self, ticket: Ticket) -> None:
-        """Make compute wait until the whole group is out."""
+        """Make compute wait until the whole group is copied out."""
 
     def start_in(self, ticket: Ticket, *targets: torch.Tensor, parts: Sequence[int] | None = None) -> Any:
         """Begin to copy blocks back into `targets`, after the copy out is done.
@@ -97,33 +97,33 @@ class Store(Protocol):
         Parameters
         ----------
         parts : sequence of int, optional
-            Which blocks of the group; by default all, in order.
+            Indices of the blocks in the group; by default all, in order.
 
         Returns
         -------
-        What `finish_in` takes to wait for these.
+        Completion of these copies, to be passed to `finish_in`.
         """
 
     def finish_in(self, ticket: Ticket, done: Any = None) -> None:
-        """Make compute wait until the blocks that `start_in` returned `done` for are back; by default the last."""
+        """Make compute wait for the copies in with completion `done`; by default those of the last `start_in`."""
 
     def free(self, ticket: Ticket) -> None:
-        """Give the host bytes back once no copy touches them."""
+        """Free the host bytes of the group once no copy uses them."""
 
     def lend(self) -> None:
-        """Let stores that are made inside of `handing_over` use this one's host memory too."""
+        """Let stores that are made inside `handing_over` use this store's host memory too."""
 
     def close(self) -> None:
-        """End threads, give memory and files back: now, or when the last block that is still in use is freed."""
+        """End threads and free memory and files: now, or when the last block in use is freed."""
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as one dimension of bytes."""
+    """Return the memory of a contiguous tensor as one dimension of bytes."""
     return (tensor if tensor.dim() == 1 else tensor.view(-1)).view(torch.uint8)
 
 
 class NullStore:
-    """Moves nothing: for replays that only count bytes."""
+    """A store that copies nothing: for replays that only count bytes."""
 
     name = "nowhere"
     on_copy: OnCopy | None = None
@@ -159,43 +159,45 @@ class Extent:
 
 
 _ENDLESS = 1 << 62
-"""The end of an area without one."""
+"""End of an area without a capacity."""
 
 
 class Extents:
-    """The pieces of one linear area: where a piece of that place and size was before, else first fit. Thread-safe.
+    """The pieces of one linear area. Thread-safe.
 
-    A piece is free again when nothing holds its `Extent`: there is no call to give it back that an interrupt or an
-    error could skip, or that the garbage collector could make in the middle of `take`. The weak references in `_taken`
-    are what is so; gaps and sums follow from them, one change at a time, and are made anew where an exception has cut
-    a change short.
+    A piece lies where an earlier piece of the same place and size was; otherwise it is placed first fit.
+
+    A piece is free again when nothing holds its `Extent`. There is no call to free it, which an interrupt or an error
+    could skip, or which the garbage collector could make in the middle of `take`. The weak references in `_taken` are
+    the source of truth. Gaps and sums are derived from them, one change at a time, and computed from scratch after an
+    exception has interrupted a change.
 
     Parameters
     ----------
     align : int
-        Sizes are multiples of it.
+        Sizes are rounded up to multiples of this, in bytes.
     capacity : int, optional
-        Where the area ends.
+        Size of the area in bytes; by default it has no end.
     """
 
     def __init__(self, align: int, capacity: int | None = None) -> None:
         self._align = align
         self._end = _ENDLESS if capacity is None else capacity
-        self._taken: dict[int, tuple[int, int, weakref.ref[Extent]]] = {}  # by its reference's identity: offset, size
+        self._taken: dict[int, tuple[int, int, weakref.ref[Extent]]] = {}  # id of the reference -> offset, size
         self._dead: collections.deque[weakref.ref[Extent]] = collections.deque()
         self._gaps = Ranges()
         self._used = 0
         self._places: dict[Hashable, tuple[int, int]] = {}  # offset, size
-        self._learns = True  # whether new places are remembered, since the area was empty
+        self._learns = True  # whether new places are remembered
         self._unsure = True
-        self._lock = threading.RLock()  # its thread gets it again, should an interrupt have kept it from releasing
+        self._lock = threading.RLock()  # reentrant: an interrupt may skip a release in the same thread
 
     def size(self, nbytes: int) -> int:
-        """`nbytes` as they are taken."""
+        """Return `nbytes` rounded up to the alignment."""
         return -(-nbytes // self._align) * self._align
 
     def layout(self, sizes: Sequence[int]) -> tuple[list[int], int]:
-        """Offsets of blocks one behind the other, and where the last ends."""
+        """Return the offsets of blocks laid out one after the other, and the end of the last."""
         offsets, end = [], 0
         for nbytes in sizes:
             offsets.append(end)
@@ -208,20 +210,20 @@ class Extents:
 
     @property
     def used(self) -> int:
-        """Bytes taken now."""
+        """Bytes that are taken now."""
         with self._lock:
             self._settle()
             return self._used
 
     def take(self, nbytes: int, place: Hashable = None) -> Extent | None:
-        """A piece of `nbytes`; None if there is none before the end.
+        """Take a piece of `nbytes`; None if there is no gap of that size.
 
         Parameters
         ----------
         place : hashable, optional
-            Remembered with the size, for `again`. Another size than remembered, or a new place in an area that was
-            filled before, is the beginning of other shapes: all that is remembered goes, and pieces are taken first
-            fit until the area is empty, since places of two layouts would lie across each other.
+            Remembered with its offset and size, for `again`. A place that comes with another size than before, or a
+            new place after the area was filled before, means that other shapes begin. Then all places are forgotten,
+            and pieces are taken first fit until the area is empty: the places of two layouts would overlap.
         """
         size = self.size(nbytes)
         with self._lock:
@@ -242,7 +244,7 @@ class Extents:
             return self._cut(start, size)
 
     def again(self, nbytes: int, place: Hashable) -> Extent | None:
-        """The piece where `place` had one of that size before; None where it had none, or it is taken."""
+        """Take the piece that `place` had before with this size; None if it had none or the piece is taken."""
         size = self.size(nbytes)
         with self._lock:
             self._settle()
@@ -258,7 +260,7 @@ class Extents:
         return None
 
     def _cut(self, start: int, size: int) -> Extent | None:
-        """Take that piece; None where it isn't free."""
+        """Take the piece from `start` of `size`; None if it isn't free."""
         self._unsure = True
         extent = None
         if self._gaps.remove(start, start + size):
@@ -270,7 +272,7 @@ class Extents:
         return extent
 
     def _settle(self) -> None:
-        """Make gaps of pieces that nothing holds any more."""
+        """Turn the pieces that nothing holds any more into gaps."""
         if self._unsure:
             self._start_anew()
         while self._dead:
@@ -291,7 +293,7 @@ class Extents:
 
 
 class OfOneProcess(abc.ABC):
-    """A store that works in the process that made it, and whose space goes when it is closed and no ticket holds it."""
+    """A store for the process that made it; its space is freed once it is closed and no ticket holds it."""
 
     on_copy: OnCopy | None = None
 
@@ -314,7 +316,7 @@ class OfOneProcess(abc.ABC):
 
     @property
     def _foreign(self) -> bool:
-        """Whether this is a copy in a forked process, whose bytes, threads and streams are the other's."""
+        """Whether this is a copy in a forked process; bytes, threads and streams belong to the parent."""
         return os.getpid() != self._pid
 
     def _require_owner(self) -> None:

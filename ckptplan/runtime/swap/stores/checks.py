@@ -1,4 +1,4 @@
-"""Stores around a store, for finding faults: one that compares checksums, one without any overlap."""
+"""Stores that wrap a store, to find faults: one compares checksums, one waits for every copy."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ckptplan.runtime.observe.meter import OnCopy
 from ckptplan.runtime.swap.stores.base import Store, Ticket, bytes_of
 
 _Returns = tuple[Any, dict[int, torch.Tensor]]
-"""Copies back that weren't compared yet: what to wait for, and the targets by part."""
+"""Copies in that aren't compared yet: their completion, and the targets by part."""
 _PIECE_BYTES = 16 << 20
-"""What is brought to the host at once for its checksum."""
+"""Most bytes copied to the host at a time for their checksum."""
 
 
 class Around:
-    """Does what `inner` does."""
+    """A store that passes every call on to `inner`."""
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
 
     @property
     def on_copy(self) -> OnCopy | None:
-        """As of the store inside."""
+        """The callback of the inner store."""
         return self.inner.on_copy
 
     @on_copy.setter
@@ -75,7 +75,7 @@ class Around:
 
 
 class SynchronousStore(Around):
-    """Waits for every copy where it is issued, on the host."""
+    """Waits on the host for every copy as soon as it is issued."""
 
     def __init__(self, inner: Store, device: torch.device) -> None:
         super().__init__(inner)
@@ -99,9 +99,10 @@ class SynchronousStore(Around):
 
 
 class ChecksumStore(Around):
-    """Compares what comes back with what left, on the device's own bytes: damage anywhere on the way shows.
+    """Compares checksums of the device's bytes before they leave and after they return: finds damage on any tier.
 
-    The checksum is CRC-32 (zlib): it finds every burst of up to 32 wrong bits, and one of 2**32 other damages passes.
+    The checksum is CRC-32 (zlib). It finds every burst of up to 32 wrong bits; of other damage, one case in 2**32
+    passes unnoticed.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -126,7 +127,7 @@ class ChecksumStore(Around):
         waiting = self._targets.get(ticket, [])
         done = waiting[-1][0] if done is None and waiting else done
         for issued, targets in waiting:
-            # Damaged targets are kept, so that another wait for them fails in the same way.
+            # Keep damaged targets, so that a second wait for them fails in the same way.
             for part, target in targets.items() if issued is done else ():
                 if (found := _checksum(target)) != self._left[ticket][part]:
                     raise SwapError(
@@ -143,7 +144,7 @@ class ChecksumStore(Around):
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """CRC-32 of a tensor's bytes, after all that was computed on the current stream so far."""
+    """Return the CRC-32 of a tensor's bytes, after all work issued to the current stream so far."""
     data, found = bytes_of(tensor), 0
     for at in range(0, data.numel(), _PIECE_BYTES):
         found = zlib.crc32(memoryview(data[at : at + _PIECE_BYTES].cpu().numpy()), found)  # type: ignore[arg-type]

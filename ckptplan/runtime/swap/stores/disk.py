@@ -1,4 +1,4 @@
-"""A tier in a file, read and written by worker threads; for other devices than the CPU, through a little staging."""
+"""A tier in a file, read and written by worker threads; tensors of an accelerator pass through a small staging area."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from ckptplan.runtime.swap.stores.workers import Done, Worker
 
 DISK_BLOCK_BYTES = 4096
 CHUNK_BYTES = STAGING_BYTES // 4
-"""What one copy between a device and its staging moves: some ms, against some µs to issue it."""
+"""Bytes of one copy between a device and its staging: it takes some ms, and some µs to issue."""
 _NO_RESERVATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
-"""What file systems that can't reserve answer."""
+"""Errors of file systems that can't reserve space."""
 
 
 Part = tuple[torch.Tensor, int]
-"""Bytes, and their offset in the file."""
+"""A tensor of bytes, and its offset in the file."""
 
 
 class Staging:
-    """Two chunks of host memory and a stream, for one direction; a worker thread's own.
+    """Two chunks of host memory and a stream, for one direction; used by one worker thread only.
 
     While the device copies one chunk, the thread reads or writes the other.
     """
@@ -49,7 +49,7 @@ class Staging:
         self._chunk = self._chunks[0].numel()
 
     def out(self, ready: Any, parts: Iterable[Part], write: Callable[[memoryview, int], None]) -> None:
-        """Write `parts`, which are there once `ready` has happened, a chunk at a time."""
+        """Write `parts` to the file a chunk at a time, after event `ready`: their bytes are computed then."""
         waiting: tuple[memoryview, int] | None = None
         with self._streams.stream(self._stream):
             self._stream.wait_event(ready)
@@ -66,11 +66,11 @@ class Staging:
                 if waiting is not None:
                     write(*waiting)
             finally:
-                # Also where a write failed: once this returns, others may write to the sources and to the chunks.
+                # Also after a failed write: when this returns, the sources and the chunks may be overwritten.
                 recorded_event(self._device).synchronize()
 
     def back(self, ready: Any, parts: Iterable[Part], read: Callable[[memoryview, int], None]) -> None:
-        """Read into `parts`, which may be written to once `ready` has happened, a chunk at a time."""
+        """Read the file into `parts` a chunk at a time, after event `ready`: they may be overwritten then."""
         used: list[Any] = [None, None]
         with self._streams.stream(self._stream):
             self._stream.wait_event(ready)
@@ -88,12 +88,12 @@ class Staging:
 
 
 def _chunks(parts: Iterable[Part], most_bytes: int) -> Iterator[tuple[int, int, list[Part]]]:
-    """Cut `parts`, in the order of their offsets, so that each cut is one stretch of the file and fits a chunk.
+    """Cut `parts`, given in the order of their offsets, into groups that are one range of the file and fit a chunk.
 
     Yields
     ------
     tuple
-        Where in the file it begins and ends, and its pieces. Rounding may lie between two of them, nothing else.
+        Begin and end of the range in the file, and its pieces. Gaps between pieces are smaller than a disk block.
     """
     begin = end = 0
     pieces: list[Part] = []
@@ -115,29 +115,29 @@ def _chunks(parts: Iterable[Part], most_bytes: int) -> Iterator[tuple[int, int, 
 
 
 class DiskStore(OfOneProcess):
-    """Swaps tensors to one unnamed file: nothing is left behind, whatever happens to the process.
+    """Swaps tensors to one unnamed file, which disappears with the process even if that is killed.
 
-    CPU tensors are written and read where they lie. Those of other devices pass through staging: on a stream of the
-    worker's own, which waits for what the computing stream was given before the copy was asked for. Whoever finishes a
-    copy waits on the host.
+    CPU tensors are written and read in place. Tensors of an accelerator pass through staging memory, on a stream of the
+    worker thread. That stream waits for the work issued to the compute stream before the copy was requested.
+    `finish_out` and `finish_in` wait on the host.
 
     Parameters
     ----------
     directory : str or Path, optional
-        Where the file lives; the system's temporary directory by default.
+        Directory of the file; by default the system's temporary directory.
     capacity_bytes : int
-        Reserved on disk at once, so that a full disk is an error before the first step.
+        Reserved on disk at once, so that a full disk raises before the first step.
     limit_bytes : int, optional
-        The file grows no larger.
+        Largest size of the file.
     device : torch.device
-        Where the tensors are.
+        Device of the tensors; by default the CPU.
     chunk_bytes : int, optional
-        Staging chunks of this size, on the CPU too; by default none on the CPU, else `CHUNK_BYTES`.
+        Size of a staging chunk, on the CPU too; by default no staging on the CPU, otherwise `CHUNK_BYTES`.
 
     Raises
     ------
     InvalidInputError
-        If the directory can't be written or has no room, or `capacity_bytes` is beyond the limit.
+        If the directory can't be written or has no room, or `capacity_bytes` is above `limit_bytes`.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class DiskStore(OfOneProcess):
     ) -> None:
         self._device = device or torch.device("cpu")
         super().__init__()
-        # On CUDA sizes are multiples of that already, so a plan's bytes are exactly what is taken.
+        # On CUDA sizes are multiples of `CUDA_ALIGN` already, so a plan's bytes are exactly the bytes taken.
         self._extents = Extents(CUDA_ALIGN if is_accelerator(self._device) else DISK_BLOCK_BYTES)
         where = Path(directory) if directory is not None else Path(tempfile.gettempdir())
         try:
@@ -201,7 +201,7 @@ class DiskStore(OfOneProcess):
         try:
             _allocate(self._file.fileno(), self._reserved, nbytes)
         except OSError as error:
-            with contextlib.suppress(OSError):  # what could be had of it would be missing elsewhere
+            with contextlib.suppress(OSError):  # give a partial reservation back
                 os.ftruncate(self._file.fileno(), self._reserved)
             raise SwapError(
                 f"swap directory {self._where} has no room for {format_bytes(nbytes)}: {error}; "
@@ -221,7 +221,7 @@ class DiskStore(OfOneProcess):
         return self._issued(ticket)
 
     def _submit(self, way: Way, ticket: Ticket, tensors: Sequence[torch.Tensor], parts: Sequence[int]) -> Done:
-        """Have the worker of that direction copy blocks of a group, in the order in which they lie, as one job."""
+        """Queue one job for the worker of direction `way`: copy blocks of a group in the order of their offsets."""
         fd = self._file.fileno()
         blocks = [
             (bytes_of(tensor), ticket.offset + ticket.offsets[part])
@@ -249,13 +249,13 @@ class DiskStore(OfOneProcess):
 
     def finish_in(self, ticket: Ticket, done: Any = None) -> None:
         self._require_owner()
-        # A worker gets here when it happens to collect garbage; its own queue must not wait for itself.
+        # The garbage collector may call this in a worker thread, which must not wait for its own queue.
         if threading.current_thread() not in (self._out.thread, self._in.thread):
             done = ticket.in_done if done is None else done
             done.wait(f"reading {format_bytes(ticket.nbytes)} from {self._where}")
 
     def free(self, ticket: Ticket) -> None:
-        # A worker gets here when it happens to collect garbage; copies under way hold what they need.
+        # The garbage collector may call this in a worker thread; copies under way hold their piece themselves.
         if not self._foreign and threading.current_thread() not in (self._out.thread, self._in.thread):
             for done in (ticket.in_done, ticket.out_done):
                 if done is not None:
@@ -263,12 +263,12 @@ class DiskStore(OfOneProcess):
         ticket.let_go()
 
     def lend(self) -> None:
-        """Nothing: a staging area is too small to wait for."""
+        """Do nothing: a staging area is too small to be worth passing on."""
 
 
 def _close_disk(pid: int, out: Worker, back: Worker, file: Any) -> None:
     if os.getpid() != pid:
-        return  # a forked copy: threads and file are the other process's
+        return  # in a forked process: threads and file belong to the parent
     out.stop()
     back.stop()
     with contextlib.suppress(OSError):
@@ -276,7 +276,7 @@ def _close_disk(pid: int, out: Worker, back: Worker, file: Any) -> None:
 
 
 def _allocate(fd: int, held: int, nbytes: int) -> None:
-    """Let a file of `held` bytes have room for `nbytes`; where room can't be reserved, see that there is some now."""
+    """Grow a file from `held` to `nbytes` bytes; if space can't be reserved, require that it is free now."""
     try:
         os.posix_fallocate(fd, held, nbytes - held)
     except OSError as error:
@@ -296,9 +296,10 @@ def _timed(
     work: Callable[[], None],
     after: Done | None,
 ) -> None:
-    """Do `work` and tell how long it took; as long as the job is queued or done, it holds its piece and the open file.
+    """Do `work` and report its time to `tell`, the store's `on_copy`.
 
-    Where the last ticket ends in a worker's thread, the file would be closed under copies that are queued.
+    `held`, the job's piece and the open file, is unused but keeps both alive while the job is queued or running.
+    Otherwise the file would be closed before queued copies if the last ticket is freed in a worker thread.
     """
     if after is not None:
         after.wait("the copy out")  # its own; before the clock starts, since waiting isn't copying

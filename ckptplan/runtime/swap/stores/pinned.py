@@ -19,7 +19,7 @@ _NUMBERS = itertools.count()
 
 
 class PinnedTicket(Ticket):
-    """With the memory of each block, and the last copies to and from their area (`HostArea.uses`)."""
+    """A ticket with the host memory of each block, and the last copies of its area (`HostArea.uses`)."""
 
     hosts: Sequence[torch.Tensor]
     uses: dict[tuple[int, Way], Any]
@@ -28,16 +28,16 @@ class PinnedTicket(Ticket):
 class PinnedStore(OfOneProcess):
     """Swaps CUDA tensors to page-locked host memory on two side streams.
 
-    The area is ordinary memory registered with CUDA at its exact size: PyTorch's own pinned allocator rounds up to
-    powers of two. Blocks are multiples of `CUDA_ALIGN`, of any size. An area that overflows (more graphs alive than the
-    plan knew) gets a further one, of at least a quarter of what there is; `limit_bytes` bounds them all. All go with
-    `close` and the last ticket, or to the next store (`lend`, `keep_pinned_memory`).
+    An area is ordinary memory registered with CUDA at its exact size, since PyTorch's own pinned allocator rounds up to
+    powers of two. Block sizes are multiples of `CUDA_ALIGN`. If the areas are full (more graphs are alive than
+    planned), another one is added, of at least a quarter of the bytes held so far. `limit_bytes` bounds their sum. All
+    are freed with `close` and the last ticket, or passed on to the next store (`lend`, `keep_pinned_memory`).
 
-    Streams: a group's copies out wait for the compute stream of its caller; the compute stream waits for all of them at
-    the release point, by one event, so the blocks are free for reuse on that stream and no `record_stream` is needed.
+    Streams: a group's copies out wait for the compute stream of the caller. At the release point the compute stream
+    waits for all of them with one event, so the device blocks can be reused on that stream without `record_stream`.
     Copies in wait for the compute stream, on which their targets were allocated, and for their group's copies out.
-    Memory that is taken again is written only after the copies that used it: copies out wait for all copies in that
-    were issued before them, and for copies out of a store that had the memory before, whose graphs may be gone.
+    Host memory that is reused is written only after the copies that used it. So copies out wait for all copies in that
+    were issued before them, and for the copies out of an earlier store of the memory, whose graphs may be gone.
     """
 
     def __init__(self, device: torch.device, *, capacity_bytes: int, limit_bytes: int | None = None) -> None:
@@ -48,7 +48,7 @@ class PinnedStore(OfOneProcess):
         self._out = self._own.Stream(device)
         self._in = self._own.Stream(device)
         self._number = next(_NUMBERS)
-        self._waited: dict[tuple[int, int, Way], Any] = {}  # the last copy waited for, by area, store and direction
+        self._waited: dict[tuple[int, int, Way], Any] = {}  # area, store, direction -> last copy waited for
         needed = max(capacity_bytes, CUDA_ALIGN)
         try:
             while (held := self.reserved_bytes) < needed:
@@ -70,7 +70,7 @@ class PinnedStore(OfOneProcess):
 
     @property
     def _areas(self) -> list[HostArea]:
-        """Held by what keeps the store open, its tickets included."""
+        """The areas; they belong to the store's space, which its tickets hold too."""
         return [] if self._space is None else self._space.areas
 
     def lend(self) -> None:
@@ -81,9 +81,9 @@ class PinnedStore(OfOneProcess):
         super().close()
 
     def _grow(self, nbytes: int, *, exactly: bool = False) -> None:
-        """Add an area of at least `nbytes`, up to a quarter of what there is; `exactly`: of that, or one that is there.
+        """Add an area of at least `nbytes`, or of a quarter of the bytes held if that is more and within the limit.
 
-        One that is there may be smaller, and more are added then.
+        With `exactly`, add an area kept by `keep_pinned_memory`, which may be smaller, or a new one of `nbytes`.
         """
         held = self.reserved_bytes
         room = None if self._limit is None else self._limit - held
@@ -103,7 +103,7 @@ class PinnedStore(OfOneProcess):
         self._areas.append(area)
 
     def _take(self, nbytes: int, place: Hashable) -> tuple[Extent, HostArea]:
-        """A piece within one area, a new one if need be, and that area."""
+        """Take a piece within one area, a new area if necessary; return piece and area."""
         for area in self._areas:
             extent = area.extents.again(nbytes, place)
             if extent is not None:
@@ -127,7 +127,7 @@ class PinnedStore(OfOneProcess):
         ticket.hosts = [area.memory[at : at + size] for at, size in zip(begins, sizes, strict=True)]
         self._out.wait_stream(compute)
         for (store, way), use in area.uses.items():
-            before = (store, way) != (self._number, "out")  # its own copies out are in order
+            before = (store, way) != (self._number, "out")  # own copies out are on one stream, in order
             if before and self._waited.get((id(area), store, way)) is not use:
                 self._out.wait_event(use)
                 self._waited[id(area), store, way] = use
@@ -140,7 +140,7 @@ class PinnedStore(OfOneProcess):
         return self._issued(ticket)
 
     def _timing(self) -> Any:
-        """An event on the stream that copies now; None where nobody asks for times."""
+        """Return an event on the current (copying) stream; None if no times are needed."""
         return None if self.on_copy is None else timing_event(self._device)
 
     def _tell(self, way: Way, nbytes: int, begin: Any) -> None:

@@ -1,4 +1,4 @@
-"""Threads that copy: one per direction, each with its queue."""
+"""The threads that copy: one per direction, each with its own queue."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from ckptplan.core.errors import SwapError
 
 _POLL_S = 0.2
-"""How long a waiter takes to notice that its thread has died."""
+"""Interval at which a waiting thread checks that the worker is still alive."""
 
 
 class Done:
-    """The end of one job of a thread, with the error if there was one."""
+    """Completion of one job of a worker thread, with the job's error, if any."""
 
     def __init__(self, thread: threading.Thread) -> None:
         self._thread = thread
@@ -23,18 +23,19 @@ class Done:
         self.error: BaseException | None = None
 
     def settle(self) -> None:
-        """Return when the job has ended, or never will because its thread has."""
+        """Wait until the job has ended; if its thread has died, note that as the job's error."""
         while not self.event.wait(_POLL_S):
             if not self._thread.is_alive() and not self.event.is_set():
                 self.error = RuntimeError(f"the thread {self._thread.name} has died")
                 self.event.set()
 
     def wait(self, what: str) -> None:
-        """Settle, and raise if the job failed.
+        """Wait until the job has ended, and raise if it failed.
 
         Raises
         ------
         SwapError
+            If the job failed; `what` names it in the message.
         """
         self.settle()
         if self.error is not None:
@@ -44,7 +45,7 @@ class Done:
 
 
 class Worker:
-    """One thread and its first-in-first-out queue; a thread that has died is replaced for the jobs that come then."""
+    """A thread with a first-in-first-out queue; if the thread has died, the next job starts a new one."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -63,9 +64,9 @@ class Worker:
             try:
                 work(*arguments)
             except BaseException as error:
-                traceback.clear_frames(error.__traceback__)  # else the error keeps the tensors that were copied
+                traceback.clear_frames(error.__traceback__)  # otherwise the error keeps the copied tensors
                 done.error = error
-            # Nothing of the job may outlive the signal: the waiting thread frees the memory, not this one.
+            # Drop the job before signalling its end, so that the waiting thread frees the memory and not this one.
             del job, work, arguments
             done.event.set()
             del done
@@ -76,7 +77,7 @@ class Worker:
         Raises
         ------
         SwapError
-            After `stop`.
+            If `stop` was called before.
         """
         if self._stopped:
             raise SwapError("the swap space is closed: remove() was called on its handle; apply the plan again")
@@ -87,7 +88,7 @@ class Worker:
         return done
 
     def stop(self) -> None:
-        """End the thread when its queue is empty."""
+        """End the thread once its queue is empty, and wait for it."""
         self._stopped = True
         self.jobs.put(None)
         if self.thread is not threading.current_thread():
