@@ -104,7 +104,7 @@ def test_what_lies_elsewhere_has_a_position_and_stays_there() -> None:
     assert second.record is not None
     assert second.record.state is swap.State.LEAVING
     packing, _ = pack(now, [elsewhere, large])
-    with pytest.raises(PlanMismatchError, match=r"storage number 1 of the stage.* elsewhere than on meta"):
+    with pytest.raises(PlanMismatchError, match=r"storage number 1 of the stage.* which is not on meta"):
         now.leave(0, packing.saved, (0,))
 
 

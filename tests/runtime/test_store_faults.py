@@ -106,7 +106,7 @@ def test_no_disk_tier_on_the_cpu() -> None:
     model, _ = build("mlp")
     plan = planned("mlp", "swap")
     choices = tuple(dataclasses.replace(c, tier="disk") if c.moves else c for c in plan.choices)
-    with pytest.raises(InvalidInputError, match="host tier, which is the swap file itself"):
+    with pytest.raises(InvalidInputError, match="where the host tier is the swap file itself"):
         apply(model, dataclasses.replace(plan, choices=choices))
     assert swap_threads() == []
 
