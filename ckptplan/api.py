@@ -69,7 +69,7 @@ def solve(
         With the smallest budget that works, and the stage and phase that bind.
     InvalidInputError, UnsupportedModelError
     """
-    require_known("solve", options, SolveKeywords)
+    require_known(solve, options, SolveKeywords)
     if budget_gb is not None and max_overhead is not None:
         raise InvalidInputError(
             f"budget_gb={budget_gb!r} and max_overhead={max_overhead!r} are both given; pass one: the budget to be as "
@@ -119,7 +119,7 @@ def frontier(
     ------
     InvalidInputError, UnsupportedModelError
     """
-    require_known("frontier", options, SolveKeywords)
+    require_known(frontier, options, SolveKeywords)
     options.setdefault("time_limit_s", FRONTIER_TIME_LIMIT_S)
     together = Limits.of(options)
     each = replace(together, time_limit_s=together.time_limit_s / max(points, 1))
@@ -170,7 +170,7 @@ def explain(profile: Profile, plan: Plan, **options: Unpack[SearchKeywords]) -> 
         If the plan isn't one of this profile.
     InvalidInputError
     """
-    require_known("explain", options, SearchKeywords)
+    require_known(explain, options, SearchKeywords)
     limits = Limits.of(options)
     plan.require_profile(profile)
     bound = lower_bound(

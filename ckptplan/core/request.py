@@ -3,13 +3,14 @@
 The public calls collect keywords (`Unpack` of a `TypedDict` below) into two objects, `Training` and `Limits`:
 
     def solve(model_or_profile, budget_gb=None, *, inputs=None, **options: Unpack[SolveKeywords]): ...
-        require_known("solve", options, SolveKeywords)  # solve(model, budget_gbs=12): "did you mean budget_gb?"
+        require_known(solve, options, SolveKeywords)  # solve(model, budget_gbs=12): "did you mean budget_gb?"
         training, limits = Training.of(options, inputs), Limits.of(options)
 """
 
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -94,14 +95,15 @@ class ApplyKeywords(LossKeywords, SearchKeywords, total=False):
     disk_gb: float | None
 
 
-def require_known(call: str, options: Mapping[str, object], keywords: type) -> None:
-    """Raise `InvalidInputError` for the first of `options` that the TypedDict `keywords` lacks."""
-    known = sorted(keywords.__optional_keys__)  # type: ignore[attr-defined]
+def require_known(call: Callable[..., object], options: Mapping[str, object], keywords: type) -> None:
+    """Raise `InvalidInputError` for the first of `options` that the TypedDict `keywords` of `call` lacks."""
+    known: frozenset[str] = keywords.__optional_keys__  # type: ignore[attr-defined]
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"its options are {', '.join(known)}"
-            raise InvalidInputError(f"{call}() has no option {name!r}; {hint}")
+            named = [p.name for p in inspect.signature(call).parameters.values() if p.kind is not p.VAR_KEYWORD]
+            near = difflib.get_close_matches(name, [*known, *named], n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"its options are {', '.join(sorted(known))}"
+            raise InvalidInputError(f"{call.__name__}() has no option {name!r}; {hint}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,7 @@ def max_batch_size(
         If `make_inputs` fails, or returns the same inputs for every batch.
     UnsupportedModelError
     """
-    require_known("max_batch_size", options, BatchKeywords)
+    require_known(max_batch_size, options, BatchKeywords)
     if not callable(make_inputs):
         raise InvalidInputError(
             f"make_inputs is a {type(make_inputs).__name__}; pass a function from a batch size to inputs, such as "

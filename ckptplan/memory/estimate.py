@@ -133,7 +133,7 @@ def estimate(
     ------
     InvalidInputError, UnsupportedModelError, PlanMismatchError
     """
-    require_known("estimate", training, StepKeywords)
+    require_known(estimate, training, StepKeywords)
     request = Training.of(training, inputs)
     target = find_target(model, request.device)
     settings = _settings(allocator, target)

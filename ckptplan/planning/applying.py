@@ -111,7 +111,7 @@ def apply(
         If the swap directory can't be written or is too small, or an argument is invalid. None of these errors changes
         the model.
     """
-    require_known("apply", options, ApplyKeywords)
+    require_known(apply, options, ApplyKeywords)
     require_plan(plan)
     if profile is not None and not isinstance(profile, Profile):
         raise InvalidInputError(f"profile is a {type(profile).__name__}; pass the Profile from ckptplan.profile")

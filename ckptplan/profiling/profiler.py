@@ -91,7 +91,7 @@ def profile(
         If the `gradient_checkpointing` of a module is on, the model calls `torch.utils.checkpoint` with
         `use_reentrant=True`, is compiled as a whole, or can't be traced.
     """
-    require_known("profile", training, StepKeywords)
+    require_known(profile, training, StepKeywords)
     request = Training.of(training, inputs)
     target = find_target(model, request.device)
     check_supported(model)

@@ -43,16 +43,17 @@ def test_no_public_call_has_more_than_twelve_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("host_gbs", "host_gb"), ("segment", "segments"), ("time_limit", "time_limit_s")]
+    ("name", "near"),
+    [("host_gbs", "host_gb"), ("segment", "segments"), ("time_limit", "time_limit_s"), ("budget_gbs", "budget_gb")],
 )
 def test_an_unknown_keyword_names_the_nearest(name: str, near: str) -> None:
     with pytest.raises(InvalidInputError, match=rf"solve\(\) has no option '{name}'; did you mean '{near}'\?"):
-        ckptplan.solve(CHAIN, 1, **{name: 1})  # type: ignore[call-overload]
+        ckptplan.solve(CHAIN, **{name: 1})  # type: ignore[call-overload]
 
 
 def test_a_keyword_unlike_any_lists_them_all() -> None:
     with pytest.raises(InvalidInputError, match=r"explain\(\) has no option 'zzz'; its options are actions, host_gb"):
-        require_known("explain", {"zzz": 1}, request.SearchKeywords)
+        require_known(ckptplan.explain, {"zzz": 1}, request.SearchKeywords)
 
 
 def test_options_become_the_objects() -> None:
