@@ -1068,8 +1068,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         18,
         "containers hold no graphs",
         "Snapshot._add",
-        "            if kind not in (_OBJECT, _CLASS, _CLOSURE) and not _same(cell.contents, contents):\n",
-        "            if False:\n",
+        "and not _same(cell.contents, contents):\n",
+        "and False:\n",
         ("tests/runtime/test_attributes.py::test_outputs_kept_as_attributes_hold_no_graphs",),
     ),
     Safeguard(

@@ -328,7 +328,10 @@ class Changing:
         self._parents: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
     def add(self, value: Any) -> None:
-        """Record that the stage changes an object."""
+        """Record that the stage changes an object, or a global container."""
+        if isinstance(value, Place):
+            self.places.add(value)
+            return
         try:
             self._objects[id(value)] = value
         except TypeError:
@@ -359,18 +362,6 @@ class Changing:
         return True
 
 
-@dataclass(slots=True)
-class _Cell:
-    """One cell and the contents that it had when the snapshot was taken."""
-
-    cell: Any
-    kind: _Kind
-    contents: Any
-    path: tuple[Any, ...]
-    """The searched objects on the way to the cell, including the cell itself if it was searched."""
-    is_replaced: bool = False  # whether the contents have values of the types `_REPLACED`
-
-
 @dataclass(frozen=True, slots=True)
 class Place:
     """A global variable: its namespace, the name of its module, and its own name."""
@@ -385,27 +376,26 @@ class Place:
         return self.namespace.get(self.name)
 
 
-class _GlobalCell(_Cell):
-    """A global container, stored by its name.
+@dataclass(slots=True)
+class _Cell:
+    """One cell and the contents that it had when the snapshot was taken."""
 
-    A reference to the container itself could form a cycle: the container may hold graphs, and these the snapshot.
-    """
-
-    __slots__ = ("place",)
-
-    def __init__(self, place: Place, kind: _Kind, contents: Any) -> None:
-        super().__init__(None, kind, contents, (place,), any(isinstance(x, _REPLACED) for x in kind.values(contents)))
-        self.place = place
+    target: Any
+    """The cell. Of a global container the place: the container may hold graphs, and these the snapshot."""
+    kind: _Kind
+    contents: Any
+    path: tuple[Any, ...]
+    """The searched objects and places on the way to the cell, including its own if it was searched."""
+    is_replaced: bool = False  # whether the contents have values of the types `_REPLACED`
 
     @property
-    def cell(self) -> Any:  # type: ignore[override]
-        value = self.place.value
+    def cell(self) -> Any:
+        """The object whose contents are read and written."""
+        if type(self.target) is not Place:
+            return self.target
+        value = self.target.value
         same = _kind_of(type(value)) is self.kind  # type: ignore[arg-type]
         return value if same else type(self.contents)()  # a value of another kind has taken its place
-
-    @cell.setter
-    def cell(self, value: None) -> None:
-        pass
 
 
 _Attributes = tuple[
@@ -547,21 +537,22 @@ class Snapshot:
     def _keep_global(self, place: Place) -> None:
         kind = _kind_of(type(place.value))  # type: ignore[arg-type]
         if isinstance(kind, _Kind) and id(place.value) not in self._cells:
-            contents = _replaced(kind.read(place.value), functools.partial(self._keep, place.name))
-            self._cells[id(place.value)] = _GlobalCell(place, kind, contents)
+            self._path += [place] * self.searches
+            self._add(place.name, place.value, kind, target=place)
+            self._path.clear()
 
     def _add_object(self, name: str, value: Any) -> Any:
         return self._add(name, value, _CLOSURE if isinstance(value, types.FunctionType) else _OBJECT)
 
-    def _add(self, name: str, value: Any, kind: _Kind, contents: Any = None) -> Any:
+    def _add(self, name: str, value: Any, kind: _Kind, contents: Any = None, target: Place | None = None) -> Any:
         contents = kind.read(value) if contents is None else contents
-        cell = self._cells[id(value)] = _Cell(value, kind, contents, tuple(self._path))
+        cell = self._cells[id(value)] = _Cell(target or value, kind, contents, tuple(self._path))
         inside = kind.values(contents)
         if not _ATOMS.issuperset(map(type, inside)):
             cell.contents = _replaced(contents, functools.partial(self._keep, name))
             cell.is_replaced = any(isinstance(x, _REPLACED) for x in inside)
-            if kind not in (_OBJECT, _CLASS, _CLOSURE) and not _same(cell.contents, contents):
-                cell.cell = copy.copy(value)  # the original would keep graphs alive
+            if target is None and kind not in (_OBJECT, _CLASS, _CLOSURE) and not _same(cell.contents, contents):
+                cell.target = copy.copy(value)  # the original would keep graphs alive
                 kind.write(cell.cell, cell.contents)
         return cell.cell
 
@@ -616,9 +607,6 @@ class Snapshot:
                     found.path = ()
                 else:
                     del self._cells[key]
-                continue
-            if isinstance(found, _GlobalCell):
-                self.changing.places.add(found.place)
                 continue
             for each in found.path:
                 self.changing.add(each)
