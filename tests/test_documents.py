@@ -56,6 +56,7 @@ def test_the_readme_is_read_in_five_minutes() -> None:
     assert len(README.read_text().splitlines()) <= 200
 
 
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("number", range(3))
 def test_blocks_of_the_readme_run(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -73,6 +74,7 @@ def test_blocks_of_the_readme_run(
     assert [text for text in expected[number] if text not in out] == []
 
 
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.filterwarnings("ignore:input .* goes beyond the plan:RuntimeWarning")
 def test_blocks_of_the_guide_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

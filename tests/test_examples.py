@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -24,19 +23,17 @@ def test_every_example_is_tried() -> None:
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(PRINTED)
 
 
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("name", PRINTED)
-def test_example(name: str, tmp_path: Path) -> None:
+def test_example(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     plot = tmp_path / "frontier.png"
-    ran = subprocess.run(
-        [sys.executable, ROOT / "examples" / name, *([plot] if name == "frontier.py" else [])],
-        cwd=tmp_path,
-        # One thread each: on a busy machine several wait for each other many times as long as these models take.
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stderr
-    places = [ran.stdout.find(text) for text in PRINTED[name]]
-    assert -1 not in places, ran.stdout
-    assert places == sorted(places), ran.stdout
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, *([str(plot)] if name == "frontier.py" else [])])
+    runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    out = capsys.readouterr().out
+    places = [out.find(text) for text in PRINTED[name]]
+    assert -1 not in places, out
+    assert places == sorted(places), out
     assert plot.exists() == (name == "frontier.py")
