@@ -511,7 +511,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         10,
         "tensor subclasses stay",
-        "_storage_of",
+        "plain_storage",
         "itemsize is None or type(tensor) not in _PLAIN or tensor.layout",
         "itemsize is None or tensor.layout",
         ("tests/test_usage.py::test_a_wrapper_subclass", "tests/test_usage.py::test_nested_tensors"),
@@ -1191,15 +1191,15 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         20,
         "attention's random states have no position: kernels that may replace one another save different ones",
-        "_positioned",
-        "_storage_of(tensor, _POSITIONED)",
-        "_storage_of(tensor, _ITEMSIZE)",
+        "positioned",
+        "plain_storage(tensor, _POSITIONED)",
+        "plain_storage(tensor, ITEMSIZES)",
         ("tests/profiling/test_positions.py::test_seeds_shift_no_position_wherever_they_lie",),
     ),
     Safeguard(
         20,
         "nor have numbers, such as attention's seeds",
-        "_positioned",
+        "positioned",
         "    if found is None or (found[1] == tensor.itemsize and tensor.dim() == 0):",
         "    if found is None:",
         ("tests/profiling/test_positions.py::test_seeds_shift_no_position_wherever_they_lie",),

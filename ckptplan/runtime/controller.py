@@ -37,6 +37,7 @@ from ckptplan.core.stage import Phase
 from ckptplan.runtime.guard.check import Checks, StageCheck
 from ckptplan.runtime.guard.engine import OldGraph
 from ckptplan.runtime.guard.shapes import Limits
+from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.meter import BACKWARD, KINDS
 from ckptplan.runtime.observer import Observer, listeners
 from ckptplan.runtime.patching import PatchedForward
@@ -44,7 +45,8 @@ from ckptplan.runtime.recompute.call import Call
 from ckptplan.runtime.recompute.frames import run_recomputed
 from ckptplan.runtime.recompute.segments import OpenSegment
 from ckptplan.runtime.swap.own import OwnNames, OwnStorages
-from ckptplan.runtime.swap.session import Counters, State, SwapSession
+from ckptplan.runtime.swap.record import State
+from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import Store
 
 

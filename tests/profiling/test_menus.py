@@ -26,7 +26,7 @@ from ckptplan.profiling.target import Target
 from ckptplan.profiling.times import timing
 from ckptplan.runtime.observe.measure import recorded_allocations
 from ckptplan.runtime.recompute.selective import NumberedOps, can_be_saved, is_random
-from ckptplan.runtime.swap.session import has_position
+from ckptplan.runtime.swap.positions import has_position
 from ckptplan.solving.planner import smallest_peak
 
 

@@ -23,6 +23,7 @@ from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.profiling.bytes.real_storages import RealStorages
 from ckptplan.profiling.times.stopwatch import Span, Stopwatch, Took
 from ckptplan.profiling.values.cut import fresh, joined
+from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.measure import same_bits, tensors_in
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.recompute.call import Call, caching
@@ -31,7 +32,6 @@ from ckptplan.runtime.state.cells import Changing, Snapshot, below
 from ckptplan.runtime.state.objects import attributes_of
 from ckptplan.runtime.state.restore import beside
 from ckptplan.runtime.step import TrainingStep, without_graph
-from ckptplan.runtime.swap.session import Counters
 
 Way = tuple[int, ...] | None
 """How a stage runs: None for plain, otherwise recomputed with the outputs of these operations saved."""

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.meter import KINDS, RECOMPUTE
 from ckptplan.runtime.recompute.put_back import Steps, enter, put_back
 from ckptplan.runtime.state.cells import Snapshot, Tables, alone, below, changing
@@ -26,7 +27,7 @@ from ckptplan.runtime.state.generators import Generators
 from ckptplan.runtime.state.module_tables import ModuleTables
 from ckptplan.runtime.state.surroundings import Surroundings
 from ckptplan.runtime.swap.own import storages_of
-from ckptplan.runtime.swap.session import Counters, Geometry, modified_error, version_of, whole_storage
+from ckptplan.runtime.swap.views import Geometry, modified_error, version_of, whole_storage
 
 _LEAVES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, type(None), torch.dtype, torch.device})
 """Types of arguments that contain no further values."""

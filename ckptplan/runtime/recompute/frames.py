@@ -16,10 +16,12 @@ from torch.utils import _pytree as pytree
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.core.link import Tier
 from ckptplan.runtime.guard.check import Checks, StageCheck
+from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.recompute.call import Call
 from ckptplan.runtime.recompute.selective import Selection
 from ckptplan.runtime.state.compiled import out_of_sight
-from ckptplan.runtime.swap.session import Counters, Held, Packing, SwapSession, unpack
+from ckptplan.runtime.swap.packing import Held, Packing, unpack
+from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.users_hooks import UsersHooks, innermost, keep_values
 
 

@@ -48,15 +48,9 @@ from ckptplan.runtime.guard.check import StageCheck
 from ckptplan.runtime.recompute.call import Call
 from ckptplan.runtime.recompute.frames import Frame, Handed, Slot, at_end_of_task, hold, taken
 from ckptplan.runtime.state.objects import tensors_in_objects
-from ckptplan.runtime.swap.session import (
-    Geometry,
-    Held,
-    Packing,
-    SwapSession,
-    plain,
-    version_of,
-    whole_storage,
-)
+from ckptplan.runtime.swap.packing import Held, Packing
+from ckptplan.runtime.swap.session import SwapSession
+from ckptplan.runtime.swap.views import Geometry, plain, version_of, whole_storage
 
 Made = tuple[int, int]
 """An output: the index of the stage that makes it, and its position among the leaves of the stage's result."""
