@@ -1184,7 +1184,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         20,
         "a plan's device has its index, without which nothing on CUDA could move",
         "Target.__post_init__",
-        "with_index(self.device)",
+        "accelerator.with_index(self.device)",
         "self.device",
         ("tests/profiling/test_positions.py::test_what_a_stage_makes_on_a_cuda_device_has_positions",),
     ),
