@@ -43,9 +43,10 @@ from ckptplan.core.segment import Segment
 from ckptplan.profiling.profiler import profile
 from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.handle import apply
+from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.meter import EVERY, Meter
 from ckptplan.runtime.recompute.selective import NumberedOps
-from ckptplan.runtime.swap.session import Counters, SwapSession
+from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import NULL_STORES
 
 SCHEMA = "ckptplan.overhead/5"

@@ -36,7 +36,8 @@ import documents
 import torch
 from overhead import spread
 
-from ckptplan.runtime.swap.session import Counters, SwapSession
+from ckptplan.runtime.observe.counters import Counters
+from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import NULL_STORES, DiskStore, Store
 
 SCHEMA = "ckptplan.swap_overhead/1"

@@ -20,13 +20,16 @@ from ckptplan.profiling.times.roofline import op_seconds
 from ckptplan.profiling.values.answers import Answers, seen_in, without_seen
 from ckptplan.runtime import accelerator
 from ckptplan.runtime.step import model_device
-from ckptplan.runtime.swap.session import MIN_SWAP_BYTES
 
 _THRESHOLDS = ((5, 0), (8, 0), (9, 0), (11, 0))
 """Compute capabilities from which on PyTorch chooses other kernels (bytes/kernels.py)."""
 
 PLANNED = "planned for "
 """Begins the device name in a fingerprint that was made without the device."""
+
+MIN_SWAP_BYTES = 1 << 12
+"""Smaller storages never move: this is a page, and a block of the swap file. On CUDA a measured link may set a higher
+limit, the size from which moving pays (`Link.least_bytes`)."""
 
 CUDA_BLOCK = 512
 """The caching allocator rounds every request up to a multiple of this many bytes."""

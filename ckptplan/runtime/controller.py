@@ -37,14 +37,16 @@ from ckptplan.core.stage import Phase
 from ckptplan.runtime.guard.check import Checks, StageCheck
 from ckptplan.runtime.guard.engine import OldGraph
 from ckptplan.runtime.guard.shapes import Limits
+from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.meter import BACKWARD, KINDS
 from ckptplan.runtime.observer import Observer, listeners
 from ckptplan.runtime.patching import PatchedForward
-from ckptplan.runtime.recompute.call import Call
+from ckptplan.runtime.recompute.call import Call, PlannedStage
 from ckptplan.runtime.recompute.frames import run_recomputed
 from ckptplan.runtime.recompute.segments import OpenSegment
 from ckptplan.runtime.swap.own import OwnNames, OwnStorages
-from ckptplan.runtime.swap.session import Counters, State, SwapSession
+from ckptplan.runtime.swap.record import State
+from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import Store
 
 
@@ -162,6 +164,7 @@ class Controller:
         self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], Controller] | None = None
         self._task = -1
         self._indices: dict[nn.Module, list[int]] = {}
+        self._planned: dict[int, PlannedStage] = {}
         modules = dict(model.named_modules())
         for index, name in enumerate(self._stages):
             if is_glue(name):
@@ -170,6 +173,15 @@ class Controller:
             if module is None:
                 raise PlanMismatchError(f"the plan's stage {name!r} names no module of this {type(model).__name__}")
             self._indices.setdefault(module, []).append(index)
+            self._planned[index] = PlannedStage(
+                module,
+                self._choices[index],
+                device,
+                self.counters,
+                index=index,
+                name=name,
+                planned_bytes=self._saved[index] if self._saved else None,
+            )
         real = sorted(i for indices in self._indices.values() for i in indices)
         if not real:
             raise PlanMismatchError("the plan has no stage that is a module of the model")
@@ -343,7 +355,7 @@ class Controller:
                 current.session.release(stage)
             for enter in self._enter:
                 enter(index, args, kwargs)
-            output = self._run_choice(current, index, module, original, args, kwargs)
+            output = self._run_choice(current, self._planned[index], original, args, kwargs)
             del args, kwargs
             for stage in self._release_after.get(index, ()):
                 current.session.release(stage)
@@ -364,45 +376,29 @@ class Controller:
     def _run_choice(
         self,
         current: _Pass,
-        index: int,
-        module: nn.Module,
+        stage: PlannedStage,
         original: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        choice = self._choices[index]
-        current.own.enter(module)
+        choice, index = stage.choice, stage.index
+        current.own.enter(stage.module)
         if index in self._segments:
             segment, inside = self._segments[index]
             if current.open is None or current.open.segment is not segment:
                 current.open = OpenSegment(segment, inside, current.session, moves=self._moves)
             check = None
             if current.checks is not None:
-                check = StageCheck(current.checks, module, self._stages[index])
+                check = StageCheck(current.checks, stage.module, stage.name)
                 original = check.around(original)
-            call = Call(module, original, self.counters, self._device, index, current.own.whole(module))
-            output = current.open.stage(
-                index, self._stages[index], call, call.split(args, kwargs), choice.moves, choice.tier, check
-            )
+            call = Call(stage, original, current.own.whole(stage.module))
+            output = current.open.run(stage, call, call.split(args, kwargs), check)
             if current.open.ended:
                 current.open = None
             return output
         if choice.action == "recompute":
             return run_recomputed(
-                module,
-                original,
-                args,
-                kwargs,
-                self.counters,
-                self._device,
-                index=index,
-                name=self._stages[index],
-                ops=choice.ops,
-                moves=choice.moves,
-                tier=choice.tier,
-                session=current.session if self._moves else None,
-                planned=self._saved[index] if self._saved else None,
-                checks=current.checks,
+                stage, original, args, kwargs, session=current.session if self._moves else None, checks=current.checks
             )
         self.counters.runs[index] += 1
         if choice.action == "swap":

@@ -29,12 +29,12 @@ from ckptplan.runtime.guard.larger import LargerInputs
 from ckptplan.runtime.guard.retry import OnOom, Retry
 from ckptplan.runtime.guard.shapes import OnLarger
 from ckptplan.runtime.guard.unplanned import Unplanned
+from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.meter import Meter
 from ckptplan.runtime.observe.refine import Refinement
 from ckptplan.runtime.observe.report import Report
 from ckptplan.runtime.observe.stats import Stats
 from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint, model_device, training_config
-from ckptplan.runtime.swap.session import Counters
 from ckptplan.runtime.swap.stores import Store, close_all, make_stores
 
 Result = TypeVar("Result")

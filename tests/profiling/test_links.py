@@ -11,9 +11,8 @@ import torch
 from ckptplan.core.link import Link
 from ckptplan.profiling import profiler
 from ckptplan.profiling.profiler import profile
-from ckptplan.profiling.target import Target
+from ckptplan.profiling.target import MIN_SWAP_BYTES, Target
 from ckptplan.profiling.times import links
-from ckptplan.runtime.swap.session import MIN_SWAP_BYTES
 from ckptplan.runtime.swap.stores import NullStore, Ticket
 
 CPU = torch.device("cpu")

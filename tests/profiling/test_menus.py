@@ -25,8 +25,9 @@ from ckptplan.profiling.bytes.menus import Choice, Op
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.times import timing
 from ckptplan.runtime.observe.measure import recorded_allocations
+from ckptplan.runtime.recompute.call import PlannedStage
 from ckptplan.runtime.recompute.selective import NumberedOps, can_be_saved, is_random
-from ckptplan.runtime.swap.session import has_position
+from ckptplan.runtime.swap.positions import has_position
 from ckptplan.solving.planner import smallest_peak
 
 
@@ -309,9 +310,9 @@ def test_equal_stages_share_one_measurement(monkeypatch: pytest.MonkeyPatch) -> 
         timed_ops.append(key)
         return median_s(key, device)
 
-    def run_stage(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        timed_stages.append(module)
-        return run_recomputed(module, *args, **kwargs)
+    def run_stage(stage: PlannedStage, *args: Any) -> Any:
+        timed_stages.append(stage.module)
+        return run_recomputed(stage, *args)
 
     monkeypatch.setattr(workspace, "_median_s", time_op)
     monkeypatch.setattr(timing, "run_recomputed", run_stage)

@@ -1,4 +1,4 @@
-"""A number names the same saved storage in the profile and in the step (NOTE [Positions] in swap/session.py)."""
+"""A number names the same saved storage in the profile and in the step (NOTE [Positions] in swap/positions.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from ckptplan.profiling.bytes.trace import _Names
 from ckptplan.profiling.bytes.tracker import Tracker
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.runtime.accelerator import with_index
-from ckptplan.runtime.swap import session as swap
+from ckptplan.runtime.observe.counters import Counters
+from ckptplan.runtime.swap.packing import Held, Packing
+from ckptplan.runtime.swap.record import State
+from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import NULL_STORES
 
 HERE = torch.device("meta")  # a device beside the CPU that needs no memory
@@ -71,11 +74,11 @@ def test_a_device_has_its_index_from_the_first() -> None:
         find_target(model, "cpu:1")
 
 
-def session() -> swap.SwapSession:
-    return swap.SwapSession(NULL_STORES, HERE, lambda storage: False, swap.Counters())
+def session() -> SwapSession:
+    return SwapSession(NULL_STORES, HERE, lambda storage: False, Counters())
 
 
-def pack(session: swap.SwapSession, tensors: list[torch.Tensor]) -> tuple[swap.Packing, list[swap.Held]]:
+def pack(session: SwapSession, tensors: list[torch.Tensor]) -> tuple[Packing, list[Held]]:
     packing = session.packing()
     return packing, [packing.pack(t) for t in tensors]
 
@@ -102,7 +105,7 @@ def test_what_lies_elsewhere_has_a_position_and_stays_there() -> None:
     now.leave(0, packing.saved, (1,))
     assert first.tensor() is elsewhere
     assert second.record is not None
-    assert second.record.state is swap.State.LEAVING
+    assert second.record.state is State.LEAVING
     packing, _ = pack(now, [elsewhere, large])
     with pytest.raises(PlanMismatchError, match=r"storage number 1 of the stage.* which is not on meta"):
         now.leave(0, packing.saved, (0,))
@@ -131,7 +134,7 @@ class Exponential(nn.Module):
 
 
 def test_a_number_that_its_own_node_saves_goes_with_the_graph() -> None:
-    now, module = swap.SwapSession({}, torch.device("cpu"), lambda storage: False, swap.Counters()), Exponential()
+    now, module = SwapSession({}, torch.device("cpu"), lambda storage: False, Counters()), Exponential()
     gc.collect()
     gc.disable()
     try:

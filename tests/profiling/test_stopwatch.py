@@ -22,6 +22,7 @@ from ckptplan.core.segment import Segment
 from ckptplan.profiling.times import stopwatch, timing
 from ckptplan.profiling.times.stopwatch import Stopwatch, Took
 from ckptplan.runtime import accelerator
+from ckptplan.runtime.recompute.call import PlannedStage
 from ckptplan.runtime.step import make_step
 
 DEVICE = torch.device("cuda", 0)
@@ -151,8 +152,8 @@ class Launching(nn.Module):
 def test_stages_are_timed_in_both_lanes(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
     run_recomputed = timing.run_recomputed
 
-    def on_cpu(module: Any, original: Any, args: Any, kwargs: Any, counters: Any, device: Any, **options: Any) -> Any:
-        return run_recomputed(module, original, args, kwargs, counters, torch.device("cpu"), **options)
+    def on_cpu(stage: PlannedStage, *args: Any) -> Any:
+        return run_recomputed(replace(stage, device=torch.device("cpu")), *args)
 
     monkeypatch.setattr(timing, "run_recomputed", on_cpu)
     monkeypatch.setattr(timing, "why_not_again", lambda *_: None)  # runs the stage, and has a clock of its own

@@ -35,7 +35,7 @@ from ckptplan.runtime.recompute import call as recompute
 from ckptplan.runtime.state import surroundings
 from ckptplan.runtime.state.cells import Snapshot
 from ckptplan.runtime.step import default_loss
-from ckptplan.runtime.swap import session as swap
+from ckptplan.runtime.swap import record
 from ckptplan.runtime.swap.stores import disk
 
 CPU = torch.device("cpu")
@@ -579,9 +579,9 @@ def test_without_versions_the_check_finds_a_written_parameter(monkeypatch: pytes
 def test_without_a_wait_the_check_finds_copies_that_were_overtaken(wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the emulated device, whose streams run late and in any order their waits allow."""
     if wait == "out":  # memory is given back before it is copied
-        monkeypatch.setattr(swap._Group, "finish", lambda self, counters: None)
+        monkeypatch.setattr(record._Group, "finish", lambda self, counters: None)
     else:
-        monkeypatch.setattr(swap._Batch, "wait", lambda self, stream, counters: None)
+        monkeypatch.setattr(record._Batch, "wait", lambda self, stream, counters: None)
     found = 0
     for seed in range(12):
         plan = stream_programs.random_plan(0, random.Random(seed))

@@ -27,12 +27,13 @@ from ckptplan.core.plan import Decision, Decisions
 from ckptplan.core.segment import Segment
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.guard.fused_steps import STEPS
+from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.patching import PatchedForward
 from ckptplan.runtime.recompute.frames import Handed, hold
 from ckptplan.runtime.recompute.put_back import Steps, put_back
 from ckptplan.runtime.state.flags import FLAGS, flags, set_flags
 from ckptplan.runtime.state.module_tables import ModuleTables
-from ckptplan.runtime.swap.session import Counters, SwapSession
+from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import NULL_STORES
 
 WIDTH, DEPTH = 8, 3

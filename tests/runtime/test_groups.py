@@ -21,16 +21,10 @@ from fake_cuda import FakeStream
 from test_streams import KINDS, SIZES, made, on_device
 
 from ckptplan.core.errors import SwapError
-from ckptplan.runtime.swap.session import (
-    Counters,
-    Record,
-    State,
-    SwapSession,
-    finish_leaving,
-    start_leaving,
-    start_returning,
-    unpack,
-)
+from ckptplan.runtime.observe.counters import Counters
+from ckptplan.runtime.swap.packing import unpack
+from ckptplan.runtime.swap.record import Record, State, finish_leaving, start_leaving, start_returning
+from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import ChecksumStore, DiskStore, Extents, NullStore, disk
 from ckptplan.runtime.swap.stores.workers import Done, Worker
 

@@ -30,11 +30,14 @@ from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.schedule import residency
 from ckptplan.profiling.profiler import profile
+from ckptplan.profiling.target import MIN_SWAP_BYTES
 from ckptplan.runtime.handle import apply
+from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.measure import held_tensors, peak_above_start, unique_bytes
 from ckptplan.runtime.step import default_loss
-from ckptplan.runtime.swap import session as swap
-from ckptplan.runtime.swap.session import Counters, State, SwapSession
+from ckptplan.runtime.swap.packing import unpack
+from ckptplan.runtime.swap.record import Record, State, start_leaving
+from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import NULL_STORES, Store, disk
 from ckptplan.runtime.verify import verify
 
@@ -129,7 +132,7 @@ def test_steps_are_bitwise_those_of_the_plain_model(name: str, what: str) -> Non
     assert stats.swapped_out_bytes == stats.swapped_in_bytes == 3 * plan.host_bytes == 3 * stats.planned_swapped_bytes
     assert what != "recompute" or recomputed >= 3
     if what == "swap" and name != "unet":  # whose stages save nothing but what the glue saves too
-        assert plan.host_bytes >= 2 * swap.MIN_SWAP_BYTES
+        assert plan.host_bytes >= 2 * MIN_SWAP_BYTES
 
 
 @pytest.mark.parametrize("what", MIXED)
@@ -202,16 +205,15 @@ def test_release_and_prefetch_points_are_met(monkeypatch: pytest.MonkeyPatch) ->
         for i, c in enumerate(plan.choices)
     ]
     plan = dataclasses.replace(plan, choices=tuple(choices))
-    seen: list[tuple[weakref.ref[swap.Record], StorageWeakRef]] = []
-    start = swap.start_leaving
+    seen: list[tuple[weakref.ref[Record], StorageWeakRef]] = []
 
-    def noted(records: list[swap.Record], store: Store, place: int) -> None:
+    def noted(records: list[Record], store: Store, place: int) -> None:
         for record in records:
             assert record._watch is not None
             seen.append((weakref.ref(record), StorageWeakRef(record._watch.untyped_storage())))
-        start(records, store, place)
+        start_leaving(records, store, place)
 
-    monkeypatch.setattr(swap, "start_leaving", noted)
+    monkeypatch.setattr("ckptplan.runtime.swap.session.start_leaving", noted)
     model, inputs = build("mlp")
     gone: dict[tuple[int, int], bool] = {}
     back: dict[tuple[int, int], bool] = {}
@@ -619,14 +621,14 @@ def test_steps_leave_nothing_behind() -> None:
 
 @pytest.mark.parametrize("ends", ["next forward", "remove"])
 def test_what_a_failed_backward_leaves_in_the_engine_goes(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    records: list[weakref.ref[swap.Record]] = []
-    original = swap.Record.__init__
+    records: list[weakref.ref[Record]] = []
+    original = Record.__init__
 
-    def noted(self: swap.Record, *args: Any) -> None:
+    def noted(self: Record, *args: Any) -> None:
         original(self, *args)
         records.append(weakref.ref(self))
 
-    monkeypatch.setattr(swap.Record, "__init__", noted)
+    monkeypatch.setattr(Record, "__init__", noted)
     model, inputs = build("transformer")
     with apply(model, planned("transformer", "swap")) as handle:
         hook = model.head.weight.register_hook(lambda _: 1 / 0)
@@ -647,13 +649,13 @@ def test_what_a_failed_backward_leaves_in_the_engine_goes(ends: str, monkeypatch
 @pytest.mark.parametrize("name", ["tied", "conv_norm", "routed"])
 def test_nothing_of_the_models_own_is_a_record(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, packed = planned(name, "swap"), list[int]()
-    original = swap.Record.__init__
+    original = Record.__init__
 
-    def noted(self: swap.Record, tensor: torch.Tensor, *rest: Any) -> None:
+    def noted(self: Record, tensor: torch.Tensor, *rest: Any) -> None:
         packed.append(tensor.untyped_storage().data_ptr())
         original(self, tensor, *rest)
 
-    monkeypatch.setattr(swap.Record, "__init__", noted)
+    monkeypatch.setattr(Record, "__init__", noted)
     model, inputs = build(name)
     tensors = (*model.parameters(), *model.buffers())  # alive, so that nothing else comes to lie where a buffer was
     own = {t.untyped_storage().data_ptr() for t in tensors}
@@ -1084,22 +1086,22 @@ def test_what_is_saved_goes_with_its_own_node_and_not_with_its_stages_last(moves
 @pytest.mark.parametrize("seen_as", [lambda t: t, lambda t: t.t(), lambda t: t[1:, ::2], torch.conj, lambda t: t.imag])
 def test_what_stays_is_given_as_it_was_saved(seen_as: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Of a storage that stays no view of the whole is made, which is most of what packing it would take."""
-    session = swap.SwapSession({}, torch.device("cpu"), lambda storage: False, swap.Counters())
+    session = SwapSession({}, torch.device("cpu"), lambda storage: False, Counters())
     packing = session.packing()
     base = torch.randn(6, 4, dtype=torch.complex64)
     tensor = seen_as(base)
     first, again, part = packing.pack(tensor), packing.pack(tensor), packing.pack(base[2:])
     session.leave(0, packing.saved, ())
-    for given in (swap.unpack(first), swap.unpack(again)):
+    for given in (unpack(first), unpack(again)):
         assert torch.equal(given, tensor)
         assert (given.stride(), given.storage_offset()) == (tensor.stride(), tensor.storage_offset())
         assert (given.is_conj(), given.is_neg()) == (tensor.is_conj(), tensor.is_neg())
         assert given.untyped_storage()._cdata == base.untyped_storage()._cdata
-    assert torch.equal(swap.unpack(part), base[2:])
+    assert torch.equal(unpack(part), base[2:])
     base.add_(1)
     for packed in (first, again, part):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            swap.unpack(packed)
+            unpack(packed)
 
 
 class _WritesToWhatItSaved(torch.autograd.Function):

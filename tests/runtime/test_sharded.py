@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ckptplan.core.plan import Plan
 from ckptplan.core.segment import Segment
 from ckptplan.runtime.handle import apply
-from ckptplan.runtime.swap.session import Record
+from ckptplan.runtime.swap.record import Record
 
 dist = pytest.importorskip("torch.distributed")
 if not dist.is_available():

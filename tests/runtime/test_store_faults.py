@@ -28,7 +28,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ckptplan import apply
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.profiling.times import links
-from ckptplan.runtime.swap.session import Counters, Record, State, finish_leaving, start_leaving, start_returning
+from ckptplan.runtime.observe.counters import Counters
+from ckptplan.runtime.swap.record import Record, State, finish_leaving, start_leaving, start_returning
 from ckptplan.runtime.swap.stores import ChecksumStore, DiskStore, SynchronousStore, Ticket, disk
 
 CHUNKS = [None, 1000]  # straight from memory; through staging, as for a device

@@ -16,15 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptplan.core.errors import InvalidInputError, SwapError
-from ckptplan.runtime.swap.session import (
-    Counters,
-    Record,
-    State,
-    SwapSession,
-    finish_leaving,
-    start_leaving,
-    start_returning,
-)
+from ckptplan.runtime.observe.counters import Counters
+from ckptplan.runtime.swap.record import Record, State, finish_leaving, start_leaving, start_returning
+from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import DISK_BLOCK_BYTES, DiskStore, Extent, Extents, Ticket, disk
 
 

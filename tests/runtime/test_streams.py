@@ -23,17 +23,10 @@ from fake_kernels import Device
 
 import ckptplan
 from ckptplan.core.errors import InvalidInputError, SwapError
-from ckptplan.runtime.swap.session import (
-    Counters,
-    Held,
-    Record,
-    State,
-    SwapSession,
-    finish_leaving,
-    start_leaving,
-    start_returning,
-    unpack,
-)
+from ckptplan.runtime.observe.counters import Counters
+from ckptplan.runtime.swap.packing import Held, unpack
+from ckptplan.runtime.swap.record import Record, State, finish_leaving, start_leaving, start_returning
+from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import (
     ChecksumStore,
     DiskStore,

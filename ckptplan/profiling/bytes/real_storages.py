@@ -7,7 +7,7 @@ one forward.
 
 NOTE [Real storages]
 1. Traced and real storages are matched by their places: in the arguments, in the outputs, and in the order of saving
-   (NOTE [Positions] in runtime/swap/session.py).
+   (NOTE [Positions] in runtime/swap/positions.py).
 2. If the places agree, the larger size is taken. The stage that makes such a storage takes the difference in its
    forward, and once more when it is recomputed.
 3. If they don't, for instance since more is saved than was traced, it isn't known what would be moved or made again.
@@ -34,7 +34,8 @@ from ckptplan.core.units import format_bytes
 from ckptplan.profiling.bytes.traced import Traced, TracedStage
 from ckptplan.runtime.accelerator import is_accelerator
 from ckptplan.runtime.observe.measure import tensors_in
-from ckptplan.runtime.swap.session import has_position, unowned
+from ckptplan.runtime.swap.packing import unowned
+from ckptplan.runtime.swap.positions import has_position
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -63,7 +63,8 @@ from ckptplan.runtime.state.generators import Generators, SystemDraws
 from ckptplan.runtime.state.objects import tensors_in_objects
 from ckptplan.runtime.step import TrainingStep
 from ckptplan.runtime.swap.own import storages_of
-from ckptplan.runtime.swap.session import has_position, unowned
+from ckptplan.runtime.swap.packing import unowned
+from ckptplan.runtime.swap.positions import has_position
 from ckptplan.runtime.swap.stores import NULL_STORES
 
 _MENU_BYTES = 1 << 16
@@ -82,7 +83,7 @@ class Replay:
         Segment -> its trace.
     saved, inputs, returned : dict
         Segment -> storages that autograd saved, that were passed in, and that it returned, in order, each with whether
-        it has a position (NOTE [Positions] in runtime/swap/session.py).
+        it has a position (NOTE [Positions] in runtime/swap/positions.py).
     linked : dict
         Segment -> those of its inputs that are, unmodified, an output of the stage that made them.
     in_objects : set

@@ -29,7 +29,7 @@ from ckptplan.profiling.values.answers import with_seen
 from ckptplan.profiling.values.repeatable import is_repeatable
 from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.recompute.selective import is_numbered
-from ckptplan.runtime.swap.session import has_position
+from ckptplan.runtime.swap.positions import has_position
 
 Sid = tuple[str, int, int]
 """A storage's name in all replays: the phase that made it ("outside": before the step), segment, a running number."""
@@ -59,7 +59,7 @@ class OpTrace:
         place.
     made : dict
         Storages that its results begin -> bytes, and whether they have a position (NOTE [Positions] in
-        runtime/swap/session.py).
+        runtime/swap/positions.py).
     written : tuple of Sid
         Storages it writes to that were there before.
     fresh : bool

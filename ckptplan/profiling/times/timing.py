@@ -20,18 +20,19 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.core.plan import Decision
 from ckptplan.profiling.bytes.real_storages import RealStorages
 from ckptplan.profiling.times.stopwatch import Span, Stopwatch, Took
 from ckptplan.profiling.values.cut import fresh, joined
+from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.measure import same_bits, tensors_in
 from ckptplan.runtime.patching import PatchedForward, installed
-from ckptplan.runtime.recompute.call import Call, caching
+from ckptplan.runtime.recompute.call import Call, PlannedStage, caching
 from ckptplan.runtime.recompute.frames import run_recomputed
 from ckptplan.runtime.state.cells import Changing, Snapshot, below
 from ckptplan.runtime.state.objects import attributes_of
 from ckptplan.runtime.state.restore import beside
 from ckptplan.runtime.step import TrainingStep, without_graph
-from ckptplan.runtime.swap.session import Counters
 
 Way = tuple[int, ...] | None
 """How a stage runs: None for plain, otherwise recomputed with the outputs of these operations saved."""
@@ -61,7 +62,7 @@ def why_not_again(
     It runs twice on the same inputs, the second time from what the runtime has kept of the first. The outputs are
     compared bit for bit, and so are the contents of all objects that the stage's code can reach.
     """
-    call = Call(module, original, Counters(), device)
+    call = Call(PlannedStage(module, Decision("recompute"), device, Counters()), original)
     try:
         saves_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
         with saves_nothing, caching(parametrize._cache_enabled):
@@ -303,16 +304,17 @@ class _Timing:
                 # State that the run before has left on the module would lead into its graph, which is gone.
                 Snapshot(below(module), changing=Changing()).put()
                 new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, cut, call.arguments)
+                stage = None
+                if way is not None:
+                    choice = Decision("recompute", ops=way)
+                    stage = PlannedStage(module, choice, self.device, Counters(), planned_bytes=again[way])
                 span = self.watch.begin((kind, way, "forward"))
                 with caching(parametrize._cache_enabled):
-                    if way is None:
+                    if stage is None:
                         output = original(*new_args, **new_kwargs)
                     else:
-                        counters = Counters()
-                        output = run_recomputed(
-                            module, original, new_args, new_kwargs, counters, self.device, ops=way, planned=again[way]
-                        )
-                        if counters.other_paths:
+                        output = run_recomputed(stage, original, new_args, new_kwargs)
+                        if stage.counters.other_paths:
                             self.otherwise.add((kind, way))
                 forward = self.watch.end(span)
                 outputs = [t for t in _tensors(output) if t.grad_fn is not None]

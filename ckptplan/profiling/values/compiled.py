@@ -589,7 +589,7 @@ class _Played(torch.autograd.Function):
             if (lies.origin, lies.number) in returned:
                 there[lies.origin, lies.number] = tensor
         outputs = {leaf.lies.number for leaf in noted.outputs if isinstance(leaf, Output) and leaf.is_new}
-        # Not by `StorageWeakRef`: see `Record.is_gone` in runtime/swap/session.py.
+        # Not by `StorageWeakRef`: see `Record.is_gone` in runtime/swap/record.py.
         dropped = {
             (lies.origin, lies.number): (weakref.ref(t.untyped_storage()), t.untyped_storage().nbytes())
             for lies, t in zip(noted.saved, saved, strict=True)

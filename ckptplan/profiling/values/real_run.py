@@ -44,8 +44,8 @@ from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.observe.measure import peaks_within, recorded_allocations, tensors_in
 from ckptplan.runtime.state.compiled import compiled_modules
 from ckptplan.runtime.step import TrainingStep, without_graph
-from ckptplan.runtime.swap.session import whole_storage
 from ckptplan.runtime.swap.stores import NULL_STORES
+from ckptplan.runtime.swap.views import whole_storage
 
 T = TypeVar("T")
 

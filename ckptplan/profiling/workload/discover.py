@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.runtime.patching import PatchedForward, installed, is_patchable
 from ckptplan.runtime.step import TrainingStep
-from ckptplan.runtime.swap.session import unowned
+from ckptplan.runtime.swap.packing import unowned
 
 _WORTH = 0.01  # a call outside of the blocks becomes a stage from this share of all saved bytes on
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)

@@ -72,7 +72,8 @@ from ckptplan.runtime.controller import Place
 from ckptplan.runtime.observe.measure import held_tensors, unique_bytes
 from ckptplan.runtime.recompute.call import Call
 from ckptplan.runtime.state.restore import random_state
-from ckptplan.runtime.swap.session import Record, finish_leaving, start_leaving, start_returning, version_of
+from ckptplan.runtime.swap.record import Record, finish_leaving, start_leaving, start_returning
+from ckptplan.runtime.swap.views import version_of
 
 _HOST_TEXTS = ("DefaultCPUAllocator: not enough memory", "DefaultCPUAllocator: can't allocate memory")
 _DEVICE_TEXTS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")

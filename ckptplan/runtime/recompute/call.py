@@ -7,6 +7,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.core.plan import Decision
+from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.meter import KINDS, RECOMPUTE
 from ckptplan.runtime.recompute.put_back import Steps, enter, put_back
 from ckptplan.runtime.state.cells import Snapshot, Tables, alone, below, changing
@@ -26,10 +29,39 @@ from ckptplan.runtime.state.generators import Generators
 from ckptplan.runtime.state.module_tables import ModuleTables
 from ckptplan.runtime.state.surroundings import Surroundings
 from ckptplan.runtime.swap.own import storages_of
-from ckptplan.runtime.swap.session import Counters, Geometry, modified_error, version_of, whole_storage
+from ckptplan.runtime.swap.views import Geometry, modified_error, version_of, whole_storage
 
 _LEAVES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, type(None), torch.dtype, torch.device})
 """Types of arguments that contain no further values."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStage:
+    """A stage of a model, the decision on it, and where its runs are counted.
+
+    Parameters
+    ----------
+    module : nn.Module
+    choice : Decision
+    device : torch.device
+        The device on which the plan runs: its random generator is restored wherever the arguments are.
+    counters : Counters
+        Count the stage's runs.
+    index : int
+        The stage's position in the plan.
+    name : str
+        Its name, for messages.
+    planned_bytes : sequence of int, optional
+        Planned bytes of each storage that it saves, in order; None: not known.
+    """
+
+    module: nn.Module
+    choice: Decision
+    device: torch.device
+    counters: Counters
+    index: int = 0
+    name: str = ""
+    planned_bytes: Sequence[int] | None = None
 
 
 class Call:
@@ -39,10 +71,9 @@ class Call:
 
     Parameters
     ----------
-    device : torch.device
-        The device on which the plan runs: its random generator is restored wherever the arguments are.
-    index : int
-        The stage's position in the plan, for `counters`.
+    stage : PlannedStage
+    original : callable
+        The forward of the stage's module, without the plan.
     whole : callable, optional
         Returns a context in which the module has all of its parameters, for runs outside of its own backward.
 
@@ -54,15 +85,12 @@ class Call:
 
     def __init__(
         self,
-        module: nn.Module,
+        stage: PlannedStage,
         original: Callable[..., Any],
-        counters: Counters,
-        device: torch.device,
-        index: int = 0,
         whole: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
-        self._module, self._original = module, original
-        self._counters, self._device, self._index = counters, device, index
+        self._module, self._original = stage.module, original
+        self._counters, self._device, self._index = stage.counters, stage.device, stage.index
         self._whole = whole
         self._rest: list[Any] = []
         self._where: list[tuple[int, ...]] = []

@@ -14,12 +14,12 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
-from ckptplan.core.link import Tier
 from ckptplan.runtime.guard.check import Checks, StageCheck
-from ckptplan.runtime.recompute.call import Call
+from ckptplan.runtime.recompute.call import Call, PlannedStage
 from ckptplan.runtime.recompute.selective import Selection
 from ckptplan.runtime.state.compiled import out_of_sight
-from ckptplan.runtime.swap.session import Counters, Held, Packing, SwapSession, unpack
+from ckptplan.runtime.swap.packing import Held, Packing, unpack
+from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.users_hooks import UsersHooks, innermost, keep_values
 
 
@@ -297,43 +297,26 @@ def hold(tensor: torch.Tensor, packing: Packing | None) -> Held | Handed:
 
 
 def run_recomputed(
-    module: nn.Module,
+    stage: PlannedStage,
     original: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    counters: Counters,
-    device: torch.device,
     *,
-    index: int = 0,
-    name: str = "",
-    ops: tuple[int, ...] = (),
-    moves: tuple[int, ...] = (),
-    tier: Tier = "host",
     session: SwapSession | None = None,
-    planned: Sequence[int] | None = None,
     checks: Checks | None = None,
 ) -> Any:
     """Call `original(*args, **kwargs)` so that backward recomputes the tensors that autograd would have saved.
 
-    Only the tensors in the arguments are held, as if autograd had saved them, and the outputs of the operations `ops`.
+    Only the tensors in the arguments are held, as if autograd had saved them, and the outputs of the stage's `ops`
+    (NOTE [Numbering] in selective.py). If `stage.planned_bytes` is given, and forward takes another path on which `ops`
+    would save other outputs, the stage is recomputed completely. Without planned bytes, such a path is an error.
 
     Parameters
     ----------
-    device : torch.device
-        The device on which the plan runs.
-    index, name : int, str
-        The stage's position in the plan and its name.
-    ops : tuple of int
-        Operations whose outputs are saved nevertheless (NOTE [Numbering] in selective.py).
-    moves : tuple of int
-        Positions of the held tensors to swap out: saved outputs come first, in the order of `ops`, then the inputs.
-    tier : "host" or "disk"
-        The tier to which they are swapped.
+    stage : PlannedStage
+        Its `moves` are positions among the held tensors: the outputs of `ops` come first, in order, then the inputs.
     session : SwapSession, optional
-        Holds the saved tensors; required if `moves` isn't empty.
-    planned : sequence of int, optional
-        Planned bytes of the saved outputs, in order. If they are given, and forward takes another path on which `ops`
-        would save other outputs, the stage is recomputed completely. If not, such a path is an error.
+        Holds the saved tensors; required if the stage moves any.
     checks : Checks, optional
         Compares the tensors that the recompute reads and saves with those of this run.
 
@@ -342,27 +325,29 @@ def run_recomputed(
     object
         The output of the stage.
     """
+    choice = stage.choice
     inputs, outputs = (None, None) if session is None else (session.packing(), session.packing())
-    selection, check = None, None if checks is None else StageCheck(checks, module, name)
-    if ops:
-        selection = Selection(ops, None if outputs is None else outputs.pack, name, planned, check)
+    selection, check = None, None if checks is None else StageCheck(checks, stage.module, stage.name)
+    if choice.ops:
+        pack = None if outputs is None else outputs.pack
+        selection = Selection(choice.ops, pack, stage.name, stage.planned_bytes, check)
         original = selection.around(original)
     if check is not None:
         original = check.around(original)
-    call = Call(module, original, counters, device, index)
+    call = Call(stage, original)
     tensors = call.split(args, kwargs)
     del args, kwargs
-    frame = LoneFrame(name, call)
+    frame = LoneFrame(stage.name, call)
     frame.check = check
     result = frame.forward(tensors, [hold(tensor, inputs) for tensor in tensors])
     del frame  # the graph owns it
     if selection is not None and selection.gave_up:
-        counters.other_paths += 1
+        stage.counters.other_paths += 1
         if outputs is not None:
             outputs.saved.clear()
     if inputs is not None and outputs is not None and session is not None:
         saved = [*outputs.saved, *inputs.saved]
         outputs.saved.clear()
         inputs.saved.clear()
-        session.leave(index, saved, moves, tier)
+        session.leave(stage.index, saved, choice.moves, choice.tier)
     return result

@@ -42,21 +42,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import UnsupportedModelError
-from ckptplan.core.link import Tier
 from ckptplan.core.segment import Segment
 from ckptplan.runtime.guard.check import StageCheck
-from ckptplan.runtime.recompute.call import Call
+from ckptplan.runtime.recompute.call import Call, PlannedStage
 from ckptplan.runtime.recompute.frames import Frame, Handed, Slot, at_end_of_task, hold, taken
 from ckptplan.runtime.state.objects import tensors_in_objects
-from ckptplan.runtime.swap.session import (
-    Geometry,
-    Held,
-    Packing,
-    SwapSession,
-    plain,
-    version_of,
-    whole_storage,
-)
+from ckptplan.runtime.swap.packing import Held, Packing
+from ckptplan.runtime.swap.session import SwapSession
+from ckptplan.runtime.swap.views import Geometry, plain, version_of, whole_storage
 
 Made = tuple[int, int]
 """An output: the index of the stage that makes it, and its position among the leaves of the stage's result."""
@@ -316,24 +309,15 @@ class OpenSegment:
         """Whether its last stage has run."""
         return self._modules[-1] in self._frames
 
-    def stage(
-        self,
-        index: int,
-        name: str,
-        call: Call,
-        tensors: list[torch.Tensor],
-        moves: tuple[int, ...],
-        tier: Tier = "host",
-        check: StageCheck | None = None,
-    ) -> Any:
-        """Run stage `index` forward.
+    def run(self, stage: PlannedStage, call: Call, tensors: list[torch.Tensor], check: StageCheck | None = None) -> Any:
+        """Run a stage forward.
 
         Parameters
         ----------
+        stage : PlannedStage
+            Its `moves` are positions among the held inputs.
         tensors : list of torch.Tensor
             The tensors among its arguments, as `call.split` returned them.
-        moves : tuple of int
-            Positions of the held inputs to swap out, to `tier`.
         check : StageCheck, optional
             Compares the recompute with this run.
 
@@ -344,10 +328,11 @@ class OpenSegment:
         """
         if self._session.stream() != self._stream:
             raise UnsupportedModelError(
-                f"stage {name!r} runs on another stream than the first stage of its segment, whose stages are run "
-                "again together, on one; give it another option"
+                f"stage {stage.name!r} runs on another stream than the first stage of its segment, whose stages are "
+                "run again together, on one; give it another option"
             )
-        frame = SegmentFrame(self._run, index, name, call, self._session.belongs)
+        index = stage.index
+        frame = SegmentFrame(self._run, index, stage.name, call, self._session.belongs)
         frame.check = check
         packing = self._session.packing() if self._moves else None
         held = {t.untyped_storage()._cdata for t in tensors_in_objects(call.others) if plain(t)}
@@ -363,7 +348,7 @@ class OpenSegment:
                 if storage._cdata not in given and (known is None or known[0] != version_of(leaf)):
                     self._made[storage] = (version_of(leaf), (index, place))
         if packing is not None:
-            self._session.leave(index, packing.saved, moves, tier)
+            self._session.leave(index, packing.saved, stage.choice.moves, stage.choice.tier)
         return output
 
     def _pack(

@@ -30,7 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptplan.core.errors import PlanMismatchError
 from ckptplan.runtime.guard.check import Digest, StageCheck
-from ckptplan.runtime.swap.session import Held, has_position
+from ckptplan.runtime.swap.packing import Held
+from ckptplan.runtime.swap.positions import has_position
 
 _CAST = torch.ops.aten._to_copy.default
 _ASKING = {torch.ops.prim.device.default, torch.ops.prim.layout.default, *FunctionalTensor.metadata_fns}
