@@ -20,7 +20,7 @@ from ckptplan.core.request import Limits
 from ckptplan.core.schedule import residency
 from ckptplan.core.stage import Stage
 from ckptplan.profiling import profiler
-from ckptplan.profiling.bytes import menus, workspace
+from ckptplan.profiling.bytes import menus, trace, workspace
 from ckptplan.profiling.bytes.menus import Choice, Op
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.times import timing
@@ -328,6 +328,33 @@ def test_equal_stages_share_one_measurement(monkeypatch: pytest.MonkeyPatch) -> 
         assert {m for m in timed_stages if isinstance(m, Mlp)} == {model.get_submodule("blocks.0")}
         found.append(list(timed_ops))
     assert found[0] == found[1]
+
+
+# --- options without a replay of their own ---
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_options_without_a_replay_have_the_bytes_that_one_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, profile = profiled(name)
+    counted = _counted_replays(monkeypatch)
+    with by_made_up_times():
+        ckptplan.profile(model, inputs)
+        few = len(counted)
+        monkeypatch.setattr(trace, "_UNSEEN", "")  # as if every storage had been unseen: each option gets a replay
+        alike = ckptplan.profile(model, inputs)
+    assert few < len(counted) - few
+    for one, other in zip(profile.stages, alike.stages, strict=True):
+        for option in one.options:
+            found = other.option(option.name)
+            assert (found.held, found.moves) == (option.held, option.moves)
+            assert (found.forward_bytes, found.backward_bytes) == (option.forward_bytes, option.backward_bytes)
+
+
+def _counted_replays(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    counted: list[None] = []
+    original = trace.replay
+    monkeypatch.setattr(trace, "replay", lambda *args, **kwargs: (counted.append(None), original(*args, **kwargs))[1])
+    return counted
 
 
 # --- what really happens ---

@@ -36,6 +36,19 @@ class TensorSpec:
         return 1 + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
 
 
+class OpKey(tuple[Any, tuple[Any, ...], pytree.TreeSpec]):
+    """An operation, its operands, and their tree; the hash, which takes long, is computed once."""
+
+    _hash: int
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            self._hash = super().__hash__()
+            return self._hash
+
+
 def op_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """The key of a call: operation, operands with tensors as `TensorSpec`, and their tree; enough to run it again.
 
@@ -52,7 +65,7 @@ def op_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable
             x if isinstance(x, (TensorSpec, int, float, bool, str, torch.dtype, type(None))) else repr(x)
             for x in frozen
         )
-    return func, frozen, spec
+    return OpKey((func, frozen, spec))
 
 
 def by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

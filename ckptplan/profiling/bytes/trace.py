@@ -4,8 +4,10 @@ Each replay runs the step under a uniform plan, through the controller and the h
 
 - *program*: autograd saves nothing, so the storages that live on are those that the program's own variables hold;
 - *keep*: gives the storages that each stage, and the glue between stages, saves, and the bytes no decision changes;
-- one per further option of the menus, run by every stage that has it: gives the bytes that it holds without any hook
-  seeing them, and its temporaries.
+- one per further option of the menus that moves nothing, run by every stage that has it: gives the bytes that it holds
+  without any hook seeing them, and its temporaries;
+- two in which as much moves as can, one of saved storages and one of what recomputing holds. If moving adds nothing
+  there, the options that move less need no replay.
 
 The forward runs the same operations in each replay, so a storage has the same name in all of them: the segment that
 made it and a running number. Example: ("forward", 3, 0) is the first storage made in the forward of stage 1.
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import hashlib
 import sys
@@ -633,9 +636,24 @@ class _Held:
         """Storages it would move."""
         return tuple(self.saved[p] for p in self.moves)
 
+    @property
+    def moves_all(self) -> bool:
+        """It would move all storages that it saves."""
+        return bool(self.moves) and len(self.moves) == len(self.saved)
+
+
+_UNSEEN = "unseen under"
+"""In the name of a storage that stands for what a replay of an option held and no hook saw."""
 
 _Menu = dict[str, _Held]
 """Name of an option -> the storages that it holds; "keep" first."""
+
+
+class _Run(NamedTuple):
+    """A replay, and per stage of the chain the name of the option that it ran under."""
+
+    names: tuple[str, ...]
+    seen: Replay
 
 
 class _Tracing:
@@ -645,6 +663,8 @@ class _Tracing:
     ----------
     learned : bool
         The device showed larger storages than the replays had, so the step has to be traced again with these.
+    not_measured : set of str
+        Operations whose temporaries couldn't be measured.
     segments : list of int
         Those that are stages or run any operation; the chain's stage `k` is segment `segments[k]`.
     choices : dict
@@ -667,6 +687,7 @@ class _Tracing:
         self.update_bytes = update_bytes
         self.notes: list[str] = []
         self.learned = False
+        self.not_measured: set[str] = set()
         self.kinds: dict[int, str] = {}
         # A recomputing stage keeps the state of the CPU's generator in memory that replays don't count.
         self.state_bytes = 0 if target.is_cuda else torch.get_rng_state().numel()
@@ -871,17 +892,21 @@ class _Tracing:
             return {}
         return {name: dataclasses.replace(option, moves=tuple(range(len(option.saved))))}
 
-    def _uniform(self, name: str) -> list[_Held]:
-        """Per stage of the chain, the option of that name, or keep where it has none."""
-        return [menu.get(name, menu["keep"]) for menu in self.menus]
+    def _named(self, name: str) -> tuple[str, ...]:
+        """Per stage of the chain, `name` if it has an option of that name, otherwise "keep"."""
+        return tuple(name if name in menu else "keep" for menu in self.menus)
+
+    def _held_under(self, names: Sequence[str]) -> list[_Held]:
+        """Per stage of the chain, its option of the name given for it."""
+        return [menu[name] for menu, name in zip(self.menus, names, strict=True)]
 
     def _moved(self, options: Sequence[_Held]) -> dict[int, int]:
         """Storage -> the stage of the chain that moves it."""
         return moved_by(self.storages, [option.moved for option in options], [option.all for option in options])
 
-    def _decisions(self, name: str) -> tuple[Decision, ...]:
-        """Every module stage under the option of that name; what moves is away in every step but its stage's own."""
-        options = self._uniform(name)
+    def _decisions(self, names: Sequence[str]) -> tuple[Decision, ...]:
+        """Decisions for the module stages; what moves is away in every step but its stage's own."""
+        options = self._held_under(names)
         moved = self._moved(options)
         decisions: list[Decision] = []
         for k, option in enumerate(options):
@@ -889,25 +914,20 @@ class _Tracing:
                 moves = tuple(p for p in option.moves if moved.get(option.saved[p]) == k)
                 action: Action = "recompute" if option.recomputes else "swap" if option.moves else "keep"
                 point = len(decisions) if moves else None  # the controller counts module stages alone
-                own_name = name if name in self.menus[k] else "keep"
-                decisions.append(Decision(action, moves, point, point, own_name, option.ops))
+                decisions.append(Decision(action, moves, point, point, names[k], option.ops))
         return tuple(decisions)
 
     # --- bytes ---
 
     def trace(self, devices: Sequence[Device]) -> tuple[Traced, list[Times]]:
         """The chain, and times on `devices`."""
-        base_forward, base_backward = self._bases()
-        replays = {"keep": self.kept, "recompute": self.recomputed}
-        for name in dict.fromkeys(name for menu in self.menus for name in menu):
-            if name not in replays:
-                replays[name] = self._run(self._decisions(name))
-                self._pin_unseen(name, replays[name], base_forward)
-        extra = self._workspaces(replays.values())
-        times = [self._times(replays, dataclasses.replace(self.target, spec=device)) for device in devices]
-        options = {
-            name: self._options(name, seen, extra, base_forward, base_backward) for name, seen in replays.items()
-        }
+        bases = base_forward, base_backward = self._bases()
+        runs = self._runs(base_forward)
+        options = self._options(runs, bases)
+        while options is None:
+            runs += self._runs_left(runs, base_forward)
+            options = self._options(runs, bases)
+        times = [self._times(runs, dataclasses.replace(self.target, spec=device)) for device in devices]
         stages = []
         for k, (g, menu) in enumerate(zip(self.segments, self.menus, strict=True)):
             linked = {self.index[s] for s in self.kept.linked.get(g, ()) if s in self.index}
@@ -915,11 +935,13 @@ class _Tracing:
                 TracedStage(
                     name=segment_name(self.names, g),
                     kind=self._kind(g),
-                    options=tuple(options[name][k] for name in menu),
+                    options=tuple(options[k][name] for name in menu),
                     linked=tuple(sorted(linked.intersection(menu["recompute"].all))) if "recompute" in menu else (),
                     inputs=self.kept.arguments.get(g),
                 )
             )
+        if self.not_measured:
+            self.notes.append(f"temporaries not measured for: {', '.join(sorted(self.not_measured))}")
         traced = Traced(
             stages=tuple(stages),
             storages=tuple(self.storages),
@@ -934,12 +956,39 @@ class _Tracing:
         )
         return traced, times
 
-    def _unexplained(self, seen: Replay, name: str) -> tuple[list[int], list[int]]:
-        """Bytes at the start of each forward and backward step of `seen` beyond the storages that are resident then.
+    def _runs(self, base_forward: Sequence[int]) -> list[_Run]:
+        """The replays that are always needed: all options that move nothing, and those that move most.
 
-        `seen` is the replay of the options called `name`. What is on the device before the step isn't in it.
+        An option that moves part of what another one moves has no replay of its own (`_options`).
         """
-        options = self._uniform(name)
+        still = dict.fromkeys(name for menu in self.menus for name, option in menu.items() if not option.moves)
+        most = [
+            next((name for name, option in reversed(menu.items()) if option.recomputes and option.moves_all), "keep")
+            for menu in self.menus
+        ]
+        runs = [_Run(self._named("keep"), self.kept), _Run(self._named("recompute"), self.recomputed)]
+        further = [self._named(name) for name in still if name not in ("keep", "recompute")]
+        further += [self._named("swap"), tuple(most)]
+        return runs + [self._under(names, base_forward) for names in further if set(names) != {"keep"}]
+
+    def _runs_left(self, runs: Sequence[_Run], base_forward: Sequence[int]) -> list[_Run]:
+        """A replay for each name of an option that has none in `runs`."""
+        seen = {(k, name) for run in runs for k, name in enumerate(run.names)}
+        left = dict.fromkeys(name for k, menu in enumerate(self.menus) for name in menu if (k, name) not in seen)
+        return [self._under(self._named(name), base_forward) for name in left]
+
+    def _under(self, names: tuple[str, ...], base_forward: Sequence[int]) -> _Run:
+        """A replay of the options of these names, with what it held unseen pinned to them."""
+        run = _Run(names, self._run(self._decisions(names)))
+        self._pin_unseen(run, base_forward)
+        return run
+
+    def _unexplained(self, run: _Run) -> tuple[list[int], list[int]]:
+        """Bytes at the start of each forward and backward step of `run` beyond the storages that are resident then.
+
+        What is on the device before the step isn't in it.
+        """
+        options, seen = self._held_under(run.names), run.seen
         changes = resident_changes(
             self.storages, [option.all for option in options], self._moved(options), range(len(options))
         )
@@ -956,8 +1005,10 @@ class _Tracing:
         (attributes of a custom Function, for one): such bytes show as a base that is larger under keep than under
         recompute, and are pinned to the stage where the difference begins.
         """
-        kept, _ = self._unexplained(self.kept, "keep")
-        again, _ = self._unexplained(self.recomputed, "recompute")
+        kept_run = _Run(self._named("keep"), self.kept)
+        again_run = _Run(self._named("recompute"), self.recomputed)
+        kept, _ = self._unexplained(kept_run)
+        again, _ = self._unexplained(again_run)
         base_forward = []
         hidden_kept = hidden_again = 0
         for k in range(len(self.segments)):
@@ -975,9 +1026,9 @@ class _Tracing:
         for k, menu in enumerate(self.menus):
             if self._state(k) and any(option.recomputes for option in menu.values()):
                 self._pin(k, self._state(k), "random state", lambda name, option: option.recomputes)
-        _, kept = self._unexplained(self.kept, "keep")
-        _, again = self._unexplained(self.recomputed, "recompute")
-        states = accumulate(self._states(self._uniform("recompute")))
+        _, kept = self._unexplained(kept_run)
+        _, again = self._unexplained(again_run)
+        states = accumulate(self._states(self._held_under(again_run.names)))
         base_backward = [
             max(self.resident_bytes + max(kept_bytes, again_bytes + state_bytes), 0)
             for kept_bytes, again_bytes, state_bytes in zip(kept, again, states, strict=True)
@@ -1006,48 +1057,67 @@ class _Tracing:
         returned = self.program.returned.get(g, {})
         return sum(nbytes for op in trace.ops for s, (nbytes, _) in op.made.items() if s in after and s not in returned)
 
-    def _pin_unseen(self, name: str, seen: Replay, base_forward: Sequence[int]) -> None:
-        """Pin to the options called `name` what their replay held beyond the storages that are known."""
-        unexplained, _ = self._unexplained(seen, name)
-        states = accumulate(self._states(self._uniform(name)))
+    def _pin_unseen(self, run: _Run, base_forward: Sequence[int]) -> None:
+        """Pin to the options of `run` what it held beyond the storages that are known."""
+        unexplained, _ = self._unexplained(run)
+        states = accumulate(self._states(self._held_under(run.names)))
         hidden = 0
         for k, state_bytes in zip(range(len(self.segments) - 1), states, strict=False):
             difference = self.resident_bytes + unexplained[k + 1] + state_bytes - base_forward[k + 1] - hidden
-            if difference > 0 and name in self.menus[k]:
-                self._pin(k, difference, f"unseen under {name}", lambda other, option: other == name)
+            name = run.names[k]
+            if difference > 0 and name != "keep":
+                self._pin(k, difference, f"{_UNSEEN} {name}", functools.partial(_is_called, name))
                 hidden += difference
 
     def _workspaces(self, replays: Iterable[Replay]) -> dict[Hashable, int]:
-        """Operation key -> most bytes that it allocates at once; notes those not measured, and sets `learned`."""
+        """Operation key -> most bytes that it allocates at once; adds to `not_measured`, and sets `learned`."""
         traces = [trace for r in replays for table in (r.forward, r.backward) for trace in table.values()]
         extra, failed, storages = self.target.workspaces(op.key for trace in traces for op in trace.ops)
-        self.learned = learn_storages(self.target, traces, storages)
-        if failed:
-            self.notes.append(f"temporaries not measured for: {', '.join(sorted(set(failed)))}")
+        self.learned |= learn_storages(self.target, traces, storages)
+        self.not_measured.update(failed)
         return extra
 
     def _options(
-        self,
-        name: str,
-        seen: Replay,
-        extra: Mapping[Hashable, int],
-        base_forward: Sequence[int],
-        base_backward: Sequence[int],
-    ) -> dict[int, Option]:
-        """Stage of the chain -> its option called `name`, with the bytes that it adds in `seen`, where it has one."""
-        options = self._uniform(name)
+        self, runs: Sequence[_Run], bases: tuple[Sequence[int], Sequence[int]]
+    ) -> list[dict[str, Option]] | None:
+        """Per stage of the chain, its options by name, with the bytes that they add in the replays.
+
+        An option without a replay has the bytes of the one that moves nothing and is otherwise the same. This is right
+        if leaving and returning take no memory and nothing else holds what moves: then the options that move most have
+        such bytes too, and no replay held anything unseen. If that doesn't hold, the result is None.
+        """
+        extra = self._workspaces(run.seen for run in runs)
+        out: list[dict[str, Option]] = [{} for _ in self.segments]
+        for run in runs:
+            for options, option in zip(out, self._measured(run, extra, bases), strict=True):
+                options.setdefault(option.name, option)  # "keep" from the run in which all stages keep
+        if all(menu.keys() == options.keys() for menu, options in zip(self.menus, out, strict=True)):
+            return out
+        if any(_UNSEEN in storage.name for storage in self.storages):
+            return None
+        for menu, options in zip(self.menus, out, strict=True):
+            for name, held in menu.items():
+                if held.moves:
+                    stays = next(other for other in menu if menu[other] == dataclasses.replace(held, moves=()))
+                    expected = dataclasses.replace(options[stays], name=name, moves=held.moves)
+                    if options.setdefault(name, expected) != expected:
+                        return None
+        return out
+
+    def _measured(
+        self, run: _Run, extra: Mapping[Hashable, int], bases: tuple[Sequence[int], Sequence[int]]
+    ) -> Iterator[Option]:
+        """Per stage of the chain, the option that `run` ran under, with the bytes that it adds."""
+        options, seen = self._held_under(run.names), run.seen
         states = self._states(options)
         before = [0, *accumulate(states)]
-        unexplained = self._unexplained(seen, name)
-        out = {}
+        unexplained = self._unexplained(run)
         for k, (g, option) in enumerate(zip(self.segments, options, strict=True)):
-            if name not in self.menus[k]:
-                continue
             forward, backward = (
-                self.resident_bytes + unexplained_bytes + _rise(table[g], extra) - base_bytes + state_bytes
+                self.resident_bytes + unexplained_bytes + _rise(table[g], extra) - base_bytes[k] + state_bytes
                 for table, unexplained_bytes, base_bytes, state_bytes in (
-                    (seen.forward, unexplained[0][k], base_forward[k], before[k]),
-                    (seen.backward, unexplained[1][k], base_backward[k], before[k + 1]),
+                    (seen.forward, unexplained[0][k], bases[0], before[k]),
+                    (seen.backward, unexplained[1][k], bases[1], before[k + 1]),
                 )
             )
             again = 0
@@ -1055,8 +1125,8 @@ class _Tracing:
                 again = self._collected_bytes(g)
                 if not option.recomputes:  # with copies of buffers and of the random state
                     again += self._state(k) + self.recomputed.copied_bytes.get(g, 0)
-            out[k] = Option(
-                name,
+            yield Option(
+                run.names[k],
                 option.saved,
                 option.pinned,
                 max(forward, 0) + states[k] + again,
@@ -1065,7 +1135,6 @@ class _Tracing:
                 moves=option.moves,
                 ops=option.ops,
             )
-        return out
 
     def _places(self) -> dict[int, Places]:
         """Where the storages of each segment are in the chain."""
@@ -1079,12 +1148,12 @@ class _Tracing:
             for k, g in enumerate(self.segments)
         }
 
-    def _times(self, replays: dict[str, Replay], target: Target) -> Times:
+    def _times(self, runs: Sequence[_Run], target: Target) -> Times:
         """Sums over the operations that each stage ran, and ran again, in the replays."""
         seconds = target.times(
             op.key
-            for r in replays.values()
-            for table in (r.forward, r.backward)
+            for run in runs
+            for table in (run.seen.forward, run.seen.backward)
             for trace in table.values()
             for op in trace.ops
         )
@@ -1093,18 +1162,24 @@ class _Tracing:
             return sum(seconds.get(op.key, 0.0) for op in table[g].ops) if g in table else 0.0
 
         out = Times()
-        for g, menu in zip(self.segments, self.menus, strict=True):
+        for k, (g, menu) in enumerate(zip(self.segments, self.menus, strict=True)):
             forward_s, backward_s = total(self.kept.forward, g), total(self.kept.backward, g)
             if g % 2 == 0:
                 out.glue_forward_s[g // 2], out.glue_backward_s[g // 2] = forward_s, backward_s
                 continue
             kind = self._kind(g)
             out.forward_s[kind], out.backward_s[kind] = forward_s, backward_s
-            for name, option in menu.items():
+            for run in runs:
+                option = menu[run.names[k]]
                 if option.recomputes:
-                    again_s = total(replays[name].backward, g) - backward_s
+                    again_s = total(run.seen.backward, g) - backward_s
                     out.recompute_s[kind, option.ops] = max(again_s, 0.0)
         return out
+
+
+def _is_called(name: str, other: str, option: _Held) -> bool:
+    """Whether an option called `other` has the name that is wanted."""
+    return other == name
 
 
 def _rise(trace: SegmentTrace, extra: Mapping[Hashable, int]) -> int:

@@ -43,7 +43,27 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Ten
 
 def tensors_in(arguments: Any) -> list[torch.Tensor]:
     """Return the tensors anywhere in nested tuples, lists and dictionaries."""
-    return [t for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    _collect(arguments, found)
+    return found
+
+
+def _collect(arguments: Any, found: list[torch.Tensor]) -> None:
+    """Append the tensors in `arguments` to `found`, with the help of pytree where they hold other containers."""
+    kind = type(arguments)
+    if kind is tuple or kind is list:
+        for each in arguments:
+            _collect(each, found)
+    elif kind is dict:
+        for each in arguments.values():
+            _collect(each, found)
+    elif isinstance(arguments, torch.Tensor):
+        found.append(arguments)
+    elif kind not in _LEAVES:
+        found.extend(t for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor))
+
+
+_LEAVES = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 
 
 def held_tensors(model: nn.Module) -> list[torch.Tensor]:
