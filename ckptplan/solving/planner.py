@@ -16,7 +16,6 @@ from ckptplan.core.plan import OPTIMAL_GAP, Plan, plan_of
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import NO_LIMITS, Limits
 from ckptplan.core.schedule import EQUAL_S
-from ckptplan.core.segment import Segment
 from ckptplan.core.units import format_bytes
 from ckptplan.solving.bound.linear_program import Master
 from ckptplan.solving.bound.pricing import lower_bound
@@ -67,8 +66,6 @@ SLOWER_FACTOR = 1.01
 """The label DP drops what its fluid links, which are inexact, make slower than the best plan by more."""
 MODEL_STAGES = 150
 """Longer chains take CP-SAT more than the time there is."""
-MODEL_SEGMENTS = 300
-"""Segments given to CP-SAT, the latest met: bounds the size of its model."""
 MODEL_LEAST_S = 0.2
 MODEL_S_PER_STAGE = 0.005
 """Seconds in which its model is built, about."""
@@ -179,7 +176,7 @@ def _with_disk(search: _PlanSearch, host_bytes: int) -> tuple[Schedule, float]:
     for slower, share in SLOWER_LINKS:
         if not search.closed():
             view, more_s = slower_link(profile, host_bytes, slower)
-            part = replace(search, profile=view, deadline=_after(share, deadline), more_s=more_s, trees={})
+            part = replace(search, profile=view, deadline=_after(share, deadline), more_s=more_s)
             part.run()
             search.best, search.bound_s = part.best, part.bound_s
     if not search.closed():
@@ -229,8 +226,6 @@ class _PlanSearch:
     more_s: float = 0.0
     best: Schedule | None = None
     bound_s: float = 0.0
-    trees: dict[Segment, None] = field(default_factory=dict)
-    """Segments of all plans looked at, in order."""
     searches: int = 0
     space: PlanSpace = field(init=False)
     menu: Menu = field(init=False)
@@ -287,7 +282,7 @@ class _PlanSearch:
                 break
         if not self.closed():
             self.search(ROUNDS_AT_LAST, LAST_LOCAL_SHARE if n <= MODEL_STAGES else 1.0)
-        if not self.closed() and n <= MODEL_STAGES:
+        if not self.closed() and not self.space.segments and n <= MODEL_STAGES:
             self.run_model()
 
     def left_s(self) -> float:
@@ -360,25 +355,20 @@ class _PlanSearch:
         return self.steered_by(forward, backward, [np.array(lane) for lane in prices.drain])
 
     def run_model(self) -> None:
-        """CP-SAT over options and the segments met so far, from the best plan, for the time that is left."""
+        """CP-SAT over the options of all stages, from the best plan, for the time that is left."""
         assert self.best is not None
         if self.left_s() < MODEL_LEAST_S + len(self.menu) * MODEL_S_PER_STAGE:
             return
-        trees = list(self.trees)[-MODEL_SEGMENTS:]
-        trees += [tree for tree in self.best.segments if tree not in trees]
-        model = FluidModel(self.profile, self.menu, self.budget_bytes, host_bytes=self.host_bytes, segments=trees)
-        model.hint(self.best.codes, self.best.segments)
+        model = FluidModel(self.profile, self.menu, self.budget_bytes, host_bytes=self.host_bytes)
+        model.hint(self.best.codes)
 
-        def on_solution(codes: tuple[int, ...], segments: Segments, bound_s: float) -> bool:
-            self.offer(codes, segments)
-            if not self.space.segments:
-                self.bound_s = max(self.bound_s, bound_s - self.more_s)
+        def on_solution(codes: tuple[int, ...], bound_s: float) -> bool:
+            self.offer(codes)
+            self.bound_s = max(self.bound_s, bound_s - self.more_s)
             return self.closed()
 
         found = model.solve(on_solution, deadline=self.deadline, seed=self.seed, workers=self.workers)
-        if not self.space.segments:
-            # With segments its bound is of those it was given alone.
-            self.bound_s = max(self.bound_s, found.bound_s - self.more_s)
+        self.bound_s = max(self.bound_s, found.bound_s - self.more_s)
         self.report("CP-SAT")
 
     def closed(self) -> bool:
@@ -387,7 +377,6 @@ class _PlanSearch:
 
     def offer(self, codes: Sequence[int], segments: Segments = ()) -> None:
         """Take this plan if it fits and is faster, or as fast with more stages kept."""
-        self.trees.update(dict.fromkeys(segments))
         if self.best is not None and self.evaluator.step_s(codes, self.budget_bytes, segments) > self.best.step_s:
             return
         found = self.evaluator.schedule(codes, self.budget_bytes, segments)

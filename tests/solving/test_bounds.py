@@ -215,36 +215,31 @@ def test_a_known_plan_ends_the_proof() -> None:
 def test_fluid_model_is_between_the_linear_bound_and_the_optimum() -> None:
     for seed in range(40):
         profile, rng = random_chain(seed, 1 + seed % 4, most_options=4), random.Random(seed)
-        whole = rng.random() < 0.5
         host = rng.choice((None, rng.randint(0, 60)))
-        space = combinations(profile, segments=whole)
-        trees = sorted({tree for found in space for tree in found.segments}, key=repr)
+        space = combinations(profile, segments=False)
         least = smallest_peak(profile, host_bytes=host, within=space)
         budget = rng.randint(least, max(least, peak_of(profile, "keep")))
         best = fastest(profile, budget, host_bytes=host, within=space)
         assert best is not None
-        model = FluidModel(profile, menu_of(profile), budget, host_bytes=host, segments=trees)
+        model = FluidModel(profile, menu_of(profile), budget, host_bytes=host)
         found = model.solve(lambda *_: False, deadline=time.monotonic() + 60)
         assert found.proven
         assert found.bound_s <= best * ROUNDING, (seed, budget)
         assert found.codes is not None
         assert len(found.codes) == len(profile.stages)
-        assert set(found.segments) <= set(trees)
 
 
 def test_fluid_model_takes_a_hint_and_stops() -> None:
     profile = homogeneous_chain(30, link_ratio=0.5)
     budget = (peak_of(profile, "recompute") + peak_of(profile, "keep")) // 2
-    segment = Segment(2, 5)
-    model = FluidModel(profile, menu_of(profile), budget, segments=[segment])
-    recompute = profile.stages[3].options.index(profile.stages[3].option("recompute"))
-    model.hint([recompute] * 30, [segment])
+    model = FluidModel(profile, menu_of(profile), budget)
+    swap = profile.stages[3].options.index(profile.stages[3].option("swap"))
+    model.hint([swap] * 30)
     seen = []
     model.solve(lambda *solution: bool(seen.append(solution) or True), deadline=time.monotonic() + 60)
     assert len(seen) == 1
-    codes, segments, bound_s = seen[0]
-    assert segments == (segment,)  # which no search begins with by itself
-    assert codes[2:6] == (model.chain.inside(2),) * 4
+    codes, bound_s = seen[0]
+    assert codes == (swap,) * 30  # with which no search begins by itself
     assert bound_s * ROUNDING >= profile.baseline_step_s
 
 
