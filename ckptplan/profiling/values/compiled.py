@@ -42,11 +42,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ckptplan.core.errors import UnsupportedModelError
-from ckptplan.profiling.values.answers import VALUES_LIMIT, Layout
+from ckptplan.profiling.values.answers import VALUES_LIMIT, Layout, StandIn
 from ckptplan.profiling.values.cut import fresh
 from ckptplan.runtime import accelerator
 from ckptplan.runtime.observe.measure import no_cycles_collected, recorded_allocations, tensors_in
-from ckptplan.runtime.patching import PatchedForward, installed
+from ckptplan.runtime.patching import installed
 from ckptplan.runtime.state.compiled import compiled_modules, out_of_sight
 from ckptplan.runtime.state.restore import random_state
 from ckptplan.runtime.step import TrainingStep
@@ -224,14 +224,10 @@ def _passed_through() -> Any:
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
-class _StandIn(PatchedForward):
-    """A patch below those of a plan, of another class so that it isn't taken for one of them."""
-
-
 @contextlib.contextmanager
 def _patched(modules: dict[str, nn.Module], runner: Callable[[str, nn.Module], Callable[..., Any]]) -> Iterator[None]:
     _lone_owners()  # cached now: it can't be measured inside a backward
-    with installed([_StandIn(module, runner(name, module)) for name, module in modules.items()]):
+    with installed([StandIn(module, runner(name, module)) for name, module in modules.items()]):
         yield
 
 

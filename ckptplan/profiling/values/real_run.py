@@ -33,9 +33,9 @@ from ckptplan.profiling.values.answers import (
     NeedsValues,
     Phase,
     Question,
-    ReadingWatched,
     Same,
     around_forwards,
+    reading_watched,
     sizes_of,
 )
 from ckptplan.profiling.values.compiled import note_compiled, undisturbed
@@ -166,7 +166,7 @@ class _Witness(TorchDispatchMode):
         """Call `run` and note its answers; tensors from before that it writes to get their values back."""
 
         def watched() -> None:
-            with self, undisturbed(self._model), ReadingWatched(self._read, by_item=lambda: True):
+            with self, undisturbed(self._model), reading_watched(self._read, by_item=lambda: True):
                 run()
 
         peaks: dict[str, int] = {}
