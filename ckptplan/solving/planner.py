@@ -350,9 +350,7 @@ class _PlanSearch:
         self.report("bound")
         if bound.prices is None:
             return None
-        prices = bound.prices
-        forward, backward = np.array(prices.forward_s_per_byte), np.array(prices.backward_s_per_byte)
-        return self.steered_by(forward, backward, [np.array(lane) for lane in prices.drain])
+        return self.steered_by(bound.prices.forward_s_per_byte, bound.prices.backward_s_per_byte, bound.prices.drain)
 
     def run_model(self) -> None:
         """CP-SAT over the options of all stages, from the best plan, for the time that is left."""

@@ -174,7 +174,6 @@ def test_prices_are_the_slope_of_the_bound() -> None:
         assert found.prices.budget_s_per_byte == pytest.approx(quotient, rel=0.01)
         total = sum(found.prices.forward_s_per_byte) + sum(found.prices.backward_s_per_byte)
         assert total == pytest.approx(found.prices.budget_s_per_byte)
-        assert [len(costs) for costs in found.prices.options_s] == [len(codes) for codes in menu]
 
 
 def test_the_price_of_bandwidth_is_the_slope_of_the_bound() -> None:
@@ -194,14 +193,14 @@ def test_equal_calls_give_equal_answers() -> None:
     answers = []
     for _ in range(2):
         candidates: list[object] = []
-        answers.append((bound(profile, budget, on_candidate=lambda *c: candidates.append(c)), candidates))  # noqa: B023
+        answers.append((repr(bound(profile, budget, on_candidate=lambda *c: candidates.append(c))), candidates))  # noqa: B023
     assert answers[0] == answers[1]
 
 
 def test_a_deadline_that_has_passed_leaves_the_baseline() -> None:
     profile = homogeneous_chain(10, link_ratio=0.5)
     found = bound(profile, peak_of(profile, "recompute"), deadline=time.monotonic() - 1)
-    assert (found.bound_s, found.prices, found.rounds, found.complete) == (profile.baseline_step_s, None, 0, False)
+    assert (found.bound_s, found.prices, found.complete) == (profile.baseline_step_s, None, False)
 
 
 def test_a_known_plan_ends_the_proof() -> None:

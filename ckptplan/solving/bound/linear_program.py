@@ -67,8 +67,6 @@ class Duals:
     host: float
     ask: dict[tuple[int, int, int], float]
     stage: Floats
-    values: list[Floats]
-    shares: Floats
     flow: tuple[float, float]  # seconds that a link would save by being twice as fast, to first order
 
 
@@ -273,7 +271,5 @@ class Master:
             host=max(0.0, -self.host.dual_value()) if self.host is not None else 0.0,
             ask={key: max(0.0, -row.dual_value()) for key, row in self.ask.items()},
             stage=np.array([row.dual_value() for row in self.cover]),
-            values=[np.array([var.solution_value() for var in row]) for row in self.x],
-            shares=np.array([var.solution_value() for _, var in self.y]),
             flow=(self._flow(0), self._flow(1)) if lanes else (0.0, 0.0),
         )
