@@ -263,15 +263,8 @@ class _Given(torch.autograd.Function):
         return tuple(torch.ones_like(t, device=ctx.device) for t in ctx.like)
 
 
-class _Trial:
-    """A call of a compiled module on inputs cut from their graphs."""
-
-    def __init__(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._original = original
-        self.args, self.kwargs = pytree.tree_map_only(torch.Tensor, fresh([], {}), (args, kwargs))
-
-    def __call__(self) -> Any:
-        return self._original(*self.args, **self.kwargs)
+_Trial = functools.partial[Any]
+"""A call of a compiled module on inputs cut from their graphs."""
 
 
 def _note(
@@ -284,11 +277,13 @@ def _note(
     key: tuple[Any, ...],
 ) -> Noted:
     restore = random_state()
-    trial = _Trial(original, args, kwargs)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, fresh([], {}), (args, kwargs))  # cut from their graphs
+    trial: _Trial = functools.partial(original, *args, **kwargs)
     del args, kwargs
     described = _described(name, module, trial)
-    wanting = [*_tensors((trial.args, trial.kwargs)), *module.parameters()]
-    measured, held = (_measured(trial, wanting, device, held=held) for held in (False, True))
+    wanting = [*_tensors((trial.args, trial.keywords)), *module.parameters()]
+    forward_peak, forward_end, backward_peak = _measured(trial, wanting, device, held=False)
+    _, _, held_peak = _measured(trial, wanting, device, held=True)
     restore()
     values = [leaf for leaf in described["outputs"] if isinstance(leaf, torch.Tensor)]
     explained_bytes = _bytes(described["new"]) + sum(value.untyped_storage().nbytes() for value in values)
@@ -297,16 +292,16 @@ def _note(
     return Noted(
         **described,
         kind=hashlib.sha256(repr(same).encode()).hexdigest()[:16],
-        hidden_bytes=max(measured.forward_end - explained_bytes, 0),
-        forward_bytes=measured.forward_peak,
-        backward_bytes=measured.backward_peak,
-        backward_held_bytes=max(held.backward_peak, measured.backward_peak),
+        hidden_bytes=max(forward_end - explained_bytes, 0),
+        forward_bytes=forward_peak,
+        backward_bytes=backward_peak,
+        backward_held_bytes=max(held_peak, backward_peak),
     )
 
 
 def _described(name: str, module: nn.Module, trial: _Trial) -> dict[str, Any]:
     """The fields of `Noted` for a call, but for its bytes and its kind."""
-    inputs = _tensors((trial.args, trial.kwargs))
+    inputs = _tensors((trial.args, trial.keywords))
     wanting = [*inputs, *module.parameters()]
     buffers = _buffers(module)
     versions = [t._version for t in inputs]
@@ -370,17 +365,14 @@ def _described(name: str, module: nn.Module, trial: _Trial) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """Bytes above the level at the start of each direction."""
+def _measured(trial: _Trial, wanting: list[torch.Tensor], device: torch.device, *, held: bool) -> tuple[int, int, int]:
+    """Run forward and backward and measure them; with `held`, the outputs are held until the end.
 
-    forward_peak: int
-    forward_end: int
-    backward_peak: int
-
-
-def _measured(trial: _Trial, wanting: list[torch.Tensor], device: torch.device, *, held: bool) -> _Measured:
-    """Run forward and backward and measure them; with `held`, the outputs are held until the end."""
+    Returns
+    -------
+    int, int, int
+        Peak of forward, bytes at its end, and peak of backward, above the level at the start of the direction.
+    """
     meter = _Meter(device)
     alive: list[Any] = []
 
@@ -413,7 +405,7 @@ def _measured(trial: _Trial, wanting: list[torch.Tensor], device: torch.device, 
         alive.clear()
 
     forward, _, backward = meter.spans(run)
-    return _Measured(forward[0], forward[1], backward[0])
+    return *forward, backward[0]
 
 
 class _Meter:
