@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckptplan.core.profile import Profile
@@ -34,18 +33,6 @@ HALF = 0.5
 """The objective is a whole number; the solver's bound on it is a float."""
 OnSolution = Callable[[tuple[int, ...], float], bool]
 """Called with option codes and the lower bound in seconds; True stops the search."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelResult:
-    """The outcome of a solve: the proven `bound_s`; `proven` where it is the optimum.
-
-    `codes` is None where no solution was found (with `proven`: nothing fits).
-    """
-
-    codes: tuple[int, ...] | None
-    bound_s: float
-    proven: bool
 
 
 def _down(value: float) -> int:
@@ -72,7 +59,6 @@ class FluidModel:
         self.cp = cp_model
         self.model: Any = cp_model.CpModel()
         self.profile = profile
-        self.fits = profile.update_peak_bytes <= budget_bytes
         self.chain = Chain(profile, menu, budget_bytes, host_bytes, segments=False)
         self.add_choices()
         self.total = _up(float(self.chain.most_put[-1])) + self.chain.n
@@ -193,12 +179,14 @@ class FluidModel:
         extra = max(0.0, objective - HALF) / self.per_unit * self.chain.second
         return (self.profile.baseline_step_s + extra) * BOUND_ROUNDING
 
-    def solve(
-        self, on_solution: OnSolution, *, deadline: float, seed: int = 0, workers: int | None = None
-    ) -> ModelResult:
-        """Solve until proven, stopped by `on_solution`, or `deadline` (`time.monotonic`)."""
-        if not self.fits:
-            return ModelResult(None, math.inf, True)
+    def solve(self, on_solution: OnSolution, *, deadline: float, seed: int = 0, workers: int | None = None) -> float:
+        """Solve until proven, stopped by `on_solution`, or `deadline` (`time.monotonic`).
+
+        Returns
+        -------
+        float
+            The proven bound in seconds; infinite where nothing fits.
+        """
         outer = self
 
         class Watch(self.cp.CpSolverSolutionCallback):  # type: ignore[misc,name-defined]
@@ -217,10 +205,8 @@ class FluidModel:
         solver.parameters.catch_sigint_signal = False
         status = solver.solve(self.model, Watch())
         if status == self.cp.INFEASIBLE:
-            return ModelResult(None, math.inf, True)
-        bound = self.profile.baseline_step_s
+            return math.inf
+        bound_s = self.profile.baseline_step_s
         if status != self.cp.UNKNOWN or solver.best_objective_bound > 0:
-            bound = max(bound, self.bound_s(solver.best_objective_bound))
-        if status not in (self.cp.OPTIMAL, self.cp.FEASIBLE):
-            return ModelResult(None, bound, False)
-        return ModelResult(self.read(solver.value), bound, status == self.cp.OPTIMAL)
+            bound_s = max(bound_s, self.bound_s(solver.best_objective_bound))
+        return bound_s

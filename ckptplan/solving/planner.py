@@ -139,12 +139,9 @@ def solve_profile(
     search = _PlanSearch(
         profile,
         budget_bytes,
-        limits.actions,
-        limits.segments,
+        limits,
         all_bytes(host_bytes, disk),
         time.monotonic() + limits.time_limit_s,
-        limits.seed,
-        limits.workers,
         on_progress,
         evaluator_of(profile, host_bytes, disk),
     )
@@ -215,12 +212,9 @@ class _PlanSearch:
 
     profile: Profile
     budget_bytes: int
-    actions: tuple[Action, ...]
-    segments: bool
+    limits: Limits
     host_bytes: int | None
     deadline: float
-    seed: int
-    workers: int | None
     on_progress: OnProgress | None
     evaluator: Evaluator
     more_s: float = 0.0
@@ -232,7 +226,7 @@ class _PlanSearch:
 
     def run(self) -> tuple[Schedule, float]:
         """Cheap answers first; each further part runs only while a gap is left."""
-        self.space = plan_space_of(self.profile, self.actions, self.segments, self.host_bytes)
+        self.space = plan_space_of(self.profile, self.limits.actions, self.limits.segments, self.host_bytes)
         self.menu = self.space.menu
         self.bound_s = max(self.bound_s, self.profile.baseline_step_s)
         self.offer([KEEP] * len(self.menu))
@@ -291,7 +285,7 @@ class _PlanSearch:
 
     def steering(self) -> Steering | None:
         """The worth of bytes by the linear program without segments."""
-        chain = Chain(self.profile, self.menu, self.budget_bytes, self.host_bytes, segments=self.segments)
+        chain = Chain(self.profile, self.menu, self.budget_bytes, self.host_bytes, segments=self.limits.segments)
         duals = Master(chain).solve(BOUND_SHARE * self.left_s())
         if duals is None:
             return None
@@ -326,7 +320,7 @@ class _PlanSearch:
         if len(self.menu) <= MODEL_STAGES:
             # Plans with other segments than the best one's may lead further.
             until = time.monotonic() + STARTS_SHARE * self.left_s()
-            search = LocalSearch(self.evaluator, self.space, self.budget_bytes, self.seed)
+            search = LocalSearch(self.evaluator, self.space, self.budget_bytes, self.limits.seed)
             for segments, (_, codes) in sorted(near.items(), key=lambda item: item[1])[:LOCAL_SEARCH_STARTS]:
                 improved, forest, _ = search.improve(codes, segments, until)
                 self.offer(improved, forest)
@@ -365,8 +359,8 @@ class _PlanSearch:
             self.bound_s = max(self.bound_s, bound_s - self.more_s)
             return self.closed()
 
-        found = model.solve(on_solution, deadline=self.deadline, seed=self.seed, workers=self.workers)
-        self.bound_s = max(self.bound_s, found.bound_s - self.more_s)
+        bound_s = model.solve(on_solution, deadline=self.deadline, seed=self.limits.seed, workers=self.limits.workers)
+        self.bound_s = max(self.bound_s, bound_s - self.more_s)
         self.report("CP-SAT")
 
     def closed(self) -> bool:
@@ -462,7 +456,7 @@ class _PlanSearch:
             self.offer(least.codes, least.segments)
         if self.best is not None:
             return
-        missing = [a for a in ("swap", "recompute") if a not in self.actions and least.phase != "update"]
+        missing = [a for a in ("swap", "recompute") if a not in self.limits.actions and least.phase != "update"]
         allow = f", or allow {' or '.join(repr(a) for a in missing)}" if missing else ""
         known = "the smallest feasible peak" if least.proven else "the smallest peak found in the time given"
         where = "the optimizer update" if least.phase == "update" else f"stage {least.stage!r}, {least.phase}"
@@ -479,7 +473,7 @@ class _PlanSearch:
         """Small changes of the best plan, in at most this share of the time left."""
         if self.best is None or self.closed():
             return
-        search = LocalSearch(self.evaluator, self.space, self.budget_bytes, self.seed)
+        search = LocalSearch(self.evaluator, self.space, self.budget_bytes, self.limits.seed)
         until = time.monotonic() + share * self.left_s()
         codes, segments, _ = search.improve(self.best.codes, self.best.segments, until, pairs=pairs)
         self.offer(codes, segments)
@@ -490,7 +484,7 @@ class _PlanSearch:
         if self.best is None or self.closed():
             return
         self.searches += 1
-        search = LocalSearch(self.evaluator, self.space, self.budget_bytes, self.seed + self.searches)
+        search = LocalSearch(self.evaluator, self.space, self.budget_bytes, self.limits.seed + self.searches)
         until = time.monotonic() + share * self.left_s()
         for codes, segments, _ in search.search(self.best.codes, self.best.segments, until, rounds=rounds):
             self.offer(codes, segments)

@@ -221,11 +221,10 @@ def test_fluid_model_is_between_the_linear_bound_and_the_optimum() -> None:
         best = fastest(profile, budget, host_bytes=host, within=space)
         assert best is not None
         model = FluidModel(profile, menu_of(profile), budget, host_bytes=host)
-        found = model.solve(lambda *_: False, deadline=time.monotonic() + 60)
-        assert found.proven
-        assert found.bound_s <= best * ROUNDING, (seed, budget)
-        assert found.codes is not None
-        assert len(found.codes) == len(profile.stages)
+        seen: list[tuple[int, ...]] = []
+        bound_s = model.solve(lambda codes, _: seen.append(codes) is not None, deadline=time.monotonic() + 60)  # noqa: B023
+        assert bound_s <= best * ROUNDING, (seed, budget)
+        assert len(seen[-1]) == len(profile.stages)
 
 
 def test_fluid_model_takes_a_hint_and_stops() -> None:
@@ -246,13 +245,12 @@ def test_fluid_model_takes_a_hint_and_stops() -> None:
 def test_an_interrupt_after_a_search_is_python_s_to_handle() -> None:
     profile = homogeneous_chain(6, link_ratio=0.5)
     budget = (peak_of(profile, "recompute") + peak_of(profile, "keep")) // 2
-    found = FluidModel(profile, menu_of(profile), budget).solve(lambda *_: False, deadline=time.monotonic() + 60)
-    assert found.codes is not None
+    assert FluidModel(profile, menu_of(profile), budget).solve(lambda *_: False, deadline=time.monotonic() + 60) > 0
     caught = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt"))
     assert int(caught.split()[1], 16) >> (signal.SIGINT - 1) & 1, "Ctrl-C would end the process at once"
 
 
 def test_fluid_model_knows_that_nothing_fits() -> None:
     profile = homogeneous_chain(6, link_ratio=0.5)
-    result = FluidModel(profile, menu_of(profile), 1000).solve(lambda *_: False, deadline=time.monotonic() + 60)
-    assert (result.codes, result.bound_s, result.proven) == (None, math.inf, True)
+    model = FluidModel(profile, menu_of(profile), 1000)
+    assert model.solve(lambda *_: False, deadline=time.monotonic() + 60) == math.inf
