@@ -248,6 +248,6 @@ class _Bounder:
             return None
         costs, second = self.trees.costs, self.chain.second
         per_byte = second / self.chain.unit
-        forward, backward = costs.linear_forward * per_byte, costs.linear_backward * per_byte
+        forward, backward = costs.linear * per_byte
         total, flow = float(forward.sum() + backward.sum()), self.duals.flow
         return Prices(forward, backward, total, flow[0] * second, flow[1] * second, self.duals.drain)
