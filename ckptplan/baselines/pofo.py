@@ -108,10 +108,8 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     lacking: InfeasibleBudgetError | None = None
     try:
         alone = rotor.plan(profile, budget_bytes)
-        options = tuple(
-            stage.option(decision.option) for stage, decision in zip(profile.stages, alone.choices, strict=True)
-        )
-        best = scheduled(profile, Selection(options, alone.segments), budget_bytes)
+        names = [decision.option for decision in alone.choices]
+        best = scheduled(profile, named(profile, names, alone.segments), budget_bytes)
     except InfeasibleBudgetError as error:
         lacking = error
     if best is None or best.makespan_s > profile.baseline_step_s:

@@ -193,8 +193,7 @@ def note_compiled(step: TrainingStep, target: Target) -> None:
         If the device isn't in this machine, or a compiled module does something that can't be played.
     """
     found = compiled_modules(step.model)
-    on_meta = any(t.is_meta for t in (*step.model.parameters(), *step.model.buffers(), *step.tensors()))
-    if target.answers is None or target.spec is not None or on_meta:
+    if target.answers is None or target.spec is not None or not target.answers.has_values:
         raise UnsupportedModelError(
             f"module {next(iter(found))!r} is compiled, and what compiled code takes is known only from running it; "
             "plan on the device where it is to run, or plan the uncompiled model"
@@ -206,7 +205,8 @@ def note_compiled(step: TrainingStep, target: Target) -> None:
         def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             key = _key(name, module, args, kwargs)
             if key not in noted:
-                with _passed_through():
+                # Autograd saves tensors as usual, whichever hooks are installed around.
+                with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
                     noted[key] = _note(name, module, original, args, kwargs, device, key)
             return original(*args, **kwargs)
 
@@ -217,11 +217,6 @@ def note_compiled(step: TrainingStep, target: Target) -> None:
         torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing),
     ):
         step.forward()
-
-
-def _passed_through() -> Any:
-    """Inside, autograd saves tensors as usual, whichever hooks are installed around."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 @contextlib.contextmanager
