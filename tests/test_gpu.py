@@ -24,7 +24,7 @@ from torch import nn
 import ckptplan
 from ckptplan import Plan, Profile
 from ckptplan.baselines._build import build, named, smallest_peak
-from ckptplan.profiling.times.links import measure_link, measure_links
+from ckptplan.profiling.times.links import measure_links
 from ckptplan.runtime.observe.measure import held_tensors, unique_bytes
 from ckptplan.runtime.swap.stores import DiskStore, PinnedStore, Ticket, pinned
 
@@ -499,7 +499,7 @@ def test_limit_on_pinned_memory() -> None:
 
 
 def test_link_is_plausible() -> None:
-    link = measure_link(DEVICE, 8 << 20)
+    link, _ = measure_links(DEVICE, 8 << 20)
     # PCIe 3 at a few lanes to NVLink-C2C.
     assert 5e8 < link.out_bytes_per_s < 1e12
     assert 5e8 < link.in_bytes_per_s < 1e12

@@ -14,7 +14,7 @@ from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.option import Option
 from ckptplan.core.plan import Plan, plan_of
 from ckptplan.core.profile import Profile
-from ckptplan.core.schedule import EQUAL_S, Evaluation, StepNeed, evaluate, residency, tightest_peak
+from ckptplan.core.schedule import EQUAL_S, Evaluation, Residency, StepNeed, evaluate, residency, tightest_peak
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Stage
 from ckptplan.core.units import format_bytes
@@ -151,6 +151,13 @@ def costly(profile: Profile) -> list[bool]:
 def smallest_peak(profile: Profile, selection: Selection) -> StepNeed:
     """The worst step of `selection` under its tightest schedule."""
     return tightest_peak(profile, residency(profile, selection.options, selection.segments))
+
+
+def first_over(r: Residency, budget_bytes: int) -> tuple[int, bool, int] | None:
+    """Stage, whether in backward, and bytes of the first step beyond the budget, in program order; None: all fit."""
+    forward = ((k, False, need) for k, need in enumerate(r.forward_bytes))
+    backward = ((k, True, need) for k, need in reversed(list(enumerate(r.backward_bytes))))
+    return next((step for step in (*forward, *backward) if step[2] > budget_bytes), None)
 
 
 def scheduled(profile: Profile, selection: Selection, budget_bytes: int) -> Evaluation | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ckptplan.baselines._build import Selection, everywhere, own_storages
 from ckptplan.core.option import Option
@@ -83,10 +83,9 @@ def rounded(profile: Profile, offers: Sequence[Offer], budget_bytes: int) -> Ite
     for percent in range(MOST_PERCENT, LEAST_PERCENT - 1, -1):
         target = budget_bytes * percent // 100
         needs = [max(*steps) - target for steps in zip(r.forward_bytes, r.backward_bytes, strict=True)]
-        shares = [Share(0.0, 0.0)] * len(sizes)
+        shares = [[0.0, 0.0] for _ in sizes]
         for offer, nbytes in zip(offers, cheapest(offers, needs), strict=True):
-            name = "moved" if offer.moves else "recomputed"
-            shares[offer.stage] = replace(shares[offer.stage], **{name: nbytes / sizes[offer.stage]})
+            shares[offer.stage][offer.moves] = nbytes / sizes[offer.stage]
         selection = Selection(tuple(nearest(profile, i, storages[i], share) for i, share in enumerate(shares)))
         if selection not in seen:
             seen.add(selection)
@@ -98,23 +97,17 @@ def offered_bytes(profile: Profile) -> list[int]:
     return [sum(profile.storages[s].nbytes for s in found) for found in own_storages(profile)]
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The parts of the bytes that a stage could free which an option recomputes, and which it moves."""
+def nearest(profile: Profile, i: int, storages: frozenset[int], wanted: Sequence[float]) -> Option:
+    """The option of stage `i` that recomputes and moves closest to the wanted shares of what the stage could free.
 
-    recomputed: float
-    moved: float
-
-
-def nearest(profile: Profile, i: int, storages: frozenset[int], wanted: Share) -> Option:
-    """The option of stage `i` whose shares are closest to those wanted, the first in the menu among equals."""
+    Among equals it is the first in the menu.
+    """
     total = sum(profile.storages[s].nbytes for s in storages)
 
     def distance(option: Option) -> float:
         held = sum(profile.storages[s].nbytes for s in storages & set(option.held))
         moved = sum(profile.storages[s].nbytes for s in storages & set(option.moved))
-        found = Share(1 - held / total, moved / total)
-        return abs(found.recomputed - wanted.recomputed) + abs(found.moved - wanted.moved)
+        return abs(1 - held / total - wanted[0]) + abs(moved / total - wanted[1])
 
     stage = profile.stages[i]
     return min(stage.options, key=distance) if total else stage.keep

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import accumulate
 
-from ckptplan.baselines._build import Selection, build_fastest, joined, named, own_bytes
+from ckptplan.baselines._build import Selection, build_fastest, first_over, joined, named, own_bytes
 from ckptplan.core.option import Option
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -56,25 +56,19 @@ def _halved(profile: Profile, first: int, last: int) -> Segment:
 
 
 def _evict(profile: Profile, budget_bytes: int, together: Together) -> Selection:
-    n = len(profile.stages)
     sizes = own_bytes(profile)
-    names = ["keep"] * n
+    names = ["keep"] * len(sizes)
+    ended = list(accumulate(stage.forward_s for stage in profile.stages))
     while True:
         options = named(profile, names).options
         selection = Selection(options, together(profile, options))
         r = residency(profile, selection.options, selection.segments)
-        failed = next((k for k, need in enumerate(r.forward_bytes) if need > budget_bytes), None)
-        ended = list(accumulate(stage.forward_s for stage in profile.stages))
-        if failed is not None:
-            stage, now = failed, ended[failed]
-        else:
-            failed = next((k for k in reversed(range(n)) if r.backward_bytes[k] > budget_bytes), None)
-            if failed is None:
-                return selection
-            stage, now = failed, ended[-1] + sum(r.backward_s[failed + 1 :])
-        idle = [i for i in range(stage) if names[i] == "keep" and sizes[i]]
-        if not idle:
+        over = first_over(r, budget_bytes)
+        idle = [i for i in range(over[0]) if names[i] == "keep" and sizes[i]] if over is not None else []
+        if over is None or not idle:
             return selection
+        stage, in_backward, _ = over
+        now = ended[-1] + sum(r.backward_s[stage + 1 :]) if in_backward else ended[stage]
         # A stage that takes no time ends now, and has only just been used: the largest h there is.
         victim = min(idle, key=lambda i: _cost(profile, names, i) / (sizes[i] * max(now - ended[i], 1e-12)))
         names[victim] = "recompute"

@@ -16,7 +16,7 @@ out only when an allocation would fail, best fit first.
 
 from __future__ import annotations
 
-from ckptplan.baselines._build import build, movable_bytes, named
+from ckptplan.baselines._build import build, first_over, movable_bytes, named
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import residency
@@ -30,21 +30,14 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     InfeasibleBudgetError
         If evicting everything idle isn't enough.
     """
-    n = len(profile.stages)
     sizes = movable_bytes(profile)
-    names = ["keep"] * n
+    names = ["keep"] * len(sizes)
     while True:
         r = residency(profile, named(profile, names).options)
-        steps = [(k, need) for needs in (r.forward_bytes, r.backward_bytes[::-1]) for k, need in enumerate(needs)]
-        failed = next((at for at, (_, need) in enumerate(steps) if need > budget_bytes), None)
-        if failed is None:
-            break
-        stage = failed if failed < n else 2 * n - 1 - failed
-        missing = steps[failed][1] - budget_bytes
-        idle = [i for i in range(stage) if names[i] == "keep" and sizes[i]]
-        if not idle:
-            break
-        enough = [i for i in idle if sizes[i] >= missing]
+        over = first_over(r, budget_bytes)
+        idle = [i for i in range(over[0]) if names[i] == "keep" and sizes[i]] if over is not None else []
+        if over is None or not idle:
+            return build(profile, named(profile, names), budget_bytes, "lms")
+        enough = [i for i in idle if sizes[i] >= over[2] - budget_bytes]
         victim = min(enough, key=lambda i: sizes[i]) if enough else idle[0]
         names[victim] = "swap"
-    return build(profile, named(profile, names), budget_bytes, "lms")

@@ -13,7 +13,9 @@ Workshop at NIPS 2017, section 3 (swapping).
 
 from __future__ import annotations
 
-from ckptplan.baselines._build import build, build_fastest, named, smallest_peak
+import itertools
+
+from ckptplan.baselines._build import build_fastest, named, smallest_peak
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 
@@ -28,7 +30,5 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     """
     n = len(profile.stages)
     selections = [named(profile, ["swap"] * count + ["keep"] * (n - count)) for count in range(n + 1)]
-    for selection in selections:
-        if smallest_peak(profile, selection).bytes <= budget_bytes:
-            return build(profile, selection, budget_bytes, "meng_swap")
-    return build_fastest(profile, selections, budget_bytes, "meng_swap")
+    fits = (selection for selection in selections if smallest_peak(profile, selection).bytes <= budget_bytes)
+    return build_fastest(profile, list(itertools.islice(fits, 1)) or selections, budget_bytes, "meng_swap")

@@ -108,10 +108,8 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     lacking: InfeasibleBudgetError | None = None
     try:
         alone = rotor.plan(profile, budget_bytes)
-        options = tuple(
-            stage.option(decision.option) for stage, decision in zip(profile.stages, alone.choices, strict=True)
-        )
-        best = scheduled(profile, Selection(options, alone.segments), budget_bytes)
+        names = [decision.option for decision in alone.choices]
+        best = scheduled(profile, named(profile, names, alone.segments), budget_bytes)
     except InfeasibleBudgetError as error:
         lacking = error
     if best is None or best.makespan_s > profile.baseline_step_s:
@@ -122,22 +120,21 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
             best = min((r for r in fits if r is not None), key=lambda r: r.makespan_s, default=None)
             if any(r is not None for r in found) and (share < 1 or n > TWICE):
                 break
-    if best is None:
-        assert lacking is not None
-        swapped = smallest_peak(profile, everywhere(profile, "swap"))
-        if budget_bytes < swapped.bytes < lacking.min_peak_bytes:
-            raise_infeasible(profile, swapped, budget_bytes, "pofo")
-        again = scheduled(profile, everywhere(profile, "swap"), budget_bytes)
-        if again is None:
-            raise InfeasibleBudgetError(
-                str(lacking).replace("rotor:", "pofo:", 1),
-                budget_bytes=budget_bytes,
-                min_peak_bytes=lacking.min_peak_bytes,
-                stage=lacking.stage,
-                phase=lacking.phase,
-            )
-        best = again
-    return finish(profile, best, budget_bytes, "pofo")
+    swap_all = everywhere(profile, "swap")
+    best = best or scheduled(profile, swap_all, budget_bytes)
+    if best is not None:
+        return finish(profile, best, budget_bytes, "pofo")
+    assert lacking is not None
+    swapped = smallest_peak(profile, swap_all)
+    if swapped.bytes < lacking.min_peak_bytes:
+        raise_infeasible(profile, swapped, budget_bytes, "pofo")
+    raise InfeasibleBudgetError(
+        str(lacking).replace("rotor:", "pofo:", 1),
+        budget_bytes=budget_bytes,
+        min_peak_bytes=lacking.min_peak_bytes,
+        stage=lacking.stage,
+        phase=lacking.phase,
+    )
 
 
 class _LabelProgram:
@@ -158,7 +155,7 @@ class _LabelProgram:
         self.moved = [max(0, min(m, kept - x)) for m, kept, x in zip(movable, chain.kept, behind, strict=True)]
         self.runs_s = [stage.forward_s for stage in profile.stages]
         self.back_s = [stage.backward_s for stage in profile.stages]
-        self.levels: list[_Labels] = []
+        self.levels: dict[int, _Labels] = {}
 
     def selections(self) -> Iterator[Selection]:
         """The selections of the cheapest labels at the end, the cheapest first."""
@@ -167,11 +164,9 @@ class _LabelProgram:
         waiting[0].append(_Labels(zero, zero, zero, zero, np.zeros(1, bool), none - 1, none, none, none))
         for s in range(self.n):
             if not waiting[s]:
-                self.levels.append(_Labels.join([self._empty()]))
                 continue
-            labels = self._prune(_Labels.join(waiting[s]))
+            labels = self.levels[s] = self._prune(_Labels.join(waiting[s]))
             waiting[s] = []
-            self.levels.append(labels)
             for to, grown in self._grow(s, labels):
                 if len(grown.cost):
                     waiting[to].append(grown)
@@ -180,10 +175,6 @@ class _LabelProgram:
         ends = _Labels.join(waiting[self.n])
         for row in np.argsort(ends.cost, kind="stable")[:REPLAYS]:
             yield self._selection(ends, int(row))
-
-    def _empty(self) -> _Labels:
-        f, i = np.zeros(0), np.zeros(0, np.int64)
-        return _Labels(f, f, f, f, np.zeros(0, bool), i, i, i, i)
 
     def _prune(self, labels: _Labels) -> _Labels:
         step = max(self.room / KEPT_BUCKETS, 1)
@@ -225,12 +216,13 @@ class _LabelProgram:
         )
         out = np.maximum(0.0, out - self.runs_s[s] * self.out_rate) + moved + front
         back = np.maximum(0.0, back - self.back_s[s] * self.in_rate) + moved + front
-        rows = np.flatnonzero(forward & backward)
         kept = labels.kept + chain.kept[s] - moved - front
         movable = labels.movable if chain.glue[s] else np.full(len(kept), kind == _SWAP)
-        cost = (labels.cost + lost_up + lost_down)[rows]
-        none = np.zeros(len(rows), np.int64)
-        return self._made(s, rows, kind, kept[rows], out[rows], back[rows], cost, movable[rows], none)
+        every = np.arange(len(kept))
+        made = self._made(
+            s, every, kind, kept, out, back, labels.cost + lost_up + lost_down, movable, np.zeros_like(every)
+        )
+        return made.take(np.flatnonzero(forward & backward))
 
     def _segments(self, s: int, ends: range, labels: _Labels, rows: Ints, kind: int) -> Iterator[tuple[int, _Labels]]:
         chain, table = self.chain, self.table

@@ -210,7 +210,8 @@ class Limits:
         Seed of local search and CP-SAT. The same seed and workers give the same plan unless the time limit ends the
         search.
     workers : int, optional
-        Threads of CP-SAT, which uses the time that other searches leave; default: 1. All other searches use one thread.
+        Threads of CP-SAT, which uses the time that other searches leave where plans have no segments; default: 1. All
+        other searches use one thread.
     on_progress : callable
         Called with a description of the present work.
 

@@ -167,19 +167,6 @@ class _Tables:
     back_in_order: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Lazy:
-    """Lazy schedules; `front[:, k]` is the first stage whose bytes may still be there in step `k`."""
-
-    needs: Needs
-    put: NDArray[np.int64]
-    front_forward: NDArray[np.int64]
-    front_backward: NDArray[np.int64]
-    cutoff: NDArray[np.int64]
-    fits: NDArray[np.bool_]
-    host: NDArray[np.int64]
-
-
 class Evaluator:
     """Bytes and time of plans of one profile.
 
@@ -291,46 +278,37 @@ class Evaluator:
 
     def _makespans(self, codes: Codes, budget_bytes: int, segments: Segments) -> NDArray[np.float64]:
         out = np.full(len(codes), np.inf)
-        lazy = self._lazy(codes, budget_bytes, segments)
-        kept = np.flatnonzero(lazy.fits)
+        fits, lazy = self._lazy(codes, budget_bytes, segments)
+        kept = np.flatnonzero(fits)
         if len(kept) == 0:
             return out
-        out[kept] = self.queued_s(self._queued(lazy, codes, kept, segments))
+        out[kept] = self.queued_s(lazy.take(kept))
         baseline_s = self.profile.baseline_step_s
         out[out <= baseline_s * (1 + EQUAL_S)] = baseline_s
         return out
-
-    def _queued(self, lazy: _Lazy, codes: Codes, kept: NDArray[np.int64], segments: Segments) -> Queued:
-        t, n = self._tables(segments), codes.shape[1]
-        return Queued(
-            lazy.front_forward[kept],
-            lazy.front_backward[kept],
-            np.where(np.arange(n) < lazy.cutoff[kept, None], lazy.needs.moved[kept], 0),
-            t.joined,
-            np.broadcast_to(self._forward_s, (len(kept), n)),
-            t.backward_s[np.arange(n), codes[kept]],
-        )
 
     def queued_s(self, queued: Queued) -> NDArray[np.float64]:
         """Makespans of plans that fit the device."""
         return queued.seconds(*copies_s(queued.moved, self.profile.link))
 
-    def _lazy(self, codes: Codes, budget_bytes: int, segments: Segments) -> _Lazy:
-        needs = self.needs(codes, segments)
-        joined = self._tables(segments).joined
-        n = codes.shape[1]
-        put = np.zeros((len(codes), n + 1), np.int64)
+    def _lazy(self, codes: Codes, budget_bytes: int, segments: Segments) -> tuple[NDArray[np.bool_], Queued]:
+        """Whether each row fits, and its lazy schedule."""
+        t, needs = self._tables(segments), self.needs(codes, segments)
+        rows, n = codes.shape
+        put = np.zeros((rows, n + 1), np.int64)
         np.cumsum(needs.moved, axis=1, out=put[:, 1:])
         front_forward = _fronts(needs.forward, put, np.arange(n + 1), budget_bytes)
-        front_backward = _fronts(needs.backward, put, joined, budget_bytes)
+        front_backward = _fronts(needs.backward, put, t.joined, budget_bytes)
         cutoff = np.maximum(front_forward[:, -1], front_backward[:, -1])
-        self._enforce(front_forward, front_backward, joined, cutoff)
-        host = put[np.arange(len(codes)), cutoff]
+        self._enforce(front_forward, front_backward, t.joined, cutoff)
         fits = (needs.forward.max(axis=1) <= budget_bytes) & (needs.backward.max(axis=1) <= budget_bytes)
         fits &= self.profile.update_peak_bytes <= budget_bytes
         if self.host_bytes is not None:
-            fits &= host <= self.host_bytes
-        return _Lazy(needs, put, front_forward, front_backward, cutoff, fits, host)
+            fits &= put[np.arange(rows), cutoff] <= self.host_bytes
+        every = np.arange(n)
+        moved = np.where(every < cutoff[:, None], needs.moved, 0)
+        forward_s = np.broadcast_to(self._forward_s, (rows, n))
+        return fits, Queued(front_forward, front_backward, moved, t.joined, forward_s, t.backward_s[every, codes])
 
     def _enforce(
         self,

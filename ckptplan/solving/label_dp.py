@@ -67,11 +67,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A plan and the seconds that the fluid links give it."""
+    """A plan."""
 
     codes: tuple[int, ...]
     segments: Segments
-    fluid_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +288,7 @@ class LabelDp:
         total = last.elapsed_s + np.maximum(due - last.moved_total + last.out, 0.0) / link.out_bytes_per_s
         total += np.maximum(due - last.moved_total + last.back, 0.0) / link.in_bytes_per_s
         order = np.argsort(total, kind="stable").tolist()
-        return [self._read(history, row, float(total[row])) for row in order[:count]]
+        return [self._read(history, row) for row in order[:count]]
 
     def _moves(self, k: int) -> list[tuple[int, _Move]]:
         """(open segments before, what is decided) for stage `k`."""
@@ -462,7 +461,7 @@ class LabelDp:
             spread = spread[np.argsort(score[spread], kind="stable")[:: -(-2 * len(spread) // width)]]
         return _keep(labels, rows[np.union1d(chosen, spread)])
 
-    def _read(self, history: Sequence[Sequence[_Labels]], row: int, fluid_s: float) -> Found:
+    def _read(self, history: Sequence[Sequence[_Labels]], row: int) -> Found:
         """The plan of a label at the end."""
         n = len(history)
         codes = [0] * n
@@ -480,7 +479,7 @@ class LabelDp:
             if ends[k]:
                 first, inner = stack.pop()
                 stack[-1][1].append(Segment(first, k, tuple(inner)))
-        return Found(tuple(codes), tuple(stack[0][1]), fluid_s)
+        return Found(tuple(codes), tuple(stack[0][1]))
 
 
 def _whole_items(ends: Floats, room: Ints) -> Floats:

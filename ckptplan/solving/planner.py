@@ -16,7 +16,6 @@ from ckptplan.core.plan import OPTIMAL_GAP, Plan, plan_of
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import NO_LIMITS, Limits
 from ckptplan.core.schedule import EQUAL_S
-from ckptplan.core.segment import Segment
 from ckptplan.core.units import format_bytes
 from ckptplan.solving.bound.linear_program import Master
 from ckptplan.solving.bound.pricing import lower_bound
@@ -67,8 +66,6 @@ SLOWER_FACTOR = 1.01
 """The label DP drops what its fluid links, which are inexact, make slower than the best plan by more."""
 MODEL_STAGES = 150
 """Longer chains take CP-SAT more than the time there is."""
-MODEL_SEGMENTS = 300
-"""Segments given to CP-SAT, the latest met: bounds the size of its model."""
 MODEL_LEAST_S = 0.2
 MODEL_S_PER_STAGE = 0.005
 """Seconds in which its model is built, about."""
@@ -142,12 +139,9 @@ def solve_profile(
     search = _PlanSearch(
         profile,
         budget_bytes,
-        limits.actions,
-        limits.segments,
+        limits,
         all_bytes(host_bytes, disk),
         time.monotonic() + limits.time_limit_s,
-        limits.seed,
-        limits.workers,
         on_progress,
         evaluator_of(profile, host_bytes, disk),
     )
@@ -179,7 +173,7 @@ def _with_disk(search: _PlanSearch, host_bytes: int) -> tuple[Schedule, float]:
     for slower, share in SLOWER_LINKS:
         if not search.closed():
             view, more_s = slower_link(profile, host_bytes, slower)
-            part = replace(search, profile=view, deadline=_after(share, deadline), more_s=more_s, trees={})
+            part = replace(search, profile=view, deadline=_after(share, deadline), more_s=more_s)
             part.run()
             search.best, search.bound_s = part.best, part.bound_s
     if not search.closed():
@@ -218,26 +212,21 @@ class _PlanSearch:
 
     profile: Profile
     budget_bytes: int
-    actions: tuple[Action, ...]
-    segments: bool
+    limits: Limits
     host_bytes: int | None
     deadline: float
-    seed: int
-    workers: int | None
     on_progress: OnProgress | None
     evaluator: Evaluator
     more_s: float = 0.0
     best: Schedule | None = None
     bound_s: float = 0.0
-    trees: dict[Segment, None] = field(default_factory=dict)
-    """Segments of all plans looked at, in order."""
     searches: int = 0
     space: PlanSpace = field(init=False)
     menu: Menu = field(init=False)
 
     def run(self) -> tuple[Schedule, float]:
         """Cheap answers first; each further part runs only while a gap is left."""
-        self.space = plan_space_of(self.profile, self.actions, self.segments, self.host_bytes)
+        self.space = plan_space_of(self.profile, self.limits.actions, self.limits.segments, self.host_bytes)
         self.menu = self.space.menu
         self.bound_s = max(self.bound_s, self.profile.baseline_step_s)
         self.offer([KEEP] * len(self.menu))
@@ -287,7 +276,7 @@ class _PlanSearch:
                 break
         if not self.closed():
             self.search(ROUNDS_AT_LAST, LAST_LOCAL_SHARE if n <= MODEL_STAGES else 1.0)
-        if not self.closed() and n <= MODEL_STAGES:
+        if not self.closed() and not self.space.segments and n <= MODEL_STAGES:
             self.run_model()
 
     def left_s(self) -> float:
@@ -296,7 +285,7 @@ class _PlanSearch:
 
     def steering(self) -> Steering | None:
         """The worth of bytes by the linear program without segments."""
-        chain = Chain(self.profile, self.menu, self.budget_bytes, self.host_bytes, segments=self.segments)
+        chain = Chain(self.profile, self.menu, self.budget_bytes, self.host_bytes, segments=self.limits.segments)
         duals = Master(chain).solve(BOUND_SHARE * self.left_s())
         if duals is None:
             return None
@@ -331,7 +320,7 @@ class _PlanSearch:
         if len(self.menu) <= MODEL_STAGES:
             # Plans with other segments than the best one's may lead further.
             until = time.monotonic() + STARTS_SHARE * self.left_s()
-            search = LocalSearch(self.evaluator, self.space, self.budget_bytes, self.seed)
+            search = LocalSearch(self.evaluator, self.space, self.budget_bytes, self.limits.seed)
             for segments, (_, codes) in sorted(near.items(), key=lambda item: item[1])[:LOCAL_SEARCH_STARTS]:
                 improved, forest, _ = search.improve(codes, segments, until)
                 self.offer(improved, forest)
@@ -355,30 +344,23 @@ class _PlanSearch:
         self.report("bound")
         if bound.prices is None:
             return None
-        prices = bound.prices
-        forward, backward = np.array(prices.forward_s_per_byte), np.array(prices.backward_s_per_byte)
-        return self.steered_by(forward, backward, [np.array(lane) for lane in prices.drain])
+        return self.steered_by(bound.prices.forward_s_per_byte, bound.prices.backward_s_per_byte, bound.prices.drain)
 
     def run_model(self) -> None:
-        """CP-SAT over options and the segments met so far, from the best plan, for the time that is left."""
+        """CP-SAT over the options of all stages, from the best plan, for the time that is left."""
         assert self.best is not None
         if self.left_s() < MODEL_LEAST_S + len(self.menu) * MODEL_S_PER_STAGE:
             return
-        trees = list(self.trees)[-MODEL_SEGMENTS:]
-        trees += [tree for tree in self.best.segments if tree not in trees]
-        model = FluidModel(self.profile, self.menu, self.budget_bytes, host_bytes=self.host_bytes, segments=trees)
-        model.hint(self.best.codes, self.best.segments)
+        model = FluidModel(self.profile, self.menu, self.budget_bytes, host_bytes=self.host_bytes)
+        model.hint(self.best.codes)
 
-        def on_solution(codes: tuple[int, ...], segments: Segments, bound_s: float) -> bool:
-            self.offer(codes, segments)
-            if not self.space.segments:
-                self.bound_s = max(self.bound_s, bound_s - self.more_s)
+        def on_solution(codes: tuple[int, ...], bound_s: float) -> bool:
+            self.offer(codes)
+            self.bound_s = max(self.bound_s, bound_s - self.more_s)
             return self.closed()
 
-        found = model.solve(on_solution, deadline=self.deadline, seed=self.seed, workers=self.workers)
-        if not self.space.segments:
-            # With segments its bound is of those it was given alone.
-            self.bound_s = max(self.bound_s, found.bound_s - self.more_s)
+        bound_s = model.solve(on_solution, deadline=self.deadline, seed=self.limits.seed, workers=self.limits.workers)
+        self.bound_s = max(self.bound_s, bound_s - self.more_s)
         self.report("CP-SAT")
 
     def closed(self) -> bool:
@@ -387,7 +369,6 @@ class _PlanSearch:
 
     def offer(self, codes: Sequence[int], segments: Segments = ()) -> None:
         """Take this plan if it fits and is faster, or as fast with more stages kept."""
-        self.trees.update(dict.fromkeys(segments))
         if self.best is not None and self.evaluator.step_s(codes, self.budget_bytes, segments) > self.best.step_s:
             return
         found = self.evaluator.schedule(codes, self.budget_bytes, segments)
@@ -475,7 +456,7 @@ class _PlanSearch:
             self.offer(least.codes, least.segments)
         if self.best is not None:
             return
-        missing = [a for a in ("swap", "recompute") if a not in self.actions and least.phase != "update"]
+        missing = [a for a in ("swap", "recompute") if a not in self.limits.actions and least.phase != "update"]
         allow = f", or allow {' or '.join(repr(a) for a in missing)}" if missing else ""
         known = "the smallest feasible peak" if least.proven else "the smallest peak found in the time given"
         where = "the optimizer update" if least.phase == "update" else f"stage {least.stage!r}, {least.phase}"
@@ -492,7 +473,7 @@ class _PlanSearch:
         """Small changes of the best plan, in at most this share of the time left."""
         if self.best is None or self.closed():
             return
-        search = LocalSearch(self.evaluator, self.space, self.budget_bytes, self.seed)
+        search = LocalSearch(self.evaluator, self.space, self.budget_bytes, self.limits.seed)
         until = time.monotonic() + share * self.left_s()
         codes, segments, _ = search.improve(self.best.codes, self.best.segments, until, pairs=pairs)
         self.offer(codes, segments)
@@ -503,7 +484,7 @@ class _PlanSearch:
         if self.best is None or self.closed():
             return
         self.searches += 1
-        search = LocalSearch(self.evaluator, self.space, self.budget_bytes, self.seed + self.searches)
+        search = LocalSearch(self.evaluator, self.space, self.budget_bytes, self.limits.seed + self.searches)
         until = time.monotonic() + share * self.left_s()
         for codes, segments, _ in search.search(self.best.codes, self.best.segments, until, rounds=rounds):
             self.offer(codes, segments)

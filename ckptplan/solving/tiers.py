@@ -270,7 +270,7 @@ class TieredEvaluator(Evaluator):
         if found is None or found.host_bytes <= self.nearer_bytes:
             return found
         row: Codes = np.array([found.codes], np.int8)
-        queued = self._queued(self._lazy(row, budget_bytes, segments), row, np.zeros(1, np.int64), segments)
+        _, queued = self._lazy(row, budget_bytes, segments)
         if len(self.divisions(queued.moved[0])) == 0:
             return None
         on_disk, step_s = self._improved(queued)

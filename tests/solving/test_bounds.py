@@ -174,7 +174,6 @@ def test_prices_are_the_slope_of_the_bound() -> None:
         assert found.prices.budget_s_per_byte == pytest.approx(quotient, rel=0.01)
         total = sum(found.prices.forward_s_per_byte) + sum(found.prices.backward_s_per_byte)
         assert total == pytest.approx(found.prices.budget_s_per_byte)
-        assert [len(costs) for costs in found.prices.options_s] == [len(codes) for codes in menu]
 
 
 def test_the_price_of_bandwidth_is_the_slope_of_the_bound() -> None:
@@ -194,14 +193,14 @@ def test_equal_calls_give_equal_answers() -> None:
     answers = []
     for _ in range(2):
         candidates: list[object] = []
-        answers.append((bound(profile, budget, on_candidate=lambda *c: candidates.append(c)), candidates))  # noqa: B023
+        answers.append((repr(bound(profile, budget, on_candidate=lambda *c: candidates.append(c))), candidates))  # noqa: B023
     assert answers[0] == answers[1]
 
 
 def test_a_deadline_that_has_passed_leaves_the_baseline() -> None:
     profile = homogeneous_chain(10, link_ratio=0.5)
     found = bound(profile, peak_of(profile, "recompute"), deadline=time.monotonic() - 1)
-    assert (found.bound_s, found.prices, found.rounds, found.complete) == (profile.baseline_step_s, None, 0, False)
+    assert (found.bound_s, found.prices, found.complete) == (profile.baseline_step_s, None, False)
 
 
 def test_a_known_plan_ends_the_proof() -> None:
@@ -215,36 +214,30 @@ def test_a_known_plan_ends_the_proof() -> None:
 def test_fluid_model_is_between_the_linear_bound_and_the_optimum() -> None:
     for seed in range(40):
         profile, rng = random_chain(seed, 1 + seed % 4, most_options=4), random.Random(seed)
-        whole = rng.random() < 0.5
         host = rng.choice((None, rng.randint(0, 60)))
-        space = combinations(profile, segments=whole)
-        trees = sorted({tree for found in space for tree in found.segments}, key=repr)
+        space = combinations(profile, segments=False)
         least = smallest_peak(profile, host_bytes=host, within=space)
         budget = rng.randint(least, max(least, peak_of(profile, "keep")))
         best = fastest(profile, budget, host_bytes=host, within=space)
         assert best is not None
-        model = FluidModel(profile, menu_of(profile), budget, host_bytes=host, segments=trees)
-        found = model.solve(lambda *_: False, deadline=time.monotonic() + 60)
-        assert found.proven
-        assert found.bound_s <= best * ROUNDING, (seed, budget)
-        assert found.codes is not None
-        assert len(found.codes) == len(profile.stages)
-        assert set(found.segments) <= set(trees)
+        model = FluidModel(profile, menu_of(profile), budget, host_bytes=host)
+        seen: list[tuple[int, ...]] = []
+        bound_s = model.solve(lambda codes, _: seen.append(codes) is not None, deadline=time.monotonic() + 60)  # noqa: B023
+        assert bound_s <= best * ROUNDING, (seed, budget)
+        assert len(seen[-1]) == len(profile.stages)
 
 
 def test_fluid_model_takes_a_hint_and_stops() -> None:
     profile = homogeneous_chain(30, link_ratio=0.5)
     budget = (peak_of(profile, "recompute") + peak_of(profile, "keep")) // 2
-    segment = Segment(2, 5)
-    model = FluidModel(profile, menu_of(profile), budget, segments=[segment])
-    recompute = profile.stages[3].options.index(profile.stages[3].option("recompute"))
-    model.hint([recompute] * 30, [segment])
+    model = FluidModel(profile, menu_of(profile), budget)
+    swap = profile.stages[3].options.index(profile.stages[3].option("swap"))
+    model.hint([swap] * 30)
     seen = []
     model.solve(lambda *solution: bool(seen.append(solution) or True), deadline=time.monotonic() + 60)
     assert len(seen) == 1
-    codes, segments, bound_s = seen[0]
-    assert segments == (segment,)  # which no search begins with by itself
-    assert codes[2:6] == (model.chain.inside(2),) * 4
+    codes, bound_s = seen[0]
+    assert codes == (swap,) * 30  # with which no search begins by itself
     assert bound_s * ROUNDING >= profile.baseline_step_s
 
 
@@ -252,13 +245,12 @@ def test_fluid_model_takes_a_hint_and_stops() -> None:
 def test_an_interrupt_after_a_search_is_python_s_to_handle() -> None:
     profile = homogeneous_chain(6, link_ratio=0.5)
     budget = (peak_of(profile, "recompute") + peak_of(profile, "keep")) // 2
-    found = FluidModel(profile, menu_of(profile), budget).solve(lambda *_: False, deadline=time.monotonic() + 60)
-    assert found.codes is not None
+    assert FluidModel(profile, menu_of(profile), budget).solve(lambda *_: False, deadline=time.monotonic() + 60) > 0
     caught = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt"))
     assert int(caught.split()[1], 16) >> (signal.SIGINT - 1) & 1, "Ctrl-C would end the process at once"
 
 
 def test_fluid_model_knows_that_nothing_fits() -> None:
     profile = homogeneous_chain(6, link_ratio=0.5)
-    result = FluidModel(profile, menu_of(profile), 1000).solve(lambda *_: False, deadline=time.monotonic() + 60)
-    assert (result.codes, result.bound_s, result.proven) == (None, math.inf, True)
+    model = FluidModel(profile, menu_of(profile), 1000)
+    assert model.solve(lambda *_: False, deadline=time.monotonic() + 60) == math.inf

@@ -496,9 +496,7 @@ def test_a_swap_that_gains_nothing_is_dropped() -> None:
 
     def left_over(codes: list[int], budget: int, segments: tuple[Segment, ...] = ()) -> Schedule:
         """What the last pass makes, for a larger budget, of a plan made for the least it can do with."""
-        search = planner._PlanSearch(
-            profile, budget, ACTIONS, True, None, time.monotonic() - 1, 0, None, None, evaluator
-        )
+        search = planner._PlanSearch(profile, budget, Limits(), None, time.monotonic() - 1, None, evaluator)
         search.space = peak.plan_space_of(profile, ACTIONS, True, None)
         search.best = evaluator.schedule(codes, evaluator.peak(codes, segments), segments)
         assert search.best is not None

@@ -38,10 +38,10 @@ from ckptplan.profiling.values.answers import (
     NeedsValues,
     Phase,
     Question,
-    ReadingWatched,
     all_readable,
     around_forwards,
     readable,
+    reading_watched,
 )
 from ckptplan.profiling.values.compiled import compiled_as_noted
 from ckptplan.runtime.observe.measure import tensors_in
@@ -138,7 +138,7 @@ class FakeWorld(TorchDispatchMode):
     def __enter__(self) -> FakeWorld:
         self._training = torch.is_grad_enabled()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(ReadingWatched(self._array, by_item=lambda: self._answers is not None or self._drew))
+            stack.enter_context(reading_watched(self._array, by_item=lambda: self._answers is not None or self._drew))
             stack.enter_context(self.fake_mode)
             super().__enter__()
             self._outer = stack.pop_all()

@@ -45,18 +45,20 @@ def measure_workspaces(
     wanted = [key for key in dict.fromkeys(keys) if key is not None and _allocates(key)]
     failed: list[str] = []
     storages: dict[Hashable, tuple[int, ...]] = {}
-    if is_accelerator(device):
-        on_cuda = ((key, _cuda_peak(key, device, failed, storages)) for key in wanted)
-        return {key: peak for key, peak in on_cuda if peak is not None}, failed, storages
-    done: set[int] = set()
+    peaks: dict[Hashable, int] = {}
 
     def run_all() -> None:
         for index, key in enumerate(wanted):
-            if _run(key, device, failed, storages, label=f"ckptplan {index}"):
-                done.add(index)
+            peak = _run(key, device, failed, storages, label=f"ckptplan {index}")
+            if peak is not None:
+                peaks[key] = peak
 
-    events, spans = recorded_allocations(run_all)
-    peaks = peaks_within(events, {wanted[index]: spans[f"ckptplan {index}"] for index in sorted(done)})
+    if is_accelerator(device):
+        run_all()
+    else:
+        events, spans = recorded_allocations(run_all)
+        done = {key: spans[f"ckptplan {index}"] for index, key in enumerate(wanted) if key in peaks}
+        peaks = peaks_within(events, done)
     return peaks, failed, storages
 
 
@@ -181,40 +183,26 @@ def _select(mask: torch.Tensor, count: int) -> None:
 
 def _run(
     key: Any, device: torch.device, failed: list[str], storages: dict[Hashable, tuple[int, ...]], *, label: str
-) -> bool:
-    func = key[0]
-    try:
-        with torch.enable_grad():
-            args, kwargs = _operands(key, device)
-            with record_function(label):
-                result = func(*args, **kwargs)
-            storages[key] = _begun(args, kwargs, result)
-            del result
-    except Exception:  # an operation may raise on made-up values; the trace counts its results all the same
-        failed.append(str(func))
-        return False
-    return True
-
-
-def _begun(args: Any, kwargs: Any, result: Any) -> tuple[int, ...]:
-    return tuple(t.untyped_storage().nbytes() for t in new_storages((args, kwargs), result))
-
-
-def _cuda_peak(
-    key: Any, device: torch.device, failed: list[str], storages: dict[Hashable, tuple[int, ...]]
 ) -> int | None:
+    """Run one operation alone; return its peak, 0 on the CPU, where it is recorded under `label`; None if it fails."""
     func = key[0]
     try:
         with torch.enable_grad():
-            # The first run is for memory that a library allocates once and keeps (32 MiB for cuBLAS on recent devices).
             args, kwargs = _operands(key, device)
-            func(*args, **kwargs)
-            del args, kwargs  # an operation may have written to them; two sets would be more than the step holds
-            args, kwargs = _operands(key, device)
-            result, peak = allocated_by(device, func, *args, **kwargs)
-            storages[key] = _begun(args, kwargs, result)
-            del result
+            if is_accelerator(device):
+                # A first run is for memory that a library allocates once and keeps (32 MiB for cuBLAS on recent
+                # devices).
+                func(*args, **kwargs)
+                del args, kwargs  # an operation may have written to them; two sets would be more than the step holds
+                args, kwargs = _operands(key, device)
+                result, peak = allocated_by(device, func, *args, **kwargs)
+            else:
+                with record_function(label):
+                    result, peak = func(*args, **kwargs), 0
+            made = new_storages((args, kwargs), result)
+            storages[key] = tuple(t.untyped_storage().nbytes() for t in made)
+            del made, result
             return peak
-    except Exception:  # as above
+    except Exception:  # an operation may raise on made-up values; the trace counts its results all the same
         failed.append(str(func))
         return None

@@ -24,7 +24,7 @@ from ckptplan.core.device import Device
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.units import format_bytes
 from ckptplan.profiling.bytes.operations import SeenOperations
-from ckptplan.profiling.times.links import measure_link
+from ckptplan.profiling.times.links import measure_links
 from ckptplan.profiling.times.roofline import flops_rate, op_cost, op_seconds
 from ckptplan.runtime import accelerator
 from ckptplan.runtime.observe.measure import timed
@@ -105,7 +105,7 @@ def _calibrate(
     tell("time between operations")
     launch_s = _launch_s(where)
     tell("the way to the host tier and back")
-    link = measure_link(where, (64 if cuda else 16) << 20, swap_dir)
+    link, _ = measure_links(where, (64 if cuda else 16) << 20, swap_dir)
     properties = accelerator.properties(where) if cuda else None
     accelerator.synchronize(where)
     accelerator.empty_cache(where)

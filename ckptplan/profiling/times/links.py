@@ -24,23 +24,10 @@ _MOST_SIDE = 8192  # a product of two such matrices takes a fast device some mil
 _MOST_PRODUCTS = 64
 
 
-def measure_link(
-    device: torch.device, block_bytes: int, swap_dir: str | Path | None = None, tier: Tier = "host"
-) -> Link:
-    """Measure each direction alone with blocks of `block_bytes`: out in forward, in in backward.
-
-    Raises
-    ------
-    InvalidInputError
-        If the swap directory can't be written or has no room.
-    """
-    return measure_links(device, block_bytes, swap_dir, tier)[0]
-
-
 def measure_links(
     device: torch.device, block_bytes: int, swap_dir: str | Path | None = None, tier: Tier = "host"
 ) -> tuple[Link, Link]:
-    """Measure each direction alone, and both at once.
+    """Measure each direction alone with blocks of `block_bytes`, out in forward and in in backward, and both at once.
 
     The first round is a warm-up without compute: pages of a new file and registered memory are slow at first touch. In
     the others, compute is busy for the time that the first one took.
@@ -51,6 +38,11 @@ def measure_links(
         Rate of each direction while the other is idle.
     Link
         Rate of both at once, from the time until both are done. Links, and above all disks, are shared.
+
+    Raises
+    ------
+    InvalidInputError
+        If the swap directory can't be written or has no room.
     """
     # Twice the blocks: those that are read lie in the store beside those that are written.
     store = make_store(

@@ -36,6 +36,7 @@ import types
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from unittest import mock
 
 import numpy as np
 import torch
@@ -45,7 +46,7 @@ from torch.utils import _pytree as pytree
 import ckptplan
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.runtime.observe.measure import tensors_in
-from ckptplan.runtime.patching import entry_point
+from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.recompute.selective import is_random
 
 Phase = Literal["forward", "backward", "inference"]
@@ -314,8 +315,11 @@ def sizes_of(tree: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(t.shape) for t in tensors_in(tree))
 
 
-class ReadingWatched:
-    """Context in which the reading of whole tensors, in this thread, can be seen and replaced.
+@contextlib.contextmanager
+def reading_watched(
+    read: Callable[[torch.Tensor], np.ndarray[Any, Any] | None], *, by_item: Callable[[], bool]
+) -> Iterator[None]:
+    """Inside, the reading of whole tensors, in this thread, can be seen and replaced.
 
     `tolist` reads number by number through `item`, which is an operation; `numpy` goes through `read`.
 
@@ -326,69 +330,38 @@ class ReadingWatched:
     by_item : callable
         Returns whether `tolist` is to go through `item` now.
     """
+    here = threading.get_ident()
+    plain_list, plain_array = torch.Tensor.tolist, torch.Tensor.numpy
 
-    def __init__(
-        self, read: Callable[[torch.Tensor], np.ndarray[Any, Any] | None], *, by_item: Callable[[], bool]
-    ) -> None:
-        self._read, self._by_item = read, by_item
-        self._before: list[tuple[str, Any]] = []
+    def tolist(tensor: torch.Tensor) -> Any:
+        if threading.get_ident() != here or not by_item():
+            return plain_list(tensor)
+        if tensor.dim() == 0:
+            return tensor.item()
+        return [tolist(part) for part in tensor]
 
-    def __enter__(self) -> ReadingWatched:
-        here = threading.get_ident()
-        plain_list, plain_array = torch.Tensor.tolist, torch.Tensor.numpy
-        read, by_item = self._read, self._by_item
+    def numpy(tensor: torch.Tensor, **kwargs: Any) -> Any:
+        array = read(tensor) if threading.get_ident() == here else None
+        return plain_array(tensor, **kwargs) if array is None else array
 
-        def tolist(tensor: torch.Tensor) -> Any:
-            if threading.get_ident() != here or not by_item():
-                return plain_list(tensor)
-            if tensor.dim() == 0:
-                return tensor.item()
-            return [tolist(part) for part in tensor]
-
-        def numpy(tensor: torch.Tensor, **kwargs: Any) -> Any:
-            array = read(tensor) if threading.get_ident() == here else None
-            return plain_array(tensor, **kwargs) if array is None else array
-
-        own = torch.Tensor.__dict__
-        for name, function in (("numpy", numpy), ("tolist", tolist)):
-            self._before.append((name, own.get(name)))
-            setattr(torch.Tensor, name, function)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        while self._before:
-            name, function = self._before.pop()
-            if function is None:
-                delattr(torch.Tensor, name)
-            else:
-                setattr(torch.Tensor, name, function)
+    with mock.patch.multiple(torch.Tensor, tolist=tolist, numpy=numpy):
+        yield
 
 
-@contextlib.contextmanager
+class StandIn(PatchedForward):
+    """A patch below those of a plan, of another class so that it isn't taken for one of them."""
+
+
 def around_forwards(
     modules: Iterable[nn.Module], around: Callable[[], contextlib.AbstractContextManager[None]]
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Inside, each forward of these modules runs in a context of `around`, below any patch that is made later."""
 
-    def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with around():
-                return forward(*args, **kwargs)
+    def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with around():
+            return original(*args, **kwargs)
 
-        return run
-
-    before = [(m, entry_point(m), m.__dict__.get(entry_point(m))) for m in dict.fromkeys(modules)]
-    try:
-        for module, attribute, _ in before:
-            setattr(module, attribute, wrapped(getattr(module, attribute)))
-        yield
-    finally:
-        for module, attribute, own in before:
-            if own is None:
-                module.__dict__.pop(attribute, None)
-            else:
-                setattr(module, attribute, own)
+    return installed([StandIn(module, run) for module in dict.fromkeys(modules)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,11 +42,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ckptplan.core.errors import UnsupportedModelError
-from ckptplan.profiling.values.answers import VALUES_LIMIT, Layout
+from ckptplan.profiling.values.answers import VALUES_LIMIT, Layout, StandIn
 from ckptplan.profiling.values.cut import fresh
 from ckptplan.runtime import accelerator
 from ckptplan.runtime.observe.measure import no_cycles_collected, recorded_allocations, tensors_in
-from ckptplan.runtime.patching import PatchedForward, installed
+from ckptplan.runtime.patching import installed
 from ckptplan.runtime.state.compiled import compiled_modules, out_of_sight
 from ckptplan.runtime.state.restore import random_state
 from ckptplan.runtime.step import TrainingStep
@@ -193,8 +193,7 @@ def note_compiled(step: TrainingStep, target: Target) -> None:
         If the device isn't in this machine, or a compiled module does something that can't be played.
     """
     found = compiled_modules(step.model)
-    on_meta = any(t.is_meta for t in (*step.model.parameters(), *step.model.buffers(), *step.tensors()))
-    if target.answers is None or target.spec is not None or on_meta:
+    if target.answers is None or target.spec is not None or not target.answers.has_values:
         raise UnsupportedModelError(
             f"module {next(iter(found))!r} is compiled, and what compiled code takes is known only from running it; "
             "plan on the device where it is to run, or plan the uncompiled model"
@@ -206,7 +205,8 @@ def note_compiled(step: TrainingStep, target: Target) -> None:
         def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             key = _key(name, module, args, kwargs)
             if key not in noted:
-                with _passed_through():
+                # Autograd saves tensors as usual, whichever hooks are installed around.
+                with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
                     noted[key] = _note(name, module, original, args, kwargs, device, key)
             return original(*args, **kwargs)
 
@@ -219,19 +219,10 @@ def note_compiled(step: TrainingStep, target: Target) -> None:
         step.forward()
 
 
-def _passed_through() -> Any:
-    """Inside, autograd saves tensors as usual, whichever hooks are installed around."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-
-
-class _StandIn(PatchedForward):
-    """A patch below those of a plan, of another class so that it isn't taken for one of them."""
-
-
 @contextlib.contextmanager
 def _patched(modules: dict[str, nn.Module], runner: Callable[[str, nn.Module], Callable[..., Any]]) -> Iterator[None]:
     _lone_owners()  # cached now: it can't be measured inside a backward
-    with installed([_StandIn(module, runner(name, module)) for name, module in modules.items()]):
+    with installed([StandIn(module, runner(name, module)) for name, module in modules.items()]):
         yield
 
 
@@ -267,15 +258,8 @@ class _Given(torch.autograd.Function):
         return tuple(torch.ones_like(t, device=ctx.device) for t in ctx.like)
 
 
-class _Trial:
-    """A call of a compiled module on inputs cut from their graphs."""
-
-    def __init__(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._original = original
-        self.args, self.kwargs = pytree.tree_map_only(torch.Tensor, fresh([], {}), (args, kwargs))
-
-    def __call__(self) -> Any:
-        return self._original(*self.args, **self.kwargs)
+_Trial = functools.partial[Any]
+"""A call of a compiled module on inputs cut from their graphs."""
 
 
 def _note(
@@ -288,11 +272,13 @@ def _note(
     key: tuple[Any, ...],
 ) -> Noted:
     restore = random_state()
-    trial = _Trial(original, args, kwargs)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, fresh([], {}), (args, kwargs))  # cut from their graphs
+    trial: _Trial = functools.partial(original, *args, **kwargs)
     del args, kwargs
     described = _described(name, module, trial)
-    wanting = [*_tensors((trial.args, trial.kwargs)), *module.parameters()]
-    measured, held = (_measured(trial, wanting, device, held=held) for held in (False, True))
+    wanting = [*_tensors((trial.args, trial.keywords)), *module.parameters()]
+    forward_peak, forward_end, backward_peak = _measured(trial, wanting, device, held=False)
+    _, _, held_peak = _measured(trial, wanting, device, held=True)
     restore()
     values = [leaf for leaf in described["outputs"] if isinstance(leaf, torch.Tensor)]
     explained_bytes = _bytes(described["new"]) + sum(value.untyped_storage().nbytes() for value in values)
@@ -301,16 +287,16 @@ def _note(
     return Noted(
         **described,
         kind=hashlib.sha256(repr(same).encode()).hexdigest()[:16],
-        hidden_bytes=max(measured.forward_end - explained_bytes, 0),
-        forward_bytes=measured.forward_peak,
-        backward_bytes=measured.backward_peak,
-        backward_held_bytes=max(held.backward_peak, measured.backward_peak),
+        hidden_bytes=max(forward_end - explained_bytes, 0),
+        forward_bytes=forward_peak,
+        backward_bytes=backward_peak,
+        backward_held_bytes=max(held_peak, backward_peak),
     )
 
 
 def _described(name: str, module: nn.Module, trial: _Trial) -> dict[str, Any]:
     """The fields of `Noted` for a call, but for its bytes and its kind."""
-    inputs = _tensors((trial.args, trial.kwargs))
+    inputs = _tensors((trial.args, trial.keywords))
     wanting = [*inputs, *module.parameters()]
     buffers = _buffers(module)
     versions = [t._version for t in inputs]
@@ -374,17 +360,14 @@ def _described(name: str, module: nn.Module, trial: _Trial) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """Bytes above the level at the start of each direction."""
+def _measured(trial: _Trial, wanting: list[torch.Tensor], device: torch.device, *, held: bool) -> tuple[int, int, int]:
+    """Run forward and backward and measure them; with `held`, the outputs are held until the end.
 
-    forward_peak: int
-    forward_end: int
-    backward_peak: int
-
-
-def _measured(trial: _Trial, wanting: list[torch.Tensor], device: torch.device, *, held: bool) -> _Measured:
-    """Run forward and backward and measure them; with `held`, the outputs are held until the end."""
+    Returns
+    -------
+    int, int, int
+        Peak of forward, bytes at its end, and peak of backward, above the level at the start of the direction.
+    """
     meter = _Meter(device)
     alive: list[Any] = []
 
@@ -417,7 +400,7 @@ def _measured(trial: _Trial, wanting: list[torch.Tensor], device: torch.device, 
         alive.clear()
 
     forward, _, backward = meter.spans(run)
-    return _Measured(forward[0], forward[1], backward[0])
+    return *forward, backward[0]
 
 
 class _Meter:

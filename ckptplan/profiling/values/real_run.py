@@ -33,9 +33,9 @@ from ckptplan.profiling.values.answers import (
     NeedsValues,
     Phase,
     Question,
-    ReadingWatched,
     Same,
     around_forwards,
+    reading_watched,
     sizes_of,
 )
 from ckptplan.profiling.values.compiled import note_compiled, undisturbed
@@ -65,7 +65,8 @@ def answered(
         If the step can't run for real, since its weights lie on `meta`, or takes another path each time.
     """
     if target.answers is not None:
-        target.answers.belong_to(step, has_values=not _on_meta(step))
+        tensors = (*step.model.parameters(), *step.model.buffers(), *step.tensors())
+        target.answers.belong_to(step, has_values=not any(t.is_meta for t in tensors))
     if compiled_modules(step.model) and (target.answers is None or not target.answers.compiled):
         report("running the step for real, since parts of it are compiled")
         rewind()
@@ -86,11 +87,10 @@ def _learn(need: NeedsValues, step: TrainingStep, target: Target, rewind: Callab
     answers = target.answers
     if answers is None:
         raise need
-    on_meta = _on_meta(step)
-    if on_meta and need.refused:
+    if not answers.has_values and need.refused:
         assert need.__cause__ is not None
         raise need.__cause__
-    if on_meta:
+    if not answers.has_values:
         raise UnsupportedModelError(
             f"{need}, and the model or its inputs lie on 'meta', without any; make them on the CPU, so that the step "
             "can run for real, one stage at a time, or have the model decide without values (a mixture of experts in "
@@ -109,10 +109,6 @@ def _learn(need: NeedsValues, step: TrainingStep, target: Target, rewind: Callab
         if phase in answers.phases:
             _witness(phase, answers, step, target, rewind)
             rewind()
-
-
-def _on_meta(step: TrainingStep) -> bool:
-    return any(t.is_meta for t in (*step.model.parameters(), *step.model.buffers(), *step.tensors()))
 
 
 def _witness(phase: Phase, answers: Answers, step: TrainingStep, target: Target, rewind: Callable[[], None]) -> None:
@@ -166,7 +162,7 @@ class _Witness(TorchDispatchMode):
         """Call `run` and note its answers; tensors from before that it writes to get their values back."""
 
         def watched() -> None:
-            with self, undisturbed(self._model), ReadingWatched(self._read, by_item=lambda: True):
+            with self, undisturbed(self._model), reading_watched(self._read, by_item=lambda: True):
                 run()
 
         peaks: dict[str, int] = {}

@@ -86,62 +86,47 @@ class HeldDp:
         self.apart = apart is not None
         self.costs = k = linear.costs if apart is None else apart
         c, n = self.chain, self.chain.n
-        zero = np.zeros(n)
-        self.room_forward = c.budget - c.base_forward
-        self.room_backward = c.budget - c.base_backward
-        if apart is None:
-            self.price_forward, self.price_backward = zero, zero
-            self.weight_forward = np.where(np.isfinite(k.away_forward), k.away_forward, 0.0)
-            self.weight_backward = np.where(np.isfinite(k.away_backward), k.away_backward, 0.0)
-            put = c.most_put[:n]
-            self.hard_forward = np.where(np.isfinite(k.away_forward), put, 0.0) + SLACK
-            self.hard_backward = np.where(np.isfinite(k.away_backward), put, 0.0) + SLACK
-        else:
-            self.price_forward, self.price_backward = k.linear_forward, k.linear_backward
-            self.weight_forward = self.weight_backward = zero
-            self.hard_forward = self.hard_backward = zero + SLACK
-        self.guide_forward = linear.costs.linear_forward - self.price_forward
-        self.guide_backward = linear.costs.linear_backward - self.price_backward
-        self.price_tail = self._tail(self.price_forward + self.price_backward)
-        self.mu = self._tail(self.guide_forward + self.guide_backward)
-        self.back = np.concatenate([[0.0], np.cumsum(self.guide_backward)])
-        self.price_back = np.concatenate([[0.0], np.cumsum(self.price_backward)])
+        self.room = np.stack([c.budget - c.base_forward, c.budget - c.base_backward])
+        self.price = np.zeros((2, n)) if apart is None else k.linear
+        links = np.isfinite(k.away) if apart is None else np.zeros((2, n), bool)
+        self.weight = np.where(links, k.away, 0.0)
+        self.hard = np.where(links, c.most_put[:n], 0.0) + SLACK
+        self.guide = linear.costs.linear - self.price
+        self.price_tail = self._tail(self.price[0] + self.price[1])
+        self.mu = self._tail(self.guide[0] + self.guide[1])
+        self.back = np.concatenate([[0.0], np.cumsum(self.guide[1])])
+        self.price_back = np.concatenate([[0.0], np.cumsum(self.price[1])])
         # The most bytes tracked at a boundary: what options add up to, and what the next step lets in.
         most = np.cumsum([m.kept.max() for m in c.menus])
-        let_in = np.minimum(self.room_forward + self.hard_forward, self.room_backward + self.hard_backward)
+        let_in = (self.room + self.hard).min(axis=0)
         top = max(float(np.minimum(most[:-1], let_in[1:]).max()) if n > 1 else 0.0, LEAST_TOP)
         self.slots = -(-slots // COARSE) * COARSE
         self.width = top / (self.slots - 1)
         self.low = np.arange(self.slots) * self.width
         self.keys: dict[_Open, int] = {}
         self.ahead, self.behind = linear.path()
-        self.fixed = (
-            1.0 + k.constant - float(self.price_forward @ self.room_forward + self.price_backward @ self.room_backward)
-        )
+        self.fixed = 1.0 + k.constant - float(self.price[0] @ self.room[0] + self.price[1] @ self.room[1])
         # The linear bound of completing a plan, as what is added to the value of a state.
-        room = self.guide_forward * self.room_forward + self.guide_backward * self.room_backward
-        self.rest = self.behind - self._tail(room)
+        room = self.guide * self.room
+        self.rest = self.behind - self._tail(room[0] + room[1])
         self._arcs(longest)
 
     @staticmethod
     def _tail(values: Floats) -> Floats:
         return np.concatenate([np.cumsum(values[::-1])[::-1], [0.0]])
 
-    @staticmethod
-    def _row(over: Floats, weight: float | Floats, price: float | Floats, hard: float | Floats, width: float) -> Floats:
-        """Least of weight * (over + t)+ - price * t over 0 <= t <= width; infinite where even t = 0 is too much."""
-        cost = weight * np.maximum(over, 0.0) + price * np.clip(over, -width, 0.0)
-        return np.where(over > hard, np.inf, cost)
+    def _row(self, lane: int, k: int | NDArray[np.int64], over: Floats, width: float) -> Floats:
+        """Least of weight * (over + t)+ - price * t over 0 <= t <= width; infinite where even t = 0 is too much.
 
-    def _back_row(self, over: Floats, k: NDArray[np.int64], width: float) -> Floats:
-        """`_row` of backward steps k, shape (steps, slots)."""
-        return self._row(
-            over,
-            self.weight_backward[k][:, None],
-            self.guide_backward[k][:, None],
-            self.hard_backward[k][:, None],
-            width,
-        )
+        Parameters
+        ----------
+        lane : int
+            0: forward; 1: backward.
+        k : int or array
+            The step, or one per row of `over`.
+        """
+        cost = self.weight[lane, k] * np.maximum(over, 0.0) + self.guide[lane, k] * np.clip(over, -width, 0.0)
+        return np.where(over > self.hard[lane, k], np.inf, cost)
 
     def _arcs(self, longest: int) -> None:
         """Segments that could be in a plan below the limit, and their costs by what is held before them."""
@@ -173,7 +158,7 @@ class HeldDp:
         q = self.slots // COARSE
         width = self.width * COARSE
         low = np.arange(q) * width
-        price, own_price = self.price_back, self.price_backward
+        price, own_price = self.price_back, self.price[1]
         again_s = np.where(np.isfinite(c.again_s), c.again_s, 0.0)
         sweep = np.full((w, n, q + 2), np.inf)
         self.tree = np.full((w, n, q), np.inf)
@@ -195,10 +180,11 @@ class HeldDp:
             s = b - i
             if i == 0:
                 own = c.full + c.last_own
-                value = self._back_row(low + (own - self.room_backward)[:, None], b, width) + (own_price * own)[:, None]
+                value = self._row(1, b[:, None], low + (own - self.room[1])[:, None], width)
+                value += (own_price * own)[:, None]
             else:
                 own = c.keep_kept[s] + c.keep_own[s]
-                value = self._back_row(low + (own - self.room_backward[s])[:, None], s, width)
+                value = self._row(1, s[:, None], low + (own - self.room[1, s])[:, None], width)
                 value += moved(sweep[i - 1], b, c.keep_kept[s], self.back[b + 1] - self.back[s + 1])
                 value += (c.keep_kept[s] * (price[b + 1] - price[s]) + own_price[s] * c.keep_own[s])[:, None]
                 for j in range(i):
@@ -219,14 +205,8 @@ class HeldDp:
             at = s + i
             held = iv.still - iv.gone if self.apart else iv.held
             before = held[i - 1, s] if i else np.zeros(n)
-            own = before + c.segment_forward[at] - self.room_forward[at]
-            running = running[: n - i] + self._row(
-                low + own[:, None],
-                self.weight_forward[at][:, None],
-                self.guide_forward[at][:, None],
-                self.hard_forward[at][:, None],
-                width,
-            )
+            own = before + c.segment_forward[at] - self.room[0, at]
+            running = running[: n - i] + self._row(0, at[:, None], low + own[:, None], width)
             self.fore[i, s] = running
 
     def _arc(self, a: int, i: int) -> Floats:
@@ -239,22 +219,20 @@ class HeldDp:
         held = iv.held[i, a]
         at = np.arange(a, b + 1)
         priced = float(
-            self.price_forward[rows] @ self.chain.segment_forward[rows]
-            + iv.held_at[at - a, a] @ (self.price_forward.sum() - np.cumsum(self.price_forward)[rows])
+            self.price[0][rows] @ self.chain.segment_forward[rows]
+            + iv.held_at[at - a, a] @ (self.price[0].sum() - np.cumsum(self.price[0])[rows])
             + held * (self.price_back[n] - self.price_back[b + 1])
         )
         for s, again in iv.returns(a, b):
-            price = self.price_forward[b + 1 :].sum() + self.price_back[n] - self.price_back[again]
+            price = self.price[0][b + 1 :].sum() + self.price_back[n] - self.price_back[again]
             priced += float(self.chain.size[s] * price)
         if i < self.wide:
             offset = slope * (self.low - np.repeat(self.low[::COARSE], COARSE))
             found: Floats = np.repeat(self.tree[i, a] + self.fore[i, a], COARSE) + offset + priced
             return found
         # Too long for the tables: tracked bytes at the linear bound's prices too.
-        constant = -float(
-            self.guide_forward[rows] @ self.room_forward[rows] + self.guide_backward[rows] @ self.room_backward[rows]
-        )
-        guide = self.guide_forward
+        constant = -float(self.guide[0, rows] @ self.room[0, rows] + self.guide[1, rows] @ self.room[1, rows])
+        guide = self.guide[0]
         inside = float(
             guide[rows] @ self.chain.segment_forward[rows]
             + iv.held_at[at - a, a] @ (guide[: b + 1].sum() - np.cumsum(guide)[rows])
@@ -281,7 +259,7 @@ class HeldDp:
     def _ways(self, i: int) -> list[tuple[int, float, float, float, float]]:
         """(option, cost, forward bytes, backward bytes, tracked bytes) of stage i."""
         c, k, m = self.chain, self.costs, self.chain.menus[i]
-        lf, lb = self.price_forward, self.price_backward
+        lf, lb = self.price[0], self.price[1]
         priced = k.options[i] + lf[i] * m.forward + lb[i] * m.backward + m.kept * self.price_tail[i + 1]
         if not self.apart:
             priced = priced + k.moving(c, i)
@@ -342,17 +320,9 @@ class HeldDp:
                 done: dict[int, Floats] = {}
                 for o, cost, forward, backward, kept in ways:
                     if o not in done:
-                        over_f = low + (forward + besides - self.room_forward[i])
-                        over_b = low + (backward - self.room_backward[i])
-                        done[o] = (
-                            here
-                            + self._row(
-                                over_f, self.weight_forward[i], self.guide_forward[i], self.hard_forward[i], width
-                            )
-                            + self._row(
-                                over_b, self.weight_backward[i], self.guide_backward[i], self.hard_backward[i], width
-                            )
-                        )
+                        over_f = low + (forward + besides - self.room[0, i])
+                        over_b = low + (backward - self.room[1, i])
+                        done[o] = here + self._row(0, i, over_f, width) + self._row(1, i, over_b, width)
                     self._move((i, opened, first), i + 1, opened, done[o] + cost, kept, -2 - o)
                 for length in self.arcs[i]:
                     if length not in arcs:

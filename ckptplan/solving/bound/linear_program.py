@@ -67,8 +67,6 @@ class Duals:
     host: float
     ask: dict[tuple[int, int, int], float]
     stage: Floats
-    values: list[Floats]
-    shares: Floats
     flow: tuple[float, float]  # seconds that a link would save by being twice as fast, to first order
 
 
@@ -131,7 +129,7 @@ class Master:
             away[0].SetUb(0)
             put = [lp.NumVar(0, big, "") for _ in range(n + 1)]
             put[0].SetUb(0)
-            lane: dict[str, Any] = {"drain": [], "queue": [], "put": [], "sum": [], "away": away, "joined": put}
+            lane: dict[str, Any] = {"drain": [], "queue": [], "sum": [], "away": away, "joined": put}
             for k in range(n):
                 stall = lp.NumVar(0, big, "")  # in bytes that the link carries meanwhile
                 self.objective.SetCoefficient(stall, 1 / rate)
@@ -151,7 +149,7 @@ class Master:
                 total.SetCoefficient(put[k + 1], 1)
                 total.SetCoefficient(put[k], -1)
                 memory[k].SetCoefficient(away[k], -1)
-                for name, row in (("drain", drain), ("queue", queue), ("put", below), ("sum", total)):
+                for name, row in (("drain", drain), ("queue", queue), ("sum", total)):
                     lane[name].append(row)
             self.lanes.append(lane)
         for k in range(n):
@@ -213,24 +211,24 @@ class Master:
         c = self.chain
         for column, var in self.y:
             var.SetBounds(*((1, 1) if column.tree in trees else (0, 0)))
+        self._allow(share)
+        codes = None
+        if self._solved(seconds) and self.excess.solution_value() < TOLERANCE:
+            codes = tuple(
+                m.codes[max(range(len(row)), key=lambda o: row[o].solution_value())]
+                for m, row in zip(c.menus, self.x, strict=True)
+            )
+        for _, var in self.y:
+            var.SetBounds(0, self.big)
+        self._allow(1.0)
+        return codes
+
+    def _allow(self, share: float) -> None:
+        """Limit the bytes of each step to this share of the budget."""
+        c = self.chain
         for k in range(c.n):
             self.forward[k].SetUb(c.budget * share - c.base_forward[k])
             self.backward[k].SetUb(c.budget * share - c.base_backward[k])
-        solved = self._solved(seconds) and self.excess.solution_value() < TOLERANCE
-        codes = (
-            [
-                m.codes[max(range(len(row)), key=lambda o: row[o].solution_value())]
-                for m, row in zip(c.menus, self.x, strict=True)
-            ]
-            if solved
-            else None
-        )
-        for _, var in self.y:
-            var.SetBounds(0, self.big)
-        for k in range(c.n):
-            self.forward[k].SetUb(c.budget - c.base_forward[k])
-            self.backward[k].SetUb(c.budget - c.base_backward[k])
-        return None if codes is None else tuple(codes)
 
     def _solved(self, seconds: float) -> bool:
         """Solve within `seconds`."""
@@ -273,7 +271,5 @@ class Master:
             host=max(0.0, -self.host.dual_value()) if self.host is not None else 0.0,
             ask={key: max(0.0, -row.dual_value()) for key, row in self.ask.items()},
             stage=np.array([row.dual_value() for row in self.cover]),
-            values=[np.array([var.solution_value() for var in row]) for row in self.x],
-            shares=np.array([var.solution_value() for _, var in self.y]),
             flow=(self._flow(0), self._flow(1)) if lanes else (0.0, 0.0),
         )

@@ -22,29 +22,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
 from ckptplan.solving.bound.held_dp import HeldDp
 from ckptplan.solving.bound.linear_program import TOLERANCE, Duals, Master
-from ckptplan.solving.bound.relaxation import Chain, Intervals
+from ckptplan.solving.bound.relaxation import Chain, Floats, Intervals
 from ckptplan.solving.bound.trees import Costs, LinearTrees, MissingColumns, column_of
 
-DEARER = (1.0, 1.1, 1.25, 1.5, 2.0)
-"""Factors of the last prices of bytes at which the cheapest paths become candidates."""
 BUDGET_SHARES = (1.0, 0.98, 0.95, 0.9)
 """Shares of the budget for which the linear program chooses options: what it rounds must fit in the rest."""
-TAKEN = 0.5
-"""A segment with a larger share in the linear program's solution is in the candidate made of it."""
 HELD_SLOTS = ((60, 4000, 200), (150, 2000, 100), (400, 1000, 48), (math.inf, 800, 24))
 """Stages up to which a row is for; slots of held bytes; longest segment in the tables. Time grows with all three."""
 LIMITS = (1.002, 1.005, 1.02, 1.1, 1.5, math.inf)
 """Factors of the best bound that the held-bytes program looks up to, each if the one before was reached."""
 ROUNDING = 1e-9
 """Relative error, at most, of a bound: rounding in sums of some thousand numbers."""
-SOFTER = (0.7, 0.5, 0.35, 0.2)
-"""Parts of the first prices of bytes to try where those themselves prove nothing."""
 CONVERGED = 1e-4
 """Part of the baseline by which the best bound may be below the linear program when no more segments are sought."""
 
@@ -58,29 +52,22 @@ class Prices:
 
     Attributes
     ----------
-    forward_s_per_byte, backward_s_per_byte : tuple of float
+    forward_s_per_byte, backward_s_per_byte : array (stages,)
         What a byte less would save, by the step in which it is held; 0 where the budget doesn't bind.
     budget_s_per_byte : float
         Seconds that a byte more of budget saves, to first order: the sum of the above.
     out_s, in_s : float
         Seconds saved per relative gain of a link's rate, to first order; by its rate: seconds per byte per second.
-    host_s_per_byte : float
-        Seconds that a byte more on the host tier saves.
-    drain : tuple of two tuples of float
+    drain : tuple of two arrays
         Per lane and step, what a second of the link is worth in seconds of the step.
-    options_s : tuple of tuple of float
-        Per stage and allowed option (in the order of the menu given), what it costs: its time and moves, and its bytes
-        at their prices. The cheapest is what the bound counts with; the others say what they would cost more.
     """
 
-    forward_s_per_byte: tuple[float, ...]
-    backward_s_per_byte: tuple[float, ...]
+    forward_s_per_byte: Floats
+    backward_s_per_byte: Floats
     budget_s_per_byte: float
     out_s: float
     in_s: float
-    host_s_per_byte: float
-    drain: tuple[tuple[float, ...], tuple[float, ...]]
-    options_s: tuple[tuple[float, ...], ...]
+    drain: tuple[Floats, Floats]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +80,12 @@ class Bound:
         No plan of the space is faster; infinite where there is no plan.
     prices : Prices or None
         None where no linear program was solved in time.
-    rounds : int
-        Linear programs solved.
     complete : bool
         Whether the linear relaxation over all segments was solved to its end.
     """
 
     bound_s: float
     prices: Prices | None
-    rounds: int
     complete: bool
 
 
@@ -115,7 +99,6 @@ def lower_bound(
     deadline: float,
     upper_s: float = math.inf,
     on_candidate: OnCandidate | None = None,
-    seed: int = 0,
 ) -> Bound:
     """Prove that no plan is faster than the result.
 
@@ -135,14 +118,11 @@ def lower_bound(
         Makespan of a plan that is known: nothing above it needs proof, which saves time.
     on_candidate : callable, optional
         Gets option codes and segments of plans that may be good; they may not fit.
-    seed : int
-        Has no effect: nothing here is random.
 
     Returns
     -------
     Bound
     """
-    del seed
     return _Bounder(profile, menu, budget_bytes, host_bytes, segments, deadline, upper_s, on_candidate).run()
 
 
@@ -163,7 +143,6 @@ class _Bounder:
     intervals: Intervals = field(init=False)
     suited: set[tuple[Segment, ...]] = field(default_factory=set)
     best: float = 1.0
-    rounds: int = 0
     complete: bool = False
     duals: Duals | None = None
     trees: LinearTrees | None = None
@@ -172,14 +151,14 @@ class _Bounder:
     def run(self) -> Bound:
         """Columns until no segment is missing, then the held-bytes program at the best multipliers."""
         if self.profile.update_peak_bytes > self.budget_bytes:
-            return Bound(math.inf, None, 0, True)
+            return Bound(math.inf, None, True)
         self.chain = Chain(self.profile, self.menu, self.budget_bytes, self.host_bytes, segments=self.segments)
         self.generate()
         if self.trees is not None:
             if not self.complete:
                 self.offer(*self.trees.best_path())
             self.sharpen()
-        return Bound(self.seconds(self.best), self.prices(), self.rounds, self.complete)
+        return Bound(self.seconds(self.best), self.prices(), self.complete)
 
     def seconds(self, value: float) -> float:
         """Seconds, less what sums of floats may be off by."""
@@ -208,48 +187,15 @@ class _Bounder:
             duals = master.solve(left)
             if duals is None:
                 return
-            self.rounds += 1
             trees = LinearTrees(intervals, Costs.of(chain, duals))
             ahead, _ = trees.path()
             value = 1.0 + trees.constant + float(ahead[-1])
             if value > self.best or self.trees is None:
                 self.best, self.duals, self.trees = max(value, self.best), duals, trees
-            if self.best <= 1.0:
-                self.soften(duals)
             converged = 1.0 + duals.objective - self.best <= CONVERGED
             if converged or not columns.add_to(master, trees, duals):
                 self.complete = True
-                self.round_off(duals, master)
                 return
-
-    def soften(self, duals: Duals) -> None:
-        """A first bound: without segments to choose from, bytes look dearer than they are, so try them cheaper."""
-        for scale in SOFTER:
-            if time.monotonic() > self.deadline:
-                return
-            softer = replace(duals, forward=duals.forward * scale, backward=duals.backward * scale)
-            trees = LinearTrees(self.intervals, Costs.of(self.chain, softer))
-            value = 1.0 + trees.constant + float(trees.path()[0][-1])
-            if value > self.best:
-                self.best, self.duals, self.trees = value, softer, trees
-            elif self.best > 1.0:
-                return
-
-    def round_off(self, duals: Duals, master: Master) -> None:
-        """Candidates: the largest share of each stage, and the cheapest paths with bytes ever dearer."""
-        if self.on_candidate is None:
-            return
-        assert self.trees is not None
-        taken = [column.tree for (column, _), share in zip(master.y, duals.shares, strict=True) if share > TAKEN]
-        codes = [m.codes[int(values.argmax())] for m, values in zip(self.chain.menus, duals.values, strict=True)]
-        self.offer(codes, sorted(taken, key=lambda tree: tree.first))
-        for scale in DEARER:
-            if time.monotonic() > self.deadline:
-                return
-            trees = LinearTrees(self.intervals, Costs.of(self.chain, duals, scale=scale))
-            path_codes, segments = trees.best_path()
-            self.offer(path_codes, segments)
-            self.suit(segments)
 
     def suit(self, segments: Sequence[Segment]) -> None:
         """Candidates with these segments: the linear program chooses the other stages' options."""
@@ -302,14 +248,6 @@ class _Bounder:
             return None
         costs, second = self.trees.costs, self.chain.second
         per_byte = second / self.chain.unit
-        forward, backward = costs.linear_forward * per_byte, costs.linear_backward * per_byte
-        return Prices(
-            forward_s_per_byte=tuple(forward.tolist()),
-            backward_s_per_byte=tuple(backward.tolist()),
-            budget_s_per_byte=float(forward.sum() + backward.sum()),
-            out_s=self.duals.flow[0] * second,
-            in_s=self.duals.flow[1] * second,
-            host_s_per_byte=costs.host * per_byte,
-            drain=(tuple(self.duals.drain[0].tolist()), tuple(self.duals.drain[1].tolist())),
-            options_s=tuple(tuple((cost * second).tolist()) for cost in self.trees.options),
-        )
+        forward, backward = costs.linear * per_byte
+        total, flow = float(forward.sum() + backward.sum()), self.duals.flow
+        return Prices(forward, backward, total, flow[0] * second, flow[1] * second, self.duals.drain)

@@ -41,9 +41,9 @@ class Costs:
 
     Attributes
     ----------
-    linear_forward, linear_backward : array (stages,)
-        Price of a byte in each step, in the linear bound.
-    away_forward, away_backward : array (stages,)
+    linear : array (2, stages)
+        Price of a byte in each forward and backward step, in the linear bound.
+    away : array (2, stages)
         What a byte over the budget costs in each step; infinite where nothing can move.
     tau : array (stages,)
         What a second of compute in a backward step costs; below 1 where the link uses it.
@@ -55,10 +55,8 @@ class Costs:
         What any plan pays, memory left out.
     """
 
-    linear_forward: Floats
-    linear_backward: Floats
-    away_forward: Floats
-    away_backward: Floats
+    linear: Floats
+    away: Floats
     tau: Floats
     options: list[Floats]
     move_out: Floats
@@ -83,7 +81,7 @@ class Costs:
             p, q = p / over, q / over
             before = np.concatenate([[0.0], (p + q) / rate])
             price = before[:n] - p / rate
-            price[0] = np.inf
+            price[0 if c.most_put[-1] > 0 else slice(None)] = np.inf
             wanted = memory * scale
             if apart:
                 wanted = np.minimum(wanted, np.where(np.isfinite(price), np.maximum(price, 0.0), 0.0))
@@ -97,12 +95,6 @@ class Costs:
             moves.append(before[n] - tail[1:])
             constant -= float(p @ seconds)
             taus.append(1.0 - p)
-        if c.most_put[-1] <= 0:
-            away = [np.full(n, np.inf), np.full(n, np.inf)]
-            linear = [duals.forward * scale, duals.backward * scale]
-            taus = [np.ones(n), np.ones(n)]
-            moves = [np.zeros(n), np.zeros(n)]
-            constant = 0.0
         host = duals.host if c.host is not None else 0.0
         constant -= host * (c.host or 0.0)
         fixed: list[dict[int, float]] = [{} for _ in range(n)]
@@ -119,10 +111,8 @@ class Costs:
                 cost = cost + np.array([sum(fixed[i].get(s, 0.0) for s in items) for items in m.fixes])
             options.append(cost)
         return cls(
-            linear_forward=linear[0],
-            linear_backward=linear[1],
-            away_forward=away[0],
-            away_backward=away[1],
+            linear=np.stack(linear),
+            away=np.stack(away),
             tau=taus[1],
             options=options,
             move_out=moves[0],
@@ -152,7 +142,7 @@ class LinearTrees:
     def __init__(self, intervals: Intervals, costs: Costs) -> None:
         self.intervals, self.costs, self.chain = intervals, costs, intervals.chain
         c, n, w = self.chain, self.chain.n, intervals.longest
-        lf, lb = costs.linear_forward, costs.linear_backward
+        lf, lb = costs.linear
         self.back = np.concatenate([[0.0], np.cumsum(lb)])
         self.fore = np.concatenate([[0.0], np.cumsum(lf)])
         again_s = np.where(np.isfinite(c.again_s), c.again_s, 0.0)
@@ -181,11 +171,10 @@ class LinearTrees:
         """The cost of each segment at the top level: tree, forward, what it holds for later steps, moves."""
         c, n, costs, iv = self.chain, self.chain.n, self.costs, self.intervals
         w = iv.longest
-        own = costs.linear_forward * c.segment_forward
+        own = costs.linear[0] * c.segment_forward
         self.forward = np.zeros((w, n))
         self.move = np.zeros((w, n))
         self.segment = np.full((w, n), np.inf)
-        total = self.fore[n] + self.back[n]
         running = np.zeros(n)
         for i in range(w):
             k = n - i
@@ -203,9 +192,8 @@ class LinearTrees:
                 again = next(i for i in later if i > b)
                 price = self.fore[n] - self.fore[b + 1] + self.back[n] - self.back[again]
                 self.segment[b - a, a] += c.size[s] * price
-        assert total >= 0
         tail = self.fore[n] - self.fore[1:] + self.back[n] - self.back[1:]
-        lf, lb = costs.linear_forward, costs.linear_backward
+        lf, lb = costs.linear
         self.options = [
             costs.options[i] + costs.moving(c, i) + lf[i] * m.forward + lb[i] * m.backward + m.kept * tail[i]
             for i, m in enumerate(c.menus)
@@ -276,7 +264,7 @@ class LinearTrees:
             i = last - s
             best = (
                 self.chain.keep_kept[s] * (self.back[last + 1] - self.back[s])
-                + self.costs.linear_backward[s] * self.chain.keep_own[s]
+                + self.costs.linear[1, s] * self.chain.keep_own[s]
                 + self.sweep[i - 1, last]
             )
             options = self.less[:i, s] + self.intervals.held[:i, s] * self.back[last + 1] + self.sweep[:i, last][::-1]
