@@ -226,10 +226,8 @@ def _show_graph(profile: Profile, output: Path | None) -> None:
             f"the graph can't be written to {output}; want a name that ends in {' or '.join(writers)}"
         )
     if output is not None:
-        try:
+        with writing("the graph", output):
             writers[output.suffix](profile, output)
-        except OSError as error:
-            raise InvalidInputError(f"the graph can't be written to {output}: {error}") from error
     terminal().print(graph_table(profile))
     if output is not None:
         typer.echo(f"written to {output}")
