@@ -943,14 +943,6 @@ class AllocatorTimeline:
     peak_requested_bytes: int
     peak_reserved_bytes: int
 
-    @property
-    def fragmentation(self) -> float:
-        """1 - allocated / reserved at the first event with the highest reserved bytes; 0 if nothing is reserved."""
-        if not self.reserved_bytes.size or not self.reserved_bytes.any():
-            return 0.0
-        at = int(self.reserved_bytes.argmax())
-        return 1.0 - int(self.allocated_bytes[at]) / int(self.reserved_bytes[at])
-
 
 def replay(
     events: Iterable[tuple[int, int]], settings: AllocatorSettings | None = None, capacity_bytes: int | None = None
