@@ -71,38 +71,26 @@ __all__ = [
     "verify",
 ]
 
-_MODULES = {
-    "DDP": "ckptplan.memory.estimate",
-    "AllocatorSettings": "ckptplan.core.allocator_settings",
-    "BatchFit": "ckptplan.fitting.batch",
-    "CheckError": "ckptplan.core.errors",
-    "CkptPlanError": "ckptplan.core.errors",
-    "Decision": "ckptplan.core.plan",
-    "Device": "ckptplan.core.device",
-    "Estimate": "ckptplan.core.estimate",
-    "InfeasibleBudgetError": "ckptplan.core.errors",
-    "InvalidInputError": "ckptplan.core.errors",
-    "OutOfMemoryError": "ckptplan.core.errors",
-    "Plan": "ckptplan.core.plan",
-    "PlanMismatchError": "ckptplan.core.errors",
-    "Profile": "ckptplan.core.profile",
-    "SwapError": "ckptplan.core.errors",
-    "Trace": "ckptplan.core.trace",
-    "UnsupportedModelError": "ckptplan.core.errors",
-    "apply": "ckptplan.planning.applying",
-    "estimate": "ckptplan.memory.estimate",
-    "explain": "ckptplan.api",
-    "frontier": "ckptplan.api",
-    "keep_pinned_memory": "ckptplan.runtime.swap.stores.areas",
-    "max_batch_size": "ckptplan.fitting.batch",
-    "profile": "ckptplan.profiling.profiler",
-    "record_forward": "ckptplan.profiling.workload.inputs",
-    "simulate": "ckptplan.referee",
-    "solve": "ckptplan.api",
-    "trace": "ckptplan.planning.applying",
-    "validate": "ckptplan.referee",
-    "verify": "ckptplan.runtime.verify",
+_NAMES = {
+    "api": "explain frontier solve",
+    "core.allocator_settings": "AllocatorSettings",
+    "core.device": "Device",
+    "core.errors": "CheckError CkptPlanError InfeasibleBudgetError InvalidInputError OutOfMemoryError "
+    "PlanMismatchError SwapError UnsupportedModelError",
+    "core.estimate": "Estimate",
+    "core.plan": "Decision Plan",
+    "core.profile": "Profile",
+    "core.trace": "Trace",
+    "fitting.batch": "BatchFit max_batch_size",
+    "memory.estimate": "DDP estimate",
+    "planning.applying": "apply trace",
+    "profiling.profiler": "profile",
+    "profiling.workload.inputs": "record_forward",
+    "referee": "simulate validate",
+    "runtime.swap.stores.areas": "keep_pinned_memory",
+    "runtime.verify": "verify",
 }
+_MODULES = {name: f"ckptplan.{module}" for module, names in _NAMES.items() for name in names.split()}
 """Where each public name is defined. No public name may be that of a module or package in `ckptplan`."""
 
 

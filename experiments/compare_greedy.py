@@ -22,12 +22,13 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from ckptplan.baselines import BASELINES
 from ckptplan.core.errors import InfeasibleBudgetError
@@ -35,15 +36,18 @@ from ckptplan.core.link import Link
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits
+from ckptplan.core.units import GIB, format_bytes
 from ckptplan.referee import simulate, validate
-from ckptplan.report.plots import plot_step_time
-from ckptplan.report.tables import Row, comparison_table
+from ckptplan.report.tables import Row, right
 from ckptplan.solving.planner import smallest_peak, solve_profile
 
 SCHEMA = "ckptplan.compare_greedy/1"
 ALL_MODELS = ["gpt2", "bert", "vit", "resnet50", "llama", "t5", "swin", "convnext"]
 OURS, GREEDY = "ckptplan", "pooch"
 MIB = 1 << 20
+MARKERS = "osD^vPX*"
+LINES = ("-", "--", ":")
+COLOURS = 10  # of matplotlib's cycle; beyond it the next kind of line begins
 
 Measure = Callable[[Plan], dict[str, Any]]
 
@@ -238,6 +242,82 @@ def losing(everything: dict[str, list[Result]], planners: list[str]) -> list[str
         worst = f", {max(ratios) - 1:+.1%} at worst" if ratios else ""
         lines.append(f"{rival}: fits in {len(ratios)} of {cases} cases, at least 10 % longer in {often}{worst}")
     return lines
+
+
+def comparison_table(rows: Sequence[Row], *, title: str | None = None) -> Table:
+    """Return a table of overheads over keeping everything, one line per planner, one column per budget.
+
+    The smallest overhead of each budget is bold; a dash stands for a planner that finds no plan that fits.
+    """
+    budgets = sorted({row.budget_bytes for row in rows})
+    overhead = {(row.planner, row.budget_bytes): row.overhead for row in rows}
+    columns = right(*map(format_bytes, budgets), no_wrap=False)
+    table = Table("planner", *columns, title=title, caption="overhead over keeping everything; – : nothing fits")
+    best = {
+        budget: min((value for (_, b), value in overhead.items() if b == budget and value is not None), default=None)
+        for budget in budgets
+    }
+    for planner in dict.fromkeys(row.planner for row in rows):
+        cells = [_cell(overhead.get((planner, budget)), best[budget]) for budget in budgets]
+        table.add_row(planner, *cells)
+    return table
+
+
+def _cell(value: float | None, best: float | None) -> str:
+    if value is None or best is None:
+        return "–"
+    text = f"{max(value, 0.0):.1%}"
+    return f"[bold]{text}[/bold]" if text == f"{max(best, 0.0):.1%}" else text
+
+
+def plot_step_time(
+    rows: Sequence[Row], path: str | Path, *, title: str | None = None, ours: str | None = "ckptplan"
+) -> None:
+    """Draw step time over budget, one line per planner; where a planner finds nothing that fits, its marker is missing.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+        At least one.
+    path : str or Path
+        PNG file to write.
+    ours : str, optional
+        The planner drawn on top, thick.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    unit, size = ("GiB", GIB) if max(row.budget_bytes for row in rows) >= GIB else ("MiB", 1 << 20)
+    budgets = sorted({row.budget_bytes for row in rows})
+    longest_s = max((row.step_s for row in rows if row.step_s is not None), default=1.0)
+    scale, seconds = (1.0, "s") if longest_s >= 1 else (1e3, "ms")
+    planners = list(dict.fromkeys(row.planner for row in rows))
+    for index, planner in enumerate(planners):
+        step_s = {row.budget_bytes: row.step_s for row in rows if row.planner == planner}
+        found = [step_s.get(budget) for budget in budgets]
+        axes.plot(
+            [budget / size for budget in budgets],
+            [float("nan") if value is None else value * scale for value in found],
+            marker=MARKERS[index % len(MARKERS)],
+            linestyle=LINES[index // COLOURS % len(LINES)],
+            linewidth=2.5 if planner == ours else 1.2,
+            zorder=3 if planner == ours else 2,
+            label=planner if any(value is not None for value in found) else f"{planner} (never fits)",
+        )
+    axes.axhline(
+        rows[0].baseline_step_s * scale, color="grey", linestyle=":", linewidth=1, label="everything kept, no budget"
+    )
+    axes.set_xlabel(f"memory budget ({unit})")
+    axes.set_ylabel(f"predicted step time ({seconds})")
+    if title is not None:
+        axes.set_title(title)
+    axes.grid(alpha=0.3)
+    if len(planners) > COLOURS:
+        axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    else:
+        axes.legend(fontsize="small")
+    figure.savefig(Path(path), format="png", dpi=150)
 
 
 def main() -> None:

@@ -19,8 +19,6 @@ from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.files import read_json
 from ckptplan.core.option import Option
 from ckptplan.core.plan import KEEP, Plan
-from ckptplan.core.plan import SCHEMA as PLAN_SCHEMA
-from ckptplan.core.profile import SCHEMA as PROFILE_SCHEMA
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits
 from ckptplan.core.units import format_bytes, format_seconds
@@ -167,8 +165,8 @@ def snapshot(
 
 
 def _load(path: Path) -> Profile | Plan:
-    schema = read_json(path, PROFILE_SCHEMA, PLAN_SCHEMA)["schema"]
-    return Profile.load(path) if schema == PROFILE_SCHEMA else Plan.load(path)
+    schema = read_json(path, Profile.SCHEMA, Plan.SCHEMA)["schema"]
+    return Profile.load(path) if schema == Profile.SCHEMA else Plan.load(path)
 
 
 def _show_profile(profile: Profile) -> None:
@@ -228,10 +226,8 @@ def _show_graph(profile: Profile, output: Path | None) -> None:
             f"the graph can't be written to {output}; want a name that ends in {' or '.join(writers)}"
         )
     if output is not None:
-        try:
+        with writing("the graph", output):
             writers[output.suffix](profile, output)
-        except OSError as error:
-            raise InvalidInputError(f"the graph can't be written to {output}: {error}") from error
     terminal().print(graph_table(profile))
     if output is not None:
         typer.echo(f"written to {output}")

@@ -8,6 +8,7 @@ mistakes: text after a number ("128MB", which PyTorch reads as 128) and numbers 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -144,23 +145,20 @@ class AllocatorSettings:
 
     def to_string(self) -> str:
         """Return the text that `from_string` reads as these settings, in whole MiB; empty for the defaults."""
-        found = []
-        if self.expandable_segments:
-            found.append("expandable_segments:True")
-        if self.garbage_collection_threshold is not None:
-            found.append(f"garbage_collection_threshold:{self.garbage_collection_threshold}")
-        for name, nbytes, default in (
-            ("large_segment_size_mb", self.large_segment_bytes, LARGE_SEGMENT_BYTES),
-            ("max_non_split_rounding_mb", self.max_non_split_rounding_bytes, None),
-            ("max_split_size_mb", self.max_split_size_bytes, None),
-        ):
-            if nbytes is not None and nbytes != default:
-                found.append(f"{name}:{nbytes // MIB}")
-        if self.memory_fraction != 1:
-            found.append(f"per_process_memory_fraction:{self.memory_fraction}")
-        if max(self.divisions) > 1:
-            found.append(f"roundup_power2_divisions:{_divisions_text(self.divisions)}")
-        return ",".join(found)
+        large, rounding, split = (
+            None if nbytes is None else nbytes // MIB
+            for nbytes in (self.large_segment_bytes, self.max_non_split_rounding_bytes, self.max_split_size_bytes)
+        )
+        settings = {
+            "expandable_segments": self.expandable_segments or None,
+            "garbage_collection_threshold": self.garbage_collection_threshold,
+            "large_segment_size_mb": None if self.large_segment_bytes == LARGE_SEGMENT_BYTES else large,
+            "max_non_split_rounding_mb": rounding,
+            "max_split_size_mb": split,
+            "per_process_memory_fraction": None if self.memory_fraction == 1 else self.memory_fraction,
+            "roundup_power2_divisions": _divisions_text(self.divisions) if max(self.divisions) > 1 else None,
+        }
+        return ",".join(f"{name}:{value}" for name, value in settings.items() if value is not None)
 
 
 def allocator_conf() -> str:
@@ -201,30 +199,21 @@ def _intervals(given: int | Mapping[int, int] | Sequence[int]) -> tuple[int, ...
     return (_check_divisions(given),) * INTERVALS
 
 
+_ITEM = r"([^:,\[\]]+):([^,\[\]]+|\[[^\[\]]*\])"
+"""Name and value of one setting; commas inside brackets don't separate settings."""
+
+
 def _items(text: str) -> list[tuple[str, str]]:
-    """Return name and value of each setting; commas inside brackets don't separate settings."""
+    """Return name and value of each setting."""
     if not isinstance(text, str):
         raise InvalidInputError(f"allocator settings {text!r} must be text such as 'max_split_size_mb:128'")
     joined = "".join(text.split())  # PyTorch ignores blanks everywhere
-    items, start, depth = [], 0, 0
-    for position, char in enumerate(joined + ","):
-        depth += (char == "[") - (char == "]")
-        if depth not in (0, 1):
-            raise InvalidInputError(f"brackets don't match in allocator settings {text!r}")
-        if char == "," and depth == 0:
-            items.append(joined[start:position])
-            start = position + 1
-    if depth:
-        raise InvalidInputError(f"a closing bracket ']' is missing in allocator settings {text!r}")
-    if items[-1] == "":  # after a last comma, or of an empty text
-        items.pop()
-    found = []
-    for item in items:
-        name, colon, value = item.partition(":")
-        if not (name and colon and value):
-            raise InvalidInputError(f"{item!r} in allocator settings {text!r} must read name:value")
-        found.append((name, value))
-    return found
+    if not re.fullmatch(rf"({_ITEM}(,{_ITEM})*,?)?", joined):
+        raise InvalidInputError(
+            f"allocator settings {text!r} must read name:value, separated by commas; a list of values stands in"
+            " brackets, such as roundup_power2_divisions:[256:2,>:4]"
+        )
+    return re.findall(_ITEM, joined)
 
 
 def _boolean(name: str, value: str) -> bool:
@@ -257,8 +246,6 @@ def _division_list(name: str, value: str) -> tuple[int, ...]:
         if divisions == 0:
             raise InvalidInputError(f"{name}:0 is refused by PyTorch; leave it out, or use 1, for no rounding")
         return (divisions,) * INTERVALS
-    if not value.endswith("]"):
-        raise InvalidInputError(f"{name}:{value} must end with its closing bracket")
     found = [0] * INTERVALS
     last: int | None = None
     first = True

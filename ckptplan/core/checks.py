@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TypeGuard
+import functools
+from dataclasses import fields
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args, get_origin, get_type_hints
 
 from ckptplan.core.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 MOST_BYTES = 1 << 60
 """Above the memory of any device or host; sums of a few such numbers fit 64 bits."""
@@ -56,18 +62,50 @@ def check_indices(owner: str, /, **values: tuple[int, ...]) -> None:
             raise InvalidInputError(f"{owner}: {name}={indices} has an index twice; give each once")
 
 
-def check_type(owner: str, kind: type, /, **values: object) -> None:
-    """Raise `InvalidInputError` for the first of `values` that isn't a `kind`."""
-    for name, value in values.items():
-        if not isinstance(value, kind):
-            raise InvalidInputError(f"{owner}: {name}={short_repr(value)} must be a {kind.__name__}")
+def check_fields(owner: str, record: DataclassInstance) -> None:
+    """Raise `InvalidInputError` for the first field of `record` whose value isn't of its annotated type.
+
+    A float named `..._s` must be a number of seconds (`check_seconds`), an integer named `...bytes` one of bytes
+    (`check_bytes`), and the fields in `_INDICES` tuples of distinct indices. Other integers aren't checked.
+    """
+    for name, kind in types_of(type(record)).items():
+        _check_value(owner, name, kind, getattr(record, name))
 
 
-def check_each(owner: str, kind: type, /, **values: tuple[object, ...]) -> None:
-    """Raise `InvalidInputError` for the first of `values` that isn't a tuple of `kind`."""
-    for name, items in values.items():
-        if not isinstance(items, tuple) or not all(isinstance(item, kind) for item in items):
-            raise InvalidInputError(f"{owner}: {name}={short_repr(items)} must be a tuple of {kind.__name__}")
+_INDICES = ("saved", "pinned", "moves", "ops", "linked")
+
+
+@functools.cache
+def types_of(kind: type[DataclassInstance]) -> dict[str, Any]:
+    """Return the annotated type of each field of a dataclass."""
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+def _check_value(owner: str, name: str, kind: Any, value: Any) -> None:
+    if kind is int:
+        if "bytes" in name:
+            check_bytes(owner, **{name: value})
+        return
+    if kind is float:
+        if name.endswith("_s") and not name.endswith("_per_s"):
+            check_seconds(owner, **{name: value})
+        return
+    if name in _INDICES:
+        return check_indices(owner, **{name: value})
+    origin, args = (kind, ()) if type(kind) is type else (get_origin(kind), get_args(kind))
+    if origin is UnionType:  # with None
+        if value is not None:
+            _check_value(owner, name, args[0], value)
+    elif origin is Literal:
+        if value not in args:
+            raise InvalidInputError(f"{owner}: unknown {name} {short_repr(value)}; choose from {', '.join(args)}")
+    elif not isinstance(value, origin):
+        of = f" of {getattr(args[0], '__name__', args[0])}" if origin is tuple else ""
+        raise InvalidInputError(f"{owner}: {name}={short_repr(value)} must be a {origin.__name__}{of}")
+    elif isinstance(value, tuple):
+        for k, item in enumerate(value):
+            _check_value(owner, f"{name}[{k}]", args[0], item)
 
 
 def short_repr(value: object) -> str:

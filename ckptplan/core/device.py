@@ -6,7 +6,6 @@ described by files of the same form (docs/formats.md), written by hand or by `ck
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
 import json
@@ -14,19 +13,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
-from ckptplan.core.checks import check_bytes, check_seconds, check_type, is_number
+from ckptplan.core.checks import check_fields, is_number
 from ckptplan.core.errors import InvalidInputError
-from ckptplan.core.files import read_json, write_json
+from ckptplan.core.files import Saved, decoded
 
-SCHEMA = "ckptplan.device/1"
 OP_CLASSES = ("matmul", "convolution", "attention", "elementwise", "reduction", "other")
 """Classes of operations in the roofline; each has its own share of the device's rates."""
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class Device(Saved):
     """Rates, sizes and fixed amounts of one device.
 
     Parameters
@@ -58,6 +55,8 @@ class Device:
         Field, or "field.key", -> source of its number.
     """
 
+    SCHEMA = "ckptplan.device/1"
+
     name: str
     description: str
     memory_bytes: int
@@ -73,10 +72,7 @@ class Device:
 
     def __post_init__(self) -> None:
         owner = f"device {self.name!r}"
-        check_type("device", str, name=self.name, description=self.description)
-        check_bytes(owner, memory_bytes=self.memory_bytes, context_bytes=self.context_bytes)
-        check_seconds(owner, launch_s=self.launch_s)
-        check_type(owner, Mapping, flops_per_s=self.flops_per_s, efficiency=self.efficiency, sources=self.sources)
+        check_fields(owner, self)
         if self.context_bytes >= self.memory_bytes:
             raise InvalidInputError(
                 f"{owner}: context_bytes={self.context_bytes} must be below memory_bytes={self.memory_bytes}"
@@ -113,31 +109,6 @@ class Device:
         """Whether the device has CUDA's caching allocator and libraries."""
         return self.compute_capability is not None
 
-    def save(self, path: str | Path) -> None:
-        """Write the description as JSON."""
-        write_json(path, SCHEMA, self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Device:
-        """Return the device that the fields of a JSON object describe.
-
-        Raises
-        ------
-        InvalidInputError
-            If a field is missing, unknown or impossible.
-        """
-        fields = {name: value for name, value in data.items() if name != "schema"}
-        if isinstance(fields.get("compute_capability"), list):
-            fields["compute_capability"] = tuple(fields["compute_capability"])
-        known = {f.name for f in dataclasses.fields(cls)}
-        wrong = sorted(set(fields) - known)
-        if wrong:
-            raise InvalidInputError(f"a device has no {', '.join(map(repr, wrong))}; docs/formats.md lists the fields")
-        try:
-            return cls(**fields)
-        except TypeError as error:
-            raise InvalidInputError(f"not a complete device: {error}; docs/formats.md lists the fields") from error
-
 
 def library_workspaces(compute_capability: tuple[int, int], torch_version: str) -> tuple[int, int]:
     """Return the bytes of the workspaces that PyTorch allocates per handle and stream for cuBLAS, and for cuBLASLt.
@@ -163,7 +134,7 @@ def library_workspaces(compute_capability: tuple[int, int], torch_version: str) 
 def known_devices() -> Mapping[str, Device]:
     """Return name -> device for every device known by name."""
     text = resources.files("ckptplan.core").joinpath("devices.json").read_text(encoding="utf-8")
-    return {item["name"]: Device.from_dict(item) for item in json.loads(text)["devices"]}
+    return {item["name"]: decoded(Device, item) for item in json.loads(text)["devices"]}
 
 
 def find_device(name: str | Path | Device) -> Device:
@@ -177,7 +148,7 @@ def find_device(name: str | Path | Device) -> Device:
     if isinstance(name, Device):
         return name
     if str(name).endswith(".json"):
-        return Device.from_dict(read_json(name, SCHEMA))
+        return Device.load(name)
     wanted = _letters_and_digits(str(name))
     found = next((device for known, device in known_devices().items() if _letters_and_digits(known) == wanted), None)
     if found is None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from ckptplan.core.files import read_json, reading, write_json
+from ckptplan.core.files import Saved
 from ckptplan.core.units import format_bytes
-
-SCHEMA = "ckptplan.estimate/1"
 
 CATEGORIES = (
     "weights",
@@ -97,7 +94,7 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(Saved):
     """The memory of a training step.
 
     Parameters
@@ -124,6 +121,8 @@ class Estimate:
     notes : tuple of str
         Limits and assumptions of the estimate.
     """
+
+    SCHEMA = "ckptplan.estimate/1"
 
     device: str
     phases: tuple[Phase, ...]
@@ -159,26 +158,6 @@ class Estimate:
             if phase.name == name:
                 return phase
         raise KeyError(f"no phase {name!r}; there are {', '.join(phase.name for phase in self.phases)}")
-
-    def save(self, path: str | Path) -> None:
-        """Write the estimate as JSON (docs/formats.md)."""
-        write_json(path, SCHEMA, self)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Estimate:
-        """Read an estimate from JSON.
-
-        Raises
-        ------
-        InvalidInputError
-            If the file isn't one that `save` writes.
-        """
-        data = read_json(path, SCHEMA)
-        del data["schema"]
-        with reading(path, "estimate"):
-            data["phases"] = tuple(Phase(**phase) for phase in data["phases"])
-            data["alive"] = tuple(Tensors(**{**t, "shape": tuple(t["shape"])}) for t in data["alive"])
-            return cls(**{**data, "notes": tuple(data["notes"])})
 
     def __str__(self) -> str:
         fits = {None: "", True: ": fits", False: ": does NOT fit"}[self.fits]

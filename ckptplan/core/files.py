@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args, get_origin
 
+from ckptplan.core.checks import types_of
 from ckptplan.core.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+    pass
 
 _MADE_BY = {
     "ckptplan.profile": "ckptplan.profile",
@@ -22,10 +22,40 @@ _MADE_BY = {
 }
 
 
-def write_json(path: str | Path, schema: str, record: DataclassInstance) -> None:
-    """Write the fields of `record` under the name of their schema."""
-    text = json.dumps({"schema": schema, **dataclasses.asdict(record)}, indent=1)
-    Path(path).write_text(text + "\n", encoding="utf-8")
+class Saved:
+    """Base of the dataclasses that are saved as JSON (docs/formats.md).
+
+    Attributes
+    ----------
+    SCHEMA : str
+        Name and version of the format.
+    """
+
+    __slots__ = ()
+    SCHEMA: ClassVar[str]
+
+    def save(self, path: str | Path) -> None:
+        """Write the fields as JSON (docs/formats.md)."""
+        text = json.dumps({"schema": self.SCHEMA, **dataclasses.asdict(self)}, indent=1)  # type: ignore[call-overload]
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a file written by `save` or by hand.
+
+        Raises
+        ------
+        InvalidInputError
+            If the file doesn't have this schema, a field is missing or unknown, or a value is impossible.
+        """
+        data = read_json(path, cls.SCHEMA)
+        del data["schema"]
+        try:
+            return decoded(cls, data)  # type: ignore[no-any-return]
+        except (AttributeError, TypeError, RecursionError) as error:
+            raise InvalidInputError(
+                f"{path} is not a complete {cls.__name__.lower()}: {error}; docs/formats.md lists the fields"
+            ) from error
 
 
 def read_json(path: str | Path, *schemas: str) -> dict[str, Any]:
@@ -56,29 +86,23 @@ def read_json(path: str | Path, *schemas: str) -> dict[str, Any]:
     return dict(data)
 
 
-@contextlib.contextmanager
-def reading(path: str | Path, kind: str) -> Iterator[None]:
-    """Turn errors about fields of a file that is no complete `kind` into `InvalidInputError`."""
-    try:
-        yield
-    except KeyError as error:
-        raise InvalidInputError(
-            f"{path} is not a complete {kind}: field {error} is missing; docs/formats.md lists the fields"
-        ) from error
-    except (AttributeError, TypeError, RecursionError) as error:
-        raise InvalidInputError(
-            f"{path} is not a complete {kind}: {error}; docs/formats.md lists the fields"
-        ) from error
-
-
-def as_tuple(items: object) -> tuple[Any, ...]:
-    """Return the items of a JSON list.
+def decoded(kind: Any, value: Any) -> Any:
+    """Return the value of a field annotated with `kind`, or the dataclass `kind`, from its form in JSON.
 
     Raises
     ------
-    TypeError
-        If it is none.
+    AttributeError, TypeError
+        If it has another form, or a field is missing or unknown.
     """
-    if not isinstance(items, list):
-        raise TypeError(f"{items!r} is not a list")
-    return tuple(items)
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is UnionType:  # with None
+        return None if value is None else decoded(args[0], value)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise TypeError(f"{value!r} is not a list")
+        return tuple(decoded(args[0], item) for item in value)
+    if dataclasses.is_dataclass(kind):
+        types = types_of(kind)  # type: ignore[arg-type]
+        fields = {name: decoded(types.get(name), item) for name, item in value.items()}
+        return kind(**fields)  # type: ignore[operator]
+    return value

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ckptplan.core.checks import check_seconds, is_number, short_repr
+from ckptplan.core.checks import check_fields, is_number, short_repr
 from ckptplan.core.errors import InvalidInputError
 
 STAGING_BYTES = 64 << 20
@@ -46,7 +46,7 @@ class Link:
                 raise InvalidInputError(
                     f"link: {name}={short_repr(value)} must be a finite number of bytes per second, from 1e-3 to 1e18"
                 )
-        check_seconds("link", latency_s=self.latency_s, copy_s=self.copy_s)
+        check_fields("link", self)
 
     @property
     def least_bytes(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ckptplan.core.checks import check_bytes, check_indices, check_seconds, check_type
+from ckptplan.core.checks import check_fields
 from ckptplan.core.errors import InvalidInputError
 
 Action = Literal["keep", "swap", "recompute"]
@@ -51,12 +51,8 @@ class Option:
     launch_s: float = 0.0
 
     def __post_init__(self) -> None:
-        check_type("option", str, name=self.name)
         owner = f"option {self.name!r}"
-        check_bytes(owner, forward_bytes=self.forward_bytes, backward_bytes=self.backward_bytes)
-        check_seconds(owner, recompute_s=self.recompute_s, launch_s=self.launch_s)
-        check_type(owner, bool, recomputes=self.recomputes)
-        check_indices(owner, saved=self.saved, pinned=self.pinned, moves=self.moves, ops=self.ops)
+        check_fields(owner, self)
         if set(self.saved) & set(self.pinned):
             raise InvalidInputError(f"{owner}: {sorted(set(self.saved) & set(self.pinned))} are both saved and pinned")
         if any(p >= len(self.saved) for p in self.moves):

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from ckptplan.core.checks import check_bytes, check_each, check_indices, check_seconds, check_type, is_int
+from ckptplan.core.checks import check_fields, is_int
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
-from ckptplan.core.files import as_tuple, read_json, reading, write_json
-from ckptplan.core.link import TIERS, Tier
+from ckptplan.core.files import Saved
+from ckptplan.core.link import Tier
 from ckptplan.core.option import ACTIONS, Action
-from ckptplan.core.profile import Fingerprint, Profile, input_tensors
+from ckptplan.core.profile import Fingerprint, Profile
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import InputTensor
 from ckptplan.core.units import format_bytes, format_seconds, format_table
 
-SCHEMA = "ckptplan.plan/3"
 Status = Literal["optimal", "feasible"]
 OPTIMAL_GAP = 1e-6
 """Largest gap at which a plan counts as optimal: smaller ones are rounding in sums of some thousand numbers."""
@@ -52,14 +50,9 @@ class Decision:
     tier: Tier = "host"
 
     def __post_init__(self) -> None:
-        if self.tier not in TIERS:
-            raise InvalidInputError(f"unknown tier {self.tier!r}; the tiers are {' and '.join(TIERS)}")
+        check_fields("decision", self)
         if self.tier != "host" and not self.moves:
             raise InvalidInputError(f"tier={self.tier!r} of a stage that moves nothing must be 'host'")
-        if self.action not in ACTIONS:
-            raise InvalidInputError(f"unknown action {self.action!r}; the actions are {', '.join(ACTIONS)}")
-        check_type("decision", str, option=self.option)
-        check_indices("decision", moves=self.moves, ops=self.ops)
         for point in (self.release, self.prefetch):
             if point is not None and not (is_int(point) and point >= 0):
                 raise InvalidInputError(f"release={self.release!r}, prefetch={self.prefetch!r} must be stage indices")
@@ -107,7 +100,7 @@ class Decisions:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Saved):
     """A decision for every stage of a profile, with predictions and a proven bound.
 
     Parameters
@@ -149,6 +142,8 @@ class Plan:
     outside : tuple of str or None
         Modules that the profiled step called outside all stages; None: not known.
     """
+
+    SCHEMA = "ckptplan.plan/3"
 
     stages: tuple[str, ...]
     choices: tuple[Decision, ...]
@@ -215,80 +210,17 @@ class Plan:
         self.fingerprint.require(profile.fingerprint)
         check_stages(self.stages, tuple(stage.name for stage in profile.stages))
 
-    def save(self, path: str | Path) -> None:
-        """Write the plan as JSON (docs/formats.md)."""
-        write_json(path, SCHEMA, self)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        """Read a plan written by `save`.
-
-        Raises
-        ------
-        InvalidInputError
-            If the file isn't a plan of this schema.
-        """
-        data = read_json(path, SCHEMA)
-        del data["schema"]
-        with reading(path, "plan"):
-            data["choices"] = tuple(
-                Decision(**{**item, "moves": as_tuple(item["moves"]), "ops": as_tuple(item.get("ops", []))})
-                for item in as_tuple(data["choices"])
-            )
-            data["segments"] = tuple(_segment(item) for item in as_tuple(data.get("segments", [])))
-            data["fingerprint"] = Fingerprint(**data["fingerprint"])
-            data["stages"] = as_tuple(data["stages"])
-            data["saved_bytes"] = tuple(as_tuple(sizes) for sizes in as_tuple(data.get("saved_bytes", [])))
-            data["inputs"] = tuple(input_tensors(items) for items in as_tuple(data["inputs"]))
-            if data.get("outside") is not None:
-                data["outside"] = as_tuple(data["outside"])
-            return cls(**data)
-
     def __post_init__(self) -> None:
-        for name in ("peak_bound_bytes", "allocated_bytes", "reserved_bytes", "forward_peak_bytes", "between_bytes"):
-            if getattr(self, name) is not None:
-                check_bytes("plan", **{name: getattr(self, name)})
-        check_each("plan", str, stages=self.stages)
-        if self.outside is not None:
-            check_each("plan", str, outside=self.outside)
-        check_each("plan", Decision, choices=self.choices)
-        check_type("plan", tuple, inputs=self.inputs)
-        for inputs in self.inputs:
-            if inputs is not None:
-                check_each("plan", InputTensor, inputs=inputs)
-        check_each("plan", Segment, segments=self.segments)
-        check_type("plan", str, space=self.space, planner=self.planner)
-        check_type("plan", Fingerprint, fingerprint=self.fingerprint)
+        check_fields("plan", self)
         if not len(self.stages) == len(self.choices) == len(self.inputs):
             raise InvalidInputError(
                 f"{len(self.choices)} decisions and {len(self.inputs)} lists of inputs for {len(self.stages)} stages"
             )
-        check_each("plan", tuple, saved_bytes=self.saved_bytes)
-        for sizes in self.saved_bytes:
-            for nbytes in sizes:
-                check_bytes("plan", saved_bytes=nbytes)
         if self.saved_bytes and len(self.saved_bytes) != len(self.stages):
             raise InvalidInputError(f"{len(self.saved_bytes)} lists of saved bytes for {len(self.stages)} stages")
         if len(set(self.stages)) != len(self.stages):
             twice = next(name for name in self.stages if self.stages.count(name) > 1)
             raise InvalidInputError(f"stage name {twice!r} is used twice")
-        if self.status not in ("optimal", "feasible"):
-            raise InvalidInputError(f"unknown status {self.status!r}; it is 'optimal' or 'feasible'")
-        check_bytes(
-            "plan",
-            budget_bytes=self.budget_bytes,
-            peak_bytes=self.peak_bytes,
-            host_bytes=self.host_bytes,
-            disk_bytes=self.disk_bytes,
-        )
-        check_seconds(
-            "plan",
-            step_s=self.step_s,
-            baseline_step_s=self.baseline_step_s,
-            lower_bound_s=self.lower_bound_s,
-            launch_s=self.launch_s,
-            baseline_launch_s=self.baseline_launch_s,
-        )
         for name, choice in zip(self.stages, self.choices, strict=True):
             for point in (choice.release, choice.prefetch):
                 if point is not None and not 0 <= point < len(self.stages):
@@ -438,7 +370,3 @@ def check_segments(segments: Sequence[Segment], choices: Sequence[Decision], sta
                 raise InvalidInputError(
                     f"{where}: stage {stages[i]!r} has action {choices[i].action!r}; it must be {wanted!r}"
                 )
-
-
-def _segment(item: Mapping[str, Any]) -> Segment:
-    return Segment(**{**item, "inner": tuple(_segment(inner) for inner in as_tuple(item["inner"]))})

@@ -5,21 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ckptplan.core.checks import MOST_BYTES, check_bytes, check_each, check_type
+from ckptplan.core.checks import MOST_BYTES, check_bytes, check_fields
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
-from ckptplan.core.files import as_tuple, read_json, reading, write_json
+from ckptplan.core.files import Saved
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
-from ckptplan.core.stage import InputTensor, Stage
+from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
 
 if TYPE_CHECKING:
     import networkx as nx
-
-SCHEMA = "ckptplan.profile/3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +35,7 @@ class Fingerprint:
     accumulates: bool = False
 
     def __post_init__(self) -> None:
-        flags = {"training": self.training, "accumulates": self.accumulates}
-        texts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in flags}
-        check_type("fingerprint", str, **texts)
-        check_type("fingerprint", bool, **flags)
+        check_fields("fingerprint", self)
 
     def require(self, found: Fingerprint, *, ignore: tuple[str, ...] = ()) -> None:
         """Raise unless `found` agrees in every field not in `ignore`.
@@ -65,7 +59,7 @@ NO_MODEL = Fingerprint("", "", True, "", "", "")
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class Profile(Saved):
     """The chain of one step with measured bytes and times.
 
     Parameters
@@ -92,6 +86,8 @@ class Profile:
         Modules that the step calls and that lie in no stage's; None: not known.
     """
 
+    SCHEMA = "ckptplan.profile/3"
+
     stages: tuple[Stage, ...]
     storages: tuple[Storage, ...]
     base_forward_bytes: tuple[int, ...]
@@ -105,22 +101,12 @@ class Profile:
     outside: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        check_each("profile", Stage, stages=self.stages)
-        check_each("profile", Storage, storages=self.storages)
-        check_type("profile", Link, link=self.link)
-        if self.disk is not None:
-            check_type("profile", Link, disk=self.disk)
-            if self.disk != self.disk.behind(self.link):
-                raise InvalidInputError(
-                    f"profile: {self.disk} is the way to the disk and faster than {self.link}, through which its "
-                    "transfers pass; give the slower of both (disk.behind(link))"
-                )
-        check_type("profile", Fingerprint, fingerprint=self.fingerprint)
-        check_each("profile", str, notes=self.notes)
-        if self.outside is not None:
-            check_each("profile", str, outside=self.outside)
-        check_each("profile", int, base_forward_bytes=self.base_forward_bytes)
-        check_each("profile", int, base_backward_bytes=self.base_backward_bytes)
+        check_fields("profile", self)
+        if self.disk is not None and self.disk != self.disk.behind(self.link):
+            raise InvalidInputError(
+                f"profile: {self.disk} is the way to the disk and faster than {self.link}, through which its "
+                "transfers pass; give the slower of both (disk.behind(link))"
+            )
         n = len(self.stages)
         if n == 0:
             raise InvalidInputError("the profile has no stages; a chain needs at least one")
@@ -129,9 +115,6 @@ class Profile:
                 f"base bytes are given for {len(self.base_forward_bytes)} forward and {len(self.base_backward_bytes)} "
                 f"backward steps; the chain has {n} stages"
             )
-        check_bytes("profile", update_peak_bytes=self.update_peak_bytes, resident_bytes=self.resident_bytes)
-        for k, (forward, backward) in enumerate(zip(self.base_forward_bytes, self.base_backward_bytes, strict=True)):
-            check_bytes(f"stage {self.stages[k].name!r}", base_forward_bytes=forward, base_backward_bytes=backward)
         names = [stage.name for stage in self.stages]
         if len(set(names)) != n:
             raise InvalidInputError(f"stage name {next(x for x in names if names.count(x) > 1)!r} is used twice")
@@ -205,36 +188,6 @@ class Profile:
         from ckptplan.core.graph import graph_of  # loads networkx, which most calls don't need
 
         return graph_of(self)
-
-    def save(self, path: str | Path) -> None:
-        """Write the profile as JSON (docs/formats.md)."""
-        write_json(path, SCHEMA, self)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Profile:
-        """Read a profile written by `save` or by hand.
-
-        Raises
-        ------
-        InvalidInputError
-            If the file isn't a profile of this schema, or a value in it is impossible.
-        """
-        data = read_json(path, SCHEMA)
-        del data["schema"]
-        with reading(path, "profile"):
-            data["stages"] = tuple(_stage(item) for item in as_tuple(data["stages"]))
-            data["storages"] = tuple(Storage(**item) for item in as_tuple(data["storages"]))
-            for name in ("base_forward_bytes", "base_backward_bytes"):
-                data[name] = as_tuple(data[name])
-            data["link"] = Link(**data["link"])
-            if data.get("disk") is not None:
-                data["disk"] = Link(**data["disk"])
-            if "fingerprint" in data:
-                data["fingerprint"] = Fingerprint(**data["fingerprint"])
-            data["notes"] = as_tuple(data.get("notes", []))
-            if data.get("outside") is not None:
-                data["outside"] = as_tuple(data["outside"])
-            return cls(**data)
 
     @classmethod
     def from_chain(
@@ -339,20 +292,3 @@ class Profile:
             resident_bytes=input_bytes,
             disk=disk,
         )
-
-
-def _stage(item: dict[str, Any]) -> Stage:
-    indices = ("saved", "pinned", "moves", "ops")
-    options = tuple(
-        Option(**{**option, **{name: as_tuple(option[name]) for name in indices if name in option}})
-        for option in as_tuple(item["options"])
-    )
-    inputs = input_tensors(item.get("inputs"))
-    return Stage(**{**item, "options": options, "linked": as_tuple(item.get("linked", [])), "inputs": inputs})
-
-
-def input_tensors(items: object) -> tuple[InputTensor, ...] | None:
-    """What is in a JSON list of input tensors; None for null."""
-    if items is None:
-        return None
-    return tuple(InputTensor(**{**item, "shape": as_tuple(item["shape"])}) for item in as_tuple(items))

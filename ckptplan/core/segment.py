@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckptplan.core.checks import check_each, is_int, short_repr
+from ckptplan.core.checks import check_fields, is_int, short_repr
 from ckptplan.core.errors import InvalidInputError
 
 
@@ -29,7 +29,7 @@ class Segment:
             raise InvalidInputError(
                 f"segment {short_repr(self.first)}..{short_repr(self.last)}: must be stage indices, 0 <= first <= last"
             )
-        check_each(f"segment {self.first}..{self.last}", Segment, inner=self.inner)
+        check_fields(f"segment {self.first}..{self.last}", self)
         at = self.first
         for segment in self.inner:
             if segment.first < at or segment.last >= self.last:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ckptplan.core.checks import MOST_BYTES, check_each, check_indices, check_seconds, check_type, is_int, short_repr
+from ckptplan.core.checks import MOST_BYTES, check_fields, is_int, short_repr
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.option import Option
 
@@ -34,8 +34,8 @@ class InputTensor:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        check_type("input", str, path=self.path, dtype=self.dtype)
-        if not isinstance(self.shape, tuple) or not all(is_int(n) and 0 <= n < MOST_BYTES for n in self.shape):
+        check_fields("input", self)
+        if not all(is_int(n) and 0 <= n < MOST_BYTES for n in self.shape):
             raise InvalidInputError(
                 f"input {self.path!r}: shape={short_repr(self.shape)} must be a tuple of sizes, 0 or more"
             )
@@ -77,20 +77,8 @@ class Stage:
     backward_launch_s: float = 0.0
 
     def __post_init__(self) -> None:
-        check_type("stage", str, name=self.name)
         owner = f"stage {self.name!r}"
-        check_type(owner, str, kind=self.kind)
-        check_each(owner, Option, options=self.options)
-        check_seconds(
-            owner,
-            forward_s=self.forward_s,
-            backward_s=self.backward_s,
-            forward_launch_s=self.forward_launch_s,
-            backward_launch_s=self.backward_launch_s,
-        )
-        if self.inputs is not None:
-            check_each(owner, InputTensor, inputs=self.inputs)
-        check_indices(owner, linked=self.linked)
+        check_fields(owner, self)
         names = [option.name for option in self.options]
         if not names or names[0] != "keep" or len(set(names)) != len(names):
             raise InvalidInputError(f"{owner}: options {names} must begin with 'keep' and have no name twice")

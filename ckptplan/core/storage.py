@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckptplan.core.checks import MOST_BYTES, check_bytes, check_type, is_int, short_repr
+from ckptplan.core.checks import MOST_BYTES, check_fields, is_int, short_repr
 from ckptplan.core.errors import InvalidInputError
 
 
@@ -40,10 +40,8 @@ class Storage:
     dropped_bytes: int = 0
 
     def __post_init__(self) -> None:
-        check_type("storage", str, name=self.name)
         owner = f"storage {self.name!r}"
-        check_bytes(owner, nbytes=self.nbytes, dropped_bytes=self.dropped_bytes)
-        check_type(owner, bool, to_end=self.to_end, stays=self.stays)
+        check_fields(owner, self)
         steps = (self.born, self.program_until)
         if not all(map(is_int, steps)) or not -1 <= self.born <= self.program_until < MOST_BYTES:
             raise InvalidInputError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -116,8 +116,7 @@ def survey(
         target = find_target(model, same[0])
         batches = Batches(make_inputs, TrainingBytes(model, target, training))
         batches.check()
-        traces = _Traces(batches, same, batch, time_limit_s, on_progress)
-        group = _Group(batches, traces, batch, limit, on_progress)
+        group = _Group(batches, same, batch, limit, time_limit_s, on_progress)
         for device in same:
             found[device.name] = group.fit(device, budget_bytes or device.usable_bytes)
     return [found[device.name] for device in devices]
@@ -128,23 +127,21 @@ def _shape(chain: Profile) -> list[list[str]]:
     return [[stage.name, *(option.name for option in stage.options)] for stage in chain.stages]
 
 
-class _Traces:
-    """Chains for any batch on devices that run the same operations."""
+@dataclass
+class _Group:
+    """Devices on which a step needs the same bytes, and chains for any batch on them."""
 
-    def __init__(
-        self,
-        batches: Batches,
-        devices: Sequence[Device],
-        batch: int,
-        time_limit_s: float,
-        tell: Report,
-    ) -> None:
-        self.batches, self.devices, self.batch = batches, devices, batch
-        self.time_limit_s, self.tell = time_limit_s, tell
-        self.chains: dict[int, dict[str, Profile]] = {}
-        self._reference: tuple[tuple[int, ...], tuple[Segment, ...]] | None = None
-        self._least: dict[int, int] = {}
-        self._share = 1.0
+    batches: Batches
+    devices: Sequence[Device]
+    batch: int
+    limit: int
+    time_limit_s: float
+    tell: Report
+    chains: dict[int, dict[str, Profile]] = field(default_factory=dict)
+    kept: dict[int, float] = field(default_factory=dict)
+    _reference: tuple[tuple[int, ...], tuple[Segment, ...]] | None = None
+    _least: dict[int, int] = field(default_factory=dict)
+    _share: float = 1.0
 
     def chain(self, n: int, name: str) -> Profile:
         """Return the chain of a batch on one of the devices, traced or interpolated from two traced ones."""
@@ -203,21 +200,13 @@ class _Traces:
             return None
         return None if validate(chain, plan, budget_bytes) else plan
 
-
-class _Group:
-    """Devices on which a step needs the same bytes."""
-
-    def __init__(self, batches: Batches, traces: _Traces, batch: int, limit: int, tell: Report) -> None:
-        self.batches, self.traces, self.batch, self.limit, self.tell = batches, traces, batch, limit, tell
-        self.kept: dict[int, float] = {}
-
     def fit(self, device: Device, budget_bytes: int) -> DeviceFit:
         """Return the batches that fit one of the devices."""
         kept = self.kept_bytes(self.batch)
         most_kept, _ = largest(self.kept_bytes, budget_bytes, self.limit, self.kept)
         self.tell(f"{device.name}: planning")
-        least = self.traces.least_bytes(self.batch)
-        plan = self.traces.plan(device, self.batch, budget_bytes) if kept > budget_bytes >= least else None
+        least = self.least_bytes(self.batch)
+        plan = self.plan(device, self.batch, budget_bytes) if kept > budget_bytes >= least else None
         most, most_plan = self.most(device, budget_bytes, most_kept)
         if plan is None and most == self.batch:
             plan = most_plan  # within a tight budget, not every run finds the plan in time
@@ -232,11 +221,11 @@ class _Group:
 
     def most(self, device: Device, budget_bytes: int, most_kept: int) -> tuple[int, Plan | None]:
         """Return the largest batch with a plan, and the plan."""
-        n, _ = largest(self.traces.least_bytes, budget_bytes, self.limit)
+        n, _ = largest(self.least_bytes, budget_bytes, self.limit)
         for _ in range(_RETRIES):
             if n <= most_kept:
                 break
-            plan = self.traces.plan(device, n, budget_bytes)
+            plan = self.plan(device, n, budget_bytes)
             if plan is not None:
                 return n, plan
             n -= max(1, int(_STEP_BACK * n))

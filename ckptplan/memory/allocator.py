@@ -104,39 +104,8 @@ _MOST_REQUEST_BYTES = 1 << 60  # PyTorch refuses larger requests at once
 class SimulatedOutOfMemoryError(CkptPlanError):
     """A request for which PyTorch would raise `torch.OutOfMemoryError`, after all its retries.
 
-    Attributes
-    ----------
-    requested_bytes, allocated_bytes, reserved_bytes : int
-        The request, and the state after the release of all unused memory.
-    free_bytes : int
-        Bytes inside the remaining segments that no tensor uses.
-    largest_free_bytes : int
-        The largest single free block among them, of any pool and stream.
-    limit_bytes : int or None
-        Capacity, or the part of it that the memory fraction allows; None if the request is larger than PyTorch accepts.
-    event_index : int or None
-        Position of the request in the replayed trace.
+    The message has the request, the limit, the bytes reserved, allocated and free, and the number of fragments.
     """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        requested_bytes: int,
-        allocated_bytes: int,
-        reserved_bytes: int,
-        free_bytes: int,
-        largest_free_bytes: int,
-        limit_bytes: int | None,
-    ) -> None:
-        super().__init__(message)
-        self.requested_bytes = requested_bytes
-        self.allocated_bytes = allocated_bytes
-        self.reserved_bytes = reserved_bytes
-        self.free_bytes = free_bytes
-        self.largest_free_bytes = largest_free_bytes
-        self.limit_bytes = limit_bytes
-        self.event_index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -868,20 +837,11 @@ class CachingAllocator:
         room = "PyTorch accepts less than 2**60 bytes" if limit is None else f"the limit is {format_bytes(limit)}"
         if self._allowed is not None and self.capacity_bytes is not None:
             room += f" ({self.settings.memory_fraction:g} of {format_bytes(self.capacity_bytes)})"
-        message = (
+        return SimulatedOutOfMemoryError(
             f"simulated out of memory: {format_bytes(nbytes)} requested, as {format_bytes(segment_size)} of new memory;"
             f" {room}, {format_bytes(self.reserved_bytes)} are reserved after all retries,"
             f" {format_bytes(self.allocated_bytes)} of them allocated and {format_bytes(sum(free))} free in {len(free)}"
             f" fragments, the largest {format_bytes(max(free, default=0))}; {self._remedy(nbytes, sum(free), limit)}"
-        )
-        return SimulatedOutOfMemoryError(
-            message,
-            requested_bytes=nbytes,
-            allocated_bytes=self.allocated_bytes,
-            reserved_bytes=self.reserved_bytes,
-            free_bytes=sum(free),
-            largest_free_bytes=max(free, default=0),
-            limit_bytes=limit,
         )
 
     def _remedy(self, nbytes: int, free_bytes: int, limit: int | None) -> str:
@@ -943,14 +903,6 @@ class AllocatorTimeline:
     peak_requested_bytes: int
     peak_reserved_bytes: int
 
-    @property
-    def fragmentation(self) -> float:
-        """1 - allocated / reserved at the first event with the highest reserved bytes; 0 if nothing is reserved."""
-        if not self.reserved_bytes.size or not self.reserved_bytes.any():
-            return 0.0
-        at = int(self.reserved_bytes.argmax())
-        return 1.0 - int(self.allocated_bytes[at]) / int(self.reserved_bytes[at])
-
 
 def replay(
     events: Iterable[tuple[int, int]], settings: AllocatorSettings | None = None, capacity_bytes: int | None = None
@@ -967,21 +919,17 @@ def replay(
     Raises
     ------
     SimulatedOutOfMemoryError
-        If the allocator would fail; `event_index` is the position of the event.
+        If the allocator would fail.
     InvalidInputError
         If a number is allocated twice, or freed without being allocated.
     """
     allocator = CachingAllocator(settings, capacity_bytes)
     figures: list[tuple[int, int, int]] = []
-    for index, (block, nbytes) in enumerate(events):
+    for block, nbytes in events:
         if nbytes == FREE:
             allocator.free(block)
         else:
-            try:
-                allocator.allocate(block, nbytes)
-            except SimulatedOutOfMemoryError as error:
-                error.event_index = index
-                raise
+            allocator.allocate(block, nbytes)
         figures.append((allocator.allocated_bytes, allocator.requested_bytes, allocator.reserved_bytes))
     return timeline_of(allocator, figures)
 

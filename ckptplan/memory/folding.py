@@ -30,7 +30,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,7 +38,7 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import KEEP
-from ckptplan.memory.recorder import ALLOCATE, Block, Event, Recording, Section, record_step
+from ckptplan.memory.recorder import ALLOCATE, FREE, Block, Event, Recording, Section, record_step
 from ckptplan.profiling.bytes.trace import find_stages, replay
 from ckptplan.profiling.bytes.tracker import Sid, Tracker
 from ckptplan.profiling.target import Target
@@ -136,34 +136,29 @@ class Folding:
                 short, unknown = self._record(accumulating, inference, short=True)
         except Exception:  # a forward may need all its layers; an error of the full model is raised by its recording
             return None
-        full = short
-        places = [_Place(segment) for segment in range(2 * len(short.stages) + 1)]
-        for run in self._runs:
-            written = unfolded(full, run)
-            if written is None:
-                return None
-            full, origins = written
-            places = [
-                place._replace(segment=places[place.segment].segment) if place.run else places[place.segment]
-                for place in origins
-            ]
-        if not self._checked and not self._does_the_same(short.stages, full.stages, places):
+        full = unfolded(short, self._runs)
+        if full is None or not (self._checked or self._does_the_same(short.stages, full.stages)):
             return None
         self._checked = True
         return full, unknown
 
-    def _does_the_same(self, short: tuple[str, ...], full: tuple[str, ...], places: list[_Place]) -> bool:
+    def _does_the_same(self, short: tuple[str, ...], full: tuple[str, ...]) -> bool:
         """Return whether the full model's forward is the short one's with the middle periods repeated."""
-        model = self._step.model
+        kinds: dict[Any, int] = {}
         try:
-            with shortened(model, self._runs):
+            with shortened(self._step.model, self._runs):
                 self._rewind()
-                expected = _Witness.of(self._step, short, self._target)
+                few = _Witness.of(self._step, short, self._target, kinds)
             self._rewind()
-            seen = _Witness.of(self._step, full, self._target)
+            seen = _Witness.of(self._step, full, self._target, kinds)
         except Exception:  # as above
             return False
-        return _Comparison(self._runs, places, expected, seen).holds()
+        expected = unfolded(few, self._runs)
+        if expected is None:
+            return False
+        for section in expected.sections:
+            section.events = _in_order(section.events)
+        return expected == seen
 
 
 # --- finding repeated layers ---
@@ -268,25 +263,42 @@ def shortened(model: nn.Module, runs: list[Run]) -> Iterator[None]:
 # --- one forward of the full model ---
 
 
-class _Witness(Tracker):  # type: ignore[no-untyped-call]
-    """Records a forward, segment by segment: its operations, and the storages freed between them."""
+OPERATION = "operation"
+"""Category of a witness's blocks that are operations, or the tensors of the model that these read."""
+READ, SAVE = 2, 3
+"""Further codes of events, of a witness alone: an operation reads or returns a block, autograd saves it."""
 
-    def __init__(self, target: Target, model: nn.Module) -> None:
-        self.items: dict[int, list[_Item]] = {}
-        self.saved: dict[int, list[Sid]] = {}
+
+class _Witness(Tracker):  # type: ignore[no-untyped-call]
+    """Records a forward, without saving for backward, as blocks and events of each segment.
+
+    An operation is a block, too, whose size is the number of its kind: operation, shapes, types, `requires_grad`. So is
+    a tensor of the model that an operation reads, with its name. Frees between two operations have no order.
+    """
+
+    def __init__(self, target: Target, model: nn.Module, kinds: dict[Any, int]) -> None:
+        self._blocks: list[Block] = []
+        self._sections: dict[int, Section] = {}
+        self._index: dict[Sid, int] = {}
+        self._kinds = kinds
         self._model: nn.Module | None = model
         self._named: dict[int, str] = {}
         self._held: list[torch.Tensor] = []
         super().__init__(target)
 
     @classmethod
-    def of(cls, step: TrainingStep, stages: tuple[str, ...], target: Target) -> _Witness:
-        """Return the record of the forward of `step`."""
-        witness = cls(target, step.model)
+    def of(cls, step: TrainingStep, stages: tuple[str, ...], target: Target, kinds: dict[Any, int]) -> Recording:
+        """Return the record of the forward of `step`; `kinds` has the number of each kind of operation met so far."""
+        witness = cls(target, step.model, kinds)
         seen = replay(step, stages, (KEEP,) * len(stages), target, tracker=witness, saves=False)
         for segment, sids in seen.saved.items():
-            witness.saved[segment] = [sid for sid in sids if sid[0] == "forward"]
-        return witness
+            for sid in sids:
+                if sid[0] == "forward":
+                    witness._note(SAVE, sid, segment)
+        sections = [section for _, section in sorted(witness._sections.items())]
+        for section in sections:
+            section.events = _in_order(section.events)
+        return Recording(stages, witness._blocks, sections)
 
     def _name_tensors(self, model: nn.Module) -> None:
         tensors: list[tuple[str, torch.Tensor]] = [*model.named_parameters(), *model.named_buffers()]
@@ -294,10 +306,18 @@ class _Witness(Tracker):  # type: ignore[no-untyped-call]
             self._named.setdefault(id(tensor.untyped_storage()), name)
             self._held.append(tensor)
 
-    def _of(self, tensor: torch.Tensor) -> _Operand:
-        sid = self.sid(tensor)
-        where = self._named.get(id(tensor.untyped_storage()), "") if sid is None else sid
-        return where, tensor.requires_grad
+    def _events(self, segment: int) -> list[Event]:
+        return self._sections.setdefault(segment, Section("forward", segment)).events
+
+    def _new_block(self, block: Block, segment: int) -> int:
+        self._blocks.append(block)
+        self._events(segment).append((ALLOCATE, len(self._blocks) - 1))
+        return len(self._blocks) - 1
+
+    def _note(self, code: int, sid: Sid, segment: int) -> None:
+        if sid not in self._index:
+            self._index[sid] = self._new_block(Block(0, ""), segment)
+        self._events(segment).append((code, self._index[sid]))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
@@ -305,141 +325,33 @@ class _Witness(Tracker):  # type: ignore[no-untyped-call]
         if self._model is not None:  # the first operation: fake tensors are in place of the model's now
             self._name_tensors(self._model)
             self._model = None
-        given = [self._of(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        operands = [self.sid(t) or self._named.get(id(t.untyped_storage()), "") for t in given]
+        grads = tuple(t.requires_grad for t in given)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        made = [
-            (tuple(t.shape), t.stride(), t.dtype, self.sid(t))
-            for t in pytree.tree_leaves(result)
-            if isinstance(t, torch.Tensor)
-        ]
-        key = self.forward[self._segment].ops[-1].key
-        self.items.setdefault(self._segment, []).append(_Operation(key, given, made))
+        made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        segment = self._segment
+        key = _without_numbers(self.forward[segment].ops[-1].key)
+        kind = (key, grads, tuple((tuple(t.shape), t.stride(), t.dtype) for t in made))
+        self._new_block(Block(self._kinds.setdefault(kind, len(self._kinds)), OPERATION), segment)
+        for operand in (*operands, *filter(None, map(self.sid, made))):
+            if isinstance(operand, str):
+                self._new_block(Block(0, OPERATION, operand), segment)
+            else:
+                self._note(READ, operand, segment)
         return result
 
     def _freed(self, key: int, nbytes: int) -> None:
         sid = self._alive.get(key)
         super()._freed(key, nbytes)
         if sid is not None:
-            self.items.setdefault(self._segment, []).append(sid)
+            self._note(FREE, sid, self._segment)
 
 
-class _Operation(NamedTuple):
-    key: Any
-    given: list[_Operand]
-    made: list[tuple[Any, ...]]
-
-
-_Operand = tuple[Sid | str, bool]
-"""The storage of a tensor, or its name in the model, and whether it requires gradients."""
-_Item = _Operation | Sid
-"""An operation, or a storage that is freed."""
-
-
-class _Comparison:
-    """Compares a full model's forward with a short one's, in terms of the short one's segments."""
-
-    def __init__(self, runs: list[Run], places: list[_Place], expected: _Witness, seen: _Witness) -> None:
-        self._runs, self._places = runs, places
-        self._expected, self._seen = expected, seen
-
-    def holds(self) -> bool:
-        """Return whether the two forwards do the same."""
-        segments = {*self._seen.items, *self._seen.saved}
-        if any(segment >= len(self._places) for segment in segments):
-            return False
-        return all(self._same(segment, place) for segment, place in enumerate(self._places))
-
-    def _same(self, segment: int, place: _Place) -> bool:
-        expected, late = self._written(place.segment, None)
-        seen, later = self._written(segment, place)
-        if expected != seen or set(late) != set(later):
-            return False
-        # Code around the layers may free a storage of each: of the two middle periods in the short model.
-        if any(n != _KEPT - 2 for n in late.values()) or any(n != run.periods - 2 for (run, *_), n in later.items()):
-            return False
-        saved = [self._sid(sid, place) for sid in self._seen.saved.get(segment, ())]
-        return saved == self._expected.saved.get(place.segment, [])
-
-    def _written(self, segment: int, place: _Place | None) -> tuple[list[Any], Counter[Any]]:
-        """Return a segment's operations and storages freed between them, and counts of the middle periods' frees."""
-        witness = self._expected if place is None else self._seen
-        out: list[Any] = []
-        freed: list[Any] = []
-        late: Counter[Any] = Counter()
-        for item in witness.items.get(segment, ()):
-            if not isinstance(item, _Operation):
-                key = self._between(item, place)
-                if key is not None and self._is_outside(segment, place):
-                    late[key] += 1
-                else:
-                    freed.append(self._sid(item, place))
-                continue
-            out.append(sorted(freed))
-            freed = []
-            given = [(self._operand(where, place), grad) for where, grad in item.given]
-            made = [(*made[:-1], self._sid(made[-1], place)) for made in item.made]
-            out.append((_without_numbers(item.key), given, made))
-        return [*out, sorted(freed)], late
-
-    def _is_outside(self, segment: int, place: _Place | None) -> bool:
-        if place is not None:
-            return place.run is None
-        return all(p.run is None for p in self._places if p.segment == segment)
-
-    def _between(self, sid: Sid, place: _Place | None) -> Any:
-        """Return a storage made in a middle period, without that period's number; None for any other storage."""
-        if place is not None:
-            home = self._places[sid[1]]
-            if home.run is None or not 0 < home.period < home.run.periods - 1:
-                return None
-            return home.run, home.segment, sid[2]
-        for home in self._places:
-            if home.run is not None and home.period == 1:
-                length = sum(p.run == home.run and p.period == 1 for p in self._places)
-                if sid[1] in (home.segment, home.segment + length):
-                    return home.run, home.segment, sid[2]
-        return None
-
-    def _sid(self, sid: Sid | None, place: _Place | None) -> Any:
-        """Return the short model's storage for one of the full model's at `place`; ("far", ...) if there is none."""
-        if sid is None or place is None:
-            return sid
-        home = self._places[sid[1]]
-        if home.run is None:
-            return (sid[0], home.segment, sid[2])
-        last = home.run.periods - 1
-        away = home.period - place.period
-        if home.run == place.run and abs(away) <= 1:
-            return (sid[0], self._neighbour(home, place, away), sid[2])
-        if home.period not in (0, last) or (home.run == place.run and abs(away) != last):
-            return ("far", sid[1], sid[2])
-        return (sid[0], home.segment, sid[2])
-
-    def _neighbour(self, home: _Place, place: _Place, away: int) -> int:
-        """Return the segment that stands for `home`, `away` periods from the segment that stands for `place`."""
-        assert home.run is not None
-        last = home.run.periods - 1
-        kept = {0: 0, last: _KEPT - 1}
-        wanted = kept.get(place.period, 1) + away
-        length = sum(p.run == home.run and p.period == 0 for p in self._places)
-        return home.segment + (wanted - kept.get(home.period, 1)) * length
-
-    def _operand(self, where: Sid | str, place: _Place | None) -> Any:
-        if not isinstance(where, str):
-            return self._sid(where, place)
-        for run in self._runs if place is not None else ():
-            found = run.pattern.match(where)
-            if found:
-                i = int(found[1])
-                q = (i - run.first) // run.period
-                if i >= run.first + run.count or q == run.periods - 1:
-                    i -= run.fewer
-                elif i >= run.first and place is not None and (place.run, place.period) == (run, q):
-                    i -= (q - min(q, 1)) * run.period
-                elif i >= run.first and q > 0:
-                    return f"far {where}"
-                return where[: found.start(1)] + str(i) + where[found.end(1) :]
-        return where
+def _in_order(events: list[Event]) -> list[Event]:
+    """Return a witness's events with consecutive frees by block."""
+    runs = itertools.groupby(events, key=lambda event: event[0] == FREE)
+    return [event for frees, run in runs for event in (sorted(run) if frees else run)]
 
 
 def _without_numbers(key: Any) -> Any:
@@ -470,13 +382,13 @@ class _Folded:
     def __init__(self, recording: Recording, run: Run, begins: list[int]) -> None:
         self.recording, self.run, self.begins = recording, run, begins
         self.births: dict[int, tuple[str, int, int]] = {}
-        made: Counter[tuple[str, int]] = Counter()
+        made: Counter[tuple[str, int, bool]] = Counter()
         for section in recording.sections:
-            at = (section.direction, section.segment)
             for code, block in section.events:
-                if code == ALLOCATE:
-                    self.births[block] = (*at, made[at])
+                if code == ALLOCATE:  # operations have numbers below 0: the first period may have others
+                    at = (section.direction, section.segment, recording.blocks[block].category == OPERATION)
                     made[at] += 1
+                    self.births[block] = (section.direction, section.segment, -made[at] if at[2] else made[at])
 
     def period(self, direction: str, segment: int) -> int | None:
         """Return the period that a segment is in."""
@@ -510,24 +422,14 @@ def _quiet() -> Iterator[None]:
         log.disabled = before
 
 
-class _Place(NamedTuple):
-    """The recorded segment that stands for a segment, and the period of a run that contains the segment."""
-
-    segment: int
-    run: Run | None = None
-    period: int = 0
-
-
-def unfolded(recording: Recording, run: Run) -> tuple[Recording, list[_Place]] | None:
-    """Return the recording of the full model from that of the shortened one, and the place of each of its segments.
-
-    None if the periods differ.
-    """
-    begins = _begins(recording.stages, run)
-    if begins is None or not _alike(folded := _Folded(recording, run, begins)):
-        return None
-    writer = _Writer(folded)
-    return writer.write(), writer.places()
+def unfolded(recording: Recording, runs: list[Run]) -> Recording | None:
+    """Return the recording of the full model from that of the shortened one; None if the periods differ."""
+    for run in runs:
+        begins = _begins(recording.stages, run)
+        if begins is None or not _alike(folded := _Folded(recording, run, begins)):
+            return None
+        recording = _Writer(folded).write()
+    return recording
 
 
 def _begins(stages: tuple[str, ...], run: Run) -> list[int] | None:
@@ -607,18 +509,6 @@ class _Writer:
             for q in order if direction == "forward" else reversed(order):
                 out += [self._section(section, self.source(q), q) for section in by_period.get(self.source(q), ())]
         return Recording(self._stages(), self.blocks, out)
-
-    def places(self) -> list[_Place]:
-        """Return the place of each segment of the full model."""
-        first, behind = self.begins[0], self.begins[0] + self.run.periods * self.length
-        out = []
-        for segment in range(2 * len(self.folded.recording.stages) + 1 + self.more):
-            if segment < first or segment >= behind:
-                out.append(_Place(segment - (self.more if segment >= behind else 0)))
-                continue
-            q, offset = divmod(segment - first, self.length)
-            out.append(_Place(self.begins[self.source(q)] + offset, self.run, q))
-        return out
 
     def _section(self, section: Section, r: int | None, q: int | None) -> Section:
         if q is None or r is None:

@@ -313,35 +313,28 @@ def record_step(
     list of str
         Operations whose temporaries couldn't be determined.
     """
-    recorder = Recorder(target, step.model)
-    with recorder.watching_modules():
-        seen = replay(
-            step,
-            stages,
-            choices or (KEEP,) * len(stages),
-            target,
-            segments=segments,
-            tracker=recorder,
-            saves=not inference,
-            accumulating=accumulating,
-        )
-    modules = tuple(name for name in stages if not is_glue(name))
-    if not target.is_cuda:
-        _keep_random_states(
-            recorder, modules, [c for n, c in zip(stages, choices or (), strict=False) if not is_glue(n)]
-        )
-    _categorize(recorder, seen, modules, inference)
-    peaks, failed, storages = target.workspaces(key for key, *_ in recorder.operations)
-    if learn_storages(target, (*seen.forward.values(), *seen.backward.values()), storages):
-        return record_step(  # again, with the storages that were learned
-            step,
-            stages,
-            target,
-            choices=choices,
-            segments=segments,
-            accumulating=accumulating,
-            inference=inference,
-        )
+    while True:
+        recorder = Recorder(target, step.model)
+        with recorder.watching_modules():
+            seen = replay(
+                step,
+                stages,
+                choices or (KEEP,) * len(stages),
+                target,
+                segments=segments,
+                tracker=recorder,
+                saves=not inference,
+                accumulating=accumulating,
+            )
+        modules = tuple(name for name in stages if not is_glue(name))
+        if not target.is_cuda:
+            _keep_random_states(
+                recorder, modules, [c for n, c in zip(stages, choices or (), strict=False) if not is_glue(n)]
+            )
+        _categorize(recorder, seen, modules, inference)
+        peaks, failed, storages = target.workspaces(key for key, *_ in recorder.operations)
+        if not learn_storages(target, (*seen.forward.values(), *seen.backward.values()), storages):
+            break  # otherwise again, with the storages that were learned
     for section in recorder.sections:
         section.events = list(_with_workspaces(recorder, section.events, peaks))
     return Recording(modules, recorder.blocks, recorder.sections), failed

@@ -127,22 +127,6 @@ class Job:
         self.limits.on_progress(f"solving ({part}): {found}{gap}")
 
 
-def beside_staging(host_bytes: int, staging_bytes: int) -> int:
-    """Return the host's limit without the disk's staging buffers.
-
-    Raises
-    ------
-    InvalidInputError
-        If the limit is smaller than the buffers.
-    """
-    if host_bytes < staging_bytes:
-        raise InvalidInputError(
-            f"host_gb={host_bytes / GIB:g} is {format_bytes(host_bytes)}; the pinned buffers for copies to the "
-            f"disk need {format_bytes(staging_bytes)}; raise host_gb, or leave disk_gb out"
-        )
-    return host_bytes - staging_bytes
-
-
 def job_of_profile(profile: Profile, limits: Limits) -> Job:
     """Return the job of planning a measured profile within `limits`.
 
@@ -159,10 +143,22 @@ def job_of_profile(profile: Profile, limits: Limits) -> Job:
 
 
 def staged(limits: Limits) -> Limits:
-    """Return `limits` with the disk's staging buffers subtracted from the host's limit."""
-    if limits.host_bytes is None or not limits.disk_bytes:
+    """Return `limits` with the disk's staging buffers subtracted from the host's limit.
+
+    Raises
+    ------
+    InvalidInputError
+        If the limit is smaller than the buffers.
+    """
+    host = limits.host_bytes
+    if host is None or not limits.disk_bytes:
         return limits
-    return replace(limits, host_bytes=beside_staging(limits.host_bytes, STAGING_BYTES))
+    if host < STAGING_BYTES:
+        raise InvalidInputError(
+            f"host_gb={host / GIB:g} is {format_bytes(host)}; the pinned buffers for copies to the disk need "
+            f"{format_bytes(STAGING_BYTES)}; raise host_gb, or leave disk_gb out"
+        )
+    return replace(limits, host_bytes=host - STAGING_BYTES)
 
 
 def _plain(profile: Profile) -> Profile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,67 +12,9 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.units import GIB
 from ckptplan.report.graph import crossing_bytes
-from ckptplan.report.tables import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-MARKERS = "osD^vPX*"
-LINES = ("-", "--", ":")
-COLOURS = 10  # of matplotlib's cycle; beyond it the next kind of line begins
-
-
-def plot_step_time(
-    rows: Sequence[Row], path: str | Path, *, title: str | None = None, ours: str | None = "ckptplan"
-) -> None:
-    """Draw step time over budget, one line per planner; where a planner finds nothing that fits, its marker is missing.
-
-    Parameters
-    ----------
-    rows : sequence of Row
-        At least one.
-    path : str or Path
-        PNG file to write.
-    ours : str, optional
-        The planner drawn on top, thick.
-
-    Raises
-    ------
-    CkptPlanError
-        If matplotlib isn't installed.
-    """
-    figure = _figure()
-    axes = figure.subplots()
-    unit, size = ("GiB", GIB) if max(row.budget_bytes for row in rows) >= GIB else ("MiB", 1 << 20)
-    budgets = sorted({row.budget_bytes for row in rows})
-    longest_s = max((row.step_s for row in rows if row.step_s is not None), default=1.0)
-    scale, seconds = (1.0, "s") if longest_s >= 1 else (1e3, "ms")
-    planners = list(dict.fromkeys(row.planner for row in rows))
-    for index, planner in enumerate(planners):
-        step_s = {row.budget_bytes: row.step_s for row in rows if row.planner == planner}
-        found = [step_s.get(budget) for budget in budgets]
-        axes.plot(
-            [budget / size for budget in budgets],
-            [math.nan if value is None else value * scale for value in found],
-            marker=MARKERS[index % len(MARKERS)],
-            linestyle=LINES[index // COLOURS % len(LINES)],
-            linewidth=2.5 if planner == ours else 1.2,
-            zorder=3 if planner == ours else 2,
-            label=planner if any(value is not None for value in found) else f"{planner} (never fits)",
-        )
-    axes.axhline(
-        rows[0].baseline_step_s * scale, color="grey", linestyle=":", linewidth=1, label="everything kept, no budget"
-    )
-    axes.set_xlabel(f"memory budget ({unit})")
-    axes.set_ylabel(f"predicted step time ({seconds})")
-    if title is not None:
-        axes.set_title(title)
-    axes.grid(alpha=0.3)
-    if len(planners) > COLOURS:
-        axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    else:
-        axes.legend(fontsize="small")
-    figure.savefig(Path(path), format="png", dpi=150)
 
 
 def plot_frontier(plans: Sequence[Plan], path: str | Path, *, title: str | None = None) -> None:

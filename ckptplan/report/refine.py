@@ -22,16 +22,13 @@ _LANES: dict[str, Lane] = {"disk_out": "disk out", "disk_in": "disk in"}
 
 def stage_times(profile: Profile, plan: Plan) -> tuple[StageTimes, ...]:
     """Return the predicted times of each stage, in the form in which a running step measures them."""
-    return as_measured([stage.is_glue for stage in profile.stages], _stage_times(profile, plan))
-
-
-def _stage_times(profile: Profile, plan: Plan) -> tuple[StageTimes, ...]:
     sums: dict[tuple[str, str], float] = defaultdict(float)
     for event in simulate(profile, plan).events:
         if event.lane == "compute":
             sums[event.stage, event.what] += event.end_s - event.start_s
     kinds = ("forward", "recompute", "backward", "wait")
-    return tuple(StageTimes(*(sums[stage.name, kind] for kind in kinds)) for stage in profile.stages)
+    times = [StageTimes(*(sums[stage.name, kind] for kind in kinds)) for stage in profile.stages]
+    return as_measured([stage.is_glue for stage in profile.stages], times)
 
 
 def drawn(profile: Profile, plan: Plan) -> DrawnStep:

@@ -132,32 +132,6 @@ def swapped(found: Plan | Timeline) -> str:
     return f"{format_bytes(found.host_bytes)} + {format_bytes(found.disk_bytes)} to disk"
 
 
-def comparison_table(rows: Sequence[Row], *, title: str | None = None) -> Table:
-    """Return a table of overheads over keeping everything, one line per planner, one column per budget.
-
-    The smallest overhead of each budget is bold; a dash stands for a planner that finds no plan that fits.
-    """
-    budgets = sorted({row.budget_bytes for row in rows})
-    overhead = {(row.planner, row.budget_bytes): row.overhead for row in rows}
-    columns = right(*map(format_bytes, budgets), no_wrap=False)
-    table = Table("planner", *columns, title=title, caption="overhead over keeping everything; – : nothing fits")
-    best = {
-        budget: min((value for (_, b), value in overhead.items() if b == budget and value is not None), default=None)
-        for budget in budgets
-    }
-    for planner in dict.fromkeys(row.planner for row in rows):
-        cells = [_cell(overhead.get((planner, budget)), best[budget]) for budget in budgets]
-        table.add_row(planner, *cells)
-    return table
-
-
-def _cell(value: float | None, best: float | None) -> str:
-    if value is None or best is None:
-        return "–"
-    text = f"{max(value, 0.0):.1%}"
-    return f"[bold]{text}[/bold]" if text == f"{max(best, 0.0):.1%}" else text
-
-
 def fit_table(rows: Sequence[DeviceFit], *, batch: int) -> Table:
     """Return a table with one line per device."""
     table = Table(

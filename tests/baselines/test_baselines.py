@@ -29,8 +29,12 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import residency
 from ckptplan.core.segment import Segment
 from ckptplan.referee import simulate, validate
-from ckptplan.report.plots import plot_step_time
-from ckptplan.report.tables import Row, comparison_table, planners_table
+from ckptplan.report.plots import plot_frontier
+from ckptplan.report.tables import Row, planners_table
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
+
+from compare_greedy import comparison_table, plot_step_time
 
 pytestmark = pytest.mark.planning
 
@@ -559,4 +563,4 @@ def test_plot_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: py
     for name in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(CkptPlanError, match=r"pip install 'ckptplan\[report\]'"):
-        plot_step_time(rows(), tmp_path / "plot.png")
+        plot_frontier([], tmp_path / "plot.png")

@@ -13,7 +13,6 @@ from command_line import Run, assert_clean_error
 
 from ckptplan.baselines import rotor
 from ckptplan.core.estimate import CATEGORIES, Estimate, Phase, Tensors
-from ckptplan.core.estimate import SCHEMA as ESTIMATE_SCHEMA
 from ckptplan.core.plan import KEEP, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.units import GIB, format_bytes
@@ -401,5 +400,5 @@ def test_the_documented_fields_are_those_written(chain: Profile, tmp_path: Path)
         for field in dataclasses.fields(kind):
             assert f"`{field.name}`" in text, field.name
     assert all(category in " ".join(text.split()) for category in CATEGORIES)
-    for schema in (written["profile"]["schema"], written["plan"]["schema"], ESTIMATE_SCHEMA):
+    for schema in (written["profile"]["schema"], written["plan"]["schema"], Estimate.SCHEMA):
         assert f'`"{schema}"`' in text

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from device_examples import FORMATS, ROOT, SIMPLE, example
 
-from ckptplan.core.device import OP_CLASSES, SCHEMA, Device, find_device, known_devices, library_workspaces
+from ckptplan.core.device import OP_CLASSES, Device, find_device, known_devices, library_workspaces
 from ckptplan.core.errors import InvalidInputError
 
 pytestmark = pytest.mark.planning
@@ -104,7 +104,7 @@ def test_the_documented_fields_of_a_device_are_those_written(tmp_path: Path) -> 
     for name in (*written, *OP_CLASSES):
         assert f"`{name}`" in text, name
     assert set(json.loads(example())) <= set(written)
-    assert f'`"{SCHEMA}"`' in text
+    assert f'`"{Device.SCHEMA}"`' in text
 
 
 @pytest.mark.parametrize(

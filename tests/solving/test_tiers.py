@@ -29,7 +29,7 @@ from ckptplan.core.request import Limits
 from ckptplan.core.schedule import StepNeed, evaluate, residency
 from ckptplan.core.segment import Segment
 from ckptplan.core.units import GIB
-from ckptplan.planning.job import beside_staging
+from ckptplan.planning.job import staged
 from ckptplan.referee import simulate, validate
 from ckptplan.report.tables import swapped
 from ckptplan.solving import peak, planner, smallest_peak, solve_profile, tiers
@@ -594,9 +594,9 @@ def test_limits_that_cannot_be_used() -> None:
 
 
 def test_staging_buffers_count_against_the_host() -> None:
-    assert beside_staging(100, 30) == 70
+    assert staged(Limits(host_bytes=STAGING_BYTES + 70, disk_bytes=1)).host_bytes == 70
     with pytest.raises(InvalidInputError, match="raise host_gb"):
-        beside_staging(29, 30)
+        staged(Limits(host_bytes=STAGING_BYTES - 1, disk_bytes=1))
     small = tight_chain()
     scaled = tuple(replace(s, nbytes=s.nbytes << 20) for s in small.storages)
     profile = replace(small, storages=scaled, fingerprint=replace(small.fingerprint, device="NVIDIA H100"))

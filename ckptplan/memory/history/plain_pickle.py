@@ -23,27 +23,14 @@ MOST_FILE_BYTES = 4 << 30
 MOST_OBJECTS = 100_000_000  # each takes 60 bytes or more; a recorded entry has about ten
 MOST_NUMBER_BYTES = 16  # addresses and sizes take 9 at most
 
-# Instruction -> bytes of its argument.
-_ARGUMENT = {pickle.PROTO: 1, pickle.FRAME: 8, pickle.BINGET: 1, pickle.LONG_BINGET: 4, pickle.BINPUT: 1}
-_ARGUMENT |= dict.fromkeys((pickle.MARK, pickle.POP, pickle.POP_MARK, pickle.DUP), 0)
-_ARGUMENT |= dict.fromkeys((pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS, pickle.MEMOIZE), 0)
-_MAKES = {pickle.NONE: 0, pickle.NEWTRUE: 0, pickle.NEWFALSE: 0, pickle.BINFLOAT: 8}
-_MAKES |= dict.fromkeys((pickle.EMPTY_DICT, pickle.EMPTY_LIST, pickle.EMPTY_TUPLE, pickle.LIST, pickle.DICT), 0)
-_NUMBERS = {pickle.BININT: 4, pickle.BININT1: 1, pickle.BININT2: 2}
-# Instruction -> bytes of its length, which is followed by that many bytes.
-_TEXTS = {pickle.SHORT_BINUNICODE: 1, pickle.BINUNICODE: 4, pickle.BINUNICODE8: 8, pickle.SHORT_BINSTRING: 1}
-_TEXTS |= {pickle.BINSTRING: 4, pickle.SHORT_BINBYTES: 1, pickle.BINBYTES: 4, pickle.BINBYTES8: 8}
-_LONGS = {pickle.LONG1: 1, pickle.LONG4: 4}
-_TUPLES = {pickle.TUPLE1: 1, pickle.TUPLE2: 2, pickle.TUPLE3: 3}
-
-_OTHER, _SKIP, _MAKE, _NUMBER, _TEXT, _LONG, _TUPLE = range(7)
-_KINDS = [(_OTHER, 0)] * 256
-for _kind, _table in enumerate((_ARGUMENT, _MAKES, _NUMBERS, _TEXTS, _LONGS, _TUPLES), start=_SKIP):
-    for _code, _size in _table.items():
-        _KINDS[_code[0]] = (_kind, _size)
-_FRAME, _LONG_BINPUT, _MEMOIZE, _STOP = (
-    code[0] for code in (pickle.FRAME, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.STOP)
-)
+# Names of the instructions that are read, in `pickletools`.
+_NUMBERS = {"BININT", "BININT1", "BININT2", "LONG1", "LONG4"}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_OBJECTS = {"NONE", "NEWTRUE", "NEWFALSE", "BINFLOAT", "EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "LIST", "DICT"}
+_OBJECTS |= {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINSTRING", "BINSTRING", "SHORT_BINBYTES"}
+_OBJECTS |= {"BINBYTES", "BINBYTES8", *_NUMBERS, *_TUPLES}
+_OTHERS = {"PROTO", "FRAME", "MARK", "POP", "POP_MARK", "DUP", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT"}
+_OTHERS |= {"MEMOIZE", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "STOP"}
 
 
 def load_plain(path: str | Path) -> Any:
@@ -71,7 +58,9 @@ def load_plain(path: str | Path) -> Any:
         _check(data)
         return _PlainUnpickler(io.BytesIO(data)).load()
     except _REFUSED as error:
-        raise InvalidInputError(f"{path} holds no plain data that can be read: {error}") from error
+        raise InvalidInputError(
+            f"{path} holds no plain data that can be read (no pickle, or cut off): {error}"
+        ) from error
 
 
 _REFUSED = (
@@ -94,61 +83,32 @@ class _PlainUnpickler(pickle.Unpickler):
 
 def _check(data: bytes) -> None:
     """Check all instructions up to the end of the pickle."""
-    at, size = 0, len(data)
     objects = memo = numbers = 0  # `numbers`: consecutive whole numbers made by the instructions just before
-    kinds = _KINDS
-    while at < size and objects <= MOST_OBJECTS:
-        kind, n = kinds[data[at]]
-        if kind == _SKIP:
-            code = data[at]
-            memo += code == _MEMOIZE
-            if code != _FRAME:  # a frame may begin between any two instructions
-                numbers = 0
-            at += 1 + n
-            continue
-        if kind == _NUMBER:
+    argument: Any
+    for instruction, argument, at in pickletools.genops(data):  # a ValueError for lengths beyond the end
+        name = instruction.name
+        if name in _OBJECTS:
             objects += 1
-            numbers += 1
-            at += 1 + n
+            if objects > MOST_OBJECTS:
+                raise pickle.UnpicklingError(
+                    f"more than {MOST_OBJECTS} objects; record with max_entries=1000000, or with context=None"
+                )
+        elif name not in _OTHERS:
+            raise pickle.UnpicklingError(
+                f"instruction {name} at byte {at}; only dicts, lists, texts and numbers are read"
+            )
+        if name == "FRAME":  # it may begin between any two instructions
             continue
-        objects += 1
-        if kind in (_TEXT, _LONG):
-            length = int.from_bytes(data[at + 1 : at + 1 + n], "little")
-            if length > size - at - 1 - n:
-                left = size - at - 1 - n
-                raise pickle.UnpicklingError(f"the text at byte {at} claims {length} bytes, {left} are left")
-            if kind == _LONG and length > MOST_NUMBER_BYTES:
-                raise pickle.UnpicklingError(f"the number at byte {at} has {length} bytes, the limit is 16")
-            numbers = numbers + 1 if kind == _LONG else 0
-            at += 1 + n + length
-        elif kind == _MAKE:
+        if name == "LONG_BINPUT" and argument > memo + 256:  # BINPUT writes the places below 256
+            raise pickle.UnpicklingError(f"at byte {at} place {argument} of the memo is written, after {memo} others")
+        memo += name in ("MEMOIZE", "LONG_BINPUT")
+        if numbers < _TUPLES.get(name, 0):
+            raise pickle.UnpicklingError(f"the tuple at byte {at} holds other things than numbers")
+        if name not in _NUMBERS:
             numbers = 0
-            at += 1 + n
-        elif kind == _TUPLE:
-            if numbers < n:
-                raise pickle.UnpicklingError(f"the tuple at byte {at} holds other things than numbers")
-            numbers = 0
-            at += 1
-        else:
-            objects -= 1
-            if data[at] == _STOP:
-                return
-            if data[at] != _LONG_BINPUT:
-                raise pickle.UnpicklingError(_unknown(data[at : at + 1], at))
-            place = int.from_bytes(data[at + 1 : at + 5], "little")
-            if place > memo + 256:  # BINPUT writes the places below 256
-                raise pickle.UnpicklingError(f"at byte {at} place {place} of the memo is written, after {memo} others")
-            memo += 1
-            at += 5
-    if objects > MOST_OBJECTS:
-        raise pickle.UnpicklingError(
-            f"more than {MOST_OBJECTS} objects; record with max_entries=1000000, or with context=None"
-        )
-    raise pickle.UnpicklingError(f"it ends after {size} bytes without an end of the pickle; the file was cut off")
-
-
-def _unknown(code: bytes, at: int) -> str:
-    name = next((known.name for known in pickletools.opcodes if known.code == code.decode("latin-1")), None)
-    if name is None:
-        return f"it is no pickle: byte {at} is 0x{code.hex()}"
-    return f"instruction {name} at byte {at}; only dicts, lists, texts and numbers are read"
+            continue
+        numbers += 1
+        if argument.bit_length() > 8 * MOST_NUMBER_BYTES:
+            raise pickle.UnpicklingError(
+                f"the number at byte {at} has {argument.bit_length()} bits, the limit is {8 * MOST_NUMBER_BYTES}"
+            )

@@ -100,8 +100,8 @@ class History:
     settings : AllocatorSettings
         Those of the snapshot unless others were given.
     entries : tuple of Entry
-    start, end : tuple of SegmentInfo
-        The state before the first entry and that at the snapshot. In `end` blocks have no numbers.
+    start : tuple of SegmentInfo
+        The state before the first entry.
     spaces : mapping
         (stream, pool) -> lowest known address of its expandable segment.
     frames : mapping
@@ -116,7 +116,6 @@ class History:
     settings: AllocatorSettings
     entries: tuple[Entry, ...]
     start: tuple[SegmentInfo, ...]
-    end: tuple[SegmentInfo, ...]
     spaces: Mapping[tuple[int, str], int]
     frames: Mapping[int, Frames]
     reserved_bytes: npt.NDArray[np.int64]
@@ -141,8 +140,6 @@ class SnapshotReplay:
     ----------
     timeline : AllocatorTimeline
         The model's figures, one for each event of `events_of`.
-    recorded_reserved_bytes : numpy.ndarray of int64, shape (entries,)
-        Reserved bytes after each entry of the record.
     recorded_peak_reserved_bytes : int
         Highest reserved bytes of the record, its start included.
     allocations : int
@@ -153,16 +150,9 @@ class SnapshotReplay:
     """
 
     timeline: AllocatorTimeline
-    recorded_reserved_bytes: npt.NDArray[np.int64]
     recorded_peak_reserved_bytes: int
     allocations: int
     first_difference: int | None
-
-    @property
-    def relative_error(self) -> float:
-        """Relative error of the model's reserved peak; 0 for an empty record."""
-        recorded = self.recorded_peak_reserved_bytes
-        return (self.timeline.peak_reserved_bytes - recorded) / recorded if recorded else 0.0
 
 
 # --- reading ---
@@ -373,7 +363,6 @@ def read_history(snapshot: Mapping[str, Any], device: int = 0, settings: Allocat
         settings=settings,
         entries=entries,
         start=tuple(start),
-        end=end,
         spaces=pools.spaces(start),
         frames=frames,
         reserved_bytes=reserved,
@@ -835,6 +824,4 @@ def replay_history(history: History, *, capacity_bytes: int | None = None) -> Sn
             same &= replayer.allocator.address_of(event.block) == history.entries[event.index].address
         if difference is None and not same:
             difference = event.index
-    return SnapshotReplay(
-        replayer.timeline(), history.reserved_bytes, history.peak_reserved_bytes, allocations, difference
-    )
+    return SnapshotReplay(replayer.timeline(), history.peak_reserved_bytes, allocations, difference)
