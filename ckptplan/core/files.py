@@ -6,13 +6,10 @@ import dataclasses
 import json
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args, get_origin
+from typing import Any, ClassVar, Self, get_args, get_origin
 
 from ckptplan.core.checks import types_of
 from ckptplan.core.errors import InvalidInputError
-
-if TYPE_CHECKING:
-    pass
 
 _MADE_BY = {
     "ckptplan.profile": "ckptplan.profile",
