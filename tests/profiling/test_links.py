@@ -14,7 +14,7 @@ from ckptplan.profiling.profiler import profile
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.times import links
 from ckptplan.runtime.swap.session import MIN_SWAP_BYTES
-from ckptplan.runtime.swap.stores import NullStore, Ticket
+from ckptplan.runtime.swap.stores import Ticket, base
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ class Machine:
             machine.computed_s += seconds
             machine.now += seconds
 
-        class Store(NullStore):
+        class Store(base.Store):
             def finish_out(self, ticket: Ticket) -> None:
                 machine.now += link.out_s(ticket.nbytes) + link.copy_s * len(ticket.sizes)
 

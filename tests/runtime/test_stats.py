@@ -417,8 +417,9 @@ def test_refine_puts_the_better_plan_in_place(made: Made) -> None:
 
 
 def test_pools_and_peaks_are_laid_beside_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores.DiskStore, "reserved_bytes", 1 << 20, raising=False)
-    monkeypatch.setattr(stores.DiskStore, "peak_bytes", 1 << 19, raising=False)
+    for name, nbytes in (("reserved_bytes", 1 << 20), ("peak_bytes", 1 << 19)):
+        fixed = property(lambda store, nbytes=nbytes: nbytes, lambda store, value: None)
+        monkeypatch.setattr(stores.DiskStore, name, fixed)
     chain = measured("transformer")
     plan = plan_of(chain, ["swap"] * len(chain.stages))
     model, _ = build("transformer")

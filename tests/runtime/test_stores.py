@@ -25,7 +25,8 @@ from ckptplan.runtime.swap.session import (
     start_leaving,
     start_returning,
 )
-from ckptplan.runtime.swap.stores import DISK_BLOCK_BYTES, DiskStore, Extent, Extents, Ticket, disk
+from ckptplan.runtime.swap.stores import DISK_BLOCK_BYTES, DiskStore, Ticket, disk
+from ckptplan.runtime.swap.stores.base import Extent, Extents
 
 
 def open_files() -> set[str]:

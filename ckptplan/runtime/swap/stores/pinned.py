@@ -40,6 +40,8 @@ class PinnedStore(OfOneProcess):
     were issued before them, and for the copies out of an earlier store of the memory, whose graphs may be gone.
     """
 
+    name = "the host memory for swapping"
+
     def __init__(self, device: torch.device, *, capacity_bytes: int, limit_bytes: int | None = None) -> None:
         super().__init__()
         self._device = device
@@ -55,10 +57,6 @@ class PinnedStore(OfOneProcess):
                 self._grow(needed - held, exactly=True)
         except SwapError as error:
             raise InvalidInputError(str(error)) from error
-
-    @property
-    def name(self) -> str:
-        return "the host memory for swapping"
 
     @property
     def reserved_bytes(self) -> int:
@@ -168,9 +166,6 @@ class PinnedStore(OfOneProcess):
     def finish_in(self, ticket: Ticket, done: Any = None) -> None:
         self._require_owner()
         self._own.current_stream(self._device).wait_event(ticket.in_done if done is None else done)
-
-    def free(self, ticket: Ticket) -> None:
-        ticket.let_go()
 
 
 def _piece(areas: Sequence[HostArea], nbytes: int, place: Hashable) -> tuple[Extent, HostArea] | None:
