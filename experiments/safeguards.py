@@ -1903,7 +1903,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         33,
         "release points of stages that a forward leaves out are met when it ends",
         "Controller._run_model",
-        "            self._release_until(current, len(self._stages))\n",
+        "        self._release_until(current, len(self._stages))\n",
         "",
         ("tests/runtime/test_shapes.py::test_what_was_to_leave_has_left_when_the_forward_ends",),
     ),
@@ -1926,9 +1926,9 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         33,
         "modules that weren't called are noticed",
-        "Unplanned._runner.run",
-        "            if active():\n",
-        "            if False:\n",
+        "Unplanned._run",
+        "        if active():\n",
+        "        if False:\n",
         ("tests/runtime/test_unplanned.py::test_what_is_noticed_and_told_once",),
     ),
     Safeguard(

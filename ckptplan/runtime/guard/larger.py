@@ -15,11 +15,7 @@ class LargerInputs:
 
     def __init__(self, applied: Applied, planner: OnLarger) -> None:
         self._applied, self._planner = applied, planner
-        applied.on_change.append(self._watch)
-        self._watch()
-
-    def _watch(self) -> None:
-        self._applied.controller.before_forward = self._before_forward
+        applied.before_forward = applied.controller.before_forward = self._before_forward
 
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Controller:
         """Return the controller that runs this forward; that of a new plan if the inputs are larger than planned.

@@ -26,10 +26,9 @@ class Report:
 
     def stats(self) -> Stats:
         """See `Handle.stats`."""
-        meter, adviser = self._applied.controller.counters.meter, self._adviser
-        predicted = None if adviser is None else adviser.stage_times(self._applied.plan)
-        found = stage_stats(self._applied.counted(), self._applied.plan, meter.steps(), predicted, self._applied.stores)
-        return self._applied.peaks.told(found, self._applied.plan)
+        applied, steps = self._applied, self._applied.controller.counters.meter.steps()
+        predicted = None if self._adviser is None else self._adviser.stage_times(applied.plan)
+        return stage_stats(applied.counted(), applied.plan, steps, predicted, applied.stores, applied.peaks)
 
     def trace(
         self, run: Callable[[], Any], *, inputs: Any = None, optimizer: torch.optim.Optimizer | None = None
@@ -55,7 +54,7 @@ class Report:
                     "from then on; call zero_grad() before the traced step",
                 )
             elif inputs is not None:
-                self._applied.peaks.traced(step.peak_bytes)
+                self._applied.peaks.traced = step.peak_bytes
         return Trace(step, None if self._adviser is None else self._adviser.drawn(self._applied.plan), notes)
 
     def refine(self, threshold: float = 0.1) -> Refinement:
