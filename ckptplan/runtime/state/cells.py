@@ -665,13 +665,13 @@ class Snapshot:
 
 
 class Tables:
-    """The modules' tables of buffers and submodules by name, as they are now; with `parameters`, of those too."""
+    """The modules' tables of buffers and submodules by name, as they are now."""
 
-    def __init__(self, modules: Iterable[nn.Module], *, parameters: bool = False) -> None:
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._found: list[tuple[dict[str, Any], dict[str, Any]]] = [
             (table, table.copy() if table else _NOTHING)
             for m in modules
-            for table in ((m._buffers, m._modules, m._parameters) if parameters else (m._buffers, m._modules))
+            for table in (m._buffers, m._modules)
             if isinstance(table, dict)  # the tables of a scripted module can't change
         ]
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckptplan.runtime.accelerator import keep_generators
-from ckptplan.runtime.state.cells import Changing, Snapshot, Tables, below
+from ckptplan.runtime.state.cells import Changing, Snapshot, below
 from ckptplan.runtime.state.code import Read, hooks_of
 from ckptplan.runtime.state.generators import Generators
 from ckptplan.runtime.state.process import Hooks, Leaves, Switches
@@ -87,16 +87,14 @@ def kept(
     others = [*others, *hooks_of(model)]
     found = Snapshot(below(model), others, changing=Changing(), searches=True, graphs=graphs)
     read = Read([*found.modules, *others], graphs=graphs)
-    tables = Tables(found.modules, parameters=True)
     switches, leaves, hooks = Switches(), Leaves(found.modules), Hooks(found.modules)
     back = found.put()
 
     def put() -> None:
         switches.put()
-        tables.put()
+        hooks.put_tables()
         leaves.put()
         read.put()
-        hooks.put_own()
 
     with contextlib.ExitStack() as stack:
         for undo in (back, found.put, hooks.put, put):  # the last runs first, and each even if others fail
@@ -165,13 +163,11 @@ def restored(model: nn.Module, others: Iterable[Any] = ()) -> Iterator[Callable[
         Rewinds buffers, attributes, flags, modes and random states to the start and drops gradients, so that every run
         starts alike.
     """
-    with _ONE_AT_A_TIME, warnings.catch_warnings(), _collecting(), torch.inference_mode(False), torch.enable_grad():
-        yield from _restored(model, others)
-
-
-def _restored(model: nn.Module, others: Iterable[Any]) -> Iterator[Callable[[], None]]:
     stepped = _Stepped()
-    with kept(model, others) as (found, put), stepped.undone():
+    with (
+        _ONE_AT_A_TIME, warnings.catch_warnings(), _collecting(), torch.inference_mode(False), torch.enable_grad(),
+        kept(model, others) as (found, put), stepped.undone(),
+    ):  # fmt: skip
         gradients = [(p, p.grad) for m in found.modules for p in m._parameters.values() if p is not None and p.is_leaf]
         buffers = [buffer for m in found.modules for buffer in m._buffers.values() if buffer is not None]
         values = tensor_state(
