@@ -137,10 +137,7 @@ class Applied:
 
 def planned_runs(plan: Plan) -> tuple[int, ...]:
     """Return, per stage, the number of times that its forward runs in one step; 0 for glue."""
-    runs = [
-        0 if is_glue(name) else 1 + (c.action == "recompute") for name, c in zip(plan.stages, plan.choices, strict=True)
-    ]
-    for segment in plan.segments:
-        for i in range(segment.first, segment.last + 1):
-            runs[i] = 0 if is_glue(plan.stages[i]) else 1 + segment.depth(i)
-    return tuple(runs)
+    return tuple(
+        0 if is_glue(name) else 1 + max(choice.action == "recompute", sum(s.depth(i) for s in plan.segments))
+        for i, (name, choice) in enumerate(zip(plan.stages, plan.choices, strict=True))
+    )

@@ -129,15 +129,9 @@ class Stats:
     def since(self, earlier: Stats) -> Stats:
         """Return the counts since `earlier`; times and peaks are the present ones."""
         counted = (
-            "forwards",
-            "recomputed_stages",
-            "swapped_out_bytes",
-            "swapped_in_bytes",
-            "host_wait_s",
-            "other_paths",
-            "checked_forwards",
-            "compared_tensors",
-        )
+            "forwards", "recomputed_stages", "swapped_out_bytes", "swapped_in_bytes", "host_wait_s", "other_paths",
+            "checked_forwards", "compared_tensors",
+        )  # fmt: skip
         added = {name: getattr(self, name) - getattr(earlier, name) for name in counted}
         same = len(self.runs) == len(earlier.runs)  # otherwise another plan was applied since, with new counts
         runs = tuple(a - b for a, b in zip(self.runs, earlier.runs, strict=True)) if same else self.runs
