@@ -238,7 +238,10 @@ class Extents:
             return self._cut(start, size) if known == size else None
 
     def _first_fit(self, size: int) -> int | None:
-        return next((begin for begin, end in self._gaps.pairs if end - begin >= size), None)
+        for begin, end in self._gaps.pairs:
+            if end - begin >= size:
+                return begin
+        return None
 
     def _cut(self, start: int, size: int) -> Extent | None:
         """Take the piece from `start` of `size`; None if it isn't free."""
