@@ -6,7 +6,7 @@
 Prints PASS or FAIL for each promise, and exits with 1 on a FAIL.
 
 A *run* is one architecture at one batch size or length, with one optimizer, plain or under a plan. Two whole steps are
-measured from the allocator's events (`ckptplan.runtime.observe.phases`), on an instance of the model that nothing else
+measured from the allocator's events (`tests/measured_phases.py`), on an instance of the model that nothing else
 touches, and estimated on another. Each step of a run is a case: its peak, and the live bytes at both ends of each of
 its phases.
 
@@ -35,8 +35,11 @@ from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
 import torch
 import transformers
+from measured_phases import PhaseBytes, measure_phases
 from models import MODELS
 from rich.console import Console
 from rich.table import Table
@@ -47,7 +50,6 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.request import Training
 from ckptplan.core.schedule import residency
 from ckptplan.core.units import GIB, format_bytes
-from ckptplan.runtime.observe.phases import PhaseBytes, measure_phases
 from ckptplan.runtime.step import make_step
 from ckptplan.solving import smallest_peak
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,15 +58,15 @@ class Applied:
         Number of times that an earlier plan was put back.
     peaks : Peaks
         Peaks of the device's memory, since the present plan was applied and before.
-    on_change : list of callable
-        Functions called after the plan was replaced.
+    before_forward : callable or None
+        Returns the controller that runs a forward with the given inputs (`Controller.before_forward`).
     """
 
     def __init__(self, model: nn.Module, device: torch.device, plan: Plan, place: Place) -> None:
         self.model, self.device, self.plan = model, device, plan
         self.replans: tuple[Replan, ...] = ()
         self.returns = 0
-        self.on_change: list[Callable[[], None]] = []
+        self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], Controller] | None = None
         self._place = place
         self.controller, self.stores = place(plan, None)
         self.peaks = Peaks(device)
@@ -90,8 +91,7 @@ class Applied:
         self.plan = plan
         self.controller.counters.meter.restart()
         self.peaks = Peaks(self.device, self.peaks)
-        for changed in self.on_change:
-            changed()
+        self.controller.before_forward = self.before_forward
 
     def remove(self) -> bool:
         """Restore the model exactly; return False if it was restored before."""
@@ -137,10 +137,7 @@ class Applied:
 
 def planned_runs(plan: Plan) -> tuple[int, ...]:
     """Return, per stage, the number of times that its forward runs in one step; 0 for glue."""
-    runs = [
-        0 if is_glue(name) else 1 + (c.action == "recompute") for name, c in zip(plan.stages, plan.choices, strict=True)
-    ]
-    for segment in plan.segments:
-        for i in range(segment.first, segment.last + 1):
-            runs[i] = 0 if is_glue(plan.stages[i]) else 1 + segment.depth(i)
-    return tuple(runs)
+    return tuple(
+        0 if is_glue(name) else 1 + max(choice.action == "recompute", sum(s.depth(i) for s in plan.segments))
+        for i, (name, choice) in enumerate(zip(plan.stages, plan.choices, strict=True))
+    )

@@ -113,7 +113,7 @@ class Controller:
     Raises
     ------
     PlanMismatchError
-        If a stage names no module of the model, or a segment doesn't match the stages' decisions.
+        If a stage names no module of the model, or a segment ends in glue.
     UnsupportedModelError
         If a module is patched already.
     """
@@ -189,7 +189,7 @@ class Controller:
         self._segments: dict[int, tuple[Segment, tuple[int, ...]]] = {}
         for segment in segments:
             inside = tuple(i for i in real if segment.first <= i <= segment.last)
-            self._check_segment(segment, inside)
+            self._check_ends(segment, inside)
             self._segments.update((i, (segment, inside)) for i in inside)
         # A point inside glue is moved to the nearest stage boundary that keeps the bytes within the plan. A release
         # moves to the start of the next stage, or to the end of the last one, a prefetch to the next stage's backward.
@@ -205,7 +205,7 @@ class Controller:
             else:
                 self._release_before.setdefault(later[0], []).append(index)
             self._prefetch_at.setdefault(max(i for i in real if i <= choice.prefetch), []).insert(0, index)
-        self._patches = [PatchedForward(module, self._runner(module)) for module in self._indices]
+        self._patches = [PatchedForward(module, functools.partial(self._run_stage, module)) for module in self._indices]
         self._compiled = [patch for patch in self._patches if patch.is_compiled]
         self._sees_model = one_forward and model not in self._indices
         if self._sees_model:
@@ -215,24 +215,13 @@ class Controller:
         self._always_watched = frozenset((*self._prefetch_at, self._last))
         self._watches = bool(self._segments) or bool(self._enter or self._exit or self._backward)
 
-    def _check_segment(self, segment: Segment, inside: tuple[int, ...]) -> None:
-        waiting = [segment]
-        while waiting:
-            inner = waiting.pop()
-            waiting.extend(inner.inner)
-            if inner.last not in inside:
-                raise PlanMismatchError(
-                    f"segment {inner.first}..{inner.last} ends in {self._name(inner.last)}, which is no module's call"
-                )
-        for i in inside:
-            if self._choices[i].action != "recompute" or self._choices[i].ops:
-                raise PlanMismatchError(
-                    f"segment {segment.first}..{segment.last}: stage {self._stages[i]!r} is to "
-                    f"{self._choices[i].option}; a segment's stages recompute"
-                )
-
-    def _name(self, index: int) -> str:
-        return repr(self._stages[index]) if index < len(self._stages) else f"number {index} of {len(self._stages)}"
+    def _check_ends(self, segment: Segment, inside: tuple[int, ...]) -> None:
+        if segment.last not in inside:
+            raise PlanMismatchError(
+                f"segment {segment.first}..{segment.last} ends in {self._stages[segment.last]!r}, no module's call"
+            )
+        for inner in segment.inner:
+            self._check_ends(inner, inside)
 
     def install(self) -> None:
         """Patch every stage, or none."""
@@ -310,29 +299,25 @@ class Controller:
         return self._pass
 
     def _run_model(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._active():
-            now = self if self.before_forward is None else self.before_forward(args, kwargs)
-            if now is not self:
-                return now._run_model(original, args, kwargs)
-            current = self._begin()
-            for inputs in self._inputs:
-                inputs(args, kwargs)
-            output = original(*args, **kwargs)
-            self._release_until(current, len(self._stages))
-            for ended in self._output:
-                ended(output, (args, kwargs))
-            return output
-        return original(*args, **kwargs)
-
-    def _runner(self, module: nn.Module) -> Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]:
-        def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return self._run_stage(module, original, args, kwargs) if self._active() else original(*args, **kwargs)
-
-        return run
+        if not self._active():
+            return original(*args, **kwargs)
+        now = self if self.before_forward is None else self.before_forward(args, kwargs)
+        if now is not self:
+            return now._run_model(original, args, kwargs)
+        current = self._begin()
+        for inputs in self._inputs:
+            inputs(args, kwargs)
+        output = original(*args, **kwargs)
+        self._release_until(current, len(self._stages))
+        for ended in self._output:
+            ended(output, (args, kwargs))
+        return output
 
     def _run_stage(
         self, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if not self._active():
+            return original(*args, **kwargs)
         current = self._pass
         index = None if current is None else self._next_call(current, module)
         # If the first stage is called more often than planned, the call is the first of the next step.

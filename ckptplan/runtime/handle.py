@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -25,14 +24,14 @@ from ckptplan.runtime.guard.engine import OldGraph
 from ckptplan.runtime.guard.fused_steps import STEPS
 from ckptplan.runtime.guard.gradients import GradientGuard
 from ckptplan.runtime.guard.held_over import HeldOver
-from ckptplan.runtime.guard.larger import LargerInputs
+from ckptplan.runtime.guard.larger import replace_for_larger
 from ckptplan.runtime.guard.retry import OnOom, Retry
 from ckptplan.runtime.guard.shapes import OnLarger
 from ckptplan.runtime.guard.unplanned import Unplanned
+from ckptplan.runtime.observe import report
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.meter import Meter
 from ckptplan.runtime.observe.refine import Refinement
-from ckptplan.runtime.observe.report import Report
 from ckptplan.runtime.observe.stats import Stats
 from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint, model_device, training_config
 from ckptplan.runtime.swap.stores import Store, close_all, make_stores
@@ -43,8 +42,8 @@ Result = TypeVar("Result")
 class Handle:
     """An applied plan. Call `remove()` to restore the model, or use the handle as a context manager."""
 
-    def __init__(self, applied: Applied, report: Report, retry: Retry | None) -> None:
-        self._applied, self._report, self._retry = applied, report, retry
+    def __init__(self, applied: Applied, adviser: Adviser | None, retry: Retry | None) -> None:
+        self._applied, self._adviser, self._retry = applied, adviser, retry
         self._config = contextlib.ExitStack()
         self._config.enter_context(training_config(applied.model))
         self._config.enter_context(STEPS.watched())
@@ -119,7 +118,7 @@ class Handle:
 
         On CUDA this waits for the device.
         """
-        return self._report.stats()
+        return report.stats(self._applied, self._adviser)
 
     def trace(
         self, run: Callable[[], Any], *, inputs: Any = None, optimizer: torch.optim.Optimizer | None = None
@@ -141,7 +140,7 @@ class Handle:
         InvalidInputError
             If the plan isn't applied now, or `run` isn't one forward followed by its backward.
         """
-        return self._report.trace(run, inputs=inputs, optimizer=optimizer)
+        return report.trace(self._applied, self._adviser, run, inputs, optimizer)
 
     def refine(self, threshold: float = 0.1) -> Refinement:
         """Plan again from the measured times and bytes of the last steps, if they differ from the prediction.
@@ -163,14 +162,12 @@ class Handle:
         InfeasibleBudgetError
             If with the measured bytes no plan fits the budget. The former plan stays.
         """
-        return self._report.refine(threshold)
+        return report.refine(self._applied, self._adviser, threshold)
 
     def __enter__(self) -> Handle:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 
@@ -285,6 +282,6 @@ def apply(
 
     applied = Applied(model, device, plan, place)
     if on_larger is not None:
-        LargerInputs(applied, on_larger)
+        replace_for_larger(applied, on_larger)
     retry = None if on_oom is None else Retry(applied, on_oom)
-    return Handle(applied, Report(applied, adviser), retry)
+    return Handle(applied, adviser, retry)

@@ -20,6 +20,7 @@ from ckptplan.core.profile import Fingerprint
 from ckptplan.core.request import Training
 from ckptplan.runtime import accelerator
 from ckptplan.runtime.guard.gradients import accumulates
+from ckptplan.runtime.guard.shapes import input_tensors
 from ckptplan.runtime.state.compiled import check_compiled, compiled_modules
 
 LossFn = Callable[[Any], torch.Tensor]
@@ -97,11 +98,9 @@ class TrainingStep:
                 loss = self.loss_fn(output)
                 source = "loss_fn(output)" if self.loss_fn is not default_loss else "the model's loss"
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            what = (
-                f"a tensor of shape {tuple(loss.shape)}"
-                if isinstance(loss, torch.Tensor)
-                else repr(type(loss).__name__)
-            )
+            what = repr(type(loss).__name__)
+            if isinstance(loss, torch.Tensor):
+                what = f"a tensor of shape {tuple(loss.shape)}"
             raise InvalidInputError(f"{source} gave {what}; it must be a floating tensor with one element")
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise InvalidInputError(
@@ -259,12 +258,7 @@ def fingerprint(step: TrainingStep, device_name: str | None = None) -> Fingerpri
     for name, p in model.named_parameters(remove_duplicate=False):
         digest.update(f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}\n".encode())
     count = sum(p.numel() for p in model.parameters())
-    leaves, _ = pytree.tree_flatten_with_path((step.args, step.kwargs))
-    inputs = ", ".join(
-        f"{pytree.keystr(path)} {str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
-        for path, t in leaves
-        if isinstance(t, torch.Tensor)
-    )
+    inputs = ", ".join(map(str, input_tensors(step.args, step.kwargs)))
     device = model_device(model)
     name = device_name or (accelerator.properties(device).name if accelerator.is_accelerator(device) else device.type)
     compiled = ", ".join(compiled_modules(model))

@@ -20,17 +20,8 @@ from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.runtime.accelerator import empty_cache, is_accelerator
 from ckptplan.runtime.guard.gradients import rewinding
 from ckptplan.runtime.handle import apply
-from ckptplan.runtime.observe.measure import (
-    Outside,
-    StepPeaks,
-    held_tensors,
-    optimizer_tensors,
-    run_step,
-    same_bits,
-    step_peaks,
-    timed,
-    unique_bytes,
-)
+from ckptplan.runtime.observe import measure
+from ckptplan.runtime.observe.measure import StepPeaks, run_step, same_bits, step_peaks, timed, unique_bytes
 from ckptplan.runtime.observe.stats import Stats
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
@@ -238,8 +229,9 @@ def verify(
 
         rewind()
         outside = training.tensors() if step is None else _read_from_outside(training, rewind)
-        held_bytes = unique_bytes([*held_tensors(model), *optimizer_tensors(optimizer), *outside], device)
-        del outside
+        held = [*measure.held_tensors(model), *measure.optimizer_tensors(optimizer), *outside]
+        held_bytes = unique_bytes(held, device)
+        del outside, held
 
         def once() -> torch.Tensor:
             return run_step(training)
@@ -318,7 +310,7 @@ def _differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[
 
 def _read_from_outside(training: TrainingStep, rewind: Callable[[], None]) -> list[torch.Tensor]:
     """Return the tensors that a step's callable reads and that no operation in it made: its inputs."""
-    with Outside() as mode:
+    with measure.Outside() as mode:
         run_step(training)
     rewind()
     return mode.tensors

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
+from measured_phases import measure_phases
 from small_models import Transformer, build, plan_of
 from torch import nn
 
@@ -23,7 +24,6 @@ from ckptplan.core.request import Limits, Training
 from ckptplan.memory import folding
 from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.profiling.target import find_target
-from ckptplan.runtime.observe.phases import measure_phases
 from ckptplan.runtime.step import make_step
 from ckptplan.solving import smallest_peak
 

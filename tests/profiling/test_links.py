@@ -13,7 +13,7 @@ from ckptplan.profiling import profiler
 from ckptplan.profiling.profiler import profile
 from ckptplan.profiling.target import MIN_SWAP_BYTES, Target
 from ckptplan.profiling.times import links
-from ckptplan.runtime.swap.stores import NullStore, Ticket
+from ckptplan.runtime.swap.stores import Ticket, base
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ class Machine:
             machine.computed_s += seconds
             machine.now += seconds
 
-        class Store(NullStore):
+        class Store(base.Store):
             def finish_out(self, ticket: Ticket) -> None:
                 machine.now += link.out_s(ticket.nbytes) + link.copy_s * len(ticket.sizes)
 

@@ -25,7 +25,8 @@ from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.swap.packing import unpack
 from ckptplan.runtime.swap.record import Record, State, finish_leaving, start_leaving, start_returning
 from ckptplan.runtime.swap.session import SwapSession
-from ckptplan.runtime.swap.stores import ChecksumStore, DiskStore, Extents, NullStore, disk
+from ckptplan.runtime.swap.stores import ChecksumStore, DiskStore, Store, disk
+from ckptplan.runtime.swap.stores.base import Extents
 from ckptplan.runtime.swap.stores.workers import Done, Worker
 
 CPU = torch.device("cpu")
@@ -257,7 +258,7 @@ def test_places_of_several_graphs_never_overlap() -> None:
 
 
 @pytest.mark.parametrize("stages", [1, 50])
-@pytest.mark.parametrize("make", [lambda _: NullStore(), DiskStore])
+@pytest.mark.parametrize("make", [lambda _: Store(), DiskStore])
 def test_bookkeeping_grows_with_the_storages(make: Callable[[Path], Any], stages: int, tmp_path: Path) -> None:
     """Python's instructions for a step's swapping, with so many storages and with twice as many."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from measured_phases import PhaseBytes, measure_phases
 from small_models import build, uniform
 from torch import nn
 
@@ -11,7 +12,6 @@ import ckptplan
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.request import Training
 from ckptplan.runtime.observe.measure import unique_bytes
-from ckptplan.runtime.observe.phases import PhaseBytes, measure_phases
 from ckptplan.runtime.step import TrainingStep, make_step
 
 NAMES = ["loaded", "forward", "backward", "optimizer", "forward 2", "backward 2", "optimizer 2"]

@@ -25,7 +25,7 @@ from ckptplan.referee import simulate
 from ckptplan.runtime import accelerator
 from ckptplan.runtime.observe import meter as meters
 from ckptplan.runtime.observe.meter import BACKWARD, FORWARD, KINDS, RECOMPUTE, STALL, Meter
-from ckptplan.runtime.observe.stats import Peaks, Stats
+from ckptplan.runtime.observe.stats import Peaks, Stats, stage_stats
 from ckptplan.runtime.swap import stores
 
 CPU = torch.device("cpu")
@@ -417,8 +417,9 @@ def test_refine_puts_the_better_plan_in_place(made: Made) -> None:
 
 
 def test_pools_and_peaks_are_laid_beside_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores.DiskStore, "reserved_bytes", 1 << 20, raising=False)
-    monkeypatch.setattr(stores.DiskStore, "peak_bytes", 1 << 19, raising=False)
+    for name, nbytes in (("reserved_bytes", 1 << 20), ("peak_bytes", 1 << 19)):
+        fixed = property(lambda store, nbytes=nbytes: nbytes, lambda store, value: None)
+        monkeypatch.setattr(stores.DiskStore, name, fixed)
     chain = measured("transformer")
     plan = plan_of(chain, ["swap"] * len(chain.stages))
     model, _ = build("transformer")
@@ -460,7 +461,11 @@ def test_times_and_peak_on_a_gpu() -> None:
 def test_peaks_are_those_since_the_plan_was_applied() -> None:
     """An earlier step was as large, its segments still lie in the cache, and the same plan is applied twice."""
     memory, plan = FakeMemory(), plan_of(traced_chain(), ["keep"] * len(traced_chain().stages))
-    empty = Stats(0, 0, 0, 0, 0, 0, (), (), 0.0)
+    none = (0,) * len(plan.stages)
+    empty = Stats(0, 0, 0, 0, 0, 0, none, none, 0.0)
+
+    def told(peaks: Peaks) -> Stats:
+        return stage_stats(empty, plan, [], None, {}, peaks)
 
     def step() -> None:
         memory.allocator.free(memory.allocate(40 << 20))
@@ -470,19 +475,19 @@ def test_peaks_are_those_since_the_plan_was_applied() -> None:
         memory.allocator.free(memory.allocate(1 << 30))
         for turn in (1, 2):
             peaks = Peaks(DEVICE)
-            found = peaks.told(empty, plan)
+            found = told(peaks)
             assert found.earlier is not None
             assert found.earlier.requested_bytes == ((1 << 30) if turn == 1 else (40 << 20)) + (3 << 20)
             assert (found.peak_bytes, found.reserved_bytes) == (3 << 20, 20 << 20)
             step()
-            found = peaks.told(empty, plan)
+            found = told(peaks)
             assert (found.peak_bytes, found.reserved_bytes) == (43 << 20, 60 << 20)
             step()
             assert peaks.bytes == 43 << 20
         # Another plan's own, without losing what was there before the first.
         after = Peaks(DEVICE, peaks)
         memory.allocator.free(memory.allocate(1 << 20))
-        found = after.told(empty, plan)
+        found = told(after)
         assert found.peak_bytes == 4 << 20
         assert found.earlier is not None
         assert found.earlier.reserved_bytes == 60 << 20

@@ -19,7 +19,8 @@ from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.swap.record import Record, State, finish_leaving, start_leaving, start_returning
 from ckptplan.runtime.swap.session import SwapSession
-from ckptplan.runtime.swap.stores import DISK_BLOCK_BYTES, DiskStore, Extent, Extents, Ticket, disk
+from ckptplan.runtime.swap.stores import DISK_BLOCK_BYTES, DiskStore, Ticket, disk
+from ckptplan.runtime.swap.stores.base import Extent, Extents
 
 
 def open_files() -> set[str]:

@@ -26,7 +26,7 @@ import math
 import operator
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -39,6 +39,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 
 from ckptplan.core.errors import CheckError
 from ckptplan.runtime import accelerator
+from ckptplan.runtime.accelerator import generator_states
 from ckptplan.runtime.state.cells import Snapshot, below, changing
 from ckptplan.runtime.state.flags import FLAGS, flags
 from ckptplan.runtime.state.generators import Generators
@@ -60,6 +61,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+@dataclass(eq=False, slots=True)
 class Digest:
     """The digest of one tensor.
 
@@ -71,11 +73,8 @@ class Digest:
         The digest, of one or more numbers; None until it is read from the device.
     """
 
-    __slots__ = ("strides", "values")
-
-    def __init__(self, strides: tuple[int, ...]) -> None:
-        self.strides = strides
-        self.values: list[int] | None = None
+    strides: tuple[int, ...]
+    values: list[int] | None = None
 
 
 class _Bench:
@@ -285,8 +284,6 @@ class _Pair:
         The digests from forward and from now.
     stage, what, cause : str
         The stage, the compared value, and the likely cause of a difference.
-    differs : bool
-        Whether the value is no tensor and is known to differ; the digests are empty then.
     """
 
     first: Digest
@@ -294,7 +291,6 @@ class _Pair:
     stage: str
     what: str
     cause: str
-    differs: bool = False
 
 
 class Checks:
@@ -371,16 +367,17 @@ class Checks:
         again = self.take(tensor)
         if again is None:
             return
-        self._add(_Pair(first, again, stage, what, cause))
+        with self._lock:
+            self.tensors += 1
+            self._add(_Pair(first, again, stage, what, cause))
 
     def found(self, stage: str, what: str, cause: str) -> None:
         """Record that `what`, which is no tensor, differs from forward."""
-        self._add(_Pair(Digest(()), Digest(()), stage, what, cause, differs=True))
+        self._add(_Pair(Digest(()), Digest((), []), stage, what, cause))
 
     def _add(self, pair: _Pair) -> None:
         with self._lock:
             self._pairs.append(pair)
-            self.tensors += not pair.differs
             task = torch._C._current_graph_task_id()
             if task == -1:  # a saved tensor is read outside of any backward
                 self.finish()
@@ -421,7 +418,7 @@ class Checks:
             pairs, self._pairs = self._pairs, []
             for bench in self._benches.values():
                 bench.read()
-        differing = [pair for pair in pairs if pair.differs or pair.first.values != pair.again.values]
+        differing = [pair for pair in pairs if pair.first.values != pair.again.values]
         if differing:
             raise _error(differing, len(pairs))
 
@@ -504,14 +501,27 @@ class StageCheck:
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
         """Check that the code inside leaves the stage, and all state that it reads, unchanged."""
-        others = _Others(self._module, self._given, self.checks.device)
-        before = [(name, buffer, self.checks.take(buffer)) for name, buffer in others.buffers()]
+        device = self.checks.device
+        cells = Snapshot(below(self._module), self._given, changing=changing(self._module))
+        tables = [(m, name, m.__dict__[name].copy()) for m in cells.modules for name in _TABLES]
+        generators, random_states, flags_before = Generators(cells.generators), generator_states(device), flags()
+        reached = ((name, b) for m in cells.modules for name, b in m._buffers.items() if b is not None)
+        buffers = {id(b): (name, b) for name, b in (*reached, *self._module.named_buffers())}
+        before = [(name, buffer, self.checks.take(buffer)) for name, buffer in buffers.values()]
         try:
             yield
         finally:
             for name, buffer, first in before:
                 self.checks.compare(first, buffer, self.name, f"its buffer {name!r}", _LEFT)
-            for what in others.differences():
+            names = cells.differences()
+            names += [f"{type(m).__name__}.{name}" for m, name, t in tables if not _is_same(t, m.__dict__[name])]
+            generators.settle()
+            drew = generators.drew or generator_states(device) != random_states
+            found = [f"what it keeps in {name}" for name in names] + ["the state of a random generator"] * drew
+            found += [
+                f"PyTorch's flag {name!r}" for name, a, b in zip(FLAGS, flags_before, flags(), strict=True) if a != b
+            ]
+            for what in found:
                 self.checks.found(self.name, what, _LEFT)
 
     def save(self, tensor: torch.Tensor) -> None:
@@ -572,37 +582,6 @@ class _Place:
 
 def _saved_as(number: int, tensor: torch.Tensor) -> str:
     return f"tensor number {number} that autograd saves in it, {_described(tensor)}"
-
-
-class _Others:
-    """State besides tensors that a stage's run might change: Python state, module tables, generators, flags."""
-
-    def __init__(self, module: nn.Module, given: Iterable[Any], device: torch.device) -> None:
-        self._device = device
-        self._cells = Snapshot(below(module), given, changing=changing(module))
-        self._tables = [(m, name, m.__dict__[name].copy()) for m in self._cells.modules for name in _TABLES]
-        self._generators = Generators(self._cells.generators)
-        self._random = accelerator.generator_states(self._device)
-        self._flags = flags()
-
-    def buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the buffers of the stage, and of other modules that it leads to, by name."""
-        found = ((name, b) for m in self._cells.modules for name, b in m._buffers.items() if b is not None)
-        own = self._cells.modules[0].named_buffers()
-        return list({id(b): (name, b) for name, b in (*found, *own)}.values())
-
-    def differences(self) -> list[str]:
-        """Return a text for each part of the state that differs from the time of construction."""
-        names = self._cells.differences()
-        names += [
-            f"{type(m).__name__}.{name}" for m, name, table in self._tables if not _is_same(table, m.__dict__[name])
-        ]
-        self._generators.settle()
-        drew = self._generators.drew or accelerator.generator_states(self._device) != self._random
-        found = [f"what it keeps in {name}" for name in names] + ["the state of a random generator"] * drew
-        return found + [
-            f"PyTorch's flag {name!r}" for name, a, b in zip(FLAGS, self._flags, flags(), strict=True) if a != b
-        ]
 
 
 def _is_same(table: dict[Any, Any], now: dict[Any, Any]) -> bool:

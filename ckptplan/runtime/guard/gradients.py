@@ -75,43 +75,30 @@ def _parts(gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (gradient._indices(), gradient._values()) if gradient.layout is torch.sparse_coo else (gradient,)
 
 
-class StandIns:
-    """Gradients for steps that are only measured, in place of the user's own, which stay unchanged.
-
-    They have the values of the user's gradients, or zeros for parameters without one.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._made = [
-            (p, p.grad, torch.zeros_like(p) if p.grad is None else p.grad.detach().clone())
-            for p in model.parameters()
-            if p.requires_grad
-        ]
-
-    def put(self) -> None:
-        """Give every parameter its stand-in, with the initial values."""
-        for parameter, before, stand_in in self._made:
-            parameter.grad = stand_in
-            if before is None:
-                stand_in.zero_()
-            else:
-                stand_in.copy_(before)
-
-
 def rewinding(model: nn.Module, rewind: Callable[[], None], *, accumulates: bool) -> Callable[[], None]:
     """Return a function that calls `rewind` and, if steps start with gradients, gives every parameter one.
 
+    These have the values of the user's gradients, or zeros for parameters without one; the user's own stay unchanged.
     Must be called before the first `rewind`, which drops the gradients to copy.
     """
     if not accumulates:
         return rewind
     with torch.no_grad():
-        stand_ins = StandIns(model)
+        made = [
+            (p, p.grad, torch.zeros_like(p) if p.grad is None else p.grad.detach().clone())
+            for p in model.parameters()
+            if p.requires_grad
+        ]
 
     def rewound() -> None:
         rewind()
         with torch.no_grad():
-            stand_ins.put()
+            for parameter, before, stand_in in made:
+                parameter.grad = stand_in
+                if before is None:
+                    stand_in.zero_()
+                else:
+                    stand_in.copy_(before)
 
     return rewound
 

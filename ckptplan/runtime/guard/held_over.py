@@ -68,10 +68,9 @@ class HeldOver(Observer):
     """Warns of, or refuses, a forward while memory of earlier ones is held (NOTE [Held over])."""
 
     def __init__(self, plan: Plan) -> None:
-        reserved_bytes = max((plan.reserved_bytes or 0) - plan.peak_bytes, 0)
-        self._peak_bytes = plan.peak_bytes + reserved_bytes
+        self._peak_bytes = max(plan.peak_bytes, plan.reserved_bytes or 0)
         forward = plan.peak_bytes if plan.forward_peak_bytes is None else plan.forward_peak_bytes
-        self._forward_peak_bytes = forward + reserved_bytes
+        self._forward_peak_bytes = forward + self._peak_bytes - plan.peak_bytes
         self._between_bytes = plan.between_bytes or 0
         self._budget_bytes = plan.budget_bytes
         self._output: list[weakref.ref[torch.UntypedStorage]] = []

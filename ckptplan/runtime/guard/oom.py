@@ -46,30 +46,19 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ckptplan.core.allocator_settings import (
-    LARGE_SEGMENT_BYTES,
-    MIB,
-    MIN_BLOCK_BYTES,
-    MIN_LARGE_BYTES,
-    ROUND_LARGE_BYTES,
-    SMALL_BYTES,
-    SMALL_SEGMENT_BYTES,
-    allocator_conf,
-)
+from ckptplan.core import allocator_settings as allocator
 from ckptplan.core.errors import SwapError
 from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.shortage import Doing
 from ckptplan.core.stage import Phase
 from ckptplan.runtime.accelerator import device_bytes, empty_cache, is_accelerator
 from ckptplan.runtime.controller import Place
-from ckptplan.runtime.observe.measure import held_tensors, unique_bytes
 from ckptplan.runtime.recompute.call import Call
 from ckptplan.runtime.state.restore import random_state
 from ckptplan.runtime.swap.record import Record, finish_leaving, start_leaving, start_returning
@@ -83,7 +72,7 @@ _SEGMENT = re.compile(rf"(?:CUDA|HIP) out of memory\..*?(?:Tried to allocate|Req
 _REQUESTED = re.compile(rf"(?:[Tt]ried to allocate|Requested +:) {_SIZE}")  # the CPU's allocator and cudaMallocAsync
 _ALLOCATED = re.compile(rf"(?:{_SIZE} is allocated by PyTorch|Currently allocated +: {_SIZE})")
 _UNUSED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
-_OWN_SEGMENT_LEAST = MIN_LARGE_BYTES - MIN_BLOCK_BYTES + 1  # smaller requests share a segment
+_OWN_SEGMENT_LEAST = allocator.MIN_LARGE_BYTES - allocator.MIN_BLOCK_BYTES + 1  # smaller requests share a segment
 
 
 def exhaustion(error: BaseException) -> BaseException | None:
@@ -107,15 +96,15 @@ def requested_bytes(error: BaseException) -> tuple[int, int] | None:
     segment = _bytes_in(_SEGMENT, error)
     if segment is None:
         return _bytes_in(_REQUESTED, error)
-    step = ROUND_LARGE_BYTES
+    step = allocator.ROUND_LARGE_BYTES
     low, high = -(-segment[0] // step) * step, segment[1] // step * step
     if low > high:
         return segment  # no segment has that size, so it is the size of the request itself
-    if high == SMALL_SEGMENT_BYTES:
-        return 1, SMALL_BYTES
-    shared = re.search(r"large_segment_size_mb:(\d+)", allocator_conf())
-    in_common = MIB * int(shared[1]) if shared else LARGE_SEGMENT_BYTES
-    least = SMALL_BYTES + 1 if low <= in_common <= high else max(low - step + 1, _OWN_SEGMENT_LEAST)
+    if high == allocator.SMALL_SEGMENT_BYTES:
+        return 1, allocator.SMALL_BYTES
+    shared = re.search(r"large_segment_size_mb:(\d+)", allocator.allocator_conf())
+    in_common = allocator.MIB * int(shared[1]) if shared else allocator.LARGE_SEGMENT_BYTES
+    least = allocator.SMALL_BYTES + 1 if low <= in_common <= high else max(low - step + 1, _OWN_SEGMENT_LEAST)
     return least, high
 
 
@@ -131,16 +120,6 @@ def live_bytes(error: BaseException, device: torch.device) -> DeviceBytes | None
     allocated = max(now.allocated_bytes, told)
     gone = allocated - now.allocated_bytes
     return DeviceBytes(now.requested_bytes + gone, allocated, max(now.reserved_bytes, told + unused))
-
-
-def process_bytes() -> int:
-    """Return the resident set size of the process."""
-    return int(psutil.Process().memory_info().rss)
-
-
-def model_bytes(model: nn.Module, device: torch.device) -> int:
-    """Return the bytes of the model's parameters, buffers and gradients on the device."""
-    return unique_bytes(held_tensors(model), device)
 
 
 def _bytes_in(pattern: re.Pattern[str], error: BaseException) -> tuple[int, int] | None:
@@ -216,29 +195,6 @@ def drop_frames(error: BaseException, device: torch.device, outer: BaseException
     empty_cache(device)
 
 
-class Undo:
-    """Recorder of a model's state at the start of each step, to undo the step (NOTE [Undoing a step]); one per handle.
-
-    Parameters
-    ----------
-    rewinds : bool
-        Whether random generators are restored as well.
-    """
-
-    def __init__(self, model: nn.Module, *, rewinds: bool) -> None:
-        self._model = model
-        self._rewinds = rewinds
-        self._read_only: set[tuple[nn.Module, str]] = set()
-
-    @contextlib.contextmanager
-    def step(self) -> Iterator[StepStart]:
-        """Record the state at the start of the step that runs inside; `undo` of the result restores it."""
-        start = StepStart(self._model, self._read_only, rewinds=self._rewinds)
-        with start.watching_optimizers():
-            yield start
-        self._read_only = start.unwritten_buffers()
-
-
 Version = tuple[StorageWeakRef, int, int]
 """A weak reference to a storage, its address, which no other storage gets while the reference lives, and a version."""
 
@@ -253,7 +209,15 @@ def _untouched(tensor: torch.Tensor | None, version: Version) -> bool:
 
 
 class StepStart:
-    """The state of a model at the start of a step: versions, copies of updated buffers, random states."""
+    """The state of a model at the start of a step: versions, copies of updated buffers, random states.
+
+    Parameters
+    ----------
+    read_only : set of (nn.Module, str)
+        Buffers that earlier steps didn't write to, as `unwritten_buffers` returned them: these aren't copied.
+    rewinds : bool
+        Whether `undo` restores random generators as well.
+    """
 
     def __init__(self, model: nn.Module, read_only: set[tuple[nn.Module, str]], *, rewinds: bool) -> None:
         self._parameters = [(p, version_of(p)) for p in model.parameters()]

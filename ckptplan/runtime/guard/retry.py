@@ -8,6 +8,9 @@ import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
+import psutil
+from torch import nn
+
 from ckptplan.core.allocator_settings import allocator_conf
 from ckptplan.core.checks import is_int
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, OutOfMemoryError
@@ -17,6 +20,7 @@ from ckptplan.runtime.accelerator import capacity_bytes, device_bytes, is_accele
 from ckptplan.runtime.adviser import Adviser
 from ckptplan.runtime.applied import Applied, Replan
 from ckptplan.runtime.guard import oom
+from ckptplan.runtime.observe.measure import held_tensors, unique_bytes
 from ckptplan.runtime.observe.stats import Stats
 
 Result = TypeVar("Result")
@@ -54,7 +58,7 @@ class Retry:
 
     def __init__(self, applied: Applied, rule: OnOom) -> None:
         self._applied, self._rule = applied, rule
-        self._undo = oom.Undo(applied.model, rewinds=rule.retries > 0)
+        self._read_only: set[tuple[nn.Module, str]] = set()
 
     def step(self, run: Callable[[], Result]) -> Result:
         """Run one step; if memory runs out, undo it, report the error, or run it again with a leaner plan.
@@ -67,8 +71,10 @@ class Retry:
         outer = sys.exc_info()[1]
         tried = 0
         while True:
-            with self._undo.step() as start:
+            start = oom.StepStart(self._applied.model, self._read_only, rewinds=self._rule.retries > 0)
+            with start.watching_optimizers():
                 done, failed = self._attempt(run, start, tried)
+            self._read_only = start.unwritten_buffers()
             if failed is None:
                 return done[0]
             assert failed.__cause__ is not None
@@ -135,8 +141,8 @@ class Retry:
             expandable_segments="expandable_segments:True" in allocator_conf(),
             capacity_bytes=capacity_bytes(device),
             live_before_bytes=live_before,
-            model_bytes=oom.model_bytes(model, device),
-            process_bytes=oom.process_bytes(),
+            model_bytes=unique_bytes(held_tensors(model), device),
+            process_bytes=int(psutil.Process().memory_info().rss),
             swapped=tuple(
                 (state.name.lower().replace("_", " "), len(sizes), sum(sizes))
                 for state, sizes in sorted(controller.swapped().items(), key=lambda item: item[0].value)

@@ -25,6 +25,7 @@ are freed before backward; in the second one they add to its peak::
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -110,14 +111,11 @@ class Unplanned(Observer):
         for name, module in modules.items():
             around = any(stage == name or stage.startswith(f"{name}.") for stage in self._stages) or not name
             if not around and id(module) not in inside and name not in self._outside and is_patchable(module):
-                yield PatchedForward(module, self._runner(name, active))
+                yield PatchedForward(module, functools.partial(self._run, name, active))
 
-    def _runner(
-        self, name: str, active: Callable[[], bool]
-    ) -> Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]:
-        def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if active():
-                self._warned.once("module", f"{name!r} runs, which the planned step didn't call; solve with this step")
-            return original(*args, **kwargs)
-
-        return run
+    def _run(
+        self, name: str, active: Callable[[], bool], original: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        if active():
+            self._warned.once("module", f"{name!r} runs, which the planned step didn't call; solve with this step")
+        return original(*args, **kwargs)

@@ -131,11 +131,7 @@ def peaks_within(events: list[tuple[int, int]], spans: Mapping[T, tuple[int, int
 
 def peak_above_start(run: Callable[[], Any]) -> int:
     """Return the most bytes on the CPU above the level at the start while `run` runs, by the allocator's events."""
-    level = peak = 0
-    for _, nbytes in recorded_allocations(run)[0]:
-        level += nbytes
-        peak = max(peak, level)
-    return peak
+    return max(itertools.accumulate((nbytes for _, nbytes in recorded_allocations(run)[0]), initial=0))
 
 
 @dataclass(frozen=True, slots=True)

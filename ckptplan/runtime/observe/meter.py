@@ -112,6 +112,13 @@ class Meter:
         Device whose compute is measured; None: nothing is measured.
     clock : callable
         Returns the time in seconds; used where marks are times.
+
+    Attributes
+    ----------
+    passes : int
+        Number of passes that have begun.
+    every : bool
+        Whether every step is measured, on CUDA with the device's allocated bytes at every mark.
     """
 
     def __init__(self, device: torch.device | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -125,9 +132,9 @@ class Meter:
         """Forget all steps, because another plan runs from now on."""
         self._now = self._base = NONE
         self._step: Step | None = None
-        self._passes = 0
+        self.passes = 0
         self._left_out = False
-        self._every = False
+        self.every = False
         self._random = random.Random(0)
         self._next = _FIRST + EVERY
         self._kept: deque[Step] = deque(maxlen=_KEPT["cuda" if self._cuda else "cpu"])
@@ -141,14 +148,14 @@ class Meter:
             self._keep(former)
         unfinished = self._now != NONE
         self._now = self._base = NONE
-        self._passes += 1
-        left_out = _FIRST < self._passes < self._next
-        if self._passes == self._next:
+        self.passes += 1
+        left_out = _FIRST < self.passes < self._next
+        if self.passes == self._next:
             self._next += self._random.randint(EVERY // 2, EVERY + EVERY // 2)
-        if not self._every and (self._off or left_out or is_capturing(self._device)):
+        if not self.every and (self._off or left_out or is_capturing(self._device)):
             self._now = FORWARD  # lets the next pass see whether this one has ended
             return None
-        self._step = Step(regular=not unfinished, memory=[] if self._cuda and self._every else None)
+        self._step = Step(regular=not unfinished, memory=[] if self._cuda and self.every else None)
         self.mark(FORWARD)
         return self._step.copied
 
@@ -178,10 +185,6 @@ class Meter:
         if self._step is not None:
             self._step.ended = True
 
-    def every_step(self, measured: bool) -> None:
-        """If `measured`, measure every step, on CUDA with the device's allocated bytes at every mark."""
-        self._every = measured
-
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
         """Don't measure passes that begin inside."""
@@ -190,11 +193,6 @@ class Meter:
             yield
         finally:
             self._off = former
-
-    @property
-    def passes(self) -> int:
-        """Number of passes that have begun."""
-        return self._passes
 
     @property
     def last(self) -> Step | None:

@@ -50,14 +50,14 @@ class PoolStats:
     tier : "host" or "disk"
     planned_bytes : int
         Bytes that the plan moves there.
-    reserved_bytes, peak_bytes : int or None
-        Bytes held by the store, and most in use at once; None if the store doesn't count them.
+    reserved_bytes, peak_bytes : int
+        Bytes held by the store, and most in use at once.
     """
 
     tier: str
     planned_bytes: int
-    reserved_bytes: int | None
-    peak_bytes: int | None
+    reserved_bytes: int
+    peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +129,9 @@ class Stats:
     def since(self, earlier: Stats) -> Stats:
         """Return the counts since `earlier`; times and peaks are the present ones."""
         counted = (
-            "forwards",
-            "recomputed_stages",
-            "swapped_out_bytes",
-            "swapped_in_bytes",
-            "host_wait_s",
-            "other_paths",
-            "checked_forwards",
-            "compared_tensors",
-        )
+            "forwards", "recomputed_stages", "swapped_out_bytes", "swapped_in_bytes", "host_wait_s", "other_paths",
+            "checked_forwards", "compared_tensors",
+        )  # fmt: skip
         added = {name: getattr(self, name) - getattr(earlier, name) for name in counted}
         same = len(self.runs) == len(earlier.runs)  # otherwise another plan was applied since, with new counts
         runs = tuple(a - b for a, b in zip(self.runs, earlier.runs, strict=True)) if same else self.runs
@@ -172,7 +166,8 @@ class Stats:
             return "\n".join(lines)
         for pool in self.pools:
             lines.append(
-                f"{pool.tier} swap space: {_bytes(pool.peak_bytes)} used at most of {_bytes(pool.reserved_bytes)} "
+                f"{pool.tier} swap space: {format_bytes(pool.peak_bytes)} used at most of "
+                f"{format_bytes(pool.reserved_bytes)} "
                 f"(planned {format_bytes(pool.planned_bytes)})"
             )
         if self.peak_bytes is None:
@@ -181,10 +176,11 @@ class Stats:
                 "use ckptplan.verify or handle.trace"
             )
         else:
-            reserved = "" if self.planned_reserved_bytes is None else f" of {_bytes(self.planned_reserved_bytes)}"
+            planned, reserved = self.planned_reserved_bytes, self.reserved_bytes
             lines.append(
                 f"peak: {format_bytes(self.peak_bytes)} (planned {format_bytes(self.planned_peak_bytes)}); reserved "
-                f"{_bytes(self.reserved_bytes)}{reserved}"
+                + ("unknown" if reserved is None else format_bytes(reserved))
+                + ("" if planned is None else f" of {format_bytes(planned)}")
             )
         if self.step_s is None:
             lines.append(
@@ -218,10 +214,6 @@ class Stats:
         return "\n".join([*lines, "", f"per step, measured{beside}:", *table])
 
 
-def _bytes(nbytes: int | None) -> str:
-    return "unknown" if nbytes is None else format_bytes(nbytes)
-
-
 def _rate(nbytes: int, taken_s: float) -> str:
     return f"{format_bytes(nbytes)}" + (f" at {format_bytes(nbytes / taken_s)}/s" if taken_s else "")
 
@@ -244,8 +236,9 @@ def stage_stats(
     steps: Sequence[StepTimes],
     predicted: tuple[StageTimes, ...] | None,
     stores: Mapping[Tier, Store],
+    peaks: Peaks,
 ) -> Stats:
-    """Return `counted` with the times of `steps` and the use of `stores`, and the values of `plan`."""
+    """Return `counted` with the times of `steps`, the use of `stores` and the `peaks`, and the values of `plan`."""
     measured = median_step(steps, len(plan.stages)) if steps else None
     planned = {"host": plan.host_bytes, "disk": plan.disk_bytes}
     return dataclasses.replace(
@@ -267,10 +260,15 @@ def stage_stats(
         host_copies=median_copied([step.host for step in steps]) if steps else Copied(),
         disk_copies=median_copied([step.disk for step in steps]) if steps else Copied(),
         pools=tuple(
-            PoolStats(tier, planned[tier], getattr(store, "reserved_bytes", None), getattr(store, "peak_bytes", None))
+            PoolStats(tier, planned[tier], store.reserved_bytes, store.peak_bytes)
             for tier, store in stores.items()
             if planned[tier]
         ),
+        peak_bytes=peaks.bytes,
+        reserved_bytes=peaks.reserved_bytes,
+        planned_peak_bytes=plan.peak_bytes,
+        planned_reserved_bytes=plan.reserved_bytes,
+        earlier=peaks.earlier,
     )
 
 
@@ -285,36 +283,32 @@ class Peaks:
     ----------
     former : Peaks, optional
         The peaks of the plan that was replaced.
+
+    Attributes
+    ----------
+    traced : int or None
+        The peak of a recorded step.
+    earlier : DeviceBytes or None
+        On CUDA, the peaks before.
     """
 
     def __init__(self, device: torch.device, former: Peaks | None = None) -> None:
         self._device = device
-        self._traced: int | None = None
-        self._earlier: DeviceBytes | None = None
+        self.traced: int | None = None
+        self.earlier: DeviceBytes | None = None
         if is_accelerator(device):
             empty_cache(device)
             found = device_bytes(device, "peak")
-            before = found if former is None or former._earlier is None else former._earlier
-            self._earlier = DeviceBytes(*map(max, dataclasses.astuple(found), dataclasses.astuple(before)))
+            before = found if former is None or former.earlier is None else former.earlier
+            self.earlier = DeviceBytes(*map(max, dataclasses.astuple(found), dataclasses.astuple(before)))
             reset_peaks(device)
-
-    def traced(self, nbytes: int | None) -> None:
-        """Note the peak of a recorded step."""
-        self._traced = nbytes
 
     @property
     def bytes(self) -> int | None:
         """Most bytes requested; None if not known."""
-        return device_bytes(self._device, "peak").requested_bytes if is_accelerator(self._device) else self._traced
+        return device_bytes(self._device, "peak").requested_bytes if is_accelerator(self._device) else self.traced
 
-    def told(self, stats: Stats, plan: Plan) -> Stats:
-        """Return `stats` with these peaks and those of `plan`."""
-        on_cuda = is_accelerator(self._device)
-        return dataclasses.replace(
-            stats,
-            peak_bytes=self.bytes,
-            reserved_bytes=device_bytes(self._device, "peak").reserved_bytes if on_cuda else None,
-            planned_peak_bytes=plan.peak_bytes,
-            planned_reserved_bytes=plan.reserved_bytes,
-            earlier=self._earlier,
-        )
+    @property
+    def reserved_bytes(self) -> int | None:
+        """Most bytes reserved on CUDA."""
+        return device_bytes(self._device, "peak").reserved_bytes if is_accelerator(self._device) else None

@@ -44,7 +44,7 @@ def record_step(
             begin_s = time.perf_counter()
             run()
 
-    meter.every_step(True)
+    meter.every = True
     try:
         if is_accelerator(device):
             synchronize(device)
@@ -55,7 +55,7 @@ def record_step(
             events, spans = recorded_allocations(once)
             begin_ns = spans[_SPAN][0]
     finally:
-        meter.every_step(False)
+        meter.every = False
     step = meter.last
     if step is None or meter.passes != passes + 1:
         raise InvalidInputError(

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import bisect
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,22 +97,6 @@ class SegmentFrame(Frame):
     def links(self) -> list[Link]:
         """The inputs that aren't held but made again by earlier stages."""
         return [x for x in self._inputs if isinstance(x, Link)]
-
-    def forward(self, tensors: list[torch.Tensor], inputs: Sequence[Link | Held | Handed]) -> Any:
-        """Run the stage for the first time.
-
-        Raises
-        ------
-        UnsupportedModelError
-            If it writes to its inputs, since it couldn't be run again.
-        """
-        versions = [version_of(t) for t in tensors]
-        output = super().forward(tensors, inputs)
-        if [version_of(t) for t in tensors] != versions:
-            raise UnsupportedModelError(
-                f"stage {self.name!r} writes to its inputs, so it can't run again in a segment; give it another option"
-            )
-        return output
 
     def saved(self, number: int) -> torch.Tensor:
         """Return the tensor of slot `number` for the backward that runs now, recomputed if necessary."""
@@ -337,7 +321,12 @@ class OpenSegment:
         packing = self._session.packing() if self._moves else None
         held = {t.untyped_storage()._cdata for t in tensors_in_objects(call.others) if plain(t)}
         inputs = [self._pack(index, tensor, packing, held) for tensor in tensors]
+        versions = [version_of(t) for t in tensors]
         output = frame.forward(tensors, inputs)
+        if [version_of(t) for t in tensors] != versions:
+            raise UnsupportedModelError(
+                f"stage {stage.name!r} writes to its inputs, so it can't run again in a segment; give it another option"
+            )
         self._run.add(frame)
         self._frames[index] = frame
         given = {t.untyped_storage()._cdata for t in tensors if plain(t)}

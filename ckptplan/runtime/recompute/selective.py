@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptplan.core.errors import PlanMismatchError
 from ckptplan.runtime.guard.check import Digest, StageCheck
+from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.swap.packing import Held
 from ckptplan.runtime.swap.positions import has_position
 
@@ -90,10 +91,6 @@ def can_be_saved(func: Any) -> bool:
     if schema is None or schema.is_mutable:
         return False
     return all(result.alias_info is None for result in schema.returns)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
 def _operands(values: Iterable[Any]) -> list[torch.Tensor]:
@@ -213,22 +210,20 @@ class Selection:
         They can't if one is missing, or if a random operation is recomputed after one that is not: it would then draw
         other numbers than in forward.
         """
-        if self._planned is not None:
-            kept = [n for n in self._random if n in self._saved]
-            self.gave_up |= len(self._saved) < len(self._ops) or kept != self._random[len(self._random) - len(kept) :]
-            return
         missing = [n for n in self._ops if n not in self._saved]
-        if missing:
+        first = next((n for n in self._random if n in self._saved), count)
+        replayed = next((n for n in self._random if n > first and n not in self._saved), None)
+        if self._planned is not None:
+            self.gave_up |= bool(missing) or replayed is not None
+        elif missing:
             raise PlanMismatchError(
                 f"stage {self._name!r} ran {count} operations and the plan saves the output of number "
                 f"{missing[0]}: its forward took another path than the one profiled; solve again with such inputs"
             )
-        kept = [n for n in self._random if n in self._saved]
-        if kept != self._random[len(self._random) - len(kept) :]:
-            replayed = next(n for n in self._random if n > kept[0] and n not in self._saved)
+        elif replayed is not None:
             raise PlanMismatchError(
-                f"stage {self._name!r}: the plan saves the random operation number {kept[0]} and replays number "
-                f"{replayed}, which would draw other numbers; save all random operations from {kept[0]} on, or none"
+                f"stage {self._name!r}: the plan saves the random operation number {first} and replays number "
+                f"{replayed}, which would draw other numbers; save all random operations from {first} on, or none"
             )
 
     def _within(self) -> bool:
@@ -260,7 +255,7 @@ class Selection:
             return func(*args, **kwargs)
         inputs = {t.untyped_storage()._cdata for t in operands}
         result = func(*args, **kwargs)
-        made = _tensors(result)
+        made = tensors_in(result)
         if not can_be_saved(func) or not made or any(t.untyped_storage()._cdata in inputs for t in made):
             if self._planned is not None:
                 return result
@@ -299,7 +294,7 @@ class Selection:
             return func(*args, **kwargs)
         value = saved.value()
         if self._check_outputs is not None:
-            self._check_outputs.compare_outputs(at, saved.digests, _tensors(value))
+            self._check_outputs.compare_outputs(at, saved.digests, tensors_in(value))
         return value
 
 

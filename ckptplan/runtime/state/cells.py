@@ -102,7 +102,7 @@ def _data_of(kind: type) -> dict[str, Any]:
 
 def _write_items(cell: Any, contents: Any) -> None:
     cell.clear()
-    cell.update(contents)
+    (cell.extend if isinstance(cell, collections.deque) else cell.update)(contents)
 
 
 def _write_names(table: dict[str, Any], names: Iterable[str], contents: Mapping[str, Any]) -> None:
@@ -112,11 +112,6 @@ def _write_names(table: dict[str, Any], names: Iterable[str], contents: Mapping[
     for name, value in contents.items():
         if table.get(name, contents) is not value:
             table[name] = value
-
-
-def _write_deque(cell: Any, contents: Any) -> None:
-    cell.clear()
-    cell.extend(contents)
 
 
 def _write_class(cell: type, contents: Mapping[str, Any]) -> None:
@@ -169,14 +164,11 @@ def _write_closure(function: types.FunctionType, contents: Mapping[str, Any]) ->
             cell.cell_contents = contents[name]
 
 
-def _values_of(contents: Mapping[Any, Any]) -> Iterable[Any]:
-    return contents.values()
-
-
+_values_of: Callable[[Any], Iterable[Any]] = operator.methodcaller("values")
 _LIST = _Kind(list, lambda cell, contents: operator.setitem(cell, slice(None), contents))
 _DICTIONARY = _Kind(dict, _write_items, _values_of)
 _SET = _Kind(set, _write_items)
-_DEQUE = _Kind(list, _write_deque)
+_DEQUE = _Kind(list, _write_items)
 _ARRAY = _Kind(np.copy, lambda cell, contents: operator.setitem(cell, Ellipsis, contents), lambda contents: ())
 _OBJECT = _Kind(_object_of, _write_object, _values_of)
 _CLASS = _Kind(_data_of, _write_class, _values_of)
@@ -665,13 +657,13 @@ class Snapshot:
 
 
 class Tables:
-    """The modules' tables of buffers and submodules by name, as they are now; with `parameters`, of those too."""
+    """The modules' tables of buffers and submodules by name, as they are now."""
 
-    def __init__(self, modules: Iterable[nn.Module], *, parameters: bool = False) -> None:
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._found: list[tuple[dict[str, Any], dict[str, Any]]] = [
             (table, table.copy() if table else _NOTHING)
             for m in modules
-            for table in ((m._buffers, m._modules, m._parameters) if parameters else (m._buffers, m._modules))
+            for table in (m._buffers, m._modules)
             if isinstance(table, dict)  # the tables of a scripted module can't change
         ]
 

@@ -7,7 +7,7 @@ import functools
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -38,8 +38,10 @@ def hooks_of(model: nn.Module) -> list[Any]:
     return [hook for table in tables if isinstance(table, dict) for hook in table.values()]
 
 
-class Read:
-    """Snapshot of the global containers that functions read and of the function caches that they call.
+def kept_read(functions: Iterable[Any], *, graphs: bool = False) -> Callable[[], None]:
+    """Return a function that restores the global containers that functions read, and the caches that they call.
+
+    It restores the containers' present contents, and clears the caches that have new entries.
 
     Parameters
     ----------
@@ -48,18 +50,17 @@ class Read:
     graphs : bool
         As for `Snapshot`.
     """
+    containers, caches, _ = read_by(functions)
+    misses = [cache.cache_info().misses for cache in caches]
+    snapshot = Snapshot([], containers, changing=Changing(), graphs=graphs)
 
-    def __init__(self, functions: Iterable[Any], *, graphs: bool = False) -> None:
-        containers, caches, _ = read_by(functions)
-        self._caches = [(cache, cache.cache_info().misses) for cache in caches]
-        self._containers = Snapshot([], containers, changing=Changing(), graphs=graphs)
-
-    def put(self) -> None:
-        """Restore the containers' contents, and clear the caches that have new entries."""
-        for cache, misses in self._caches:
-            if cache.cache_info().misses != misses:
+    def put() -> None:
+        for cache, before in zip(caches, misses, strict=True):
+            if cache.cache_info().misses != before:
                 cache.cache_clear()
-        self._containers.put()
+        snapshot.put()
+
+    return put
 
 
 def read_by(functions: Iterable[Any]) -> tuple[list[Any], list[Any], list[Place]]:

@@ -19,31 +19,18 @@ _UNREADABLE = object()
 """Stands for a flag that PyTorch refuses to read because its old and its new interface were both used."""
 
 _PLAIN = (
-    "mkldnn_enabled",
-    "mkldnn_deterministic",
-    "nnpack_enabled",
-    "cpu_allow_fp16_reduced_precision_reduction",
-    "math_sdp_allow_fp16_bf16_reduction",
-    "sdp_priority_order",
-    "deterministic_fill_uninitialized_memory",
+    "mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled", "cpu_allow_fp16_reduced_precision_reduction",
+    "math_sdp_allow_fp16_bf16_reduction", "sdp_priority_order", "deterministic_fill_uninitialized_memory",
     "torch_function_state",
-)
+)  # fmt: skip
 """Flags with a `_get_<name>` and a `_set_<name>` in `torch._C`."""
 
 _OF_CUDA = (
-    "cudnn_enabled",
-    "cudnn_benchmark",
-    "cudnn_deterministic",
-    "cudnn_depthwise_kernel",
-    "miopen_immediate",
-    "cublas_allow_fp16_reduced_precision_reduction",
-    "cublas_allow_bf16_reduced_precision_reduction",
-    "cublas_allow_fp16_accumulation",
-    "blas_preferred_backend",
-    "linalg_preferred_backend",
-    "rocm_fa_preferred_backend",
-    "sm_carveout_experimental",
-)
+    "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cudnn_depthwise_kernel", "miopen_immediate",
+    "cublas_allow_fp16_reduced_precision_reduction", "cublas_allow_bf16_reduced_precision_reduction",
+    "cublas_allow_fp16_accumulation", "blas_preferred_backend", "linalg_preferred_backend",
+    "rocm_fa_preferred_backend", "sm_carveout_experimental",
+)  # fmt: skip
 """Flags of the same form that have no effect where PyTorch was built without CUDA."""
 
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3")

@@ -22,7 +22,7 @@ import random
 import struct
 import sys
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,17 +45,12 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-class Access:
+class Access(NamedTuple):
     """Getter and setter of a generator's state, and a comparison of two states."""
 
-    __slots__ = ("get", "put", "same")
-
-    def __init__(
-        self, get: Callable[[], Any], put: Callable[[Any], Any], same: Callable[[Any, Any], bool] = _equal
-    ) -> None:
-        self.get = get
-        self.put = put
-        self.same = same
+    get: Callable[[], Any]
+    put: Callable[[Any], Any]
+    same: Callable[[Any, Any], bool] = _equal
 
 
 def _access(generator: Any) -> Access:
@@ -191,10 +186,6 @@ class SystemDraws:
         return self._former[-1](count)
 
 
-def _nothing() -> None:
-    pass
-
-
 class Generators:
     """The states of Python's and numpy's global generators, and of the generators `held`, at construction."""
 
@@ -214,7 +205,7 @@ class Generators:
     def put(self) -> Callable[[], None]:
         """Set the generators to the stored states; return a function that sets them back to their present ones."""
         if not self._states:
-            return _nothing
+            return lambda: None
         now = [(access, access.get()) for access, _ in self._states]
         for access, state in self._states:
             access.put(state)

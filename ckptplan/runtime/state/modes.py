@@ -3,67 +3,51 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _device
+from torch import overrides
+from torch.utils import _device, _python_dispatch
 from torch.utils._device import DeviceContext
 
-
-class _Stack:
-    """One of a thread's two stacks of modes, that of function modes or that of dispatch modes.
-
-    `now` leaves out the mode of the default device, which lies at the bottom of the function modes.
-    """
-
-    def __init__(
-        self,
-        length: Callable[[], int],
-        at: Callable[[int], Any],
-        push: Callable[[Any], None],
-        pop: Callable[[Any], Any],
-    ) -> None:
-        self._length, self._at, self._push, self._pop = length, at, push, pop
-
-    def now(self) -> list[Any]:
-        """Return the modes without the default device's, the innermost last."""
-        if not self._length():
-            return []
-        return [mode for mode in self.whole() if type(mode) is not DeviceContext]
-
-    def whole(self) -> list[Any]:
-        """Return all modes, including the default device's, the innermost last."""
-        return [self._at(i) for i in range(self._length())]
-
-    def replace(self, former: list[Any], modes: list[Any]) -> None:
-        """Replace the modes `former` by `modes`.
-
-        Uses PyTorch's push and pop, since a mode's own `__enter__` may do more, such as resetting its counters.
-        """
-        for mode in reversed(former):
-            self._pop(mode)
-        for mode in modes:
-            self._push(mode)
-
-
-_STACKS = (
-    _Stack(
-        torch._C._len_torch_function_stack,
-        torch._C._get_function_stack_at,
+# Getter of a stack of modes, the innermost last, and its push and pop. A mode's own `__enter__` may do more than to
+# push it, such as resetting its counters.
+_STACKS: tuple[Any, ...] = (
+    (
+        overrides._get_current_function_mode_stack,
         torch._C._push_on_torch_function_stack,
         lambda mode: torch._C._pop_torch_function_stack(),
     ),
-    _Stack(
-        torch._C._len_torch_dispatch_stack,
-        torch._C._get_dispatch_stack_at,
+    (
+        _python_dispatch._get_current_dispatch_mode_stack,
         torch._C._push_on_torch_dispatch_stack,
         lambda mode: torch._C._pop_torch_dispatch_stack(getattr(mode, "_mode_key", None)),
     ),
 )
-
-
 _functions, _operations = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+_Lists = Sequence[list[Any]]
+"""Function modes and dispatch modes, the innermost last."""
+_NONE: _Lists = ([], [])
+
+
+def _now(*, whole: bool = False) -> _Lists:
+    """Return the active modes; unless `whole`, without the default device's, at the bottom of the function modes."""
+    if not _functions() and not _operations():
+        return _NONE
+    return [[mode for mode in stack() if whole or type(mode) is not DeviceContext] for stack, _, _ in _STACKS]
+
+
+def _same(some: _Lists, others: _Lists) -> bool:
+    return some is others or all(list(map(id, a)) == list(map(id, b)) for a, b in zip(some, others, strict=True))
+
+
+def _replace(former: _Lists, modes: _Lists) -> None:
+    for (_, push, pop), old, new in zip(_STACKS, former, modes, strict=True):
+        for mode in reversed(old):
+            pop(mode)
+        for mode in new:
+            push(mode)
 
 
 class Modes:
@@ -76,8 +60,7 @@ class Modes:
 
     def differ(self) -> bool:
         """Whether the modes that are active now are different ones."""
-        now = _now()
-        return now is not self._active and not all(map(_same, now, self._active))
+        return not _same(_now(), self._active)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -87,39 +70,26 @@ class Modes:
         counter of operations, doesn't see the operations inside, since it might change their results.
         """
         now = _now()
-        for stack, former, modes in zip(_STACKS, now, self._active, strict=True):
-            stack.replace(former, modes)
+        _replace(now, self._active)
         try:
             yield
         finally:
-            for stack, former, modes in zip(_STACKS, now, self._active, strict=True):
-                stack.replace(modes, former)
-
-
-_NONE: tuple[list[Any], ...] = ([], [])
-
-
-def _now() -> tuple[list[Any], ...]:
-    return tuple([stack.now() for stack in _STACKS]) if _functions() or _operations() else _NONE
-
-
-def _same(some: list[Any], others: list[Any]) -> bool:
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+            _replace(self._active, now)
 
 
 class Stacks:
     """The modes that were active at construction, and the default device."""
 
     def __init__(self) -> None:
-        self._active = [stack.whole() for stack in _STACKS]
+        self._active = _now(whole=True)
         self._device = _device.CURRENT_DEVICE
         self._default = dict(vars(torch._GLOBAL_DEVICE_CONTEXT))  # of this thread
 
     def put(self) -> None:
         """Make these modes, and no others, active again, and restore the default device."""
-        for stack, modes in zip(_STACKS, self._active, strict=True):
-            if not _same(now := stack.whole(), modes):
-                stack.replace(now, modes)
+        now = _now(whole=True)
+        if not _same(now, self._active):
+            _replace(now, self._active)
         _device.CURRENT_DEVICE = self._device
         vars(torch._GLOBAL_DEVICE_CONTEXT).clear()
         vars(torch._GLOBAL_DEVICE_CONTEXT).update(self._default)

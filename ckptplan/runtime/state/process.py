@@ -138,30 +138,28 @@ def _same_pair(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
 
 
 class Hooks:
-    """Hooks and forwards of modules, and global hooks of modules and optimizers, as they are at construction."""
+    """Tables and forwards of modules, and global hooks of modules and optimizers, as they are at construction.
+
+    A module's tables are those that every module has: of hooks, parameters, buffers and submodules.
+    """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         modules = list(modules)
-        self._parts = [_Part(vars(m), functools.partial(_own_names, m)) for m in modules]
-        self._parts += [_Part(vars(code), functools.partial(_global_names, code)) for code in _WITH_GLOBALS]
+        self._own = [_Part(vars(m), functools.partial(_own_names, m)) for m in modules]
+        self._of_all = [_Part(vars(code), functools.partial(_global_names, code)) for code in _WITH_GLOBALS]
         self._forwards = [(kind, vars(kind).get("forward")) for kind in {c for m in modules for c in type(m).__mro__}]
-        self._own = Tables.of(
-            table
-            for m in modules
-            for name, table in vars(m).items()
-            if name.endswith("_hooks") and isinstance(table, dict)
-        )
 
-    def put_own(self) -> None:
-        """Restore the modules' hooks only.
+    def put_tables(self) -> None:
+        """Restore the contents of the modules' tables only.
 
         Forwards and optimizer hooks stay: a plan that was applied in between has set its own.
         """
-        self._own.put()
+        for part in self._own:
+            part.tables.put()
 
     def put(self) -> None:
-        """Restore hooks and forwards."""
-        for part in self._parts:
+        """Restore tables, hooks and forwards."""
+        for part in (*self._own, *self._of_all):
             part.put()
         for kind, forward in self._forwards:
             if vars(kind).get("forward") is not forward:
@@ -187,14 +185,14 @@ class _Part:
     def __init__(self, place: dict[str, Any], names: Callable[[], list[str]]) -> None:
         self._place, self._names = place, names
         self._entries = {name: place[name] for name in names()}
-        self._tables = Tables.of(value for value in self._entries.values() if isinstance(value, (dict, set)))
+        self.tables = Tables.of(value for value in self._entries.values() if isinstance(value, (dict, set)))
 
     def put(self) -> None:
         for name in self._names():
             if name not in self._entries:
                 del self._place[name]
         self._place.update(self._entries)
-        self._tables.put()
+        self.tables.put()
 
 
 class Leaves:

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckptplan.runtime.accelerator import keep_generators
-from ckptplan.runtime.state.cells import Changing, Snapshot, Tables, below
-from ckptplan.runtime.state.code import Read, hooks_of
+from ckptplan.runtime.state.cells import Changing, Snapshot, below
+from ckptplan.runtime.state.code import hooks_of, kept_read
 from ckptplan.runtime.state.generators import Generators
 from ckptplan.runtime.state.process import Hooks, Leaves, Switches
 
@@ -86,17 +86,15 @@ def kept(
     """
     others = [*others, *hooks_of(model)]
     found = Snapshot(below(model), others, changing=Changing(), searches=True, graphs=graphs)
-    read = Read([*found.modules, *others], graphs=graphs)
-    tables = Tables(found.modules, parameters=True)
+    put_read = kept_read([*found.modules, *others], graphs=graphs)
     switches, leaves, hooks = Switches(), Leaves(found.modules), Hooks(found.modules)
     back = found.put()
 
     def put() -> None:
         switches.put()
-        tables.put()
+        hooks.put_tables()
         leaves.put()
-        read.put()
-        hooks.put_own()
+        put_read()
 
     with contextlib.ExitStack() as stack:
         for undo in (back, found.put, hooks.put, put):  # the last runs first, and each even if others fail
@@ -115,37 +113,38 @@ def beside(model: nn.Module, others: Iterable[Any] = (), *, graphs: bool = False
             generators()
 
 
-class _Stepped:
-    """Optimizers that step inside a context, called by hooks on gradients for example, with what undoes their steps."""
+@contextlib.contextmanager
+def _stepped() -> Iterator[Callable[[], None]]:
+    """Restore optimizers that step inside, called by hooks on gradients for example, and their parameters.
 
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[torch.optim.Optimizer, list[tuple[Any, Any]], Callable[[], None]]] = {}
+    Yields
+    ------
+    callable
+        Restores them before the end, to their state before their first step.
+    """
+    found: dict[int, tuple[torch.optim.Optimizer, list[tuple[Any, Any]], Callable[[], None]]] = {}
 
-    @contextlib.contextmanager
-    def undone(self) -> Iterator[None]:
-        """Restore the state and parameters of optimizers that step inside, as they were before their first step."""
-        hook = register_optimizer_step_pre_hook(self._note)
-        try:
-            yield
-        finally:
-            hook.remove()
-            self.put()
+    def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if id(optimizer) not in found:
+            tables: list[Any] = [optimizer.state, *optimizer.state.values(), *optimizer.param_groups]
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            held = [v for table in tables for v in table.values() if isinstance(v, torch.Tensor)]
+            copies = [(table, dict(table)) for table in tables]
+            found[id(optimizer)] = optimizer, copies, tensor_state([*parameters, *held])
 
-    def put(self) -> None:
-        """Restore state and parameters now."""
-        for _, tables, values in self._found.values():
+    def put() -> None:
+        for _, tables, values in found.values():
             for table, contents in tables:
                 table.clear()
                 table.update(contents)
             values()
 
-    def _note(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if id(optimizer) not in self._found:
-            tables: list[Any] = [optimizer.state, *optimizer.state.values(), *optimizer.param_groups]
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            held = [v for table in tables for v in table.values() if isinstance(v, torch.Tensor)]
-            copies = [(table, dict(table)) for table in tables]
-            self._found[id(optimizer)] = optimizer, copies, tensor_state([*parameters, *held])
+    hook = register_optimizer_step_pre_hook(note)
+    try:
+        yield put
+    finally:
+        hook.remove()
+        put()
 
 
 _ONE_AT_A_TIME = threading.RLock()
@@ -165,13 +164,10 @@ def restored(model: nn.Module, others: Iterable[Any] = ()) -> Iterator[Callable[
         Rewinds buffers, attributes, flags, modes and random states to the start and drops gradients, so that every run
         starts alike.
     """
-    with _ONE_AT_A_TIME, warnings.catch_warnings(), _collecting(), torch.inference_mode(False), torch.enable_grad():
-        yield from _restored(model, others)
-
-
-def _restored(model: nn.Module, others: Iterable[Any]) -> Iterator[Callable[[], None]]:
-    stepped = _Stepped()
-    with kept(model, others) as (found, put), stepped.undone():
+    with (
+        _ONE_AT_A_TIME, warnings.catch_warnings(), _collecting(), torch.inference_mode(False), torch.enable_grad(),
+        kept(model, others) as (found, put), _stepped() as put_optimizers,
+    ):  # fmt: skip
         gradients = [(p, p.grad) for m in found.modules for p in m._parameters.values() if p is not None and p.is_leaf]
         buffers = [buffer for m in found.modules for buffer in m._buffers.values() if buffer is not None]
         values = tensor_state(
@@ -183,7 +179,7 @@ def _restored(model: nn.Module, others: Iterable[Any]) -> Iterator[Callable[[], 
             for p, _ in gradients:
                 p.grad = None
             put()
-            stepped.put()
+            put_optimizers()
             values()
             generators()
             found.put()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,29 +17,12 @@ from ckptplan.core.link import STAGING_BYTES, Tier
 from ckptplan.core.plan import Plan
 from ckptplan.runtime.accelerator import is_accelerator
 from ckptplan.runtime.swap.stores.areas import keep_pinned_memory
-from ckptplan.runtime.swap.stores.base import NULL_STORES, Extent, Extents, NullStore, Store, Ticket
+from ckptplan.runtime.swap.stores.base import NULL_STORES, Store, Ticket
 from ckptplan.runtime.swap.stores.checks import ChecksumStore, SynchronousStore
 from ckptplan.runtime.swap.stores.disk import DISK_BLOCK_BYTES, DiskStore
 from ckptplan.runtime.swap.stores.pinned import PinnedStore
 
-__all__ = [
-    "DISK_BLOCK_BYTES",
-    "NULL_STORES",
-    "ChecksumStore",
-    "DiskStore",
-    "Extent",
-    "Extents",
-    "NullStore",
-    "PinnedStore",
-    "Store",
-    "SynchronousStore",
-    "Ticket",
-    "close_all",
-    "handing_over",
-    "keep_pinned_memory",
-    "make_store",
-    "make_stores",
-]
+__all__ = ["NULL_STORES", "Store", "Ticket", "keep_pinned_memory", "make_store", "make_stores"]
 
 
 def make_store(
@@ -89,10 +73,12 @@ def make_stores(
             elif not is_accelerator(device):
                 blocks = sum(len(choice.moves) for choice in plan.choices)
                 capacity, limit = plan.host_bytes + blocks * DISK_BLOCK_BYTES, disk_limit_bytes
-            store = make_store(device, capacity_bytes=capacity, directory=directory, limit_bytes=limit, tier=tier)
+            store: Any = make_store(device, capacity_bytes=capacity, directory=directory, limit_bytes=limit, tier=tier)
             if synchronous:
                 store = SynchronousStore(store, device)
-            stores[tier] = ChecksumStore(store) if checksums else store
+            if checksums:
+                store = ChecksumStore(store)
+            stores[tier] = store
     except BaseException:
         close_all(stores)
         raise

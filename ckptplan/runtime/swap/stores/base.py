@@ -7,13 +7,12 @@ left out, and `start_in` and `finish_in` may be repeated. Only the calling threa
 
 from __future__ import annotations
 
-import abc
 import collections
 import os
 import threading
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -58,26 +57,32 @@ class Ticket:
         self.extent = self.space = None
 
 
-class Store(Protocol):
-    """The swap state machine's interface to a tier; `on_copy`, if set, is called for each copy issued from then on."""
+class Store:
+    """The swap state machine's interface to a tier; this class copies nothing, for replays that only count bytes.
 
-    on_copy: OnCopy | None
+    Attributes
+    ----------
+    name : str
+        Place of the bytes, for messages.
+    on_copy : callable or None
+        Called for each copy issued from now on.
+    peak_bytes : int
+        Most bytes that were in use at once.
+    """
 
-    @property
-    def name(self) -> str:
-        """Place of the bytes, for messages."""
+    name = "nowhere"
+    on_copy: OnCopy | None = None
+    peak_bytes = 0
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes that the store holds now, used or not."""
+        return 0
 
     @property
     def used_bytes(self) -> int:
         """Bytes of them in use now."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes that were in use at once."""
+        return 0
 
     def start_out(self, *sources: torch.Tensor, place: Hashable = None) -> Ticket:
         """Begin to copy contiguous tensors out; the caller keeps them until `finish_out`.
@@ -87,6 +92,7 @@ class Store(Protocol):
         place : hashable, optional
             A group with the same place and size as an earlier one gets the same memory, unless that is still taken.
         """
+        return Ticket([source.nbytes for source in sources], [0] * len(sources), Extent(0, 0), Space())
 
     def finish_out(self, ticket: Ticket) -> None:
         """Make compute wait until the whole group is copied out."""
@@ -109,9 +115,10 @@ class Store(Protocol):
 
     def free(self, ticket: Ticket) -> None:
         """Free the host bytes of the group once no copy uses them."""
+        ticket.let_go()
 
     def lend(self) -> None:
-        """Let stores that are made inside `handing_over` use this store's host memory too."""
+        """Let stores that are made inside `handing_over` use this store's host memory too, if it is worth that."""
 
     def close(self) -> None:
         """End threads and free memory and files: now, or when the last block in use is freed."""
@@ -122,30 +129,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor if tensor.dim() == 1 else tensor.view(-1)).view(torch.uint8)
 
 
-class NullStore:
-    """A store that copies nothing: for replays that only count bytes."""
-
-    name = "nowhere"
-    on_copy: OnCopy | None = None
-    reserved_bytes = used_bytes = peak_bytes = 0
-
-    def start_out(self, *sources: torch.Tensor, place: Hashable = None) -> Ticket:
-        return Ticket([source.nbytes for source in sources], [0] * len(sources), Extent(0, 0), Space())
-
-    def finish_out(self, ticket: Ticket) -> None: ...
-
-    def start_in(self, ticket: Ticket, *targets: torch.Tensor, parts: Sequence[int] | None = None) -> Any: ...
-
-    def finish_in(self, ticket: Ticket, done: Any = None) -> None: ...
-
-    def free(self, ticket: Ticket) -> None: ...
-
-    def lend(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-NULL_STORES: Mapping[Tier, Store] = {"host": NullStore(), "disk": NullStore()}
+NULL_STORES: Mapping[Tier, Store] = {"host": Store(), "disk": Store()}
 
 
 class Extent:
@@ -292,26 +276,15 @@ class Extents:
         self._unsure = False
 
 
-class OfOneProcess(abc.ABC):
+class OfOneProcess(Store):
     """A store for the process that made it; its space is freed once it is closed and no ticket holds it."""
-
-    on_copy: OnCopy | None = None
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._space: Space | None = Space()
-        self._peak = 0
-
-    @property
-    @abc.abstractmethod
-    def used_bytes(self) -> int: ...
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._peak
 
     def _issued(self, ticket: Ticket) -> Ticket:
-        self._peak = max(self._peak, self.used_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return ticket
 
     @property

@@ -12,7 +12,6 @@ import torch
 from ckptplan.core.errors import SwapError
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.accelerator import synchronize
-from ckptplan.runtime.observe.meter import OnCopy
 from ckptplan.runtime.swap.stores.base import Store, Ticket, bytes_of
 
 _Returns = tuple[Any, dict[int, torch.Tensor]]
@@ -22,56 +21,19 @@ _PIECE_BYTES = 16 << 20
 
 
 class Around:
-    """A store that passes every call on to `inner`."""
+    """A store that passes on to `inner` what it doesn't do itself."""
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
 
-    @property
-    def on_copy(self) -> OnCopy | None:
-        """The callback of the inner store."""
-        return self.inner.on_copy
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
-    @on_copy.setter
-    def on_copy(self, tell: OnCopy | None) -> None:
-        self.inner.on_copy = tell
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def reserved_bytes(self) -> int:
-        return self.inner.reserved_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        return self.inner.used_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.inner.peak_bytes
-
-    def start_out(self, *sources: torch.Tensor, place: Hashable = None) -> Ticket:
-        return self.inner.start_out(*sources, place=place)
-
-    def finish_out(self, ticket: Ticket) -> None:
-        self.inner.finish_out(ticket)
-
-    def start_in(self, ticket: Ticket, *targets: torch.Tensor, parts: Sequence[int] | None = None) -> Any:
-        return self.inner.start_in(ticket, *targets, parts=parts)
-
-    def finish_in(self, ticket: Ticket, done: Any = None) -> None:
-        self.inner.finish_in(ticket, done)
-
-    def free(self, ticket: Ticket) -> None:
-        self.inner.free(ticket)
-
-    def lend(self) -> None:
-        self.inner.lend()
-
-    def close(self) -> None:
-        self.inner.close()
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "on_copy":
+            self.inner.on_copy = value
+        else:
+            super().__setattr__(name, value)
 
 
 class SynchronousStore(Around):

@@ -140,6 +140,8 @@ class DiskStore(OfOneProcess):
         If the directory can't be written or has no room, or `capacity_bytes` is above `limit_bytes`.
     """
 
+    reserved_bytes = 0
+
     def __init__(
         self,
         directory: str | Path | None = None,
@@ -161,8 +163,8 @@ class DiskStore(OfOneProcess):
                 f"swap directory {where} can't be written: {error}; pass swap_dir= a directory that can"
             ) from error
         self._where = where
+        self.name = f"the swap file in {where}"
         self._limit = limit_bytes
-        self._reserved = 0
         self._stages: tuple[Staging, Staging] | None = None
         try:
             self._reserve(capacity_bytes)
@@ -179,19 +181,11 @@ class DiskStore(OfOneProcess):
         self._close = weakref.finalize(self._space, _close_disk, self._pid, self._out, self._in, self._file)
 
     @property
-    def name(self) -> str:
-        return f"the swap file in {self._where}"
-
-    @property
-    def reserved_bytes(self) -> int:
-        return self._reserved
-
-    @property
     def used_bytes(self) -> int:
         return self._extents.used
 
     def _reserve(self, nbytes: int) -> None:
-        if nbytes <= self._reserved:
+        if nbytes <= self.reserved_bytes:
             return
         if self._limit is not None and nbytes > self._limit:
             raise SwapError(
@@ -199,15 +193,15 @@ class DiskStore(OfOneProcess):
                 f"{format_bytes(self._limit)}; raise disk_gb=, or solve for less"
             )
         try:
-            _allocate(self._file.fileno(), self._reserved, nbytes)
+            _allocate(self._file.fileno(), self.reserved_bytes, nbytes)
         except OSError as error:
             with contextlib.suppress(OSError):  # give a partial reservation back
-                os.ftruncate(self._file.fileno(), self._reserved)
+                os.ftruncate(self._file.fileno(), self.reserved_bytes)
             raise SwapError(
                 f"swap directory {self._where} has no room for {format_bytes(nbytes)}: {error}; "
                 "free some, pass another swap_dir=, or solve with less to swap to (host_gb=, disk_gb=)"
             ) from error
-        self._reserved = nbytes
+        self.reserved_bytes = nbytes
 
     def start_out(self, *sources: torch.Tensor, place: Hashable = None) -> Ticket:
         space = self._open()
@@ -227,13 +221,13 @@ class DiskStore(OfOneProcess):
             (bytes_of(tensor), ticket.offset + ticket.offsets[part])
             for part, tensor in sorted(zip(parts, tensors, strict=True), key=lambda block: block[0])
         ]
-        work: Callable[[], None]
+        copy = functools.partial(_write if way == "out" else _read, fd)
         if self._stages is None:
             views = [(memoryview(data.numpy()), at) for data, at in blocks]  # type: ignore[arg-type]
-            work = functools.partial(_each, _write if way == "out" else _read, fd, views)
+            work = functools.partial(_each, copy, views)
         else:
-            run, stage = (_staged_out, self._stages[0]) if way == "out" else (_staged_in, self._stages[1])
-            work = functools.partial(run, stage, recorded_event(self._device), blocks, fd)
+            run = self._stages[0].out if way == "out" else self._stages[1].back
+            work = functools.partial(run, recorded_event(self._device), blocks, copy)
         nbytes = sum(self._extents.size(data.numel()) for data, _ in blocks)
         worker, after = (self._out, None) if way == "out" else (self._in, ticket.out_done)
         return worker.submit(_timed, self.on_copy, way, nbytes, (ticket.extent, ticket.space), work, after)
@@ -260,10 +254,7 @@ class DiskStore(OfOneProcess):
             for done in (ticket.in_done, ticket.out_done):
                 if done is not None:
                     done.settle()
-        ticket.let_go()
-
-    def lend(self) -> None:
-        """Do nothing: a staging area is too small to be worth passing on."""
+        super().free(ticket)
 
 
 def _close_disk(pid: int, out: Worker, back: Worker, file: Any) -> None:
@@ -309,17 +300,9 @@ def _timed(
         tell(way, nbytes, begin, time.perf_counter())
 
 
-def _each(copy: Callable[[int, memoryview, int], None], fd: int, blocks: Sequence[tuple[memoryview, int]]) -> None:
+def _each(copy: Callable[[memoryview, int], None], blocks: Sequence[tuple[memoryview, int]]) -> None:
     for view, at in blocks:
-        copy(fd, view, at)
-
-
-def _staged_out(staging: Staging, ready: Any, blocks: Sequence[Part], fd: int) -> None:
-    staging.out(ready, blocks, lambda view, at: _write(fd, view, at))
-
-
-def _staged_in(staging: Staging, ready: Any, blocks: Sequence[Part], fd: int) -> None:
-    staging.back(ready, blocks, lambda view, at: _read(fd, view, at))
+        copy(view, at)
 
 
 def _write(fd: int, view: memoryview, offset: int) -> None:

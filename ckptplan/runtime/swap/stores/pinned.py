@@ -40,6 +40,8 @@ class PinnedStore(OfOneProcess):
     were issued before them, and for the copies out of an earlier store of the memory, whose graphs may be gone.
     """
 
+    name = "the host memory for swapping"
+
     def __init__(self, device: torch.device, *, capacity_bytes: int, limit_bytes: int | None = None) -> None:
         super().__init__()
         self._device = device
@@ -55,10 +57,6 @@ class PinnedStore(OfOneProcess):
                 self._grow(needed - held, exactly=True)
         except SwapError as error:
             raise InvalidInputError(str(error)) from error
-
-    @property
-    def name(self) -> str:
-        return "the host memory for swapping"
 
     @property
     def reserved_bytes(self) -> int:
@@ -104,16 +102,16 @@ class PinnedStore(OfOneProcess):
 
     def _take(self, nbytes: int, place: Hashable) -> tuple[Extent, HostArea]:
         """Take a piece within one area, a new area if necessary; return piece and area."""
-        for area in self._areas:
-            extent = area.extents.again(nbytes, place)
-            if extent is not None:
-                return extent, area
-        piece = _piece(self._areas, nbytes, place)
-        if piece is None:
-            self._grow(nbytes)
-            piece = _piece(self._areas[-1:], nbytes, place)
-        assert piece is not None, "a new area holds what it was made for"
-        return piece
+        areas = self._areas
+        for again in (True, False):
+            for area in areas:
+                extent = (area.extents.again if again else area.extents.take)(nbytes, place)
+                if extent is not None:
+                    return extent, area
+        self._grow(nbytes)
+        extent = areas[-1].extents.take(nbytes, place)
+        assert extent is not None, "a new area holds what it was made for"
+        return extent, areas[-1]
 
     def start_out(self, *sources: torch.Tensor, place: Hashable = None) -> Ticket:
         space = self._open()
@@ -168,14 +166,3 @@ class PinnedStore(OfOneProcess):
     def finish_in(self, ticket: Ticket, done: Any = None) -> None:
         self._require_owner()
         self._own.current_stream(self._device).wait_event(ticket.in_done if done is None else done)
-
-    def free(self, ticket: Ticket) -> None:
-        ticket.let_go()
-
-
-def _piece(areas: Sequence[HostArea], nbytes: int, place: Hashable) -> tuple[Extent, HostArea] | None:
-    for area in areas:
-        extent = area.extents.take(nbytes, place)
-        if extent is not None:
-            return extent, area
-    return None
