@@ -94,6 +94,13 @@ def _steps(profile: Profile, options: tuple[Option, ...], segments: tuple[Segmen
 CHAINS = range(60)
 
 
+@pytest.fixture(scope="module")
+def cases() -> list[tuple[Profile, int]]:
+    """Random chains, each with a budget in the middle by the rules as they are."""
+    chains = [random_chain(seed, 5) for seed in CHAINS]
+    return [(profile, _middle(profile)) for profile in chains]
+
+
 def moves_while_the_program_holds_it(patch: pytest.MonkeyPatch) -> None:
     """Rule 4 without its condition on the program's variables."""
 
@@ -198,14 +205,13 @@ PLANNERS = [by_labels, by_the_planner, by_the_baselines]
 def test_a_rule_that_changes_is_followed_by_all_planners_and_the_referee_objects(
     planner: Callable[[Profile, int], list[tuple[Cost, Cost]]],
     change: Callable[[pytest.MonkeyPatch], None],
+    cases: list[tuple[Profile, int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    chains = [random_chain(seed, 5) for seed in CHAINS]
-    budgets = [_middle(profile) for profile in chains]
-    for profile, budget in zip(chains[:12], budgets, strict=False):
+    for profile, budget in cases[:12]:
         assert all(ours == referee for ours, referee in planner(profile, budget))
     change(monkeypatch)
-    for profile, budget in zip(chains, budgets, strict=True):
+    for profile, budget in cases:
         if any(ours != referee for ours, referee in planner(profile, budget)):
             return
     pytest.fail("no plan differs from the referee's reading")

@@ -363,7 +363,7 @@ def _counted_replays(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 def test_menus_under_autocast() -> None:
     """Whether a call casts its weights depends on autocast's cache: while profiling, and in each later step."""
     torch.manual_seed(0)
-    model, inputs = attending()
+    model, inputs = mlp()
 
     def step() -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):

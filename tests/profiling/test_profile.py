@@ -515,8 +515,8 @@ def test_an_output_that_nothing_uses(at_once: bool) -> None:
             return self.head(x)
 
     torch.manual_seed(0)
-    model, x = Using(6), torch.randn(64, 64)
-    model.blocks = nn.ModuleList(Unused(64) for _ in range(6))
+    model, x = Using(3), torch.randn(64, 64)
+    model.blocks = nn.ModuleList(Unused(64) for _ in range(3))
     profile = ckptplan.profile(model, x)
     assert any(storage.dropped_bytes for storage in profile.storages)
     for plan in uniform_plans(profile):
@@ -672,6 +672,7 @@ def test_an_error_inside_the_model_changes_nothing_either() -> None:
     assert_same(before, snapshot(model))
 
 
+@pytest.mark.usefixtures("short_search")
 def test_profiling_stays_below_the_smallest_feasible_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that can't take the plain step: limited by counting the allocator's events while stages run for real."""
     model, inputs = Net(blocks=8, width=128), torch.randn(512, 128)

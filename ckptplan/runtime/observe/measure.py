@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -95,13 +95,14 @@ def recorded_allocations(run: Callable[[], Any]) -> tuple[list[tuple[int, int]],
     dict
         Begin and end, in ns, of every `torch.profiler.record_function` inside, by name.
     """
+    # Not `torch.profiler.profile`, which makes an object of each event: that takes longer than most steps here.
     # Blocks of an earlier recording that are freed in this one would count as releases.
-    recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
-    with no_cycles_collected(), recording as recorded:
+    with no_cycles_collected(), profile(profile_memory=True) as recorded:
         run()
     events: list[tuple[int, int]] = []
     spans: dict[str, tuple[int, int]] = {}
-    for e in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
+    assert recorded.kineto_results is not None
+    for e in recorded.kineto_results.events():
         if e.name() == "[memory]":
             if e.device_type().name == "CPU":
                 events.append((e.start_ns(), e.nbytes()))
