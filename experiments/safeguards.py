@@ -635,6 +635,14 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     ),
     Safeguard(
         17,
+        "a recompute's inputs are no leaves where the forward's weren't, which autocast tells apart",
+        "Frame._again",
+        "leaf[...] if made else leaf",
+        "leaf",
+        ("tests/profiling/test_menus.py::test_menus_under_autocast",),
+    ),
+    Safeguard(
+        17,
         "a recompute draws the random numbers of its forward, alone or in a segment's sweep",
         "Call.__call__",
         "            self._surroundings.put(undo, tensors)\n",

@@ -4,8 +4,8 @@ The plan space, written out once more: a sequence of single stages, each with an
 whose stages recompute; in the sweep of a segment each stage is kept or in an inner segment. Segments begin and end at
 module stages, since one with glue at its ends is the same as one without. What may move is worked out here from NOTE
 [Residency]; bytes and seconds are the referee's. For given options and segments the points are as late as fits, from
-the last stage that moves to the first; `fastest_of_all_points` has no idea of that and tries every release and
-prefetch point instead, for up to three stages or so.
+the last stage that moves to the first, none behind that of a later stage; `fastest_of_all_points` has no idea of that
+and tries every release and prefetch point instead, for up to three stages or so.
 """
 
 from __future__ import annotations
@@ -208,13 +208,16 @@ def lazy(profile: Profile, found: Combination, budget_bytes: int) -> tuple[list[
             backward[k], sweep = max(sweep, step.peak_bytes), 0
     modules = [k for k in range(n) if not profile.stages[k].is_glue] or list(range(n))
     decisions = []
+    limits = (n - 1, n - 1)  # copies run in the order of stages: none waits for the point of a later stage
     for i in reversed(range(n)):
         points = []
-        for needs, point in ((forward, i), (backward, moves.back_by[i])):
-            while point < n - 1 and needs[point + 1] + moves.sizes[i] <= budget_bytes:
+        for needs, point, limit in zip((forward, backward), (i, moves.back_by[i]), limits, strict=True):
+            while point < limit and needs[point + 1] + moves.sizes[i] <= budget_bytes:
                 point += 1
                 needs[point] += moves.sizes[i]
             points.append(point)
+        if moves.sizes[i]:
+            limits = (points[0], points[1])
         release, prefetch = min(points[0], modules[-1]), max([k for k in modules if k <= points[1]] or modules[:1])
         stays = points == [n - 1, n - 1]
         decisions.append(decision(found.options[i], () if stays else moves.positions[i], release, prefetch))

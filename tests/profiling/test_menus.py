@@ -60,6 +60,18 @@ class Attending(nn.Module):
         return self.mlp(x + self.out(mixed.transpose(1, 2).reshape(b, t, c)))
 
 
+class Shared(nn.Module):
+    """Three projections of one float32 tensor: autocast casts it for each, unless it is a leaf."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(width, 2 * width) for _ in range(3))
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.down(torch.tanh(self.q(x) * self.k(x)) + F.gelu(self.v(x)))).float()
+
+
 class Stack(nn.Module):
     def __init__(self, block: Callable[[], nn.Module], width: int, depth: int = 4) -> None:
         super().__init__()
@@ -80,6 +92,10 @@ def mlp(depth: int = 2) -> tuple[nn.Module, torch.Tensor]:
 
 def attending(depth: int = 2) -> tuple[nn.Module, torch.Tensor]:
     return Stack(lambda: Attending(64), 64, depth), torch.randn(4, 64, 64)
+
+
+def shared(depth: int = 2) -> tuple[nn.Module, torch.Tensor]:
+    return Stack(lambda: Shared(64), 64, depth), torch.randn(4, 128, 64)
 
 
 def normed(depth: int = 2) -> tuple[nn.Module, torch.Tensor]:
@@ -360,10 +376,11 @@ def _counted_replays(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 # --- what really happens ---
 
 
-def test_menus_under_autocast() -> None:
+@pytest.mark.parametrize("built", [mlp, shared])
+def test_menus_under_autocast(built: Callable[[], tuple[nn.Module, torch.Tensor]]) -> None:
     """Whether a call casts its weights depends on autocast's cache: while profiling, and in each later step."""
     torch.manual_seed(0)
-    model, inputs = mlp()
+    model, inputs = built()
 
     def step() -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -89,7 +89,7 @@ class Frame:
         self.complete = False
         self._call = call
         self._inputs: Sequence[Any] = ()
-        self._needs_grad: list[bool] = []
+        self._made: list[bool | None] = []  # by input: an operation made it; None if it needs no gradient
         self._slots: list[weakref.ref[Slot]] = []
         self._like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._users: UsersHooks | None = None
@@ -98,7 +98,7 @@ class Frame:
     def forward(self, tensors: list[torch.Tensor], inputs: Sequence[Any]) -> Any:
         """Run the stage for the first time; `inputs` holds `tensors`, in the same order, for the recompute."""
         self._inputs = inputs
-        self._needs_grad = [t.requires_grad for t in tensors]
+        self._made = [t.grad_fn is not None if t.requires_grad else None for t in tensors]
         self._users = UsersHooks.around()
         save = self._save if self._users is None else self._users.through(self._save)
         with torch.autograd.graph.saved_tensors_hooks(out_of_sight(save), unpack):
@@ -170,9 +170,11 @@ class Frame:
 
         Return the leaves of the output.
         """
-        for i, needed in enumerate(self._needs_grad):
-            if needed and not isinstance(inputs[i], nn.Parameter):
-                inputs[i] = inputs[i].detach().requires_grad_()
+        for i, made in enumerate(self._made):
+            if made is not None and not isinstance(inputs[i], nn.Parameter):
+                leaf = inputs[i].detach().requires_grad_()
+                with torch.enable_grad():  # a view is no leaf: autocast casts leaves once, other tensors at each use
+                    inputs[i] = leaf[...] if made else leaf
         unchanged = contextlib.nullcontext() if self.check is None else self.check.unchanged()
         # Emptied afterwards to break a reference cycle that Python's collector can't see: the graph holds this hook,
         # the hook the frame, and the frame may hold the graph, by a list to which a module's hook appends features.
