@@ -672,6 +672,33 @@ def test_an_error_inside_the_model_changes_nothing_either() -> None:
     assert_same(before, snapshot(model))
 
 
+class CalledTwice(nn.Module):
+    """Calls one module twice; one of the calls saves little, or nothing."""
+
+    def __init__(self, *, first: bool) -> None:
+        super().__init__()
+        self.act, self.first = nn.Tanh(), first
+        self.up, self.down, self.out = nn.Linear(64, 256), nn.Linear(256, 64), nn.Linear(64, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.act(self.up(self.act(x) if self.first else x))
+        out: torch.Tensor = self.out(self.down(hidden))
+        return out if self.first else self.act(out)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_all_calls_of_a_module_are_stages_if_one_is(first: bool) -> None:
+    torch.manual_seed(0)
+    model, x = CalledTwice(first=first), torch.randn(512, 64)
+    profile = ckptplan.profile(model, x)
+    assert {"act", "act#2"} <= {stage.name for stage in profile.stages}
+    for plan in uniform_plans(profile):
+        report = ckptplan.verify(model, plan, x, repeats=1)
+        assert report.gradients_equal
+        assert report.other_paths == 0
+        assert report.measured_peak_bytes <= plan.peak_bytes
+
+
 @pytest.mark.usefixtures("short_search")
 def test_profiling_stays_below_the_smallest_feasible_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that can't take the plain step: limited by counting the allocator's events while stages run for real."""

@@ -37,6 +37,11 @@ class Call:
     inputs: dict[int, int] = field(default_factory=dict)
 
     @property
+    def module(self) -> str:
+        """The qualified name of the module."""
+        return self.name.partition("#")[0]
+
+    @property
     def saved_bytes(self) -> int:
         """Bytes autograd saves inside, each storage counted once."""
         return sum(self.saved.values())
@@ -77,13 +82,14 @@ def discover_stages(step: TrainingStep, world: Callable[[], contextlib.AbstractC
     total = root.saved_bytes
     best: list[Call] = []
     for cut in cuts:
-        stages = [call for call in cut if call.saved and (call.member or call.saved_bytes >= _WORTH * total)]
+        worthy = {call.module for call in cut if call.saved and (call.member or call.saved_bytes >= _WORTH * total)}
+        stages = [call for call in cut if call.module in worthy]  # all calls of a module: plans number them
         if stages and (not best or _cost(stages) < _cost(best)):
             best = stages
     if not best:
         raise UnsupportedModelError("no submodule of the model saves anything for backward; there is nothing to plan")
-    modules = {call.name.partition("#")[0] for call in best}
-    called = dict.fromkeys(call.name.partition("#")[0] for _, call in nx.dfs_edges(calls, root))
+    modules = {call.module for call in best}
+    called = dict.fromkeys(call.module for _, call in nx.dfs_edges(calls, root))
     outside = (name for name in called if not any(name == m or name.startswith(f"{m}.") for m in modules))
     return Found(tuple(call.name for call in best), tuple(outside))
 
