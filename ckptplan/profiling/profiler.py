@@ -146,10 +146,7 @@ def training_step(model: nn.Module, training: Training, target: Target) -> tuple
         notes.append(
             "the model has gradients, so steps are meant that start with them; accumulate=False leaves them out"
         )
-    if training.amp is not None:
-        dtype = getattr(torch, str(training.amp).removeprefix("torch."))
-        step = dataclasses.replace(step, autocast=(target.device.type, dtype))
-    return step, notes
+    return step.under(training.amp, target.device.type), notes
 
 
 @in_own_context

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -114,6 +115,12 @@ class TrainingStep:
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.autocast[0], self.autocast[1])
+
+    def under(self, amp: torch.dtype | str | None, kind: str) -> TrainingStep:
+        """Return the step under autocast to `amp` on a kind of device, such as "cuda"; itself if `amp` is None."""
+        if amp is None:
+            return self
+        return dataclasses.replace(self, autocast=(kind, getattr(torch, str(amp).removeprefix("torch."))))
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the input tensors."""

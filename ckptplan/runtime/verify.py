@@ -166,6 +166,7 @@ def verify(
     loss_fn: LossFn | None = None,
     *,
     step: Callable[[], torch.Tensor] | None = None,
+    amp: torch.dtype | str | None = None,
     accumulate: bool | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     repeats: int = 3,
@@ -182,8 +183,8 @@ def verify(
 
     Parameters
     ----------
-    inputs, loss_fn, step
-        The inputs and loss that the plan was made for (see `profile`).
+    inputs, loss_fn, step, amp
+        The inputs, loss and autocast type that the plan was made for (see `profile`).
     accumulate : bool, optional
         Whether the measured steps start with gradients. By default they do if the plan is for such steps or the model
         has gradients now. These stay unchanged, because the steps use copies.
@@ -210,8 +211,9 @@ def verify(
         raise InvalidInputError("verify needs the inputs the plan was made for: pass inputs= (or step=)")
     if accumulate is None and plan.fingerprint.accumulates:
         accumulate = True
-    training = make_step(model, Training(inputs, loss_fn, step=step, accumulate=accumulate))
     device = model_device(model)
+    options = Training(inputs, loss_fn, step=step, amp=amp, accumulate=accumulate)
+    training = make_step(model, options).under(amp, device.type)
     training.on_device(device)
     plan.fingerprint.require(fingerprint(training), ignore=("accumulates",))
     parameters = ParameterState(model.parameters())

@@ -17,6 +17,7 @@ from fake_memory import DEVICE, WORKSPACE_BYTES, FakeMemory
 from small_models import build, measured, plan_of
 from torch import nn
 
+import ckptplan
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Training
@@ -110,6 +111,20 @@ def test_other_paths_than_profiled_are_reported() -> None:
     assert found.other_paths == found.stats.other_paths == moving
     assert f"{moving} runs of stages saved something else than profiled" in str(found)
     assert f"saved something else than profiled: {moving}" in str(found.stats)
+
+
+def test_a_step_under_autocast() -> None:
+    model, inputs = build("mlp")
+    found = profile(model, inputs, amp="bfloat16")
+    report = verify(model, plan_of(found, ["recompute"] * len(found.stages)), inputs, amp="bfloat16", repeats=1)
+    assert report.gradients_equal
+    assert report.other_paths == 0
+    # 2 % and the random states, as for other plans of small models.
+    assert report.measured_peak_bytes <= report.predicted_peak_bytes <= 1.02 * report.measured_peak_bytes + 2 * 5056
+    with pytest.raises(ckptplan.PlanMismatchError, match="float32"):
+        verify(model, plan_of(found, ["keep"] * len(found.stages)), inputs, repeats=1)
+    with pytest.raises(ckptplan.InvalidInputError, match="amp='int8'"):
+        verify(model, plan_of(found, ["keep"] * len(found.stages)), inputs, amp="int8")
 
 
 def test_a_plan_that_an_earlier_version_saved_is_applied(tmp_path: Path) -> None:
