@@ -637,7 +637,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         17,
         "a recompute's inputs are no leaves where the forward's weren't, which autocast tells apart",
         "Frame._again",
-        "leaf[...] if made else leaf",
+        "leaf[...] if made and plain(leaf) else leaf",
         "leaf",
         ("tests/profiling/test_menus.py::test_menus_under_autocast",),
     ),

@@ -21,6 +21,7 @@ from ckptplan.runtime.state.compiled import out_of_sight
 from ckptplan.runtime.swap.packing import Held, Packing, unpack
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.users_hooks import UsersHooks, innermost, keep_values
+from ckptplan.runtime.swap.views import plain
 
 
 class Slot:
@@ -174,7 +175,7 @@ class Frame:
             if made is not None and not isinstance(inputs[i], nn.Parameter):
                 leaf = inputs[i].detach().requires_grad_()
                 with torch.enable_grad():  # a view is no leaf: autocast casts leaves once, other tensors at each use
-                    inputs[i] = leaf[...] if made else leaf
+                    inputs[i] = leaf[...] if made and plain(leaf) else leaf
         unchanged = contextlib.nullcontext() if self.check is None else self.check.unchanged()
         # Emptied afterwards to break a reference cycle that Python's collector can't see: the graph holds this hook,
         # the hook the frame, and the frame may hold the graph, by a list to which a module's hook appends features.
