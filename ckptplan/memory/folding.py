@@ -145,7 +145,7 @@ class _Witness(Tracker):  # type: ignore[no-untyped-call]
     def of(cls, step: TrainingStep, stages: tuple[str, ...], target: Target, kinds: dict[Any, int]) -> Recording:
         """Return the record of the forward of `step`; `kinds` has the number of each kind of operation met so far."""
         witness = cls(target, step.model, kinds)
-        seen = replay(step, stages, (KEEP,) * len(stages), target, tracker=witness, saves=False)
+        seen = replay(step, stages, (KEEP,) * len(stages), target, tracker=witness, saves=False, numbered=False)
         for segment, sids in seen.saved.items():
             for sid in sids:
                 if sid[0] == "forward":

@@ -13,12 +13,14 @@ import itertools
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+T = TypeVar("T")
 
 KEPT = 4
 """Periods that are run: the first and the last have other neighbours, the two between are compared."""
@@ -80,6 +82,22 @@ class Run:
 
         return self.pattern.sub(moved, name, count=1) if head in name else name
 
+    def shortened(self, name: str) -> str | None:
+        """Return a name of the full model as the shortened one has it; None for that of a layer that is left out."""
+        found = self.pattern.match(name)
+        if found is None:
+            return name
+        i = int(found[1])
+        if self.first <= i < self.first + self.count:
+            q = (i - self.first) // self.period
+            r = q if q < 2 else q - (self.periods - KEPT)
+            if q >= 2 > r:
+                return None
+            i -= (q - r) * self.period
+        elif i >= self.first:
+            i -= self.fewer
+        return f"{name[: found.start(1)]}{i}{name[found.end(1) :]}"
+
 
 @dataclass(frozen=True, slots=True)
 class Periods:
@@ -128,16 +146,27 @@ class Periods:
         r = bisect.bisect_right(self.begins, segment) - 1
         return r if 0 <= r < KEPT else None
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Per period of the full model, the one that stands for it."""
+        return (0, *[1] * (self.run.periods - KEPT + 1), *range(2, KEPT))
+
+    def repeated(
+        self, short: Sequence[T], change: Callable[[T, int | None, int | None], T] = lambda item, r, q: item
+    ) -> tuple[T, ...]:
+        """Return the full model's list from the shortened one's with an item per stage.
+
+        `change` gets an item with the period that it is of and the one that it stands for, None outside of them.
+        """
+        first, last, per = self.begins[0] // 2, self.begins[-1] // 2, self.length // 2
+        out = [change(item, None, None) for item in short[:first]]
+        for q, r in enumerate(self.order):
+            out += [change(item, r, q) for item in short[first + r * per : first + (r + 1) * per]]
+        return (*out, *(change(item, None, None) for item in short[last:]))
+
     def stages(self, short: Sequence[str]) -> tuple[str, ...]:
         """Return the names of the full model's stages from those of the shortened one."""
-        rename = self.run.renamed
-        first, last, per = self.begins[0] // 2, self.begins[-1] // 2, self.length // 2
-        n = self.run.periods
-        out = [rename(name, None, None) for name in short[:first]]
-        for q in range(n):
-            r = 0 if q == 0 else KEPT - 1 if q == n - 1 else 1
-            out += [rename(name, r, q) for name in short[first + r * per : first + (r + 1) * per]]
-        return (*out, *(rename(name, None, None) for name in short[last:]))
+        return self.repeated(short, self.run.renamed)
 
 
 def find_runs(model: nn.Module) -> list[Run]:
