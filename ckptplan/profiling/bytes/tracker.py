@@ -89,7 +89,7 @@ class OpTrace:
     from_real_run: bool = False
     repeatable: bool = True
     at: tuple[int, int] = (0, 0)
-    reads: tuple[tuple[Any, bool], ...] = ()
+    reads: tuple[tuple[Any, ...], ...] = ()
 
 
 @dataclass(slots=True)
@@ -361,7 +361,7 @@ class Tracker(FakeWorld):
             )
         return result
 
-    def operands(self, given: Sequence[torch.Tensor]) -> tuple[tuple[Any, bool], ...]:
+    def operands(self, given: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], ...]:
         """What `OpTrace.reads` has of an operation's operands; subclasses that compare steps override this."""
         return ()
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -108,7 +108,7 @@ class Folding:
         """The decisions for the shortened model's stages."""
         sources = tuple(range(len(self._short)))
         short = self._short
-        for run in self._runs:
+        for run in reversed(self._runs):
             periods = _periods(run, short)
             sources, short = periods.repeated(sources), periods.stages(short)
         found: dict[int, Decision] = {}
@@ -125,7 +125,7 @@ class Folding:
         if len(seen.forward) != 2 * len(self._short) + 1 or seen.draws or seen.replaced_bytes:
             raise UnlikeLayersError
         short = self._short
-        for run in self._runs:
+        for run in reversed(self._runs):
             periods = _periods(run, short)
             if any(run.pattern.match(name) for name in seen.written):
                 raise UnlikeLayersError
@@ -159,7 +159,7 @@ def _are_equal(a: Replay, b: Replay) -> bool:
 
 
 class _Reading(Tracker):  # type: ignore[no-untyped-call]
-    """Tracker that notes each operation's operands: storage, or name in the model, and whether they require a gradient.
+    """Tracker that notes each operation's operands: storage, or name in the model, gradient required, hooks.
 
     Parameters
     ----------
@@ -173,14 +173,17 @@ class _Reading(Tracker):  # type: ignore[no-untyped-call]
         self._held: list[torch.Tensor] = []
         super().__init__(target)
 
-    def operands(self, given: Sequence[torch.Tensor]) -> tuple[tuple[Any, bool], ...]:
-        """Storage or name of each operand, and whether it requires a gradient."""
+    def operands(self, given: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], ...]:
+        """Storage or name of each operand, and whether it requires a gradient and has hooks on that."""
         if self._model is not None:  # the first operation: fake tensors are in place of the model's now
             for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
                 self._named.setdefault(id(tensor.untyped_storage()), name)
                 self._held.append(tensor)
             self._model = None
-        return tuple((self.sid(t) or self._named.get(id(t.untyped_storage()), ""), t.requires_grad) for t in given)
+        return tuple(
+            (self.sid(t) or self._named.get(id(t.untyped_storage()), ""), t.requires_grad, bool(t._backward_hooks))
+            for t in given
+        )
 
 
 class _Writer:
@@ -206,7 +209,7 @@ class _Writer:
         self.live_bytes = 0
         self.alive: dict[Sid, int] = {}
         self.labels = self._labels()
-        self.known: dict[tuple[Sid | str, int], Sid | str] = {}
+        self.known: defaultdict[int | None, dict[Sid | str, Sid | str]] = defaultdict(dict)
 
     def write(self) -> Replay:
         """Return the replay."""
@@ -277,12 +280,12 @@ class _Writer:
         late = phase != "outside" and segment >= self.end
         return phase, segment + (len(self.order) - KEPT) * self.length * late, number
 
-    def _seen_from(self, name: Sid | str, q: int) -> Sid | str:
+    def _seen_from(self, name: Sid | str, q: int | None) -> Sid | str:
         """A storage that period `q` refers to: of a period beside it, of the one at the other end, or of none."""
-        home, r = self._home_of(name), self.order[q]
+        home, r = self._home_of(name), None if q is None else self.order[q]
         if isinstance(name, str):
             return self.periods.run.renamed(name, r, q)
-        if home is None:
+        if home is None or r is None or q is None:
             return self._at(name, None)
         if abs(home - r) <= 1:
             return self._at(name, q + home - r)
@@ -290,32 +293,34 @@ class _Writer:
             raise UnlikeLayersError
         return self._at(name, 0 if home == 0 else len(self.order) - 1)
 
-    def _spread(self, items: Iterable[tuple[Any, ...]], q: int | None) -> list[tuple[Any, ...]]:
-        """Items that begin with the name of a storage, with its names as seen from period `q`.
+    def _spread(self, items: Collection[tuple[Any, ...]], q: int | None) -> list[tuple[Any, ...]]:
+        """Items that begin with the name of a storage, with its names as seen from period `q`, or from outside."""
+        known, out = self.known[q], []
+        for name, *rest in items:
+            new = known.get(name)
+            if new is None:
+                if q is None and self._home_of(name) is not None:
+                    return self._of_every_period(items)
+                new = known[name] = self._seen_from(name, q)
+            out.append((new, *rest))
+        return out
 
-        Outside of the periods, what refers to the second one refers to all that it stands for, one after the other; it
-        has to refer to the third one, too.
+    def _of_every_period(self, items: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """Items outside of the periods: those of the second one once for each period that it stands for, in order.
+
+        What refers to the second period has to refer to the third one, too.
         """
-        if q is not None:
-            known, out = self.known, []
-            for name, *rest in items:
-                if (name, q) not in known:
-                    known[name, q] = self._seen_from(name, q)
-                out.append((known[name, q], *rest))
-            return out
-        items = list(items)
-        homes = [self._home_of(item[0]) for item in items]
+        owned = [(self._home_of(item[0]), item) for item in items]
         second, third = (
-            Counter((self._at(item[0], 0), *item[1:]) for item, home in zip(items, homes, strict=True) if home == r)
-            for r in (1, 2)
+            Counter((self._at(item[0], 0), *item[1:]) for home, item in owned if home == r) for r in (1, 2)
         )
         if second - third:
             raise UnlikeLayersError
         out = []
-        for home, group in itertools.groupby(zip(homes, items, strict=True), operator.itemgetter(0)):
+        for home, group in itertools.groupby(owned, operator.itemgetter(0)):
             together = [item for _, item in group]
-            for p in [None] if home is None else self.copies[home]:
-                out += [(self._at(item[0], p), *item[1:]) for item in together]
+            for q in [None] if home is None else self.copies[home]:
+                out += [(self._at(item[0], q), *item[1:]) for item in together]
         return out
 
     # --- tables ---
@@ -328,14 +333,14 @@ class _Writer:
         return {g: entry for g, _, entry in self._by_segment(table)}
 
     def _set(self, sids: Iterable[Sid], q: int | None = None) -> set[Sid]:
-        return {sid for (sid,) in self._spread(((sid,) for sid in sids), q)}
+        return {sid for (sid,) in self._spread([(sid,) for sid in sids], q)}
 
     def _table(self, table: Mapping[Sid, T], q: int | None = None) -> dict[Sid, T]:
-        return dict(self._spread(table.items(), q))  # type: ignore[arg-type]
+        return dict(self._spread(table.items(), q))
 
     # --- traces ---
 
-    def _play(self, changes: Iterable[Change], q: int | None) -> list[Change]:
+    def _play(self, changes: Collection[Change], q: int | None) -> list[Change]:
         """Make changes to the storages that are alive, and return them with their names here."""
         out = self._spread(changes, q)
         for sid, nbytes, stays in out:
@@ -357,7 +362,7 @@ class _Writer:
         for op in old.ops:
             (first, before), (last, after) = (places[n] for n in op.at)
             made, reads = self._table(op.made, q), tuple(self._spread(op.reads, q))
-            written = tuple(sid for (sid,) in self._spread(((sid,) for sid in op.written), q))
+            written = tuple(sid for (sid,) in self._spread([(sid,) for sid in op.written], q))
             again = op.fresh, op.numbered, op.from_real_run, op.repeatable
             ops.append(OpTrace(before, after, op.key, made, written, *again, (first, last), reads))
         return SegmentTrace(
