@@ -58,7 +58,7 @@ class Hooked(Residual):
 
 
 class Heavy(torch.autograd.Function):
-    """Takes more memory in backward if it is told so."""
+    """Makes a storage in backward that is larger with `much`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, much: bool) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Heavy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return (torch.cat([gradient] * 3)[: len(gradient)].clone() if ctx.much else gradient.clone()), None
+        return torch.cat([gradient] * (3 if ctx.much else 1))[: len(gradient)].clone(), None
 
 
 class HeavyOnce(Residual):

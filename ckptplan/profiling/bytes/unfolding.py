@@ -129,9 +129,9 @@ class Folding:
             periods = _periods(run, short)
             if any(run.pattern.match(name) for name in seen.written):
                 raise UnlikeLayersError
-            if _Writer(seen, periods, (0, 1, 2, 3)).write() != _Writer(seen, periods, (0, 2, 1, 3)).write():
+            if _Unfolded(seen, periods, (0, 1, 2, 3)).write() != _Unfolded(seen, periods, (0, 2, 1, 3)).write():
                 raise UnlikeLayersError
-            seen, short = _Writer(seen, periods, periods.order).write(), periods.stages(short)
+            seen, short = _Unfolded(seen, periods, periods.order).write(), periods.stages(short)
         return seen
 
 
@@ -186,8 +186,8 @@ class _Reading(Tracker):  # type: ignore[no-untyped-call]
         )
 
 
-class _Writer:
-    """Writes the replay of a model out of that of the shortened one.
+class _Unfolded:
+    """The replay of a model, written out of that of the shortened one.
 
     Parameters
     ----------
@@ -347,8 +347,8 @@ class _Writer:
             self.live_bytes += nbytes
             if stays:
                 self.alive[sid] = self.alive.get(sid, 0) + nbytes
-            else:
-                del self.alive[sid]
+            elif self.alive.pop(sid, None) is None:
+                raise UnlikeLayersError
         return out  # type: ignore[return-value]
 
     def _trace(self, old: SegmentTrace, q: int | None) -> SegmentTrace:
