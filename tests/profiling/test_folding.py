@@ -19,9 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 import ckptplan
 from ckptplan.core.link import Link
+from ckptplan.core.plan import KEEP, Decision
+from ckptplan.core.request import Training
 from ckptplan.profiling import profiler
 from ckptplan.profiling.bytes import trace, unfolding
 from ckptplan.profiling.bytes.folding import Periods, Run
+from ckptplan.profiling.bytes.tracker import SegmentTrace
 from ckptplan.profiling.profiler import traced_bytes
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.times.timing import Times
@@ -75,6 +78,36 @@ class HeavyOnce(Residual):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return Heavy.apply(super().forward(x), self.layer_idx == 2)
+
+
+class Leaving(Residual):
+    """A layer that keeps a tensor until the next step."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.last = y.detach().exp()
+        return y
+
+
+class Dropping(Residual):
+    """A layer that makes a graph, drops it, and draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.tanh(self.up(x))
+        return super().forward(x) * torch.empty_like(x).bernoulli_(0.5, generator=self.generator)
+
+
+class Writing(Residual):
+    """A layer that writes to a parameter in forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.down.weight.mul_(0.99)
+        return super().forward(x)
 
 
 class Collecting(nn.Module):
@@ -218,6 +251,8 @@ CASES: dict[str, Case] = {
     "two in turn": Case(lambda: stack(*(Residual(64 + 64 * (k % 2)) for k in range(12)))),
     "others behind": Case(lambda: stack(*(Residual() for _ in range(8)), Residual(64), Residual())),
     "some frozen": Case(frozen),
+    "leaving": Case(lambda: stack(*(Leaving() for _ in range(8)))),
+    "dropping": Case(lambda: stack(*(Dropping() for _ in range(8)))),
     "all hooked": Case(lambda: stack(*(Hooked(k, *range(8)) for k in range(8)))),
     "nested": Case(lambda: stack(*(nn.Sequential(*(Residual() for _ in range(5))) for _ in range(5)))),
     "collecting": Case(lambda: (Collecting(8), torch.randn(16, 40, 32), {"loss_fn": lambda out: out[0].sum()})),
@@ -227,6 +262,7 @@ CASES: dict[str, Case] = {
     "checkpointed": Case(lambda: stack(*(Checkpointed() for _ in range(7)))),
     "carrying": Case(lambda: (Carrying(), (torch.randn(16, 40, 32), torch.randn(16, 40, 32)), {})),
     # Here some operation isn't that of another layer, or there are as many as layers, so all are run.
+    "writing": Case(lambda: stack(*(Writing() for _ in range(8))), folded=False),
     "one hooked": Case(lambda: stack(*(Hooked(k, 5) for k in range(8))), folded=False),
     "heavy once": Case(lambda: stack(*(HeavyOnce(place=k) for k in range(8))), folded=False),
     "stacking": Case(
@@ -309,6 +345,27 @@ def test_profiles_are_those_of_all_layers(name: str) -> None:
         assert ours[field] == value, field
 
 
+@pytest.mark.parametrize("name", ["vit", "stack", "carrying", "two in turn"])
+@pytest.mark.parametrize("choice", [KEEP, Decision("recompute")])
+def test_replays_are_those_of_all_layers(name: str, choice: Decision) -> None:
+    model, inputs, _ = built(name)
+    step, target = make_step(model, Training(inputs)), find_target(model)
+    stages = trace.find_stages(step, target).stages
+    choices = (choice,) * len(stages)
+    few = unfolding.Folding(step, stages, target).replay(choices, saves=True)
+    full = trace.replay(step, stages, choices, target)
+    assert {g: simple(found) for g, found in few.backward.items()} == {g: simple(t) for g, t in full.backward.items()}
+    assert len(few.gradients) == len(full.gradients)
+    ours, theirs = (dataclasses.replace(found, backward={}, gradients=set()) for found in (few, full))
+    assert ours == theirs
+
+
+def simple(found: SegmentTrace) -> Any:
+    """A trace without the names of the storages that backward makes: these are free."""
+    ops = [(op.before, op.after, op.key, len(op.made), len(op.written)) for op in found.ops]
+    return found.start_bytes, found.end_bytes, ops, len(found.present), found.wrapped_bytes
+
+
 def test_only_four_layers_are_run_with_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[tuple[int, bool]] = []
     original = trace.replay
@@ -332,7 +389,7 @@ def test_bytes_without_times(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     model, inputs, _ = built(name)
 
     def bytes_of() -> ckptplan.Profile:
-        step = make_step(model, ckptplan.core.request.Training(inputs))
+        step = make_step(model, Training(inputs))
         return traced_bytes(step, torch.optim.AdamW(model.parameters()), find_target(model))
 
     few = bytes_of()
@@ -394,3 +451,19 @@ def test_names_of_the_short_model_and_back() -> None:
     assert periods.order == (0, 1, 1, 1, 1, 1, 2, 3)
     assert [periods.home(g) for g in (4, 5, 12, 13, 36, 37)] == [None, 0, 0, 1, 3, None]
     assert Periods.of(run, (*short[:4], *short[5:])) is None
+
+
+def test_what_is_outside_refers_to_all_periods_or_to_the_ends() -> None:
+    periods = Periods.of(Run("", 0, 6, 1), "0123")
+    assert periods is not None
+    assert periods.begins == (1, 3, 5, 7, 9)
+    seen = trace.Replay(forward={g: SegmentTrace() for g in range(9)})
+    full = unfolding._Unfolded(seen, periods, periods.order)
+    first, second, third, last = ((("forward", g, 4),) for g in (1, 3, 5, 7))
+    assert full._spread([first, second, third, last], None) == [(("forward", g, 4),) for g in (1, 3, 5, 7, 9, 11)]
+    assert full._spread([third, last], None) == [(("forward", g, 4),) for g in (9, 11)]
+    with pytest.raises(unfolding.UnlikeLayersError):
+        full._spread([first, second], None)
+    assert full._spread([second, third], 3) == [(("forward", g, 4),) for g in (7, 9)]
+    with pytest.raises(unfolding.UnlikeLayersError):
+        full._spread([first], 4)  # which is the third one, two periods behind the first

@@ -86,7 +86,7 @@ class Folding:
             return self._written_out(self._few(self._chosen(choices), None))
         few = self._few(self._chosen(choices), _Reading(self._target, self._step.model))
         full = self._replayed(self._stages, choices, _Reading(self._target, self._step.model))
-        if full.draws or not _are_equal(self._written_out(few), full):
+        if not _are_equal(self._written_out(few), full):
             raise UnlikeLayersError
         return full
 
@@ -122,13 +122,11 @@ class Folding:
         return tuple(found[source] for source in range(len(self._short)))
 
     def _written_out(self, seen: Replay) -> Replay:
-        if len(seen.forward) != 2 * len(self._short) + 1 or seen.draws or seen.replaced_bytes:
+        if len(seen.forward) != 2 * len(self._short) + 1:
             raise UnlikeLayersError
         short = self._short
         for run in reversed(self._runs):
             periods = _periods(run, short)
-            if any(run.pattern.match(name) for name in seen.written):
-                raise UnlikeLayersError
             if _Unfolded(seen, periods, (0, 1, 2, 3)).write() != _Unfolded(seen, periods, (0, 2, 1, 3)).write():
                 raise UnlikeLayersError
             seen, short = _Unfolded(seen, periods, periods.order).write(), periods.stages(short)
