@@ -604,6 +604,16 @@ PROMISES: tuple[Promise, ...] = (
     ),
     Promise(
         "Profiling",
+        "Layers that repeat are replayed once, and profiles are those of all layers",
+        _in(
+            "test_folding",
+            "test_profiles_are_those_of_all_layers",
+            "test_only_four_layers_are_run_with_backward",
+            "test_models_that_read_values_are_run_as_they_are",
+        ),
+    ),
+    Promise(
+        "Profiling",
         "Models that read values to decide what to run are planned for the path of their batch",
         _in(
             "test_values",

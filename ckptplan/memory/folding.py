@@ -21,15 +21,10 @@ distinct layers, and little with the number of layers.
 
 from __future__ import annotations
 
-import bisect
-import contextlib
 import dataclasses
 import itertools
-import logging
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,52 +34,11 @@ from torch.utils import _pytree as pytree
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import KEEP
 from ckptplan.memory.recorder import ALLOCATE, FREE, Block, Event, Recording, Section, record_step
+from ckptplan.profiling.bytes.folding import KEPT, Periods, Run, find_runs, quiet, shortened
 from ckptplan.profiling.bytes.trace import find_stages, replay
 from ckptplan.profiling.bytes.tracker import Sid, Tracker
 from ckptplan.profiling.target import Target
 from ckptplan.runtime.step import TrainingStep
-
-_KEPT = 4
-"""Periods that are run: the first and the last have other neighbours, the two between are compared."""
-_LONGEST_PERIOD = 8
-_POSITIONS = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "block_index", "idx", "index"}
-"""Attributes with a layer's place, which differ between equal layers. The comparisons detect a use of the place."""
-_PLAIN = (bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.Size, torch.device)
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Layers of a container that repeat.
-
-    Parameters
-    ----------
-    path : str
-        The container's qualified name.
-    first, count : int
-        The layers are the container's members first to first + count - 1; count is a multiple of the period.
-    period : int
-        Number of members after which the pattern repeats.
-    """
-
-    path: str
-    first: int
-    count: int
-    period: int
-
-    @property
-    def periods(self) -> int:
-        """Number of repetitions of the pattern."""
-        return self.count // self.period
-
-    @property
-    def fewer(self) -> int:
-        """Number of layers that the shortened model leaves out."""
-        return self.count - _KEPT * self.period
-
-    @property
-    def pattern(self) -> re.Pattern[str]:
-        """The name of a member of the container, or of a part of one; the group is the member's index."""
-        return re.compile((re.escape(self.path) + r"\." if self.path else "") + r"(\d+)(?=[.:#)]|$)")
 
 
 class Folding:
@@ -132,7 +86,7 @@ class Folding:
 
     def _folded(self, accumulating: bool, inference: bool) -> tuple[Recording, list[str]] | None:
         try:
-            with _quiet(), shortened(self._step.model, self._runs):
+            with quiet(), shortened(self._step.model, self._runs):
                 short, unknown = self._record(accumulating, inference, short=True)
         except Exception:  # a forward may need all its layers; an error of the full model is raised by its recording
             return None
@@ -159,105 +113,6 @@ class Folding:
         for section in expected.sections:
             section.events = _in_order(section.events)
         return expected == seen
-
-
-# --- finding repeated layers ---
-
-
-def find_runs(model: nn.Module) -> list[Run]:
-    """Return the layers that can be left out: outermost containers first, none inside another."""
-    owners = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-    out: list[Run] = []
-    for path, container in model.named_modules():
-        if not isinstance(container, (nn.ModuleList, nn.Sequential)) or any(path.startswith(f"{r.path}.") for r in out):
-            continue
-        members = list(container._modules.values())
-        if any(m is None or owners[id(x)] > 1 for m in members for x in (() if m is None else m.modules())):
-            continue
-        listed = _per_layer_settings(model, len(members))
-        signatures = [(_signature(m), tuple(values[i] for values in listed)) for i, m in enumerate(members)]
-        run = _longest(path, signatures)
-        if run is not None:
-            out.append(run)
-    return out
-
-
-def _longest(path: str, signatures: list[Any]) -> Run | None:
-    """Return the run that leaves out most layers; None if no run does."""
-    best: tuple[int, Run] | None = None
-    for period in range(1, _LONGEST_PERIOD + 1):
-        first = 0
-        while first < len(signatures):
-            last = first + period
-            while last < len(signatures) and signatures[last] == signatures[last - period]:
-                last += 1
-            count = (last - first) // period * period
-            saved = count - _KEPT * period
-            if saved > 0 and (best is None or saved > best[0]):
-                best = saved, Run(path, first, count, period)
-            first = max(last - period + 1, first + 1)
-    return None if best is None else best[1]
-
-
-def _per_layer_settings(model: nn.Module, layers: int) -> list[tuple[str, ...]]:
-    """Return the lists with one entry per layer in the model's configurations; a forward may read its layer's entry."""
-    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-    found = []
-    for config in configs.values():
-        for value in vars(config).values() if hasattr(config, "__dict__") else ():
-            if isinstance(value, (list, tuple)) and len(value) == layers:
-                found.append(tuple(map(repr, value)))
-    return found
-
-
-def _signature(module: nn.Module) -> Any:
-    """Return a value that is equal for modules that do the same."""
-    plain = {}
-    for name, value in vars(module).items():
-        if name in _POSITIONS or name in ("_parameters", "_buffers", "_modules"):
-            continue
-        plain[name] = _settings(value)
-    tensors = [
-        (name, None if t is None else (tuple(t.shape), t.stride(), t.dtype, t.requires_grad, t.device.type))
-        for table in (module._parameters, module._buffers)
-        for name, t in table.items()
-    ]
-    inner = [(name, None if m is None else _signature(m)) for name, m in module._modules.items()]
-    return type(module), sorted(plain.items(), key=lambda item: item[0]), tensors, inner
-
-
-def _settings(value: Any) -> Any:
-    if isinstance(value, _PLAIN):
-        return value if value == value else "nan"
-    if isinstance(value, (list, tuple)):
-        return [_settings(v) for v in value]
-    if isinstance(value, dict):
-        return [(repr(k), _settings(v)) for k, v in value.items()]
-    return (type(value), id(value)) if _is_shared(value) else type(value)
-
-
-def _is_shared(value: Any) -> bool:
-    """Return whether a value is compared by identity, as functions and classes are, and not by its type."""
-    return callable(value) and not isinstance(value, nn.Module) and hasattr(value, "__name__")
-
-
-@contextlib.contextmanager
-def shortened(model: nn.Module, runs: list[Run]) -> Iterator[None]:
-    """Shorten each run to `_KEPT` periods while the context is active; the members behind it are renumbered."""
-    modules = dict(model.named_modules())
-    saved = [(modules[run.path], modules[run.path]._modules) for run in runs]
-    try:
-        for run, (container, members) in zip(runs, saved, strict=True):
-            kept = [
-                m
-                for i, m in enumerate(members.values())
-                if not run.first + _KEPT * run.period <= i < run.first + run.count
-            ]
-            container._modules = {str(i): m for i, m in enumerate(kept)}
-        yield
-    finally:
-        for container, members in saved:
-            container._modules = members
 
 
 # --- one forward of the full model ---
@@ -290,7 +145,7 @@ class _Witness(Tracker):  # type: ignore[no-untyped-call]
     def of(cls, step: TrainingStep, stages: tuple[str, ...], target: Target, kinds: dict[Any, int]) -> Recording:
         """Return the record of the forward of `step`; `kinds` has the number of each kind of operation met so far."""
         witness = cls(target, step.model, kinds)
-        seen = replay(step, stages, (KEEP,) * len(stages), target, tracker=witness, saves=False)
+        seen = replay(step, stages, (KEEP,) * len(stages), target, tracker=witness, saves=False, numbered=False)
         for segment, sids in seen.saved.items():
             for sid in sids:
                 if sid[0] == "forward":
@@ -374,13 +229,11 @@ class _Folded:
     Parameters
     ----------
     recording : Recording
-    run : Run
-    begins : list of int
-        First segment of each period, and the first segment after the last period.
+    periods : Periods
     """
 
-    def __init__(self, recording: Recording, run: Run, begins: list[int]) -> None:
-        self.recording, self.run, self.begins = recording, run, begins
+    def __init__(self, recording: Recording, periods: Periods) -> None:
+        self.recording, self.periods = recording, periods
         self.births: dict[int, tuple[str, int, int]] = {}
         made: Counter[tuple[str, int, bool]] = Counter()
         for section in recording.sections:
@@ -392,8 +245,7 @@ class _Folded:
 
     def period(self, direction: str, segment: int) -> int | None:
         """Return the period that a segment is in."""
-        r = bisect.bisect_right(self.begins, segment) - 1
-        return r if direction != "end" and 0 <= r < _KEPT else None
+        return None if direction == "end" else self.periods.home(segment)
 
     def reference(self, block: int, r: int | None) -> _Reference:
         """Return the origin of a block as seen from period `r`, or from outside."""
@@ -401,7 +253,7 @@ class _Folded:
         home = self.period(direction, segment)
         if home is None:
             return ("outside", direction, segment, number)
-        return ("unit", home - (r or 0), direction, segment - self.begins[home], number)
+        return ("unit", home - (r or 0), direction, segment - self.periods.begins[home], number)
 
     def written(self, section: Section, r: int) -> list[Any]:
         """Return a section's events with the blocks as seen from its period."""
@@ -411,43 +263,14 @@ class _Folded:
         ]
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence PyTorch's log of failures on fake tensors, which a missing layer may cause here."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
-
-
 def unfolded(recording: Recording, runs: list[Run]) -> Recording | None:
     """Return the recording of the full model from that of the shortened one; None if the periods differ."""
     for run in runs:
-        begins = _begins(recording.stages, run)
-        if begins is None or not _alike(folded := _Folded(recording, run, begins)):
+        periods = Periods.of(run, recording.stages)
+        if periods is None or not _alike(folded := _Folded(recording, periods)):
             return None
         recording = _Writer(folded).write()
     return recording
-
-
-def _begins(stages: tuple[str, ...], run: Run) -> list[int] | None:
-    """Return the first segment of each period and of what follows; None unless they are equally long and in order."""
-    members: list[int] = []
-    segments: list[int] = []
-    for j, name in enumerate(stages):
-        found = run.pattern.match(name)
-        if found and 0 <= (r := (int(found[1]) - run.first) // run.period) < _KEPT:
-            members.append(r)
-            segments.append(2 * j + 1)
-    if members != sorted(members) or set(members) != set(range(_KEPT)):
-        return None
-    if segments != list(range(segments[0], segments[-1] + 1, 2)):
-        return None
-    begins = [segments[members.index(r)] for r in range(_KEPT)]
-    begins.append(segments[-1] + 2)  # the operations behind the last layer belong to its period
-    return begins if len({b - a for a, b in itertools.pairwise(begins)}) == 1 else None
 
 
 def _alike(folded: _Folded) -> bool:
@@ -459,7 +282,7 @@ def _alike(folded: _Folded) -> bool:
         if r is not None and any(_far(folded.reference(block, r)) for _, block in section.events):
             return False
         if r in (1, 2):
-            sides[r - 1][section.direction, section.segment - folded.begins[r]] = folded.written(section, r)
+            sides[r - 1][section.direction, section.segment - folded.periods.begins[r]] = folded.written(section, r)
         elif r is None:
             for code, block in section.events:
                 reference = folded.reference(block, None)
@@ -471,24 +294,21 @@ def _alike(folded: _Folded) -> bool:
 
 def _far(reference: _Reference) -> bool:
     """Return whether a block belongs to a period that is neither a neighbour nor, of the first, the last one."""
-    return bool(reference[0] == "unit" and 1 < abs(reference[1]) < _KEPT - 1)
+    return bool(reference[0] == "unit" and 1 < abs(reference[1]) < KEPT - 1)
 
 
 class _Writer:
     """Writes the recording of the full model."""
 
     def __init__(self, folded: _Folded) -> None:
-        self.folded, self.run = folded, folded.run
+        self.folded, self.periods, self.run = folded, folded.periods, folded.periods.run
         self.blocks: list[Block] = []
         self.index: dict[tuple[Any, ...], int] = {}
-        self.begins = folded.begins
-        self.length = self.begins[1] - self.begins[0]
-        self.more = (self.run.periods - _KEPT) * self.length
 
     def source(self, q: int) -> int:
         """Return the recorded period that stands for period `q` of the full model."""
         n = self.run.periods
-        return 0 if q == 0 else _KEPT - 1 if q == n - 1 else 1
+        return 0 if q == 0 else KEPT - 1 if q == n - 1 else 1
 
     def write(self) -> Recording:
         """Return the recording of the full model."""
@@ -508,14 +328,15 @@ class _Writer:
             order = range(self.run.periods)
             for q in order if direction == "forward" else reversed(order):
                 out += [self._section(section, self.source(q), q) for section in by_period.get(self.source(q), ())]
-        return Recording(self._stages(), self.blocks, out)
+        return Recording(self.periods.stages(self.folded.recording.stages), self.blocks, out)
 
     def _section(self, section: Section, r: int | None, q: int | None) -> Section:
+        begins = self.periods.begins
         if q is None or r is None:
-            late = section.direction != "end" and section.segment >= self.begins[-1]
-            segment = section.segment + (self.more if late else 0)
+            late = section.direction != "end" and section.segment >= begins[-1]
+            segment = section.segment + (self.periods.more if late else 0)
         else:
-            segment = self.begins[0] + q * self.length + section.segment - self.begins[r]
+            segment = begins[0] + q * self.periods.length + section.segment - begins[r]
         out = Section(section.direction, segment)
         for event in section.events:
             out.events += self._events(event, r, q)
@@ -530,51 +351,18 @@ class _Writer:
         elif q is not None:
             assert r is not None
             home = r + reference[1]
-            far = abs(reference[1]) == _KEPT - 1
+            far = abs(reference[1]) == KEPT - 1
             p = (0 if home == 0 else self.run.periods - 1) if far else q + reference[1]
             yield code, self._block(("unit", p, *reference[2:]), made, home, p)
         else:
             n = self.run.periods
             home = reference[1]
-            for p in (0,) if home == 0 else range(1, n - 2) if home == 1 else (n - _KEPT + home,):
+            for p in (0,) if home == 0 else range(1, n - 2) if home == 1 else (n - KEPT + home,):
                 yield code, self._block(("unit", p, *reference[2:]), made, home, p)
 
     def _block(self, key: tuple[Any, ...], made: Block, r: int | None, q: int | None) -> int:
         if key not in self.index:
             self.index[key] = len(self.blocks)
-            rename = self._renamer(r, q)
-            self.blocks.append(
-                dataclasses.replace(made, name=rename(made.name), module=rename(made.module), stage=rename(made.stage))
-            )
+            name, module, stage = (self.run.renamed(text, r, q) for text in (made.name, made.module, made.stage))
+            self.blocks.append(dataclasses.replace(made, name=name, module=module, stage=stage))
         return self.index[key]
-
-    def _renamer(self, r: int | None, q: int | None) -> Callable[[str], str]:
-        """Return a function from the short model's names to the full one's, for period `q` recorded as `r`."""
-        run = self.run
-        head = f"{run.path}." if run.path else ""
-
-        def renamed(found: re.Match[str]) -> str:
-            i = int(found[1])
-            if i >= run.first + _KEPT * run.period:
-                i += run.fewer
-            elif i >= run.first:
-                recorded = (i - run.first) // run.period
-                if r is not None and q is not None:
-                    i += (q - r) * run.period
-                elif recorded >= 2:
-                    i += (run.periods - _KEPT) * run.period
-            return f"{head}{i}"
-
-        return lambda name: run.pattern.sub(renamed, name, count=1) if head in name else name
-
-    def _stages(self) -> tuple[str, ...]:
-        out: list[str] = []
-        stages = self.folded.recording.stages
-        first, last = self.begins[0] // 2, self.begins[-1] // 2
-        per = self.length // 2
-        rename = self._renamer(None, None)
-        out += [rename(name) for name in stages[:first]]
-        for q in range(self.run.periods):
-            r = self.source(q)
-            out += [self._renamer(r, q)(name) for name in stages[first + r * per : first + (r + 1) * per]]
-        return (*out, *(rename(name) for name in stages[last:]))

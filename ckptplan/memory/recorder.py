@@ -325,6 +325,7 @@ def record_step(
                 tracker=recorder,
                 saves=not inference,
                 accumulating=accumulating,
+                numbered=False,
             )
         modules = tuple(name for name in stages if not is_glue(name))
         if not target.is_cuda:

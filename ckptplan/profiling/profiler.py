@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -25,6 +26,7 @@ from ckptplan.profiling.bytes.real_storages import RealStorages, with_real_sizes
 from ckptplan.profiling.bytes.trace import find_stages, replay, trace_chain
 from ckptplan.profiling.bytes.traced import Traced
 from ckptplan.profiling.bytes.tracker import Tracker
+from ckptplan.profiling.bytes.unfolding import Folding, UnlikeLayersError
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.times.links import measure_costs, measure_links, sharing_note
 from ckptplan.profiling.times.timing import Again, Times, time_stages
@@ -157,20 +159,17 @@ def replayed_bytes(step: TrainingStep, plan: Plan, target: Target) -> int:
     """
     with training_config(step.model), restored(step.model, step.reached()) as rewind:
         rewind()
-        seen = answered(
-            lambda: replay(
-                step,
-                plan.stages,
-                plan.choices,
-                target,
-                segments=plan.segments,
-                accumulating=plan.fingerprint.accumulates,
-            ),
-            step,
-            target,
-            rewind,
-        )
-    return seen.peak_bytes
+
+        def peak_bytes() -> int:
+            tracker = Tracker(target)
+            accumulating = plan.fingerprint.accumulates
+            replay(
+                step, plan.stages, plan.choices, target, segments=plan.segments, accumulating=accumulating,
+                tracker=tracker,
+            )  # fmt: skip
+            return tracker.peak_bytes
+
+        return answered(peak_bytes, step, target, rewind)
 
 
 def _profile(
@@ -292,7 +291,8 @@ def _traced(
         if step.accumulates:
             resident += made_gradient_bytes(step.model.parameters(), target.round_to)
         state_bytes, update_bytes = _update_bytes(optimizer, step.model, target)
-        traced = trace_chain(
+        chain = functools.partial(
+            trace_chain,
             step,
             found,
             target,
@@ -301,6 +301,12 @@ def _traced(
             menus=menus,
             devices=devices,
         )
+        folding = Folding(step, found.stages, target)
+        try:
+            traced = chain(replayed=folding.replay if folding.pays else None)
+        except UnlikeLayersError:
+            rewind()
+            traced = chain()
         rewind()
         return traced
 

@@ -620,3 +620,20 @@ def test_what_can_not_be_planned_anew_is_refused_at_once() -> None:
     with pytest.raises(InvalidInputError, match="plan was made for a step="):
         applied(model, plan)
     assert "forward" not in model.__dict__
+
+
+def test_a_storage_at_a_freed_ones_address_is_another_one() -> None:
+    session = SwapSession(NULL_STORES, torch.device("cpu"), lambda storage: False, Counters())
+    packing = session.packing()
+    x = torch.randn(2048)
+    away = packing.pack(x)
+    session.leave(0, packing.saved, (0,))
+    session.release(0)
+    del x
+    assert away.record is not None
+    assert away.record.is_gone
+    y = torch.randn(2048)
+    stays = packing.pack(y)
+    session._records[y.untyped_storage()._cdata, y._version] = session._records.popitem()[1]
+    session.leave(1, packing.saved, ())
+    assert stays.value is y

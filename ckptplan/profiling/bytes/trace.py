@@ -45,6 +45,7 @@ from ckptplan.profiling.bytes.menus import Choice, choose, front, list_ops, numb
 from ckptplan.profiling.bytes.real_storages import Places
 from ckptplan.profiling.bytes.traced import Traced, TracedStage
 from ckptplan.profiling.bytes.tracker import (
+    Change,
     SegmentTrace,
     Sid,
     Tracker,
@@ -116,10 +117,12 @@ class Replay:
         Forward draws from a random generator of Python's or numpy's, whose numbers may decide which operations run.
     left_bytes : int
         The part of `end_bytes` that the next step starts with, gradients left out.
-    wrapped_bytes : int
-        Bytes of numbers that became tensors, which no trace has.
-    peak_bytes : int
-        Most bytes made by the step and alive at once, temporaries inside operations not counted.
+    gradients : set
+        Storages of the gradients that the step made and left on the model.
+    replaced_bytes : int
+        Bytes of the parameters and buffers that forward replaced by others.
+    changes : list of Change
+        Those after backward, up to the point that `left_bytes` is of.
     """
 
     forward: dict[int, SegmentTrace] = field(default_factory=dict)
@@ -141,8 +144,14 @@ class Replay:
     end_bytes: int = 0
     left_bytes: int = 0
     draws: bool = False
-    wrapped_bytes: int = 0
-    peak_bytes: int = 0
+    gradients: set[Sid] = field(default_factory=set)
+    replaced_bytes: int = 0
+    changes: list[Change] = field(default_factory=list, compare=False)
+
+    @property
+    def wrapped_bytes(self) -> int:
+        """Bytes of numbers that became tensors, which no trace has."""
+        return sum(trace.wrapped_bytes for table in (self.forward, self.backward) for trace in table.values())
 
 
 class _Names:
@@ -365,6 +374,7 @@ def replay(
     saves: bool = True,
     accumulating: bool = False,
     tracker: Tracker | None = None,
+    numbered: bool = True,
 ) -> Replay:
     """Run one step on fake tensors under a plan, and count its storages.
 
@@ -383,6 +393,8 @@ def replay(
         Every parameter has a gradient already.
     tracker : Tracker, optional
         Counts the storages; by default a plain `Tracker` for `target`.
+    numbered : bool
+        The replay is for a chain, whose menus name operations by their numbers (`Target.choices`).
 
     Raises
     ------
@@ -391,7 +403,6 @@ def replay(
     """
     out = Replay()
     owners_of_a_lone_gradient()  # cached now: it can't be measured inside a replay
-    plain = tracker is None  # the replay is for a chain, whose menus name operations by their numbers
     tracker = tracker or Tracker(target)
     modules = dict(step.model.named_modules())
     staged = [modules[name] for name in dict.fromkeys(n.partition("#")[0] for n in stages if not is_glue(n))]
@@ -429,7 +440,7 @@ def replay(
         try:
             # Before the tracker is entered, which would count the base that the twin of a view is made from.
             given = fake_inputs(step, tracker.fake, tracker.outside)
-            numbered = plain or any(choice.ops for choice in choices)
+            numbered = numbered or any(choice.ops for choice in choices)
             with target.choices(numbered=numbered), _no_collection(), _random_states_counted(tracker, target), tracker:
                 generators = Generators([g for g in held if not isinstance(g, torch.Generator)])
                 with hooks, watcher.draws:
@@ -455,15 +466,14 @@ def replay(
                 tracker.finish()
                 out.end_bytes = tracker.live_bytes
                 del output, loss
-                out.left_bytes = _left_bytes(step.model, tracker, own_storages)
+                _note_left(out, step.model, tracker, own_storages)
         finally:
             controller.remove()
             for parameter, gradient in tracker.foreign.values():
                 parameter.grad = gradient
     for j, sizes in controller.counters.copied_bytes.items():
         out.copied_bytes[stage_segment(j)] = sum(map(target.rounded, sizes))
-    out.peak_bytes = tracker.peak_bytes
-    out.forward, out.backward, out.wrapped_bytes = tracker.forward, tracker.backward, tracker.wrapped_bytes
+    out.forward, out.backward = tracker.forward, tracker.backward
     return out
 
 
@@ -506,8 +516,8 @@ def _random_states_counted(tracker: Tracker, target: Target) -> Iterator[None]:
 _PACKAGE = __name__.partition(".")[0] + "."
 
 
-def _left_bytes(model: nn.Module, tracker: Tracker, before: Sequence[torch.UntypedStorage]) -> int:
-    """Bytes that a step leaves on the model besides gradients, so that the next one starts with them.
+def _note_left(out: Replay, model: nn.Module, tracker: Tracker, before: Sequence[torch.UntypedStorage]) -> None:
+    """Note the bytes that a step leaves on the model besides gradients, so that the next one starts with them.
 
     Replaced buffers, whose old storages in `before` are gone, count as nothing. Tensors left in attributes count in
     full: the next step makes them again while the old ones are still there.
@@ -516,7 +526,10 @@ def _left_bytes(model: nn.Module, tracker: Tracker, before: Sequence[torch.Untyp
     made = {s._cdata: s for t in now if t.grad is not None and tracker.sid(t.grad) for s in storages_of(t.grad)}
     present = {s._cdata for t in now for s in storages_of(t)}
     gone = {s._cdata: s for s in before if s._cdata not in present}
-    return max(tracker.live_bytes - sum(map(tracker.size_of, (*made.values(), *gone.values()))), 0)
+    out.changes = list(tracker.changes)
+    out.gradients = {sid for sid in map(tracker.sid_of, made.values()) if sid is not None}
+    out.replaced_bytes = sum(map(tracker.size_of, gone.values()))
+    out.left_bytes = max(tracker.live_bytes - sum(map(tracker.size_of, made.values())) - out.replaced_bytes, 0)
 
 
 @contextlib.contextmanager
@@ -585,6 +598,7 @@ def trace_chain(
     update_bytes: int,
     menus: bool = False,
     devices: Sequence[Device] | None = None,
+    replayed: Callable[..., Replay] | None = None,
 ) -> tuple[Traced, list[Times]]:
     """Trace `step`: exact bytes, and times on devices that aren't in this machine.
 
@@ -600,6 +614,8 @@ def trace_chain(
         Add options inside the stages, for which their operations are timed one by one on the device.
     devices : sequence of Device, optional
         Devices to compute times for; by default the target's own, if that isn't in this machine.
+    replayed : callable, optional
+        Gives the step's replay from its decisions and `saves`, in place of `replay`; first the one that saves nothing.
 
     Returns
     -------
@@ -610,7 +626,7 @@ def trace_chain(
     if devices is None:
         devices = () if target.spec is None else (target.spec,)
     while True:
-        tracing = _Tracing(step, found, target, resident_bytes, update_bytes, menus)
+        tracing = _Tracing(step, found, target, resident_bytes, update_bytes, menus, replayed)
         traced = tracing.trace(devices)
         if not tracing.learned:
             return traced
@@ -681,9 +697,13 @@ class _Tracing:
         resident_bytes: int,
         update_bytes: int,
         menus: bool,
+        replayed: Callable[..., Replay] | None,
     ) -> None:
         self.step, self.found, self.target = step, found, target
         self.names = names = found.stages
+        self.replayed = replayed or (
+            lambda choices, saves: replay(step, names, choices, target, saves=saves, accumulating=step.accumulates)
+        )
         self.update_bytes = update_bytes
         self.notes: list[str] = []
         self.learned = False
@@ -715,7 +735,7 @@ class _Tracing:
         self.menus = [self._menu(g) for g in self.segments]
 
     def _run(self, choices: tuple[Decision, ...], *, saves: bool = True) -> Replay:
-        found = replay(self.step, self.names, choices, self.target, saves=saves, accumulating=self.step.accumulates)
+        found = self.replayed(choices, saves=saves)
         if len(found.forward) != 2 * len(self.names) + 1:
             raise UnsupportedModelError(
                 f"forward ran {len(found.forward) // 2} of the stages {', '.join(self.names)}: it takes another path "

@@ -34,6 +34,9 @@ from ckptplan.runtime.swap.positions import has_position
 Sid = tuple[str, int, int]
 """A storage's name in all replays: the phase that made it ("outside": before the step), segment, a running number."""
 
+Change = tuple[Sid, int, bool]
+"""A storage, the bytes that it grows by, and whether it exists afterwards."""
+
 
 def stage_segment(stage: int) -> int:
     """The segment of a stage's own operations."""
@@ -70,6 +73,10 @@ class OpTrace:
         Its result is that of a real run (NOTE [Answers] in values/answers.py).
     repeatable : bool
         It gives the same bits when it runs again (values/repeatable.py).
+    at : tuple of int
+        Numbers of the segment's changes before and after it; of those after it, `after` leaves out a sum in place.
+    reads : tuple
+        Its operands, for trackers that note them (`Tracker.operands`).
     """
 
     before: int
@@ -81,6 +88,8 @@ class OpTrace:
     numbered: bool = False
     from_real_run: bool = False
     repeatable: bool = True
+    at: tuple[int, int] = (0, 0)
+    reads: tuple[tuple[Any, ...], ...] = ()
 
 
 @dataclass(slots=True)
@@ -97,13 +106,20 @@ class SegmentTrace:
         Storages alive when it began.
     written_outside : set of int
         Storages from before the step that it writes to, by address.
+    changes : list of Change
+        The bytes of storages, from its beginning to that of the next segment. Frees between two operations have no
+        order.
+    wrapped_bytes : int
+        Bytes of numbers among operands, which PyTorch wraps into tensors on the CPU.
     """
 
     start_bytes: int = 0
     end_bytes: int = 0
     ops: list[OpTrace] = field(default_factory=list)
     present: set[Sid] = field(default_factory=set)
-    written_outside: set[int] = field(default_factory=set)
+    written_outside: set[int] = field(default_factory=set, compare=False)
+    changes: list[Change] = field(default_factory=list, compare=False)
+    wrapped_bytes: int = 0
 
 
 class Tracker(FakeWorld):
@@ -118,21 +134,21 @@ class Tracker(FakeWorld):
     ----------
     live_bytes, peak_bytes : int
         Bytes of the storages alive now, and the most so far.
-    wrapped_bytes : int
-        Bytes of numbers among operands, which PyTorch wraps into tensors on the CPU.
     numbers_on_host : bool
         Single real numbers lie on the host, as an optimizer's counts of steps do.
     forward, backward : dict
         Segment -> its trace.
     foreign : dict
         Identity of each real parameter that the model uses without listing it -> the parameter, its gradient before.
+    changes : list of Change
+        Those of the present segment; after `finish`, those since then.
     """
 
     def __init__(self, target: Target = ON_CPU) -> None:
         super().__init__(target)
         self.live_bytes = 0
         self.peak_bytes = 0
-        self.wrapped_bytes = 0
+        self.changes: list[Change] = []
         self.numbers_on_host = False
         self.forward: dict[int, SegmentTrace] = {}
         self.backward: dict[int, SegmentTrace] = {}
@@ -157,7 +173,7 @@ class Tracker(FakeWorld):
         self._segment = segment
         self._made = 0
         self._starts.append(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
-        self.forward[segment] = SegmentTrace(self.live_bytes, self.live_bytes, present=self.alive())
+        self._begin(segment)
 
     def enter_backward(self, segment: int | None = None) -> None:
         """Backward begins, or moves down to `segment`; a segment that it has left isn't entered again."""
@@ -171,18 +187,23 @@ class Tracker(FakeWorld):
                 self._current_end()
             self._segment -= 1
             self._made = 0
-            self.backward[self._segment] = SegmentTrace(self.live_bytes, self.live_bytes, present=self.alive())
+            self._begin(self._segment)
 
     def finish(self) -> None:
         """The step has ended: enter the backward segments that ran nothing, and close the last one."""
         if self._in_backward:
             self.enter_backward(0)
         self._current_end()
+        self.changes = []
 
     @property
     def _table(self) -> dict[int, SegmentTrace]:
         """The traces of the present direction."""
         return self.backward if self._in_backward else self.forward
+
+    def _begin(self, segment: int) -> None:
+        trace = self._table[segment] = SegmentTrace(self.live_bytes, self.live_bytes, present=self.alive())
+        self.changes = trace.changes
 
     def _current_end(self) -> None:
         if self._segment in self._table:
@@ -202,7 +223,11 @@ class Tracker(FakeWorld):
 
     def sid(self, tensor: torch.Tensor) -> Sid | None:
         """The name of a tensor's storage, None if it was there before the step."""
-        return self._alive.get(id(tensor.untyped_storage()))
+        return self.sid_of(tensor.untyped_storage())
+
+    def sid_of(self, storage: torch.UntypedStorage) -> Sid | None:
+        """The name of a storage, None if it was there before the step."""
+        return self._alive.get(id(storage))
 
     def outside(self, tensor: torch.Tensor) -> None:
         """Leave `tensor` uncounted: it was there before the step."""
@@ -252,6 +277,9 @@ class Tracker(FakeWorld):
         """Count a storage with its present size, which `resize_` may have changed."""
         if key in self._counted:
             nbytes = self.size_of(storage)
+            sid = self._alive[key]
+            if sid is not None:
+                self.changes.append((sid, nbytes - self._counted[key], True))
             self.live_bytes += nbytes - self._counted[key]
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
             self._counted[key] = nbytes
@@ -273,9 +301,12 @@ class Tracker(FakeWorld):
         return self.numbers_on_host and tensor.dim() == 0 and not isinstance(tensor, FakeTensor)
 
     def _freed(self, key: int, nbytes: int) -> None:
-        self._alive.pop(key, None)
+        sid = self._alive.pop(key, None)
         self._made_by.pop(key, None)
-        self.live_bytes -= self._counted.pop(key)
+        counted = self._counted.pop(key)
+        self.live_bytes -= counted
+        if sid is not None:
+            self.changes.append((sid, -counted, False))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -297,8 +328,9 @@ class Tracker(FakeWorld):
                 self.outside(twin)
         if "Tensor" in func._overloadname and not self._target.is_cuda:
             # PyTorch makes tensors of 8 bytes from numbers among the operands, which autograd may save.
-            self.wrapped_bytes += 8 * sum(isinstance(x, (int, float)) for x in args)
-        before = self.live_bytes
+            self._table[self._segment].wrapped_bytes += 8 * sum(isinstance(x, (int, float)) for x in args)
+        before, first = self.live_bytes, len(self.changes)
+        reads = self.operands(given)
         key = op_key(func, args, kwargs)
         in_place = self._accumulates(func, args, kwargs)
         written = self._written(func, args, kwargs)
@@ -317,14 +349,21 @@ class Tracker(FakeWorld):
         trace = self._table[self._segment]
         if in_place:
             self.peak_bytes = peak_bytes  # a real run never has the two terms and their sum at once
-            trace.ops.append(OpTrace(before, before, None))
+            trace.ops.append(OpTrace(before, before, None, at=(first, first), reads=reads))
         else:
             fresh = bool(made) and not written and all(self.sid(t) in made for t in returned)
             counts = is_numbered(func, args)
             again = is_repeatable(func, args, kwargs, on_cuda=self._target.is_cuda)
             noted = self.answer is not None
-            trace.ops.append(OpTrace(before, self.live_bytes, key, made, written, fresh, counts, noted, again))
+            at = first, len(self.changes)
+            trace.ops.append(
+                OpTrace(before, self.live_bytes, key, made, written, fresh, counts, noted, again, at, reads)
+            )
         return result
+
+    def operands(self, given: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], ...]:
+        """What `OpTrace.reads` has of an operation's operands; subclasses that compare steps override this."""
+        return ()
 
     def _as_large(self, func: Any, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         """`result` with storages as large as real tensors have."""

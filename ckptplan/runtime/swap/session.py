@@ -116,8 +116,9 @@ class SwapSession:
                 f"the stage saved {len(sizes)} storages, the plan moves number {max(moves) + 1}: its forward took "
                 "another path than the one profiled; solve again with such inputs"
             )
-        for key in self._records.keys() & sizes.keys():  # these have a record from another stage
-            self._record(key)
+        for key in self._records.keys() & sizes.keys():
+            if self._found(key) is not None:  # from another stage
+                self._record(key)
         leaving = []
         keys = tuple(sizes)
         for position in moves:
@@ -158,9 +159,8 @@ class SwapSession:
     def _record(self, key: _Key) -> Record | None:
         """Return the record of a storage and hand the bytes of all its holders over to it; None without a holder."""
         holders = [held for ref in self._holders.pop(key, ()) if (held := ref()) is not None]
-        ref = self._records.get(key)
-        record = None if ref is None else ref()
-        if record is None or record.is_gone:
+        record = self._found(key)
+        if record is None:
             if not holders:
                 return None
             first = holders[0]
@@ -171,6 +171,12 @@ class SwapSession:
             record.used_on(held.stream)
             held.give(record)
         return record
+
+    def _found(self, key: _Key) -> Record | None:
+        """Return the record of a storage; None if it has none, though a freed one at its address had."""
+        ref = self._records.get(key)
+        record = None if ref is None else ref()
+        return None if record is None or record.is_gone else record
 
     def _as_planned(
         self, counted: Mapping[_Key, int], moves: tuple[int, ...], planned: Sequence[int]
