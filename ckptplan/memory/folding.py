@@ -174,16 +174,15 @@ class _Witness(Tracker):  # type: ignore[no-untyped-call]
             self._index[sid] = self._new_block(Block(0, ""), segment)
         self._events(segment).append((code, self._index[sid]))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:
-            return func(*args, **(kwargs or {}))
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, and note what it is, reads and makes."""
         if self._model is not None:  # the first operation: fake tensors are in place of the model's now
             self._name_tensors(self._model)
             self._model = None
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         operands = [self.sid(t) or self._named.get(id(t.untyped_storage()), "") for t in given]
         grads = tuple(t.requires_grad for t in given)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().operation(func, args, kwargs)
         made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
         segment = self._segment
         key = _without_numbers(self.forward[segment].ops[-1].key)
@@ -196,9 +195,9 @@ class _Witness(Tracker):  # type: ignore[no-untyped-call]
                 self._note(READ, operand, segment)
         return result
 
-    def _freed(self, key: int, nbytes: int) -> None:
+    def _freed(self, key: int) -> None:
         sid = self._alive.get(key)
-        super()._freed(key, nbytes)
+        super()._freed(key)
         if sid is not None:
             self._note(FREE, sid, self._segment)
 

@@ -161,9 +161,8 @@ class Recorder(Tracker):
 
     # --- blocks ---
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:
-            return func(*args, **(kwargs or {}))
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, and record the blocks that it makes."""
         forward = not self._in_backward or torch.is_grad_enabled()
         if forward:
             self._where = _Where(self._modules[-1], _line(sys._getframe(1)))
@@ -171,7 +170,7 @@ class Recorder(Tracker):
             self._where = self._of_node()
         self._op = f"{func.namespace}.{func._opname}"
         first = len(self.blocks)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().operation(func, args, kwargs)
         if forward:
             number = torch._C._autograd._get_sequence_nr()
             if not self._nodes_end or number > self._nodes_end[-1]:
@@ -226,8 +225,8 @@ class Recorder(Tracker):
         self.sections[-1].events.append((ALLOCATE, index))
         return sid
 
-    def _freed(self, key: int, nbytes: int) -> None:
-        super()._freed(key, nbytes)
+    def _freed(self, key: int) -> None:
+        super()._freed(key)
         block = self._block_of.pop(key, None)
         if block is not None and block not in self.gradients:  # gradients stay allocated after the recording
             self.sections[-1].events.append((FREE, block))

@@ -22,11 +22,12 @@ from ckptplan.core.request import Report, StepKeywords, Training, ignore_progres
 from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
-from ckptplan.profiling.bytes.real_storages import RealStorages, with_real_sizes
+from ckptplan.profiling.bytes.folding import UnlikeLayersError
+from ckptplan.profiling.bytes.real_storages import Places, RealStorages, with_real_sizes
 from ckptplan.profiling.bytes.trace import find_stages, replay, trace_chain
 from ckptplan.profiling.bytes.traced import Traced
 from ckptplan.profiling.bytes.tracker import Tracker
-from ckptplan.profiling.bytes.unfolding import Folding, UnlikeLayersError
+from ckptplan.profiling.bytes.unfolding import Folding
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.times.links import measure_costs, measure_links, sharing_note
 from ckptplan.profiling.times.timing import Again, Times, time_stages
@@ -187,26 +188,17 @@ def _profile(
         report("measuring copies")
         costs = measure_costs(target.device, swap_dir)  # first, since it decides which storages may move
         target = dataclasses.replace(target, least_moved_bytes=max(target.least_moved_bytes, costs.least_bytes))
-    traced, on_devices = _traced(step, optimizer, target, menus=menus, report=report, rewind=rewind)
+    traced, on_devices, folding = _traced(step, optimizer, target, menus=menus, report=report, rewind=rewind)
     if target.answers is not None and target.answers.note:
         notes = [target.answers.note, *notes]
     if target.spec is not None:
         return _planned(step, traced, on_devices[0], target, notes)
     report("timing stages")
-    kinds = {stage.name: stage.kind for stage in traced.stages if not stage.is_glue}
-    again: dict[str, Again] = {}
-    for stage in traced.stages:
-        again.setdefault(stage.kind, {}).update(
-            (o.ops, tuple(traced.storages[s].nbytes for s in o.saved)) for o in stage.options if o.recomputes
-        )
-    parameters = ParameterState(step.model.get_parameter(name) for name in traced.written)
-    with parameters.restored():
-        real = RealStorages(step.model, target.device, target.round_to)
-        times, launches, unlike = time_stages(step, kinds, again, target.device, rewind, real)
+    times, launches, unlike, real = _timed(step, traced, folding, target, rewind)
     rewind()
     first = {stage.kind: stage.name for stage in reversed(traced.stages)}
     refused = (f"{first[kind]} and its like can't be recomputed: {why}" for kind, why in unlike.items())
-    traced = with_real_sizes(dataclasses.replace(traced, notes=(*traced.notes, *refused)), real.found)
+    traced = with_real_sizes(dataclasses.replace(traced, notes=(*traced.notes, *refused)), real)
     report("measuring bandwidth")
     # Measuring takes two blocks on the device: at most half of the bytes that the largest stage adds in any plan.
     largest = max(stage.keep.forward_bytes for stage in traced.stages)
@@ -238,7 +230,7 @@ def planned_profiles(
     with training_config(step.model), restored(step.model, step.reached()) as rewind:
         rewind()
         with as_ours(step, "tracing"):
-            traced, times = _traced(step, optimizer, target, menus=False, devices=devices, rewind=rewind)
+            traced, times, _ = _traced(step, optimizer, target, menus=False, devices=devices, rewind=rewind)
     return [
         _planned(step, traced, on_device, dataclasses.replace(target, spec=device), [])
         for device, on_device in zip(devices, times, strict=True)
@@ -255,7 +247,7 @@ def traced_bytes(step: TrainingStep, optimizer: OptimizerLike | None, target: Ta
     with training_config(step.model), restored(step.model, step.reached()) as rewind:
         rewind()
         with as_ours(step, "tracing"):
-            traced, _ = _traced(step, optimizer, target, menus=False, devices=(), rewind=rewind)
+            traced, *_ = _traced(step, optimizer, target, menus=False, devices=(), rewind=rewind)
     kinds = [stage.kind for stage in traced.stages]
     again = ((stage.kind, option.ops) for stage in traced.stages for option in stage.options if option.recomputes)
     seconds = Times(
@@ -277,10 +269,10 @@ def _traced(
     rewind: Callable[[], None],
     devices: Sequence[Device] | None = None,
     report: Report = ignore_progress,
-) -> tuple[Traced, list[Times]]:
-    """The chain of `step` with exact bytes, and times on devices that aren't in this machine."""
+) -> tuple[Traced, list[Times], Folding]:
+    """The chain of `step` with exact bytes, times on devices that aren't in this machine, and the layers that ran."""
 
-    def trace() -> tuple[Traced, list[Times]]:
+    def trace() -> tuple[Traced, list[Times], Folding]:
         report("finding stages")
         found = find_stages(step, target)
         rewind()
@@ -303,14 +295,39 @@ def _traced(
         )
         folding = Folding(step, found.stages, target)
         try:
-            traced = chain(replayed=folding.replay if folding.pays else None)
+            traced, times = chain(layers=folding if folding.folds else None)
         except UnlikeLayersError:
             rewind()
-            traced = chain()
+            folding.give_up()
+            traced, times = chain()
         rewind()
-        return traced
+        return traced, times, folding
 
     return answered(trace, step, target, rewind, report)
+
+
+def _timed(
+    step: TrainingStep, traced: Traced, folding: Folding, target: Target, rewind: Callable[[], None]
+) -> tuple[Times, Times, dict[str, str], dict[int, Places]]:
+    """`time_stages` of the layers that `folding` runs, and where the real storages of each segment are."""
+    again: dict[str, Again] = {}
+    for stage in traced.stages:
+        again.setdefault(stage.kind, {}).update(
+            (o.ops, tuple(traced.storages[s].nbytes for s in o.saved)) for o in stage.options if o.recomputes
+        )
+    kinds = [stage.kind for stage in traced.stages if not stage.is_glue]
+    few = {folding.stages[s]: kind for s, kind in zip(folding.positions, kinds, strict=False)}
+    parameters = ParameterState(step.model.get_parameter(name) for name in traced.written)
+    with parameters.restored(), folding.shortened():
+        real = RealStorages(step.model, target.device, target.round_to)
+        times, launches, unlike = time_stages(step, few, again, target.device, rewind, real)
+    places = {
+        2 * k + inside: real.found[2 * s + inside]
+        for k, s in enumerate(folding.positions)
+        for inside in (0, 1)
+        if 2 * s + inside in real.found
+    }
+    return times.unfolded(folding.positions), launches.unfolded(folding.positions), unlike, places
 
 
 def _planned(step: TrainingStep, traced: Traced, times: Times, target: Target, notes: Sequence[str]) -> Profile:

@@ -22,7 +22,7 @@ from ckptplan.core.link import Link
 from ckptplan.core.plan import KEEP, Decision
 from ckptplan.core.request import Training
 from ckptplan.profiling import profiler
-from ckptplan.profiling.bytes import trace, unfolding
+from ckptplan.profiling.bytes import folding, trace, unfolding
 from ckptplan.profiling.bytes.folding import Periods, Run
 from ckptplan.profiling.bytes.tracker import SegmentTrace
 from ckptplan.profiling.profiler import traced_bytes
@@ -327,13 +327,17 @@ def profiles(name: str) -> Profiles:
 
     with without_clocks() as patch:
         patch.setattr(unfolding.Folding, "replay", replayed)
-        pays: list[bool] = []
-        judged = unfolding.Folding.pays.fget  # type: ignore[attr-defined]
-        patch.setattr(unfolding.Folding, "pays", property(lambda self: pays.append(judged(self)) or pays[-1]))
+        folds: list[bool] = []
+        given_up: list[Any] = []
+        give_up = unfolding.Folding.give_up
+        patch.setattr(unfolding.Folding, "give_up", lambda self: given_up.append(give_up(self)))
+        judged = unfolding.Folding.folds.fget  # type: ignore[attr-defined]
+        patch.setattr(unfolding.Folding, "folds", property(lambda self: folds.append(judged(self)) or folds[-1]))
         few = ckptplan.profile(model, inputs, **options)
-        patch.setattr(unfolding.Folding, "pays", False)
+        folded = all(folds) and not given_up and not refused
+        patch.setattr(unfolding, "find_runs", lambda model: [])
         full = ckptplan.profile(model, inputs, **options)
-    return Profiles(few, full, all(pays) and not refused)
+    return Profiles(few, full, folded)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -384,6 +388,76 @@ def test_only_four_layers_are_run_with_backward(monkeypatch: pytest.MonkeyPatch)
     assert set(runs[2:]) == {(6, True)}
 
 
+def test_only_four_layers_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, _ = built("every_fifth")
+    timed: list[tuple[list[str], int]] = []
+    original = profiler.time_stages
+
+    def counted(step: Any, kinds: dict[str, str], *args: Any) -> Any:
+        timed.append((list(kinds), len(step.model.layers)))
+        return original(step, kinds, *args)
+
+    monkeypatch.setattr(profiler, "time_stages", counted)
+    found = ckptplan.profile(model, inputs)
+    depth = len(model.layers)
+    assert depth > 4
+    folded = 4 if CASES["every_fifth"].folded else depth
+    assert timed == [([f"layers.{i}" for i in range(folded)], folded)]
+    stages = [stage for stage in found.stages if not stage.is_glue]
+    assert [stage.name for stage in stages] == [f"layers.{i}" for i in range(depth)]
+
+
+def test_glue_between_layers_that_are_left_out_has_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = Times(glue_forward_s={0: 1.0, 1: 2.0, 2: 3.0}, glue_backward_s={1: 4.0}, forward_s={"kind": 5.0})
+    full = times.unfolded((0, 1, 1, 1, 2))
+    assert full.glue_forward_s == {0: 1.0, 1: 2.0, 2: 2.0, 3: 2.0, 4: 3.0}
+    assert full.glue_backward_s == {1: 4.0, 2: 4.0, 3: 4.0}
+    assert full.forward_s == times.forward_s
+
+
+def test_layers_with_other_settings_inside_an_object_are_not_equal() -> None:
+    class Settings:
+        def __init__(self, rate: float) -> None:
+            self.rate = rate
+            self.owner = self  # a cycle
+
+    class Set(Residual):
+        def __init__(self, rate: float) -> None:
+            super().__init__()
+            self.settings = Settings(rate)
+
+    equal, other = ([Set(0.1) for _ in range(4)] + [Set(rate) for _ in range(4)] for rate in (0.1, 0.2))
+    assert [run.count for run in folding.find_runs(nn.ModuleList(equal))] == [8]
+    assert folding.find_runs(nn.ModuleList(other)) == []
+
+
+@pytest.mark.parametrize(("name", "shared", "alone"), [("vit", 3, 4), ("few", 4, 4)])
+def test_stages_that_are_alike_share_replays(name: str, shared: int, alone: int) -> None:
+    model, inputs, options = built(name)
+    counted: list[int] = []
+    found = []
+    under = trace._Tracing._under
+
+    def noted(*args: Any) -> Any:
+        counted[-1] += 1
+        return under(*args)
+
+    for change in (
+        {},
+        {"_share": lambda *args: False},
+        {"_Tracing._alike": lambda self: [[k] for k in range(len(self.menus))]},
+    ):
+        with without_clocks() as patch:
+            counted.append(0)
+            patch.setattr(trace._Tracing, "_under", noted)
+            for target, value in change.items():
+                patch.setattr(f"ckptplan.profiling.bytes.trace.{target}", value)
+            found.append(ckptplan.profile(model, inputs, **options))
+    assert found[0] == found[1] == found[2]
+    assert (counted[0], counted[2]) == (shared, alone)
+    assert counted[1] >= alone  # those that share prove to differ, so each option is run by all that have it
+
+
 @pytest.mark.parametrize("name", ["stack", "every_fifth"])
 def test_bytes_without_times(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs, _ = built(name)
@@ -393,7 +467,7 @@ def test_bytes_without_times(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         return traced_bytes(step, torch.optim.AdamW(model.parameters()), find_target(model))
 
     few = bytes_of()
-    monkeypatch.setattr(unfolding.Folding, "pays", False)
+    monkeypatch.setattr(unfolding, "find_runs", lambda model: [])
     assert few == bytes_of()
 
 

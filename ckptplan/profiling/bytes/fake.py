@@ -85,6 +85,7 @@ def _grouped_product(
     return torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)
 
 
+_DEVICE = torch.ops.prim.device.default
 _Shape = tuple[torch.Size, torch.dtype, torch.device]
 
 
@@ -351,7 +352,13 @@ class FakeWorld(TorchDispatchMode):
         return (result[0], *(t if t is None else torch.empty_like(t, dtype=dtype) for t in result[1:]))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.run(func, args, kwargs or {})
+        if func is _DEVICE:  # autograd asks for it several times per operation
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+        return self.dispatched(func, args, kwargs or {})
+
+    def dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation of the step; subclasses that trace operations override this."""
+        return self.run(func, args, kwargs)
 
 
 @contextlib.contextmanager

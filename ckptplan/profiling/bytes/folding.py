@@ -30,6 +30,10 @@ _POSITIONS = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx
 _PLAIN = (bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.Size, torch.device)
 
 
+class UnlikeLayersError(Exception):
+    """The shortened model doesn't stand for the full one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Layers of a container that repeat.
@@ -180,7 +184,8 @@ def find_runs(model: nn.Module) -> list[Run]:
         if any(m is None or owners[id(x)] > 1 for m in members for x in (() if m is None else m.modules())):
             continue
         listed = _per_layer_settings(model, len(members))
-        signatures = [(_signature(m), tuple(values[i] for values in listed)) for i, m in enumerate(members)]
+        seen: dict[int, Any] = {}
+        signatures = [(_signature(m, seen), tuple(values[i] for values in listed)) for i, m in enumerate(members)]
         run = _longest(path, signatures)
         if run is not None:
             out.append(run)
@@ -215,30 +220,37 @@ def _per_layer_settings(model: nn.Module, layers: int) -> list[tuple[str, ...]]:
     return found
 
 
-def _signature(module: nn.Module) -> Any:
-    """Return a value that is equal for modules that do the same."""
+def _signature(module: nn.Module, seen: dict[int, Any]) -> Any:
+    """Return a value that is equal for modules that do the same; `seen` has those of objects by identity."""
     plain = {}
     for name, value in vars(module).items():
         if name in _POSITIONS or name in ("_parameters", "_buffers", "_modules"):
             continue
-        plain[name] = _settings(value)
+        plain[name] = _settings(value, seen)
     tensors = [
         (name, None if t is None else (tuple(t.shape), t.stride(), t.dtype, t.requires_grad, t.device.type))
         for table in (module._parameters, module._buffers)
         for name, t in table.items()
     ]
-    inner = [(name, None if m is None else _signature(m)) for name, m in module._modules.items()]
+    inner = [(name, None if m is None else _signature(m, seen)) for name, m in module._modules.items()]
     return type(module), sorted(plain.items(), key=lambda item: item[0]), tensors, inner
 
 
-def _settings(value: Any) -> Any:
+def _settings(value: Any, seen: dict[int, Any]) -> Any:
     if isinstance(value, _PLAIN):
         return value if value == value else "nan"
     if isinstance(value, (list, tuple)):
-        return [_settings(v) for v in value]
+        return [_settings(v, seen) for v in value]
     if isinstance(value, dict):
-        return [(repr(k), _settings(v)) for k, v in value.items()]
-    return (type(value), id(value)) if _is_shared(value) else type(value)
+        return [(repr(k), _settings(v, seen)) for k, v in value.items()]
+    if _is_shared(value):
+        return type(value), id(value)
+    if isinstance(value, (torch.Tensor, nn.Module)) or not hasattr(value, "__dict__"):
+        return type(value)
+    if id(value) not in seen:
+        seen[id(value)] = type(value)  # of an object that leads back to itself
+        seen[id(value)] = type(value), _settings(vars(value), seen)
+    return seen[id(value)]
 
 
 def _is_shared(value: Any) -> bool:

@@ -4,8 +4,8 @@ Each replay runs the step under a uniform plan, through the controller and the h
 
 - *program*: autograd saves nothing, so the storages that live on are those that the program's own variables hold;
 - *keep*: gives the storages that each stage, and the glue between stages, saves, and the bytes no decision changes;
-- one per further option of the menus that moves nothing, run by every stage that has it: gives the bytes that it holds
-  without any hook seeing them, and its temporaries;
+- further ones until each option of the menus that moves nothing was run by each kind of stage: give the bytes that it
+  holds without any hook seeing them, and its temporaries. Stages that are alike run different options at once;
 - two in which as much moves as can, one of saved storages and one of what recomputing holds. If moving adds nothing
   there, the options that move less need no replay.
 
@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -598,7 +598,7 @@ def trace_chain(
     update_bytes: int,
     menus: bool = False,
     devices: Sequence[Device] | None = None,
-    replayed: Callable[..., Replay] | None = None,
+    layers: Layers | None = None,
 ) -> tuple[Traced, list[Times]]:
     """Trace `step`: exact bytes, and times on devices that aren't in this machine.
 
@@ -614,8 +614,8 @@ def trace_chain(
         Add options inside the stages, for which their operations are timed one by one on the device.
     devices : sequence of Device, optional
         Devices to compute times for; by default the target's own, if that isn't in this machine.
-    replayed : callable, optional
-        Gives the step's replay from its decisions and `saves`, in place of `replay`; first the one that saves nothing.
+    layers : Layers, optional
+        Those that are run; by default all.
 
     Returns
     -------
@@ -626,10 +626,38 @@ def trace_chain(
     if devices is None:
         devices = () if target.spec is None else (target.spec,)
     while True:
+        replayed = functools.partial(_replay_all, step, found.stages, target) if layers is None else layers.replay
         tracing = _Tracing(step, found, target, resident_bytes, update_bytes, menus, replayed)
-        traced = tracing.trace(devices)
+        traced = tracing.trace(devices, layers)
         if not tracing.learned:
             return traced
+
+
+class Layers(Protocol):
+    """A few of the layers of a model, which stand for the others (unfolding.py).
+
+    Attributes
+    ----------
+    stages : tuple of str
+        Names of the stages that are run.
+    positions : tuple of int
+        Per stage of the full model, the number of the one that stands for it; at the end, their number.
+    """
+
+    stages: tuple[str, ...]
+    positions: tuple[int, ...]
+
+    def replay(self, choices: tuple[Decision, ...], *, saves: bool) -> Replay:
+        """Return a replay of the full model; first the one that saves nothing."""
+
+    def replay_few(self, choices: tuple[Decision, ...], *, saves: bool) -> Replay:
+        """Return a replay of the layers that are run."""
+
+
+def _replay_all(
+    step: TrainingStep, stages: tuple[str, ...], target: Target, choices: tuple[Decision, ...], *, saves: bool
+) -> Replay:
+    return replay(step, stages, choices, target, saves=saves, accumulating=step.accumulates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -697,13 +725,12 @@ class _Tracing:
         resident_bytes: int,
         update_bytes: int,
         menus: bool,
-        replayed: Callable[..., Replay] | None,
+        replayed: Callable[..., Replay],
+        choices: Mapping[str, list[Choice]] | None = None,
     ) -> None:
         self.step, self.found, self.target = step, found, target
         self.names = names = found.stages
-        self.replayed = replayed or (
-            lambda choices, saves: replay(step, names, choices, target, saves=saves, accumulating=step.accumulates)
-        )
+        self.replayed = replayed
         self.update_bytes = update_bytes
         self.notes: list[str] = []
         self.learned = False
@@ -730,7 +757,7 @@ class _Tracing:
             for g in range(2 * len(names) + 1)
             if g % 2 or self.kept.forward[g].ops or (g in self.kept.backward and self.kept.backward[g].ops)
         ]
-        self.choices = self._choose() if menus else {}
+        self.choices = self._choose() if menus and choices is None else choices or {}
         self.storages, self.index = self._storages()
         self.menus = [self._menu(g) for g in self.segments]
 
@@ -939,15 +966,12 @@ class _Tracing:
 
     # --- bytes ---
 
-    def trace(self, devices: Sequence[Device]) -> tuple[Traced, list[Times]]:
+    def trace(self, devices: Sequence[Device], layers: Layers | None) -> tuple[Traced, list[Times]]:
         """The chain, and times on `devices`."""
         bases = base_forward, base_backward = self._bases()
-        runs = self._runs(base_forward)
-        options = self._options(runs, bases)
-        while options is None:
-            runs += self._runs_left(runs, base_forward)
-            options = self._options(runs, bases)
-        times = [self._times(runs, dataclasses.replace(self.target, spec=device)) for device in devices]
+        few = None if layers is None else self._of_few(devices, layers)
+        alike = self._alike() if layers is None else [[k] for k in range(len(self.segments))]
+        options, times = few or self._options_and_times(devices, bases, alike)
         stages = []
         for k, (g, menu) in enumerate(zip(self.segments, self.menus, strict=True)):
             linked = {self.index[s] for s in self.kept.linked.get(g, ()) if s in self.index}
@@ -976,20 +1000,94 @@ class _Tracing:
         )
         return traced, times
 
-    def _runs(self, base_forward: Sequence[int]) -> list[_Run]:
+    def _options_and_times(
+        self, devices: Sequence[Device], bases: tuple[Sequence[int], Sequence[int]], alike: Sequence[Sequence[int]]
+    ) -> tuple[list[dict[str, Option]], list[Times]]:
+        """Per stage of the chain, its options by name; and times on `devices`.
+
+        Parameters
+        ----------
+        alike : sequence of sequence of int
+            Per stage, the stages that share replays with it.
+        """
+        runs = self._runs(bases[0], alike)
+        options = self._options(runs, bases, alike)
+        while options is None:
+            runs += self._runs_left(runs, bases[0])
+            options = self._options(runs, bases, alike)
+        return options, [self._times(runs, dataclasses.replace(self.target, spec=device)) for device in devices]
+
+    def _of_few(self, devices: Sequence[Device], layers: Layers) -> tuple[list[dict[str, Option]], list[Times]] | None:
+        """The same from a trace of the layers that are run alone; None if one of them holds what no hook sees."""
+        found = Found(layers.stages, ())
+        few = _Tracing(self.step, found, self.target, self.resident_bytes, 0, True, layers.replay_few, self.choices)
+        options, times = few._options_and_times(devices, few._bases(), few._alike())
+        self.learned |= few.learned
+        self.not_measured |= few.not_measured
+        place = {g: k for k, g in enumerate(few.segments)}
+        out: list[dict[str, Option]] = []
+        for g, menu in zip(self.segments, self.menus, strict=True):
+            k = place.get(2 * layers.positions[g // 2] + g % 2)
+            if k is None or not _are_alike(menu, few.menus[k]):
+                return None
+            out.append(
+                {
+                    name: dataclasses.replace(options[k][name], saved=held.saved, pinned=held.pinned)
+                    for name, held in menu.items()
+                }
+            )
+        return out, [seconds.unfolded(layers.positions) for seconds in times]
+
+    def _runs(self, base_forward: Sequence[int], alike: Sequence[Sequence[int]]) -> list[_Run]:
         """The replays that are always needed: all options that move nothing, and those that move most.
 
-        An option that moves part of what another one moves has no replay of its own (`_options`).
+        Stages that are alike share the former: each is run by one of them. An option that moves part of what another
+        one moves has no replay of its own (`_options`).
         """
-        still = dict.fromkeys(name for menu in self.menus for name, option in menu.items() if not option.moves)
-        most = [
-            next((name for name, option in reversed(menu.items()) if option.recomputes and option.moves_all), "keep")
+        shared = [
+            [name for name, held in menu.items() if not held.moves and name not in ("keep", "recompute")]
             for menu in self.menus
         ]
+        mixed = [
+            tuple(
+                shared[k][i] if (i := number * len(group) + group.index(k)) < len(shared[k]) else "keep"
+                for k, group in enumerate(alike)
+            )
+            for number in range(max(map(len, shared)))
+        ]
+        most = tuple(
+            next((name for name, option in reversed(menu.items()) if option.recomputes and option.moves_all), "keep")
+            for menu in self.menus
+        )
         runs = [_Run(self._named("keep"), self.kept), _Run(self._named("recompute"), self.recomputed)]
-        further = [self._named(name) for name in still if name not in ("keep", "recompute")]
-        further += [self._named("swap"), tuple(most)]
+        further = [*mixed, self._named("swap"), most]
         return runs + [self._under(names, base_forward) for names in further if set(names) != {"keep"}]
+
+    def _alike(self) -> list[list[int]]:
+        """Per stage of the chain, those that run the same operations with as many bytes and hold alike storages."""
+
+        def storages(held: Iterable[int], k: int) -> tuple[Any, ...]:
+            found = [self.storages[s] for s in held]
+            own = (s.born == k and (s.program_until > k, s.dropped_bytes) for s in found)
+            return *own, *((s.nbytes, s.to_end, s.stays) for s in found)
+
+        groups: dict[Any, list[int]] = {}
+        out = []
+        for k, (g, menu) in enumerate(zip(self.segments, self.menus, strict=True)):
+            like = [
+                (name, o.recomputes, o.moves, o.ops, storages(o.saved, k), storages(o.pinned, k))
+                for name, o in menu.items()
+            ]
+            ran = [
+                (_rise(table[g], {}), *(op.key for op in table[g].ops))
+                for seen in (self.kept, self.recomputed)
+                for table in (seen.forward, seen.backward)
+                if g in table
+            ]
+            group = groups.setdefault((self._kind(g), *like, *ran), [])
+            group.append(k)
+            out.append(group)
+        return out
 
     def _runs_left(self, runs: Sequence[_Run], base_forward: Sequence[int]) -> list[_Run]:
         """A replay for each name of an option that has none in `runs`."""
@@ -1098,13 +1196,15 @@ class _Tracing:
         return extra
 
     def _options(
-        self, runs: Sequence[_Run], bases: tuple[Sequence[int], Sequence[int]]
+        self, runs: Sequence[_Run], bases: tuple[Sequence[int], Sequence[int]], alike: Sequence[Sequence[int]]
     ) -> list[dict[str, Option]] | None:
         """Per stage of the chain, its options by name, with the bytes that they add in the replays.
 
-        An option without a replay has the bytes of the one that moves nothing and is otherwise the same. This is right
-        if leaving and returning take no memory and nothing else holds what moves: then the options that move most have
-        such bytes too, and no replay held anything unseen. If that doesn't hold, the result is None.
+        An option that no replay ran has the bytes that it has in a stage that is alike. This is right if the options
+        that all of these ran have equal bytes. One that moves part of what another one moves has the bytes of the one
+        that moves nothing and is otherwise the same. This is right if leaving and returning take no memory and nothing
+        else holds what moves: then the options that move most have such bytes too, and no replay held anything unseen.
+        If that doesn't hold, the result is None.
         """
         extra = self._workspaces(run.seen for run in runs)
         out: list[dict[str, Option]] = [{} for _ in self.segments]
@@ -1115,6 +1215,9 @@ class _Tracing:
             return out
         if any(_UNSEEN in storage.name for storage in self.storages):
             return None
+        for group in alike:
+            if not _share(group, out, self.menus):
+                return None
         for menu, options in zip(self.menus, out, strict=True):
             for name, held in menu.items():
                 if held.moves:
@@ -1195,6 +1298,31 @@ class _Tracing:
                     again_s = total(run.seen.backward, g) - backward_s
                     out.recompute_s[kind, option.ops] = max(again_s, 0.0)
         return out
+
+
+def _share(group: Sequence[int], options: Sequence[dict[str, Option]], menus: Sequence[_Menu]) -> bool:
+    """Give the stages of `group`, which are alike, each other's options; False if those that they share differ."""
+    bytes_of: dict[str, tuple[int, int]] = {}
+    for k in group:
+        for name, option in options[k].items():
+            if bytes_of.setdefault(name, (option.forward_bytes, option.backward_bytes)) != (
+                option.forward_bytes,
+                option.backward_bytes,
+            ):
+                return False
+    for k in group:
+        for name, held in menus[k].items():
+            source = next((options[j][name] for j in group if name in options[j]), None)
+            if source is not None:
+                options[k].setdefault(name, dataclasses.replace(source, saved=held.saved, pinned=held.pinned))
+    return True
+
+
+def _are_alike(menu: _Menu, other: _Menu) -> bool:
+    """Whether two menus have the same options, whatever the storages' numbers."""
+    return [(name, len(o.saved), len(o.pinned), o.moves, o.ops) for name, o in menu.items()] == [
+        (name, len(o.saved), len(o.pinned), o.moves, o.ops) for name, o in other.items()
+    ]
 
 
 def _is_called(name: str, other: str, option: _Held) -> bool:

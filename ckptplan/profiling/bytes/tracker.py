@@ -13,7 +13,7 @@ import functools
 import operator
 import sys
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,8 @@ def stage_segment(stage: int) -> int:
 _COMPILED = "compiled"
 """In the key of compiled code, in place of an operation."""
 
+_DETACH = torch.ops.aten.detach.default
+
 _MOST_SEQUENCE_NR = 1 << 62  # no forward makes so many nodes; AccumulateGrad, which no segment makes, has the largest
 
 
@@ -59,7 +61,7 @@ class OpTrace:
         Live bytes before and after it.
     key : hashable
         Everything that its memory and time depend on (`op_key`); None for a sum of gradients that a real run does in
-        place.
+        place, and for `detach`.
     made : dict
         Storages that its results begin -> bytes, and whether they have a position (NOTE [Positions] in
         runtime/swap/positions.py).
@@ -90,6 +92,10 @@ class OpTrace:
     repeatable: bool = True
     at: tuple[int, int] = (0, 0)
     reads: tuple[tuple[Any, ...], ...] = ()
+
+
+DETACHED = OpTrace(0, 0, None)
+"""Stands for each `detach`, which takes no memory and no time; most saved tensors have one."""
 
 
 @dataclass(slots=True)
@@ -158,6 +164,7 @@ class Tracker(FakeWorld):
         self._alive: dict[int, Sid | None] = {}
         self._made_by: dict[int, int | None] = {}  # sequence number of the backward node that made it
         self._counted: dict[int, int] = {}  # its bytes in `live_bytes`
+        self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # calls what forgets it
         self._starts: list[int] = []  # per segment, the sequence number of the first node of its forward
         self._made = 0
         self._calibrating: list[tuple[int, int]] | None = None
@@ -234,7 +241,7 @@ class Tracker(FakeWorld):
         storage = tensor.untyped_storage()
         if id(storage) not in self._alive:
             self._alive[id(storage)] = None
-            weakref.finalize(storage, self._alive.pop, id(storage), None)
+            self._watch(storage, self._alive.pop)
 
     def uncounted(
         self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -270,8 +277,18 @@ class Tracker(FakeWorld):
         self._made_by[key] = None if node is None else node._sequence_nr()
         self._counted[key] = 0
         self._recount(key, storage)
-        weakref.finalize(storage, self._freed, key, self._counted[key])
+        self._watch(storage, self._freed)
         return sid
+
+    def _watch(self, storage: torch.UntypedStorage, ended: Callable[[int], Any]) -> None:
+        """Call `ended` with the identity of a storage when it is freed."""
+        key = id(storage)
+
+        def forget(gone: weakref.ref[torch.UntypedStorage]) -> None:
+            del self._ends[key]
+            ended(key)
+
+        self._ends[key] = weakref.ref(storage, forget)
 
     def _recount(self, key: int, storage: torch.UntypedStorage) -> None:
         """Count a storage with its present size, which `resize_` may have changed."""
@@ -300,7 +317,7 @@ class Tracker(FakeWorld):
             return tensor.device != self._target.device
         return self.numbers_on_host and tensor.dim() == 0 and not isinstance(tensor, FakeTensor)
 
-    def _freed(self, key: int, nbytes: int) -> None:
+    def _freed(self, key: int) -> None:
         sid = self._alive.pop(key, None)
         self._made_by.pop(key, None)
         counted = self._counted.pop(key)
@@ -308,12 +325,17 @@ class Tracker(FakeWorld):
         if sid is not None:
             self.changes.append((sid, -counted, False))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:
-            return func(*args, **kwargs)  # a query that fake tensors alone make, very often
+    def dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation in the segment that it belongs to."""
         if self._in_backward:
             self._locate()
+        if func is _DETACH and isinstance(args[0], FakeTensor) and id(args[0].untyped_storage()) in self._alive:
+            self._table[self._segment].ops.append(DETACHED)
+            return func(*args)
+        return self.operation(func, args, kwargs)
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, count the storages that it makes, and add it to the trace of the segment."""
         given = tensors_in((args, kwargs))
         for tensor in given:
             if not isinstance(tensor, FakeTensor) and id(tensor.untyped_storage()) not in self._alive:
@@ -452,13 +474,12 @@ def _is_larger(real: Sequence[int], traced: Sequence[int], target: Target) -> bo
 def _called_by_the_engine() -> bool:
     """Whether the autograd engine itself runs the operation, rather than a backward that is written in Python."""
     frame = sys._getframe(1)
-    while frame is not None and (
-        frame.f_code.co_name == "__torch_dispatch__" or frame.f_code.co_filename.endswith(_BETWEEN)
-    ):
+    while frame is not None and (frame.f_code.co_name in _DISPATCHING or frame.f_code.co_filename.endswith(_BETWEEN)):
         frame = frame.f_back  # type: ignore[assignment]
     return frame is None or frame.f_code is _ENGINE
 
 
+_DISPATCHING = ("__torch_dispatch__", Tracker.dispatched.__name__, Tracker.operation.__name__)
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _BETWEEN = (__file__, "torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/utils/_stats.py")
 """Files whose functions lie between the engine and a dispatch mode once `torch._dynamo` is imported."""

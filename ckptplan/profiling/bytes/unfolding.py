@@ -17,6 +17,7 @@ Otherwise the full model is replayed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import operator
@@ -28,9 +29,9 @@ import torch
 from torch import nn
 
 from ckptplan.core.plan import Decision
-from ckptplan.profiling.bytes.folding import KEPT, Periods, Run, find_runs, quiet, shortened
+from ckptplan.profiling.bytes.folding import KEPT, Periods, Run, UnlikeLayersError, find_runs, quiet, shortened
 from ckptplan.profiling.bytes.trace import Replay, replay
-from ckptplan.profiling.bytes.tracker import Change, OpTrace, SegmentTrace, Sid, Tracker
+from ckptplan.profiling.bytes.tracker import DETACHED, Change, OpTrace, SegmentTrace, Sid, Tracker
 from ckptplan.profiling.target import Target
 from ckptplan.runtime.state.compiled import compiled_modules
 from ckptplan.runtime.step import TrainingStep
@@ -39,10 +40,6 @@ _LEAST_SHARE = 0.2
 """Least share of the stages that is left out: for fewer, the comparisons take longer than they save."""
 
 T = TypeVar("T")
-
-
-class UnlikeLayersError(Exception):
-    """The shortened model doesn't stand for the full one."""
 
 
 class Folding:
@@ -54,23 +51,48 @@ class Folding:
     stages : tuple of str
         Names of the full model's stages.
     target : Target
+
+    Attributes
+    ----------
+    stages : tuple of str
+        Names of the shortened model's stages; all if too few layers repeat.
+    positions : tuple of int
+        Per stage of the full model, the shortened model's stage that stands for it, and their numbers of stages at the
+        end. Glue has the position of the stage that follows it.
     """
 
     def __init__(self, step: TrainingStep, stages: tuple[str, ...], target: Target) -> None:
         self._step, self._stages, self._target = step, stages, target
         self._runs: list[Run] = []
-        self._short = stages
+        self._made: dict[Any, Replay] = {}
+        self.stages = stages
         for run in [] if _reads_values(step, target) else find_runs(step.model):
-            short = tuple(filter(None, map(run.shortened, self._short)))
+            short = tuple(filter(None, map(run.shortened, self.stages)))
             periods = Periods.of(run, short)
-            if periods is not None and periods.stages(short) == self._short:
+            if periods is not None and periods.stages(short) == self.stages:
                 self._runs.append(run)
-                self._short = short
+                self.stages = short
+        self.positions = tuple(range(len(self.stages) + 1))
+        short = self.stages
+        for run in reversed(self._runs):
+            periods = _periods(run, short)
+            self.positions, short = periods.repeated(self.positions), periods.stages(short)
+        if len(self.stages) > (1 - _LEAST_SHARE) * len(stages):
+            self.give_up()
+
+    def give_up(self) -> None:
+        """From now on, run all layers."""
+        self._runs, self.stages = [], self._stages
+        self.positions = tuple(range(len(self.stages) + 1))
 
     @property
-    def pays(self) -> bool:
-        """Whether enough of the stages are left out."""
-        return len(self._short) <= (1 - _LEAST_SHARE) * len(self._stages)
+    def folds(self) -> bool:
+        """Whether layers are left out."""
+        return bool(self._runs)
+
+    def shortened(self) -> contextlib.AbstractContextManager[None]:
+        """Shorten the model while the context is active."""
+        return shortened(self._step.model, self._runs)
 
     def replay(self, choices: tuple[Decision, ...], *, saves: bool) -> Replay:
         """Return the full model's replay with `choices` for its stages.
@@ -82,19 +104,34 @@ class Folding:
         UnlikeLayersError
             If the shortened model doesn't stand for the full one.
         """
+        if not saves:
+            self._made.clear()  # of an earlier trace, before larger storages were known
+        few = self.replay_few(self._chosen(choices), saves=saves)
         if saves:
-            return self._written_out(self._few(self._chosen(choices), None))
-        few = self._few(self._chosen(choices), _Reading(self._target, self._step.model))
+            return self._written_out(few)
         full = self._replayed(self._stages, choices, _Reading(self._target, self._step.model))
         if not _are_equal(self._written_out(few), full):
             raise UnlikeLayersError
         return full
 
+    def replay_few(self, choices: tuple[Decision, ...], *, saves: bool) -> Replay:
+        """Return the shortened model's replay with `choices` for its stages; made once.
+
+        Raises
+        ------
+        UnlikeLayersError
+            If it fails.
+        """
+        key = choices, saves
+        if key not in self._made:
+            self._made[key] = self._few(choices, None if saves else _Reading(self._target, self._step.model))
+        return self._made[key]
+
     def _few(self, choices: tuple[Decision, ...], reading: Tracker | None) -> Replay:
         """The replay of the shortened model; with `reading`, it saves nothing."""
         try:
-            with quiet(), shortened(self._step.model, self._runs):
-                return self._replayed(self._short, choices, reading)
+            with quiet(), self.shortened():
+                return self._replayed(self.stages, choices, reading)
         except Exception as error:  # a forward may need all its layers; an error of the full model is raised by its own
             raise UnlikeLayersError from error
 
@@ -106,25 +143,20 @@ class Folding:
 
     def _chosen(self, choices: Sequence[Decision]) -> tuple[Decision, ...]:
         """The decisions for the shortened model's stages."""
-        sources = tuple(range(len(self._short)))
-        short = self._short
-        for run in reversed(self._runs):
-            periods = _periods(run, short)
-            sources, short = periods.repeated(sources), periods.stages(short)
         found: dict[int, Decision] = {}
-        for stage, (source, choice) in enumerate(zip(sources, choices, strict=True)):
+        for stage, (source, choice) in enumerate(zip(self.positions, choices, strict=False)):
             if not {choice.release, choice.prefetch} <= {None, stage}:
                 raise UnlikeLayersError
             point = None if choice.release is None else source
             here = dataclasses.replace(choice, release=point, prefetch=point)
             if found.setdefault(source, here) != here:
                 raise UnlikeLayersError
-        return tuple(found[source] for source in range(len(self._short)))
+        return tuple(found[source] for source in range(len(self.stages)))
 
     def _written_out(self, seen: Replay) -> Replay:
-        if len(seen.forward) != 2 * len(self._short) + 1:
+        if len(seen.forward) != 2 * len(self.stages) + 1:
             raise UnlikeLayersError
-        short = self._short
+        short = self.stages
         for run in reversed(self._runs):
             periods = _periods(run, short)
             if _Unfolded(seen, periods, (0, 1, 2, 3)).write() != _Unfolded(seen, periods, (0, 2, 1, 3)).write():
@@ -358,6 +390,9 @@ class _Unfolded:
             places[last] = len(changes), self.live_bytes
         ops = []
         for op in old.ops:
+            if op is DETACHED:
+                ops.append(op)
+                continue
             (first, before), (last, after) = (places[n] for n in op.at)
             made, reads = self._table(op.made, q), tuple(self._spread(op.reads, q))
             written = tuple(sid for (sid,) in self._spread([(sid,) for sid in op.written], q))

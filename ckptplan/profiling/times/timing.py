@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
+import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -46,8 +48,10 @@ COMPUTE, LAUNCH = range(2)
 _GLUE_ROUNDS = 3  # rounds without timed stages, the first of them a warm-up: the glue's times are medians over them
 _LEAST_SHARE = 0.02
 """Least time of a recompute with saved outputs, as a share of forward; noise may make the measured one 0."""
-_STAGE_S = 0.5  # forward and backward of each way of a kind run until they have taken half of this, on average
-_MOST_RUNS = 20  # timings of each way; short stages would need very many to reach _STAGE_S
+_LEAST_RUNS = 5  # timings of each way, from which the medians' errors are estimated
+_MOST_RUNS = 20
+_STAGE_S = 0.25  # most time for each way of a kind, on average, beyond the least number of runs
+_ERROR = 0.02  # of the median of a way's forward and backward, below which it is timed no more
 
 
 def why_not_again(
@@ -94,6 +98,14 @@ class Times:
     recompute_s: dict[tuple[str, tuple[int, ...]], float] = field(default_factory=dict)
     glue_forward_s: dict[int, float] = field(default_factory=dict)
     glue_backward_s: dict[int, float] = field(default_factory=dict)
+
+    def unfolded(self, positions: Sequence[int]) -> Times:
+        """The times of a model for some of whose glue that of others was timed: per position, the one timed for it."""
+        forward_s, backward_s = (
+            {k: table[s] for k, s in enumerate(positions) if s in table}
+            for table in (self.glue_forward_s, self.glue_backward_s)
+        )
+        return dataclasses.replace(self, glue_forward_s=forward_s, glue_backward_s=backward_s)
 
 
 class _StageCall(NamedTuple):
@@ -153,6 +165,14 @@ class _Timing:
             for w in (None, way)
         )
         return statistics.median(b - a for a, b in zip(plain, other, strict=True))
+
+    def _error(self, kind: str, way: Way) -> float:
+        """Estimated error of the median of a way's time, as a share of it; normal noise is assumed."""
+        pairs = zip(self.samples[kind, way, "forward"], self.samples[kind, way, "backward"], strict=True)
+        took_s = [sum(map(max, pair)) for pair in pairs]
+        median_s = statistics.median(took_s)
+        deviation_s = 1.4826 * statistics.median(abs(s - median_s) for s in took_s)
+        return 1.2533 * deviation_s / (median_s * math.sqrt(len(took_s)))
 
     def round(self, repeats: int, watched: RealStorages | None = None) -> None:
         """Run one forward of the step.
@@ -297,7 +317,12 @@ class _Timing:
                     m.__dict__[name] = value.detach().requires_grad_()
                     parameters.append(m.__dict__[name])
         spent, count = 0.0, 0
-        while count < self.repeats or (self.repeats > 1 and spent < _STAGE_S * len(ways) / 2 and count < _MOST_RUNS):
+        while count < self.repeats or (
+            self.repeats > 1
+            and count < _MOST_RUNS
+            and spent < _STAGE_S * len(ways)
+            and any(self._error(kind, way) > _ERROR for way in ways)
+        ):
             for way in ways:
                 leaves.clear()
                 made.clear()
@@ -392,7 +417,7 @@ def time_stages(
     timing.round(0, real)
     for _ in range(_GLUE_ROUNDS - 2):
         timing.round(0)
-    timing.round(3)
+    timing.round(_LEAST_RUNS)
     for name, kind in kinds.items():
         if (kind, None, "forward") not in timing.samples:
             raise UnsupportedModelError(

@@ -130,14 +130,14 @@ def _record(step: TrainingStep, world: Callable[[], contextlib.AbstractContextMa
     calls = nx.DiGraph()
     calls.add_node(stack[0])
     counts: dict[str, int] = {}
-    keep_alive: list[torch.Tensor] = []  # so that storages met stay distinct
+    met: dict[int, torch.UntypedStorage] = {}  # held, so that they stay distinct
 
     def sizes(tensors: list[Any]) -> dict[int, int]:
         out = {}
         for t in tensors:
-            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in own:
-                keep_alive.append(t.detach())
-                out[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+            if isinstance(t, torch.Tensor) and (storage := t.untyped_storage())._cdata not in own:
+                met[storage._cdata] = storage
+                out[storage._cdata] = storage.nbytes()
         return out
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -170,9 +170,6 @@ def _record(step: TrainingStep, world: Callable[[], contextlib.AbstractContextMa
         for name, module in modules.items()
         if name and is_patchable(module)
     ]
-    try:
-        with installed(patches), world(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            step.forward()
-    finally:
-        keep_alive.clear()  # the graph holds `pack`, and so these, which hold the graph: out of the collector's sight
+    with installed(patches), world(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        step.forward()
     return calls
