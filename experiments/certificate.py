@@ -56,7 +56,7 @@ def measure(name: str, percents: tuple[int, ...]) -> list[dict[str, Any]]:
                 if best_s <= bound_s * (1 + NEAR):
                     times.setdefault("near", now)  # noqa: B023
 
-        plan = solve_profile(profile, budget, Limits(time_limit_s=time_limit_s(n)), on_progress=on_progress)
+        plan = solve_profile(profile, budget, Limits(time_limit_s=time_limit_s(n), gap=0.0), on_progress=on_progress)
         seconds = time.perf_counter() - begin
         broken = validate(profile, plan, budget)
         if broken:

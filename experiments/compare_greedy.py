@@ -139,7 +139,7 @@ def run(planner: str, profile: Profile, percent: float, budget: int, limit_s: fl
     started = time.perf_counter()
     try:
         if planner == OURS:
-            plan = solve_profile(profile, budget, Limits(time_limit_s=limit_s))
+            plan = solve_profile(profile, budget, Limits(time_limit_s=limit_s, gap=0.0))
         else:
             plan = BASELINES[planner](profile, budget)
     except InfeasibleBudgetError as error:

@@ -347,7 +347,7 @@ def ours(
         mine = copy.deepcopy(model)
         began = time.perf_counter()
         try:
-            plan = ckptplan.solve(mine, budget_gb=rival.peak_bytes * (1 + slack) / GIB, inputs=inputs)
+            plan = ckptplan.solve(mine, budget_gb=rival.peak_bytes * (1 + slack) / GIB, inputs=inputs, gap=0.0)
         except InfeasibleBudgetError as error:
             facts = {"status": "infeasible", "min_peak_bytes": error.min_peak_bytes, "stage": error.stage}
             return None, {"planning_s": time.perf_counter() - began, "plan": facts}

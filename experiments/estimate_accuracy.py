@@ -196,7 +196,7 @@ def plan_half_way(group: Group) -> Plan:
     least = smallest_peak(profile).peak_bytes
     r = residency(profile, [stage.keep for stage in profile.stages])
     most = max(*r.forward_bytes, *r.backward_bytes)
-    return ckptplan.solve(profile, (least + most) // 2 / GIB, time_limit_s=group.time_limit_s)
+    return ckptplan.solve(profile, (least + most) // 2 / GIB, time_limit_s=group.time_limit_s, gap=0.0)
 
 
 def measured_phases(group: Group, optimizer: str, plan: Plan | None) -> tuple[tuple[PhaseBytes, ...], int]:

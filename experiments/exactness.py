@@ -52,7 +52,7 @@ def against_brute_force(seed: int, percents: tuple[int, ...]) -> list[dict[str, 
     for percent in percents:
         budget = least + max(0, most - least) * percent // 100
         begin = time.perf_counter()
-        plan = sound(profile, solve_profile(profile, budget))
+        plan = sound(profile, solve_profile(profile, budget, Limits(gap=0.0)))
         took_s = time.perf_counter() - begin
         best_s = fastest(profile, budget)
         assert best_s is not None, "a plan was found, so brute force finds one"
@@ -80,7 +80,7 @@ def against_rotor(seed: int) -> list[dict[str, Any]]:
     rows = []
     for percent in (0, 20, 60):
         budget = least + max(0, most - least) * percent // 100
-        ours = sound(profile, solve_profile(profile, budget, Limits(actions=only)))
+        ours = sound(profile, solve_profile(profile, budget, Limits(actions=only, gap=0.0)))
         try:
             rotor_s = sound(profile, BASELINES["rotor"](profile, budget)).step_s
         except InfeasibleBudgetError:

@@ -52,7 +52,7 @@ def against_bound(name: str, percents: list[int]) -> list[dict[str, Any]]:
     limit_s = time_limit_s(len(profile.stages))
     rows = []
     for percent, budget in budgets(profile, percents, limit_s).items():
-        ours, ours_s = timed(lambda: solve_profile(profile, budget, Limits(time_limit_s=limit_s)))  # noqa: B023
+        ours, ours_s = timed(lambda: solve_profile(profile, budget, Limits(time_limit_s=limit_s, gap=0.0)))  # noqa: B023
         greedy, greedy_s = None, None
         if len(profile.stages) <= LONGEST:
             greedy, greedy_s = timed(lambda: BASELINES[GREEDY](profile, budget))  # noqa: B023
@@ -84,8 +84,10 @@ def repetition(name: str, percent: int) -> dict[str, Any]:
     profile = instance(name)
     limit_s = time_limit_s(len(profile.stages))
     (budget,) = budgets(profile, [percent], limit_s).values()
-    shared, shared_s = timed(lambda: solve_profile(profile, budget, Limits(time_limit_s=limit_s)))
-    apart, apart_s = timed(lambda: solve_profile(without_repetition(profile), budget, Limits(time_limit_s=limit_s)))
+    shared, shared_s = timed(lambda: solve_profile(profile, budget, Limits(time_limit_s=limit_s, gap=0.0)))
+    apart, apart_s = timed(
+        lambda: solve_profile(without_repetition(profile), budget, Limits(time_limit_s=limit_s, gap=0.0))
+    )
     assert shared is not None
     assert apart is not None
     return {
@@ -102,7 +104,10 @@ def repetition(name: str, percent: int) -> dict[str, Any]:
 
 def budgets(profile: Profile, percents: list[int], limit_s: float) -> dict[int, int]:
     """Budgets by per cent of the way from the smallest peak to everything kept."""
-    least, most = smallest_peak(profile, Limits(time_limit_s=limit_s)).peak_bytes, everything_kept_bytes(profile)
+    least, most = (
+        smallest_peak(profile, Limits(time_limit_s=limit_s)).peak_bytes,
+        everything_kept_bytes(profile),
+    )
     return {percent: least + (most - least) * percent // 100 for percent in percents}
 
 

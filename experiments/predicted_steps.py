@@ -66,7 +66,9 @@ def measure(name: str, percents: list[float], rounds: int, limit_s: float) -> li
     cases = []
     for percent in percents:
         try:
-            plan = solve_profile(profile, least + int((most - least) * percent / 100), Limits(time_limit_s=limit_s))
+            plan = solve_profile(
+                profile, least + int((most - least) * percent / 100), Limits(time_limit_s=limit_s, gap=0.0)
+            )
         except InfeasibleBudgetError:
             continue  # the smallest peak that was found is above the least one's bound
         plain_s, planned_s = [], []

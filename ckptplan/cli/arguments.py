@@ -68,6 +68,16 @@ Together = Annotated[bool, typer.Option("--segments/--no-segments", help="Whethe
 TimeLimit = Annotated[float, typer.Option(min=0.1, help="Seconds the solver may take.")]
 
 
+Gap = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        metavar="SHARE",
+        help="Stop at a plan proven to be within this share of the best one, 0.01 for 1 per cent.",
+    ),
+]
+
+
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="PLAN.json", help="Where to write the plan.")]
 
 

@@ -332,11 +332,11 @@ def solve_half(profile: Profile, keep_all_bytes: int, time_limit_s: float) -> tu
         f"{format_bytes(keep_all_bytes - base)} that a plain step adds"
     )
     try:
-        plan = ckptplan.solve(profile, budget_gb=half / GIB, time_limit_s=time_limit_s)
+        plan = ckptplan.solve(profile, budget_gb=half / GIB, time_limit_s=time_limit_s, gap=0.0)
         return plan, f"budget {format_bytes(half)}: {made_of}"
     except InfeasibleBudgetError as error:
         least = error.min_peak_bytes
-    return ckptplan.solve(profile, budget_gb=least / GIB, time_limit_s=time_limit_s), (
+    return ckptplan.solve(profile, budget_gb=least / GIB, time_limit_s=time_limit_s, gap=0.0), (
         f"budget {format_bytes(least)}: the smallest feasible peak, since no plan fits in {format_bytes(half)} "
         f"({made_of})"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import sys
 import time
@@ -20,6 +21,7 @@ from ckptplan.cli.arguments import (
     Actions,
     Budget,
     DiskLimit,
+    Gap,
     HostLimit,
     Output,
     PlanFile,
@@ -36,7 +38,7 @@ from ckptplan.cli.subject import profile_of, subject_of
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import KEEP, Plan
 from ckptplan.core.profile import Profile
-from ckptplan.core.request import Limits, SolveKeywords
+from ckptplan.core.request import NO_LIMITS, Limits, SolveKeywords
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.referee import simulate, validate
 from ckptplan.report.tables import Row, frontier_table, planners_table
@@ -58,32 +60,47 @@ def solve(
     segments: Together = True,
     accumulate: Accumulate = None,
     time_limit: TimeLimit = 10.0,
+    gap: Gap = NO_LIMITS.gap,
     output: Output = None,
 ) -> None:
     """Find the fastest plan within a budget, or the plan with the smallest peak within a slowdown, with a proven bound.
 
-    A model is profiled first, and its plan is replayed on it. Exits with 2 if no plan fits; the message names the
-    smallest budget that works.
+    A model is profiled first, and its plan is replayed on it. Plans found on the way are shown. Exits with 2 if no plan
+    fits; the message names the smallest budget that works.
 
     Example: [bold]ckptplan solve profile.json --budget-gb 12 -o plan.json[/bold]
     """
     if (budget_gb is None) == (max_overhead is None):
         raise InvalidInputError("give either --budget-gb, in units of 2**30 bytes, or --max-overhead, 0.1 for 10 %")
-    options = _options(host_gb, disk_gb, actions, segments, accumulate, time_limit)
+    options = _options(host_gb, disk_gb, actions, segments, accumulate, time_limit, gap)
     budget = number(budget_gb, "--budget-gb")
     subject, inputs = subject_of(source)
     from ckptplan.api import solve as solve_subject
 
     with Console(stderr=True).status("solving") as status:
         options["on_progress"] = status.update
+        options["on_plan"] = functools.partial(_show, status.console)
         plan = solve_subject(subject, budget, inputs=inputs, max_overhead=max_overhead, **options)
     typer.echo(str(plan))
     if output is not None:
         save_plan(plan, output)
 
 
+def _show(console: Console, plan: Plan) -> None:
+    console.print(
+        f"found: step {format_seconds(plan.step_s)}, peak {format_bytes(plan.peak_bytes)}, gap {plan.gap:.2%}",
+        highlight=False,
+    )
+
+
 def _options(
-    host_gb: str | None, disk_gb: str | None, actions: str, segments: bool, accumulate: bool | None, time_limit: float
+    host_gb: str | None,
+    disk_gb: str | None,
+    actions: str,
+    segments: bool,
+    accumulate: bool | None,
+    time_limit: float,
+    gap: float,
 ) -> SolveKeywords:
     return SolveKeywords(
         host_gb=number(host_gb, "--host-gb", least=0),
@@ -92,6 +109,7 @@ def _options(
         segments=segments,
         accumulate=accumulate,
         time_limit_s=time_limit,
+        gap=gap,
     )
 
 
@@ -104,6 +122,7 @@ def frontier(
     segments: Together = True,
     accumulate: Accumulate = None,
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for all plans together.")] = 60.0,
+    gap: Gap = NO_LIMITS.gap,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FOLDER", help="Where to write the plans, one file each.")
     ] = None,
@@ -115,7 +134,7 @@ def frontier(
 
     Example: [bold]ckptplan frontier profile.json --points 8 --plot frontier.png[/bold]
     """
-    options = _options(host_gb, disk_gb, actions, segments, accumulate, time_limit)
+    options = _options(host_gb, disk_gb, actions, segments, accumulate, time_limit, gap)
     subject, inputs = subject_of(source)
     from ckptplan.api import frontier as frontier_of
 
@@ -227,7 +246,7 @@ def _rows(
     from ckptplan.solving.planner import solve_profile
 
     def ours(profile: Profile, budget_bytes: int) -> Plan:
-        return solve_profile(profile, budget_bytes, Limits(time_limit_s=time_limit_s))
+        return solve_profile(profile, budget_bytes, Limits(time_limit_s=time_limit_s, gap=0.0))
 
     bound_s = None
     rows = []

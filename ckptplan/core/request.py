@@ -24,9 +24,13 @@ from ckptplan.core.units import budget_to_bytes
 if TYPE_CHECKING:  # these import torch
     import torch
 
+    from ckptplan.core.plan import Plan
     from ckptplan.profiling.target import DeviceLike
     from ckptplan.profiling.workload.optimizers import OptimizerLike
     from ckptplan.runtime.step import LossFn
+
+OnPlan = Callable[["Plan"], None]
+"""Called with each plan that is better than those before."""
 
 Report = Callable[[str], None]
 """Called with a description of the present work."""
@@ -68,6 +72,7 @@ class SearchKeywords(TypedDict, total=False):
     segments: bool
     host_gb: float | None
     time_limit_s: float
+    gap: float
     seed: int
     workers: int | None
     on_progress: Report | None
@@ -78,6 +83,7 @@ class PlanKeywords(SearchKeywords, total=False):
 
     disk_gb: float | None
     menus: bool
+    on_plan: OnPlan | None
 
 
 class SolveKeywords(StepKeywords, PlanKeywords, total=False):
@@ -206,6 +212,9 @@ class Limits:
         None: no disk. As a keyword: `disk_gb`, in units of 2**30 bytes, together with a `host_gb`.
     time_limit_s : float
         Wall-clock limit of solving, without profiling; small chains take far less.
+    gap : float
+        The search ends as soon as its plan's step is proven to be at most this share above the best possible one: 0.01
+        for 1 %. 0: it looks for the optimum until it is proven or the time is over.
     seed : int
         Seed of local search and CP-SAT. The same seed and workers give the same plan unless the time limit ends the
         search.
@@ -214,6 +223,9 @@ class Limits:
         other searches use one thread.
     on_progress : callable
         Called with a description of the present work.
+    on_plan : callable, optional
+        Called during the search with the first plan found that fits, and with each better one. They have passed
+        `validate`, but unlike the plan returned no replay of the model. `frontier` calls it with each of its plans.
 
     Raises
     ------
@@ -227,9 +239,11 @@ class Limits:
     host_bytes: int | None = None
     disk_bytes: int | None = None
     time_limit_s: float = 10.0
+    gap: float = 0.01
     seed: int = 0
     workers: int | None = None
     on_progress: Report = ignore_progress
+    on_plan: OnPlan | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.actions, Iterable):
@@ -246,6 +260,10 @@ class Limits:
         limit_s = self.time_limit_s
         if not is_number(limit_s) or not 0 < limit_s < math.inf:
             raise InvalidInputError(f"time_limit_s={limit_s!r} must be a finite number of seconds above 0")
+        if not is_number(self.gap) or not 0 <= self.gap < math.inf:
+            raise InvalidInputError(
+                f"gap={self.gap!r} must be a number, 0 or more: 0.01 ends the search at a plan proven to be within 1 %"
+            )
         whole = {"host_bytes": (0, MOST_BYTES), "disk_bytes": (0, MOST_BYTES), "workers": (1, 1 << 10)}
         for name, (least, most) in whole.items():
             value = getattr(self, name)

@@ -75,7 +75,10 @@ class Job:
         )
 
     def _within(self, limit: int) -> Plan:
-        return self.reserving(self.sound(solve_profile(self.profile, limit, self.limits, on_progress=self.progress)))
+        limits, on_plan = self.limits, self.limits.on_plan
+        if on_plan is not None:
+            limits = replace(limits, on_plan=lambda plan: on_plan(self.sound(plan)))
+        return self.reserving(self.sound(solve_profile(self.profile, limit, limits, on_progress=self.progress)))
 
     def _leanest(self, budget_bytes: int, error: InfeasibleBudgetError) -> Plan:
         """Return the plan with the smallest peak, if it fits the budget with the allocator's fragments."""

@@ -14,7 +14,7 @@ from ckptplan.core.schedule import residency, tightest_peak
 from ckptplan.core.units import format_bytes
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.cost import menus
-from ckptplan.solving.planner import smallest_peak, solve_profile
+from ckptplan.solving.planner import Start, smallest_peak, solve_profile
 from ckptplan.solving.tiers import all_bytes, check_disk
 
 PEAK_PRECISION = 0.002
@@ -42,7 +42,8 @@ def frontier_profile(
     """Plans along the trade-off, smallest peak first; the last one keeps everything.
 
     Budgets are placed where they tell most: the widest rectangle between two neighbouring plans is split next. A plan
-    serves any larger budget too and a bound holds for any smaller one, so both are passed along.
+    serves any larger budget too and a bound holds for any smaller one, so each search begins with the plan below it and
+    the bound above it.
 
     Parameters
     ----------
@@ -63,13 +64,16 @@ def frontier_profile(
     """
     if isinstance(points, bool) or not isinstance(points, int) or points < 2:
         raise InvalidInputError(f"points={points!r} must be a whole number, 2 or more: the two ends of the frontier")
-    each = replace(limits, time_limit_s=limits.time_limit_s / (points + 1))
+    each = replace(limits, time_limit_s=limits.time_limit_s / (points + 1), on_plan=None)
     least = smallest_peak(profile, each)
     most = max(everything_kept_bytes(profile), least.peak_bytes)
 
-    def solve(budget_bytes: int) -> Plan:
+    def solve(budget_bytes: int, start: Start | None = None) -> Plan:
         limits.on_progress(f"budget {len(found) + 1} of {points}")
-        return solve_profile(profile, budget_bytes, each)
+        plan = solve_profile(profile, budget_bytes, each, start=start)
+        if limits.on_plan is not None:
+            limits.on_plan(plan)
+        return plan
 
     found: list[Plan] = []
     found.append(solve(least.peak_bytes))
@@ -80,10 +84,11 @@ def frontier_profile(
         widest = max(range(len(gaps)), key=gaps.__getitem__, default=0)
         if not gaps or gaps[widest] <= 0:
             break
-        low, high = found[widest].budget_bytes, found[widest + 1].budget_bytes
-        if high - low < 2:
+        below, above = found[widest], found[widest + 1]
+        if above.budget_bytes - below.budget_bytes < 2:
             break
-        found.insert(widest + 1, solve((low + high) // 2))
+        middle = (below.budget_bytes + above.budget_bytes) // 2
+        found.insert(widest + 1, solve(middle, (below, above.lower_bound_s)))
         found = _passed_along(found)
     out: list[Plan] = []
     for plan in _passed_along(found):
@@ -145,10 +150,13 @@ def smallest_within(
         share_s = max(LEAST_SOLVE_S, (deadline - time.monotonic()) / SOLVE_PART)
         limits.on_progress(f"trying {format_bytes(budget_bytes)}")
         try:
-            plan = solve_profile(profile, budget_bytes, replace(limits, time_limit_s=share_s))
+            # Whether any plan is fast enough has to be decided, however close the best one is.
+            plan = solve_profile(profile, budget_bytes, replace(limits, time_limit_s=share_s, gap=0.0, on_plan=None))
         except InfeasibleBudgetError:
             return None
         if plan.step_s <= limit_s:
+            if limits.on_plan is not None:
+                limits.on_plan(plan)
             return plan
         if plan.lower_bound_s > limit_s:
             proven = max(proven, budget_bytes + 1)

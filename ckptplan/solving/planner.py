@@ -42,6 +42,9 @@ __all__ = ["MinPeak", "OnProgress", "plan_space", "smallest_peak", "solve_profil
 OnProgress = Callable[[str, float, float], None]
 """Called with the part at work, the best makespan so far and the lower bound so far, in seconds."""
 
+Start = tuple[Plan, float]
+"""A plan of the profile, which may fit, and a lower bound in seconds on those that do."""
+
 PLANS_LOOKED_AT_FIRST = 20_000
 """Up to this many plans, looking at each is faster than any other proof."""
 PLANS_LOOKED_AT_LAST = 4_000_000
@@ -108,6 +111,7 @@ def solve_profile(
     budget_bytes: int,
     limits: Limits = NO_LIMITS,
     *,
+    start: Start | None = None,
     on_progress: OnProgress | None = None,
 ) -> Plan:
     """The fastest plan found that fits, and a proven bound on all of them.
@@ -119,6 +123,8 @@ def solve_profile(
         Most bytes on the device at any moment of the step.
     limits : Limits
         Its `menus` and `on_progress` are the caller's business: the menu is the profile's.
+    start : (Plan, float), optional
+        A plan to begin with, which is looked at like any other, and a lower bound that is known.
     on_progress : callable, optional
 
     Returns
@@ -145,20 +151,10 @@ def solve_profile(
         on_progress,
         evaluator_of(profile, host_bytes, disk),
     )
+    if start is not None:
+        search.begin_with(*start)
     best, bound_s = search.run() if not disk or host_bytes is None else _with_disk(search, host_bytes)
-    return plan_of(
-        profile,
-        best.choices,
-        best.segments,
-        budget_bytes=budget_bytes,
-        peak_bytes=best.peak_bytes,
-        host_bytes=best.host_bytes,
-        disk_bytes=best.disk_bytes,
-        step_s=best.step_s,
-        lower_bound_s=bound_s,
-        space=plan_space(limits.actions, segments=limits.segments, disk=disk > 0),
-        planner="ckptplan",
-    )
+    return search.as_plan(best, bound_s)
 
 
 def _with_disk(search: _PlanSearch, host_bytes: int) -> tuple[Schedule, float]:
@@ -175,7 +171,7 @@ def _with_disk(search: _PlanSearch, host_bytes: int) -> tuple[Schedule, float]:
             view, more_s = slower_link(profile, host_bytes, slower)
             part = replace(search, profile=view, deadline=_after(share, deadline), more_s=more_s)
             part.run()
-            search.best, search.bound_s = part.best, part.bound_s
+            search.best, search.bound_s, search.handed_out_s = part.best, part.bound_s, part.handed_out_s
     if not search.closed():
         alone = replace(search, host_bytes=host_bytes, deadline=deadline, evaluator=Evaluator(profile, host_bytes))
         alone.best = None if search.best is None or search.best.disk_bytes else search.best
@@ -221,6 +217,7 @@ class _PlanSearch:
     best: Schedule | None = None
     bound_s: float = 0.0
     searches: int = 0
+    handed_out_s: float = math.inf
     space: PlanSpace = field(init=False)
     menu: Menu = field(init=False)
 
@@ -338,6 +335,7 @@ class _PlanSearch:
             segments=self.space.segments,
             deadline=time.monotonic() + BOUND_SHARE * self.left_s(),
             upper_s=self.best.step_s + self.more_s,
+            enough_s=self.best.step_s / (1 + self.gap) + self.more_s,
             on_candidate=self.offer,
         )
         self.bound_s = max(self.bound_s, float(bound.bound_s) - self.more_s)
@@ -363,9 +361,14 @@ class _PlanSearch:
         self.bound_s = max(self.bound_s, bound_s - self.more_s)
         self.report("CP-SAT")
 
+    @property
+    def gap(self) -> float:
+        """The gap at which the search ends."""
+        return max(OPTIMAL_GAP, self.limits.gap)
+
     def closed(self) -> bool:
-        """Whether the best schedule is proven optimal."""
-        return self.best is not None and self.best.step_s <= self.bound_s * (1 + OPTIMAL_GAP)
+        """Whether the best schedule is proven as good as is wanted."""
+        return self.best is not None and self.best.step_s <= self.bound_s * (1 + self.gap)
 
     def offer(self, codes: Sequence[int], segments: Segments = ()) -> None:
         """Take this plan if it fits and is faster, or as fast with more stages kept."""
@@ -377,10 +380,40 @@ class _PlanSearch:
         if self.best is None or (found.step_s, -_kept(found)) < (self.best.step_s, -_kept(self.best)):
             self.best = found
 
+    def begin_with(self, plan: Plan, bound_s: float) -> None:
+        """Take a plan if it fits, and a bound that holds."""
+        names = ({option.name: code for code, option in enumerate(s.options)} for s in self.profile.stages)
+        codes = [codes.get(choice.option) for codes, choice in zip(names, plan.choices, strict=True)]
+        if None not in codes:
+            self.offer(codes, plan.segments)  # type: ignore[arg-type]
+        self.bound_s = max(self.bound_s, bound_s)
+
+    def as_plan(self, best: Schedule, bound_s: float) -> Plan:
+        """A schedule and a bound as a plan."""
+        limits = self.limits
+        disk = bool(limits.disk_bytes) and limits.host_bytes is not None
+        return plan_of(
+            self.profile,
+            best.choices,
+            best.segments,
+            budget_bytes=self.budget_bytes,
+            peak_bytes=best.peak_bytes,
+            host_bytes=best.host_bytes,
+            disk_bytes=best.disk_bytes,
+            step_s=best.step_s,
+            lower_bound_s=bound_s,
+            space=plan_space(limits.actions, segments=limits.segments, disk=disk),
+            planner="ckptplan",
+        )
+
     def report(self, part: str) -> None:
-        """Tell the caller where the search stands."""
+        """Tell the caller where the search stands, and hand out the best plan if it is a better one."""
+        best_s = math.inf if self.best is None else self.best.step_s
         if self.on_progress is not None:
-            self.on_progress(part, math.inf if self.best is None else self.best.step_s, self.bound_s)
+            self.on_progress(part, best_s, self.bound_s)
+        if self.best is not None and best_s < self.handed_out_s and self.limits.on_plan is not None:
+            self.handed_out_s = best_s
+            self.limits.on_plan(self.as_plan(self.best, self.bound_s))
 
     def enumerate(self) -> None:
         """Exact search over every vector."""

@@ -128,7 +128,7 @@ def _peak(results: Results, case: Case, rival: str) -> int | None:
 
 
 def _job(results: Results, case: Case, small: bool, choices: Choices) -> Job | None:
-    limits = Limits(host_bytes=choices.host_bytes, time_limit_s=choices.time_limit_s)
+    limits = Limits(host_bytes=choices.host_bytes, time_limit_s=choices.time_limit_s, gap=0.0)
     path = results.file("profile", case.name)
     if not path.exists() and choices.ahead is not None:
         path = results.file("ahead", case.name)

@@ -52,7 +52,7 @@ def test_an_unknown_keyword_names_the_nearest(name: str, near: str) -> None:
 
 
 def test_a_keyword_unlike_any_lists_them_all() -> None:
-    with pytest.raises(InvalidInputError, match=r"explain\(\) has no option 'zzz'; its options are actions, host_gb"):
+    with pytest.raises(InvalidInputError, match=r"explain\(\) has no option 'zzz'; its options are actions, gap, host_gb"):
         require_known(ckptplan.explain, {"zzz": 1}, request.SearchKeywords)
 
 
@@ -77,6 +77,8 @@ def test_options_become_the_objects() -> None:
         ({"host_gb": "12GB"}, "host_gb='12GB'"),
         ({"disk_gb": 1}, "disk_gb=1 without host_gb"),
         ({"time_limit_s": True}, "time_limit_s=True must be"),
+        ({"gap": -0.01}, "gap=-0.01 must be a number, 0 or more"),
+        ({"gap": "1%"}, "gap='1%' must be"),
         ({"seed": -1}, "seed=-1 must be a whole number from 0 to 2147483647"),
         ({"seed": 1 << 31}, "seed=2147483648"),
         ({"workers": 0}, "workers=0 must be"),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from exactly import Limits, solve_profile
 from random_chains import random_chain, random_options, random_segments
 
 from ckptplan.baselines import BASELINES
@@ -16,7 +17,6 @@ from ckptplan.core.link import Link
 from ckptplan.core.option import Option
 from ckptplan.core.plan import Decision
 from ckptplan.core.profile import Profile
-from ckptplan.core.request import Limits
 from ckptplan.core.schedule import residency, tightest_peak
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Stage
@@ -27,7 +27,6 @@ from ckptplan.solving.cost import Evaluator, menus
 from ckptplan.solving.enumerate import PlanSpace
 from ckptplan.solving.label_dp import LabelDp
 from ckptplan.solving.peak import smallest_peak
-from ckptplan.solving.planner import solve_profile
 
 pytestmark = pytest.mark.planning
 

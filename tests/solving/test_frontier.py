@@ -7,17 +7,17 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from exactly import Limits, solve_profile
 from random_chains import homogeneous_chain, random_chain
 
 import ckptplan
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
-from ckptplan.core.request import Limits
 from ckptplan.core.schedule import residency
 from ckptplan.referee import simulate, validate
 from ckptplan.solving.frontier import everything_kept_bytes, frontier_profile, smallest_within
-from ckptplan.solving.planner import smallest_peak, solve_profile
+from ckptplan.solving.planner import smallest_peak
 
 pytestmark = pytest.mark.planning
 
@@ -60,6 +60,17 @@ def test_frontier_of_a_chain_that_always_fits_is_one_plan() -> None:
     (plan,) = frontier_profile(profile)
     assert plan.overhead == 0
     assert plan.budget_bytes == everything_kept_bytes(profile)
+
+
+def test_plans_of_a_frontier_are_handed_out() -> None:
+    seen: list[Plan] = []
+    plans = ckptplan.frontier(CHAINS["rich"], points=4, time_limit_s=8, on_plan=seen.append)
+    assert len(seen) == 4
+    assert {plan.budget_bytes for plan in plans} <= {plan.budget_bytes for plan in seen}
+    seen.clear()
+    plan = ckptplan.solve(CHAINS["rich"], max_overhead=0.05, time_limit_s=4, on_plan=seen.append)
+    assert plan.peak_bytes == seen[-1].peak_bytes
+    assert all(found.overhead <= 0.05 + 1e-9 for found in seen)
 
 
 @pytest.mark.parametrize("name", CHAINS)

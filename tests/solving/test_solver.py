@@ -11,6 +11,7 @@ from dataclasses import replace
 import brute_force
 import numpy as np
 import pytest
+from exactly import Limits, solve_profile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_chains import (
@@ -22,15 +23,17 @@ from random_chains import (
     textbook_chain,
 )
 
+import ckptplan
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.option import ACTIONS, Action
-from ckptplan.core.plan import Plan
+from ckptplan.core.plan import OPTIMAL_GAP, Plan
 from ckptplan.core.profile import Profile
-from ckptplan.core.request import Limits
 from ckptplan.core.schedule import residency, tightest_peak
 from ckptplan.core.segment import Segment
+from ckptplan.core.units import GIB
 from ckptplan.referee import simulate, validate
-from ckptplan.solving import peak, planner, smallest_peak, solve_profile
+from ckptplan.solving import peak, planner, smallest_peak
+from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.cost import Evaluator, menus
 from ckptplan.solving.enumerate import PlanSpace, fastest_of_all
 from ckptplan.solving.label_dp import LabelDp
@@ -493,6 +496,65 @@ def test_progress_is_reported() -> None:
     assert seen[-1] == ("done", plan.step_s, plan.lower_bound_s)
     assert all(bound <= best * (1 + 1e-9) for _, best, bound in seen)
     assert [best for _, best, _ in seen] == sorted((best for _, best, _ in seen), reverse=True)
+
+
+def tight_chain() -> tuple[Profile, int]:
+    """A chain on which the bound comes near the plan long before it meets it."""
+    profile = rich_chain(random.Random(3), 40)
+    least, most = smallest_peak(profile).peak_bytes, peak_of_keeping(profile)
+    return profile, least + (most - least) // 3
+
+
+def test_the_search_ends_at_the_gap_that_is_asked_for() -> None:
+    profile, budget = tight_chain()
+
+    def parts(gap: float) -> list[str]:
+        found: list[str] = []
+        plan = solve_profile(profile, budget, Limits(gap=gap), on_progress=lambda part, *_: found.append(part))
+        assert OPTIMAL_GAP < plan.gap <= gap
+        assert plan.status == "feasible"
+        assert validate(profile, plan, budget) == ()
+        return found
+
+    assert len(parts(0.5)) < len(parts(0.05))
+
+
+def test_a_bound_that_is_enough_ends_its_search() -> None:
+    profile, budget = tight_chain()
+    first, best = (
+        lower_bound(profile, menus(profile, ACTIONS), budget, deadline=time.monotonic() + LONG_S, enough_s=enough_s)
+        for enough_s in (0.0, math.inf)
+    )
+    assert profile.baseline_step_s <= first.bound_s <= best.bound_s
+    assert best.complete
+    assert not first.complete
+
+
+def test_plans_are_handed_out_as_they_are_found() -> None:
+    profile, budget = tight_chain()
+    seen: list[Plan] = []
+    plan = ckptplan.solve(profile, budget / GIB, on_plan=seen.append)
+    assert len(seen) > 1
+    for found in (*seen, plan):
+        assert validate(profile, found, budget) == ()
+        assert found.forward_peak_bytes is not None
+    assert [found.step_s for found in seen] == sorted({found.step_s for found in seen}, reverse=True)
+    assert [found.lower_bound_s for found in seen] == sorted(found.lower_bound_s for found in seen)
+    assert plan.step_s <= seen[-1].step_s
+
+
+def test_a_search_begins_with_what_is_known() -> None:
+    profile, budget = tight_chain()
+    plan = solve_profile(profile, budget, Limits(gap=0.05))
+    found: list[float] = []
+    again = solve_profile(
+        profile, budget, Limits(gap=0.05), start=(plan, plan.lower_bound_s), on_progress=lambda *r: found.append(r[1])
+    )
+    assert (again.step_s, again.lower_bound_s) == (plan.step_s, plan.lower_bound_s)
+    assert len(found) == 1  # there was nothing to do
+    # A plan that doesn't fit isn't taken.
+    less = solve_profile(profile, plan.peak_bytes - 1, Limits(gap=0.05), start=(plan, 0.0))
+    assert validate(profile, less, plan.peak_bytes - 1) == ()
 
 
 def test_the_way_for_long_chains_is_sound_on_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:

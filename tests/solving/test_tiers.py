@@ -13,6 +13,7 @@ from pathlib import Path
 import brute_force
 import numpy as np
 import pytest
+from exactly import Limits, solve_profile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_chains import homogeneous_chain, random_chain, random_options, random_segments
@@ -25,14 +26,13 @@ from ckptplan.core.link import STAGING_BYTES, Link
 from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
-from ckptplan.core.request import Limits
 from ckptplan.core.schedule import StepNeed, evaluate, residency
 from ckptplan.core.segment import Segment
 from ckptplan.core.units import GIB
 from ckptplan.planning.job import staged
 from ckptplan.referee import simulate, validate
 from ckptplan.report.tables import swapped
-from ckptplan.solving import peak, planner, smallest_peak, solve_profile, tiers
+from ckptplan.solving import peak, planner, smallest_peak, tiers
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.cost import Evaluator, Schedule, menus
 from ckptplan.solving.frontier import everything_kept_bytes, frontier_profile, smallest_within

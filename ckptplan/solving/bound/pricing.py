@@ -98,6 +98,7 @@ def lower_bound(
     segments: bool = True,
     deadline: float,
     upper_s: float = math.inf,
+    enough_s: float = math.inf,
     on_candidate: OnCandidate | None = None,
 ) -> Bound:
     """Prove that no plan is faster than the result.
@@ -116,6 +117,8 @@ def lower_bound(
         Of `time.monotonic()`.
     upper_s : float
         Makespan of a plan that is known: nothing above it needs proof, which saves time.
+    enough_s : float
+        A bound from which on none better is looked for.
     on_candidate : callable, optional
         Gets option codes and segments of plans that may be good; they may not fit.
 
@@ -123,7 +126,7 @@ def lower_bound(
     -------
     Bound
     """
-    return _Bounder(profile, menu, budget_bytes, host_bytes, segments, deadline, upper_s, on_candidate).run()
+    return _Bounder(profile, menu, budget_bytes, host_bytes, segments, deadline, upper_s, enough_s, on_candidate).run()
 
 
 @dataclass(slots=True)
@@ -137,6 +140,7 @@ class _Bounder:
     segments: bool
     deadline: float
     upper_s: float
+    enough_s: float
     on_candidate: OnCandidate | None
     chain: Chain = field(init=False)
     master: Master = field(init=False)
@@ -157,8 +161,14 @@ class _Bounder:
         if self.trees is not None:
             if not self.complete:
                 self.offer(*self.trees.best_path())
-            self.sharpen()
+            if not self.is_enough:
+                self.sharpen()
         return Bound(self.seconds(self.best), self.prices(), self.complete)
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether no better bound is needed."""
+        return self.seconds(self.best) >= self.enough_s
 
     def seconds(self, value: float) -> float:
         """Seconds, less what sums of floats may be off by."""
@@ -195,6 +205,8 @@ class _Bounder:
             converged = 1.0 + duals.objective - self.best <= CONVERGED
             if converged or not columns.add_to(master, trees, duals):
                 self.complete = True
+                return
+            if self.is_enough:
                 return
 
     def suit(self, segments: Sequence[Segment]) -> None:
@@ -239,7 +251,7 @@ class _Bounder:
                 if plan is not None:
                     self.offer(*plan)
                     self.suit(plan[1])
-                if value < limit or value >= upper:
+                if value < limit or value >= upper or self.is_enough:
                     break
 
     def prices(self) -> Prices | None:
