@@ -1,11 +1,12 @@
 """Bytes of a step, read off replays on fake tensors, which allocate nothing.
 
-Each replay runs the step under a uniform plan, through the controller and the hooks that run a real plan:
+Each replay runs the step under a plan, through the controller and the hooks that run a real plan:
 
 - *program*: autograd saves nothing, so the storages that live on are those that the program's own variables hold;
 - *keep*: gives the storages that each stage, and the glue between stages, saves, and the bytes no decision changes;
-- further ones until each option of the menus that moves nothing was run by each kind of stage: give the bytes that it
-  holds without any hook seeing them, and its temporaries. Stages that are alike run different options at once;
+- *recompute*: gives what recomputing adds, and, beside keep, the bytes that no hook sees;
+- further ones until each option that moves nothing was run: they give its temporaries, and what it holds without any
+  hook seeing it. Stages that are alike run different options in one replay;
 - two in which as much moves as can, one of saved storages and one of what recomputing holds. If moving adds nothing
   there, the options that move less need no replay.
 
@@ -1294,7 +1295,7 @@ class _Tracing:
             out.forward_s[kind], out.backward_s[kind] = forward_s, backward_s
             for run in runs:
                 option = menu[run.names[k]]
-                if option.recomputes:
+                if option.recomputes and not option.moves:  # one that moves as well has a copy's operations besides
                     again_s = total(run.seen.backward, g) - backward_s
                     out.recompute_s[kind, option.ops] = max(again_s, 0.0)
         return out

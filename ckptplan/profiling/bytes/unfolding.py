@@ -238,6 +238,8 @@ class _Unfolded:
         self.sources = [*((g, None) for g in before), *inside[:-1], *((g, None) for g in behind)]
         self.live_bytes = 0
         self.alive: dict[Sid, int] = {}
+        self.homes = [None if g >= self.end else periods.home(g) for g in range(len(seen.forward))]
+        """Per segment, its period."""
         self.labels = self._labels()
         self.known: defaultdict[int | None, dict[Sid | str, Sid | str]] = defaultdict(dict)
 
@@ -283,8 +285,8 @@ class _Unfolded:
         crossing: set[Sid] = set()
         for s, trace in self.seen.backward.items():
             met = itertools.chain((change[0] for change in trace.changes), *(op.written for op in trace.ops))
-            own = None, self._home(s)
-            crossing.update(sid for sid in met if sid[0] == "backward" and self._home(sid[1]) not in own)
+            own = None, self.homes[s]
+            crossing.update(sid for sid in met if sid[0] == "backward" and self.homes[sid[1]] not in own)
         numbers: Counter[int] = Counter()
         labels: dict[Sid, Sid] = {}
         for sid in sorted(crossing):
@@ -292,13 +294,9 @@ class _Unfolded:
             labels[sid] = (*sid[:2], numbers[sid[1]])
         return labels
 
-    def _home(self, segment: int) -> int | None:
-        """The period of a segment."""
-        return None if segment >= self.end else self.periods.home(segment)
-
     def _home_of(self, name: Sid | str) -> int | None:
         """The period of a storage; None for one from outside of the periods, or from before the step."""
-        return None if isinstance(name, str) or name[0] == "outside" else self._home(name[1])
+        return None if isinstance(name, str) or name[0] == "outside" else self.homes[name[1]]
 
     def _at(self, name: Sid | str, q: int | None) -> Sid | str:
         """A storage of period `q`, or of none."""

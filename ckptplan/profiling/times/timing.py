@@ -26,6 +26,7 @@ from ckptplan.core.plan import Decision
 from ckptplan.profiling.bytes.real_storages import RealStorages
 from ckptplan.profiling.times.stopwatch import Span, Stopwatch, Took
 from ckptplan.profiling.values.cut import fresh, joined
+from ckptplan.runtime.accelerator import is_accelerator
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.measure import same_bits, tensors_in
 from ckptplan.runtime.patching import PatchedForward, installed
@@ -48,9 +49,10 @@ COMPUTE, LAUNCH = range(2)
 _GLUE_ROUNDS = 3  # rounds without timed stages, the first of them a warm-up: the glue's times are medians over them
 _LEAST_SHARE = 0.02
 """Least time of a recompute with saved outputs, as a share of forward; noise may make the measured one 0."""
-_LEAST_RUNS = 5  # timings of each way, from which the medians' errors are estimated
+_LEAST_RUNS = 4  # timings of each way, from which the medians' errors are estimated
+_WARM_UPS = 2  # further ones on a GPU, which aren't counted
 _MOST_RUNS = 20
-_STAGE_S = 0.25  # most time for each way of a kind, on average, beyond the least number of runs
+_STAGE_S = 0.2  # most time for each way of a kind, on average, beyond the least number of runs
 _ERROR = 0.02  # of the median of a way's forward and backward, below which it is timed no more
 
 
@@ -151,8 +153,8 @@ class _Timing:
         self.needs_graph: dict[str, bool] = {}  # kinds that ran without a graph -> whether that failed
         self.glue: dict[tuple[str, int], list[Took]] = {}
         self.anchors: list[torch.Tensor] = []
-        self.done: set[str] = set()
-        self.repeats = 1
+        self.done: set[str] = set()  # kinds that were timed
+        self.tries = self.times = False
         self.left: Span | None = None
 
     def excess_s(self, kind: str, way: Way, lane: int) -> float:
@@ -174,17 +176,19 @@ class _Timing:
         deviation_s = 1.4826 * statistics.median(abs(s - median_s) for s in took_s)
         return 1.2533 * deviation_s / (median_s * math.sqrt(len(took_s)))
 
-    def round(self, repeats: int, watched: RealStorages | None = None) -> None:
+    def round(self, *, tries: bool = False, times: bool = False, watched: RealStorages | None = None) -> None:
         """Run one forward of the step.
 
         Parameters
         ----------
-        repeats : int
-            Least number of times that each kind of stage is timed in it.
+        tries : bool
+            Check of each stage that it can run again.
+        times : bool
+            Time each kind of stage.
         watched : RealStorages, optional
-            Watches it, with `repeats=0`.
+            Watches the round, in which nothing is tried or timed then.
         """
-        self.repeats, self.done, self.anchors = repeats, set(), []
+        self.tries, self.times, self.anchors = tries, times, []
         self.watched = watched
         self.rewind()
         calls: dict[nn.Module, list[int]] = {}
@@ -253,10 +257,10 @@ class _Timing:
     def _stage(self, index: int, call: _StageCall) -> Any:
         kind = self.kinds[self.names[index]]
         # Every stage is tried, since those of a kind run the same operations but may read other objects.
-        tried, timed = self.repeats == 1, self.repeats > 0 and kind not in self.done
-        if tried or timed:
+        timed = self.times and kind not in self.done
+        if self.tries or timed:
             with call.apart():
-                if tried:
+                if self.tries:
                     self._try_again(kind, call)
                 if timed:
                     self.done.add(kind)
@@ -316,12 +320,10 @@ class _Timing:
                 if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                     m.__dict__[name] = value.detach().requires_grad_()
                     parameters.append(m.__dict__[name])
-        spent, count = 0.0, 0
-        while count < self.repeats or (
-            self.repeats > 1
-            and count < _MOST_RUNS
-            and spent < _STAGE_S * len(ways)
-            and any(self._error(kind, way) > _ERROR for way in ways)
+        # On the CPU the first run is one of several, of which the median counts; a GPU's first ones find their delay.
+        spent, count = 0.0, -_WARM_UPS if is_accelerator(self.device) else 0
+        while count < _LEAST_RUNS or (
+            count < _MOST_RUNS and spent < _STAGE_S * len(ways) and any(self._error(kind, way) > _ERROR for way in ways)
         ):
             for way in ways:
                 leaves.clear()
@@ -352,7 +354,7 @@ class _Timing:
                     torch.autograd.grad(outputs, [*leaves, *trained], gradients, allow_unused=True)
                 backward = self.watch.end(span)
                 del outputs, gradients
-                if self.repeats > 1:
+                if count >= 0:
                     self.samples.setdefault((kind, way, "forward"), []).append(forward)
                     self.samples.setdefault((kind, way, "backward"), []).append(backward)
                 spent += sum(max(took) for took in (forward, backward))
@@ -413,11 +415,11 @@ def time_stages(
         If a stage didn't run.
     """
     timing = _Timing(step, kinds, again, device, rewind)
-    timing.round(1)  # warm-up
-    timing.round(0, real)
+    timing.round(tries=True)  # a warm-up as well
+    timing.round(watched=real)
     for _ in range(_GLUE_ROUNDS - 2):
-        timing.round(0)
-    timing.round(_LEAST_RUNS)
+        timing.round()
+    timing.round(times=True)
     for name, kind in kinds.items():
         if (kind, None, "forward") not in timing.samples:
             raise UnsupportedModelError(
