@@ -6,7 +6,9 @@ budget has something to decide. Dropout is on where the model has it. Batch, len
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -229,6 +231,121 @@ MODELS: Mapping[str, Callable[..., Made]] = {
 
 All take `batch`, those of text `length` too, and some `layers`.
 """
+
+
+LossFn = Callable[[Any], Tensor] | None
+
+Planned = tuple[nn.Module, Any, LossFn]
+
+
+def blocks(layers: int) -> Planned:
+    """GPT-2 of `layers` blocks of width 256, 4 sequences of 128 tokens."""
+    return (*gpt2(4, 128, layers), None)
+
+
+def experts() -> Planned:
+    """Two blocks with 24 experts of width 128 each, two of them for every token."""
+    config = MixtralConfig(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=24,
+        num_experts_per_tok=2,
+        use_cache=False,
+    )
+    return (*_text(MixtralForCausalLM, config, 4, 128), None)
+
+
+class BidirectionalLSTM(nn.Module):
+    """Embedding, two LSTM layers in both directions, and a head."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, width)
+        self.lstm = nn.LSTM(width, width, num_layers=2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(2 * width, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden, _ = self.lstm(self.embedding(tokens))
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
+
+
+def bidirectional_lstm() -> Planned:
+    """Two LSTM layers of width 128 in both directions, 8 sequences of 128 tokens."""
+    torch.manual_seed(0)
+    return BidirectionalLSTM(128).train(), torch.randint(VOCAB, (8, 128)), None
+
+
+def _of_sample(output: Any) -> Tensor:
+    loss: Tensor = output.sample.pow(2).mean()
+    return loss
+
+
+def diffusion_unet() -> Planned:
+    """`UNet2DConditionModel` of three levels (32, 64 and 128 channels) with attention, on two latents of 32 pixels."""
+    from diffusers import UNet2DConditionModel
+
+    torch.manual_seed(0)
+    model = UNet2DConditionModel(
+        sample_size=32,
+        block_out_channels=(32, 64, 128),
+        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        layers_per_block=1,
+        cross_attention_dim=64,
+        attention_head_dim=8,
+    )
+    inputs = {
+        "sample": torch.randn(2, 4, 32, 32),
+        "timestep": torch.randint(0, 1000, (2,)),
+        "encoder_hidden_states": torch.randn(2, 16, 64),
+    }
+    return model.train(), inputs, _of_sample
+
+
+def flux() -> Planned:
+    """`FluxTransformer2DModel` of 3 double and 6 single blocks of width 128, 256 image and 32 text tokens."""
+    from diffusers import FluxTransformer2DModel
+
+    torch.manual_seed(0)
+    model = FluxTransformer2DModel(
+        in_channels=16,
+        num_layers=3,
+        num_single_layers=6,
+        attention_head_dim=32,
+        num_attention_heads=4,
+        joint_attention_dim=64,
+        pooled_projection_dim=64,
+        axes_dims_rope=(8, 12, 12),
+    )
+    inputs = {
+        "hidden_states": torch.randn(1, 256, 16),
+        "encoder_hidden_states": torch.randn(1, 32, 64),
+        "pooled_projections": torch.randn(1, 64),
+        "timestep": torch.rand(1),
+        "img_ids": torch.randn(256, 3),
+        "txt_ids": torch.randn(32, 3),
+    }
+    return model.train(), inputs, _of_sample
+
+
+DEPTHS = (6, 12, 24, 48, 96)
+"""Numbers of `blocks`."""
+
+PLANNED: Mapping[str, Callable[[], Planned]] = {
+    "unet": diffusion_unet,
+    "experts": experts,
+    "flux": flux,
+    "bi-lstm": bidirectional_lstm,
+    **{
+        name: functools.partial(lambda name: (*MODELS[name](), None), name)
+        for name in ("bert", "vit", "resnet50", "t5", "swin", "convnext")
+    },
+}
+"""Name -> function that makes a model whose planning is timed, its inputs and its loss function."""
 
 
 def _text(kind: Callable[..., nn.Module], config: object, batch: int, length: int) -> Made:

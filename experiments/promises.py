@@ -73,6 +73,9 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "compare_real.json",
         "--models gpt2 --rounds 5 --budgets 0.5 --segments 2,4 --threads 1",
     ),
+    Experiment(
+        "planning_time", "Seconds of profiling and solving by part, and how they grow with depth", "planning_time.json"
+    ),
     Experiment("predicted_steps", "Predicted step times against measured ones", "predicted_steps.json"),
     Experiment(
         "overhead",
@@ -248,6 +251,17 @@ PROMISES: tuple[Promise, ...] = (
         )
         + _in("test_tiers", "test_the_way_for_long_chains_is_sound_on_short_ones"),
         ("exactness", "certificate"),
+    ),
+    Promise(
+        "Solving",
+        "A search ends at the gap that is asked for, and hands out the plans that it finds on the way",
+        _in(
+            "test_solver",
+            "test_the_search_ends_at_the_gap_that_is_asked_for",
+            "test_a_bound_that_is_enough_ends_its_search",
+            "test_plans_are_handed_out_as_they_are_found",
+        )
+        + _in("test_frontier", "test_plans_of_a_frontier_are_handed_out"),
     ),
     Promise(
         "Solving",
@@ -604,13 +618,21 @@ PROMISES: tuple[Promise, ...] = (
     ),
     Promise(
         "Profiling",
-        "Layers that repeat are replayed once, and profiles are those of all layers",
+        "Layers that repeat are replayed and timed once, and profiles are those of all layers",
         _in(
             "test_folding",
             "test_profiles_are_those_of_all_layers",
             "test_only_four_layers_are_run_with_backward",
+            "test_only_four_layers_are_timed",
+            "test_layers_with_other_settings_inside_an_object_are_not_equal",
             "test_models_that_read_values_are_run_as_they_are",
         ),
+        ("planning_time",),
+    ),
+    Promise(
+        "Profiling",
+        "Stages that are alike share replays, with the bytes that replays of their own give",
+        _in("test_folding", "test_stages_that_are_alike_share_replays"),
     ),
     Promise(
         "Profiling",

@@ -49,7 +49,7 @@ COMPUTE, LAUNCH = range(2)
 _GLUE_ROUNDS = 3  # rounds without timed stages, the first of them a warm-up: the glue's times are medians over them
 _LEAST_SHARE = 0.02
 """Least time of a recompute with saved outputs, as a share of forward; noise may make the measured one 0."""
-_LEAST_RUNS = 4  # timings of each way, from which the medians' errors are estimated
+_LEAST_RUNS = 3  # timings of each way, from which the medians' errors are estimated
 _WARM_UPS = 2  # further ones on a GPU, which aren't counted
 _MOST_RUNS = 20
 _STAGE_S = 0.2  # most time for each way of a kind, on average, beyond the least number of runs
