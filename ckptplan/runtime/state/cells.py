@@ -671,7 +671,8 @@ class Tables:
     def of(cls, tables: Iterable[Any]) -> Tables:
         """Return an object that restores the given dictionaries and sets."""
         found = cls(())
-        found._found = [(table, table.copy()) for table in tables]
+        # Most are empty; an empty OrderedDict takes long to copy.
+        found._found = [(table, table.copy() if table else type(table)()) for table in tables]
         return found
 
     def put(self, instead: Mapping[int, Any] = MappingProxyType({})) -> Callable[[], None]:
