@@ -52,7 +52,7 @@ _LEAST_SHARE = 0.02
 _LEAST_RUNS = 3  # timings of each way, from which the medians' errors are estimated
 _WARM_UPS = 2  # further ones on a GPU, which aren't counted
 _MOST_RUNS = 20
-_STAGE_S = 0.2  # most time for each way of a kind, on average, beyond the least number of runs
+_STAGE_S = 0.12  # most time for each way of a kind, on average, beyond the least number of runs
 _ERROR = 0.02  # of the median of a way's forward and backward, below which it is timed no more
 
 
