@@ -631,6 +631,20 @@ PROMISES: tuple[Promise, ...] = (
     ),
     Promise(
         "Profiling",
+        "A profile from the cache is that of an equal step: a change of anything that it depends on has another key",
+        _in(
+            "test_cache",
+            "test_a_change_of_one_thing_gives_another_key",
+            "test_changes_of_a_librarys_model",
+            "test_steps_without_a_key",
+            "test_no_key_for_operators_of_any_code_and_under_modes",
+            "test_what_depends_on_values_or_chance_is_not_stored",
+            "test_an_equal_step_is_measured_once",
+        ),
+        ("planning_time",),
+    ),
+    Promise(
+        "Profiling",
         "Stages that are alike share replays, with the bytes that replays of their own give",
         _in("test_folding", "test_stages_that_are_alike_share_replays"),
     ),

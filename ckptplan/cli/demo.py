@@ -410,6 +410,7 @@ def _rows(model: nn.Module, data: list[Batch], time_limit_s: float, progress: Pr
         inputs=(tokens,),
         loss_fn=lambda logits: loss_of(logits, targets),
         optimizer=torch.optim.AdamW(model.parameters()),
+        cache=False,
     )
     if not is_accelerator(tokens.device):  # copies would take cores from training, which no plan reckons with
         profile = without_swaps(profile)

@@ -20,6 +20,7 @@ from ckptplan.cli.arguments import (
     Accumulate,
     Actions,
     Budget,
+    Cached,
     DiskLimit,
     Gap,
     HostLimit,
@@ -61,6 +62,7 @@ def solve(
     accumulate: Accumulate = None,
     time_limit: TimeLimit = 10.0,
     gap: Gap = NO_LIMITS.gap,
+    cache: Cached = True,
     output: Output = None,
 ) -> None:
     """Find the fastest plan within a budget, or the plan with the smallest peak within a slowdown, with a proven bound.
@@ -72,7 +74,7 @@ def solve(
     """
     if (budget_gb is None) == (max_overhead is None):
         raise InvalidInputError("give either --budget-gb, in units of 2**30 bytes, or --max-overhead, 0.1 for 10 %")
-    options = _options(host_gb, disk_gb, actions, segments, accumulate, time_limit, gap)
+    options = _options(host_gb, disk_gb, actions, segments, accumulate, time_limit, gap, cache)
     budget = number(budget_gb, "--budget-gb")
     subject, inputs = subject_of(source)
     from ckptplan.api import solve as solve_subject
@@ -101,6 +103,7 @@ def _options(
     accumulate: bool | None,
     time_limit: float,
     gap: float,
+    cache: bool,
 ) -> SolveKeywords:
     return SolveKeywords(
         host_gb=number(host_gb, "--host-gb", least=0),
@@ -110,6 +113,7 @@ def _options(
         accumulate=accumulate,
         time_limit_s=time_limit,
         gap=gap,
+        cache=cache,
     )
 
 
@@ -123,6 +127,7 @@ def frontier(
     accumulate: Accumulate = None,
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for all plans together.")] = 60.0,
     gap: Gap = NO_LIMITS.gap,
+    cache: Cached = True,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FOLDER", help="Where to write the plans, one file each.")
     ] = None,
@@ -134,7 +139,7 @@ def frontier(
 
     Example: [bold]ckptplan frontier profile.json --points 8 --plot frontier.png[/bold]
     """
-    options = _options(host_gb, disk_gb, actions, segments, accumulate, time_limit, gap)
+    options = _options(host_gb, disk_gb, actions, segments, accumulate, time_limit, gap, cache)
     subject, inputs = subject_of(source)
     from ckptplan.api import frontier as frontier_of
 

@@ -83,6 +83,7 @@ class PlanKeywords(SearchKeywords, total=False):
 
     disk_gb: float | None
     menus: bool
+    cache: bool
     on_plan: OnPlan | None
 
 
@@ -215,6 +216,9 @@ class Limits:
     gap : float
         The search ends as soon as its plan's step is proven to be at most this share above the best possible one: 0.01
         for 1 %. 0: it looks for the optimum until it is proven or the time is over.
+    cache : bool
+        Whether the profile of a model comes from the user's cache folder if an equal step was profiled before, and goes
+        there otherwise.
     seed : int
         Seed of local search and CP-SAT. The same seed and workers give the same plan unless the time limit ends the
         search.
@@ -236,6 +240,7 @@ class Limits:
     actions: tuple[Action, ...] = ACTIONS
     segments: bool = True
     menus: bool = True
+    cache: bool = True
     host_bytes: int | None = None
     disk_bytes: int | None = None
     time_limit_s: float = 10.0
@@ -254,7 +259,7 @@ class Limits:
         if unknown or "keep" not in actions:
             wrong = f"unknown action {unknown[0]!r}" if unknown else "'keep' is missing, and every stage needs it"
             raise InvalidInputError(f"actions={actions!r}: {wrong}; give 'keep' and any of 'swap', 'recompute'")
-        for name in ("segments", "menus"):
+        for name in ("segments", "menus", "cache"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(f"{name}={getattr(self, name)!r}; it is True or False")
         limit_s = self.time_limit_s

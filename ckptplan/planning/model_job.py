@@ -28,7 +28,8 @@ def job_of_model(model: nn.Module, training: Training, swap_dir: str | Path | No
     check_supported(model)
     # Built once, so that profile and replay have the same inputs, whether given or found.
     step, notes = training_step(model, training, target)
-    return job_of_step(step, notes, target, training.optimizer, swap_dir, staged(limits) if target.is_cuda else limits)
+    within = staged(limits) if target.is_cuda else limits
+    return job_of_step(step, notes, target, training.optimizer, swap_dir, within, cache=limits.cache)
 
 
 def job_of_step(
@@ -38,6 +39,8 @@ def job_of_step(
     optimizer: OptimizerLike | None,
     swap_dir: str | Path | None,
     limits: Limits,
+    *,
+    cache: bool = False,
 ) -> Job:
     """Profile a step and return the job of planning it."""
     measured = profile_step(
@@ -48,6 +51,7 @@ def job_of_step(
         menus=limits.menus,
         notes=notes,
         on_progress=limits.on_progress,
+        cache=cache,
     )
     check_disk(measured, limits.host_bytes, limits.disk_bytes)
     return replaying(

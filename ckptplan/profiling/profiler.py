@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -24,10 +25,12 @@ from ckptplan.core.storage import Storage
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.bytes.folding import UnlikeLayersError
 from ckptplan.profiling.bytes.real_storages import Places, RealStorages, with_real_sizes
-from ckptplan.profiling.bytes.trace import find_stages, replay, trace_chain
+from ckptplan.profiling.bytes.trace import DRAWS, find_stages, replay, trace_chain
 from ckptplan.profiling.bytes.traced import Traced
 from ckptplan.profiling.bytes.tracker import Tracker
 from ckptplan.profiling.bytes.unfolding import Folding
+from ckptplan.profiling.cache import find, folder, put
+from ckptplan.profiling.cache_key import NoKeyError, key_of
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.times.links import measure_costs, measure_links, sharing_note
 from ckptplan.profiling.times.timing import Again, Times, time_stages
@@ -48,6 +51,7 @@ from ckptplan.runtime.step import (
     training_config,
 )
 
+_LOG = logging.getLogger(__name__)
 _MOST_BLOCK_BYTES = 64 << 20  # of a copy that measures a link: large enough that its latency doesn't count
 _LEAST_BLOCK_BYTES = 1 << 16
 
@@ -58,6 +62,7 @@ def profile(
     *,
     swap_dir: str | Path | None = None,
     menus: bool = True,
+    cache: bool = True,
     on_progress: Report | None = None,
     **training: Unpack[StepKeywords],
 ) -> Profile:
@@ -77,6 +82,8 @@ def profile(
     menus : bool
         Add options inside the stages, which keep or swap the outputs of some operations and recompute the rest. False:
         a stage is kept, swapped or recomputed as a whole.
+    cache : bool
+        As in `ckptplan.core.request.Limits`.
     on_progress : callable, optional
         Called with a description of each step of the work.
     **training
@@ -107,6 +114,7 @@ def profile(
         menus=menus,
         notes=notes,
         on_progress=on_progress or ignore_progress,
+        cache=cache,
     )
 
 
@@ -120,14 +128,39 @@ def profile_step(
     menus: bool = True,
     notes: Sequence[str] = (),
     on_progress: Report = ignore_progress,
+    cache: bool = False,
 ) -> Profile:
     """`profile` of a given step; `notes` go into the profile."""
+    key = _cache_key(training, optimizer, target, swap_dir, menus, notes) if cache else None
+    if key is not None and (known := find(key)) is not None:
+        return known
     with training_config(training.model), restored(training.model, training.reached()) as rewind:
         rewind()
         with as_ours(training, "tracing"):
             found = _profile(training, optimizer, target, swap_dir, menus, list(notes), on_progress, rewind)
     empty_cache(target.device)  # what stages took alone lies otherwise than what steps take
+    values_count = target.answers is not None and (target.answers.phases or target.answers.compiled)
+    if key is not None and not values_count and not any(note.startswith(DRAWS) for note in found.notes):
+        put(key, found)
     return found
+
+
+def _cache_key(
+    training: TrainingStep,
+    optimizer: OptimizerLike | None,
+    target: Target,
+    swap_dir: str | Path | None,
+    menus: bool,
+    notes: Sequence[str],
+) -> str | None:
+    """The key of a step's profile; None if the cache is off or the step can't be described."""
+    if folder() is None:
+        return None
+    try:
+        return key_of(training, optimizer, target, swap_dir, menus, notes)
+    except NoKeyError as error:
+        _LOG.info("not cached: %s", error)
+        return None
 
 
 def training_step(model: nn.Module, training: Training, target: Target) -> tuple[TrainingStep, list[str]]:

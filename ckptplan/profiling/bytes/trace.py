@@ -72,6 +72,8 @@ from ckptplan.runtime.swap.packing import unowned
 from ckptplan.runtime.swap.positions import has_position
 from ckptplan.runtime.swap.stores import NULL_STORES
 
+DRAWS = "forward draws random numbers from Python's or numpy's generators"
+"""Beginning of a note."""
 _MENU_BYTES = 1 << 16
 """Least bytes of its own that a stage must hold to get options inside it: less can't pay for their bookkeeping."""
 _MENU_SHARE = 0.01
@@ -745,8 +747,8 @@ class _Tracing:
         self._note_modifying()
         if self.kept.draws:
             self.notes.append(
-                "forward draws random numbers from Python's or numpy's generators: where they decide what runs, as "
-                "where layers are left out, what is said of memory holds for steps that take the same path"
+                f"{DRAWS}: where they decide what runs, as where layers are left out, what is said of memory holds for "
+                "steps that take the same path"
             )
         fixed = self.kept.modifies.keys() | self.once.keys()
         self.recomputed = self._run(
