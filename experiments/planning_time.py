@@ -103,8 +103,8 @@ def row(name: str, found: dict[str, Any]) -> str:
     again = f"again {s['again']:.2f}" if "again" in s else "not cached"
     return (
         f"{name:12} {found['stages']:3} stages of {found['kinds']:2} kinds: profile {s['profile']:6.2f} s ({parts} "
-        f"rest {s.get(OTHER, 0.0):.2f}), {again}; smallest peak {s['smallest peak']:.2f}, solve {s['solve']:.2f}{first}, gap "
-        f"{found['gap']:.2%}"
+        f"rest {s.get(OTHER, 0.0):.2f}), {again}; smallest peak {s['smallest peak']:.2f}, solve "
+        f"{s['solve']:.2f}{first}, gap {found['gap']:.2%}"
     )
 
 
