@@ -87,7 +87,7 @@ def solve(
     if budget_bytes is not None:
         return job.solved(budget_bytes)
     assert max_overhead is not None
-    plan = job.sound(smallest_within(job.profile, max_overhead, job.limits))
+    plan = job.sound(smallest_within(job.profile, max_overhead, job.handing_out))
     # No budget was named that a replay could exceed, so the plan names the one it keeps.
     plan = job.reserving(plan)
     return replace(plan, budget_bytes=max(plan.budget_bytes, job.needs(plan)))
@@ -124,7 +124,7 @@ def frontier(
     together = Limits.of(options)
     each = replace(together, time_limit_s=together.time_limit_s / max(points, 1))
     job = _job(model_or_profile, Training.of(options, inputs), swap_dir, each)
-    plans = frontier_profile(job.profile, points, replace(job.limits, time_limit_s=together.time_limit_s))
+    plans = frontier_profile(job.profile, points, replace(job.handing_out, time_limit_s=together.time_limit_s))
     checked = []
     for plan in plans:
         plan = job.reserving(job.sound(plan))

@@ -269,6 +269,8 @@ class Limits:
             raise InvalidInputError(
                 f"gap={self.gap!r} must be a number, 0 or more: 0.01 ends the search at a plan proven to be within 1 %"
             )
+        if self.on_plan is not None and not callable(self.on_plan):
+            raise InvalidInputError(f"on_plan={self.on_plan!r} is not callable; pass a function of a plan")
         whole = {"host_bytes": (0, MOST_BYTES), "disk_bytes": (0, MOST_BYTES), "workers": (1, 1 << 10)}
         for name, (least, most) in whole.items():
             value = getattr(self, name)

@@ -75,10 +75,14 @@ class Job:
         )
 
     def _within(self, limit: int) -> Plan:
-        limits, on_plan = self.limits, self.limits.on_plan
-        if on_plan is not None:
-            limits = replace(limits, on_plan=lambda plan: on_plan(self.sound(plan)))
-        return self.reserving(self.sound(solve_profile(self.profile, limit, limits, on_progress=self.progress)))
+        found = solve_profile(self.profile, limit, self.handing_out, on_progress=self.progress)
+        return self.reserving(self.sound(found))
+
+    @property
+    def handing_out(self) -> Limits:
+        """The limits, with an `on_plan` that gets plans which the referee has accepted."""
+        on_plan = self.limits.on_plan
+        return self.limits if on_plan is None else replace(self.limits, on_plan=lambda plan: on_plan(self.sound(plan)))
 
     def _leanest(self, budget_bytes: int, error: InfeasibleBudgetError) -> Plan:
         """Return the plan with the smallest peak, if it fits the budget with the allocator's fragments."""

@@ -173,7 +173,9 @@ def _with_disk(search: _PlanSearch, host_bytes: int) -> tuple[Schedule, float]:
             part.run()
             search.best, search.bound_s, search.handed_out_s = part.best, part.bound_s, part.handed_out_s
     if not search.closed():
-        alone = replace(search, host_bytes=host_bytes, deadline=deadline, evaluator=Evaluator(profile, host_bytes))
+        # Its bound doesn't hold for plans that use the disk, so it hands out nothing.
+        limits, evaluator = replace(search.limits, on_plan=None), Evaluator(profile, host_bytes)
+        alone = replace(search, host_bytes=host_bytes, deadline=deadline, evaluator=evaluator, limits=limits)
         alone.best = None if search.best is None or search.best.disk_bytes else search.best
         try:
             found, _ = alone.run()

@@ -67,9 +67,11 @@ def test_plans_of_a_frontier_are_handed_out() -> None:
     plans = ckptplan.frontier(CHAINS["rich"], points=4, time_limit_s=8, on_plan=seen.append)
     assert len(seen) == 4
     assert {plan.budget_bytes for plan in plans} <= {plan.budget_bytes for plan in seen}
+    assert all(plan.forward_peak_bytes is not None for plan in seen)  # the referee has seen it
     seen.clear()
     plan = ckptplan.solve(CHAINS["rich"], max_overhead=0.05, time_limit_s=4, on_plan=seen.append)
     assert plan.peak_bytes == seen[-1].peak_bytes
+    assert all(found.forward_peak_bytes is not None for found in seen)
     assert all(found.overhead <= 0.05 + 1e-9 for found in seen)
 
 

@@ -82,6 +82,21 @@ def check_host_is_full(profile: Profile, plan: Plan, host: int) -> None:
             assert simulate(profile, back, plan.segments).host_bytes > host
 
 
+def test_plans_with_a_disk_are_handed_out_once() -> None:
+    rng = random.Random(503)
+    for seed in range(6):
+        profile = with_disk(random_chain(seed, 12, most_options=4), rng)
+        limits = {"host_bytes": 20, "disk_bytes": 40, "time_limit_s": 1.0}
+        seen: list[Plan] = []
+        plan = solve_profile(
+            profile, smallest_peak(profile, Limits(**limits)).peak_bytes + 10, Limits(**limits, on_plan=seen.append)
+        )
+        times = [found.step_s for found in seen]
+        assert times == sorted(set(times), reverse=True)
+        assert times[-1] == plan.step_s
+        assert all(found.lower_bound_s <= plan.step_s * (1 + 1e-9) for found in seen)
+
+
 @pytest.mark.parametrize("part", range(4))
 def test_equals_brute_force(part: int) -> None:
     """Options, segments and tiers, all of them; what is on the disk is there for want of room on the host."""

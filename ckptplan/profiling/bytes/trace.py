@@ -645,10 +645,13 @@ class Layers(Protocol):
         Names of the stages that are run.
     positions : tuple of int
         Per stage of the full model, the number of the one that stands for it; at the end, their number.
+    twins : list of (int, int)
+        Segments of the second period of each run of layers, and those of the third that are the same ones there.
     """
 
     stages: tuple[str, ...]
     positions: tuple[int, ...]
+    twins: list[tuple[int, int]]
 
     def replay(self, choices: tuple[Decision, ...], *, saves: bool) -> Replay:
         """Return a replay of the full model; first the one that saves nothing."""
@@ -972,8 +975,8 @@ class _Tracing:
     def trace(self, devices: Sequence[Device], layers: Layers | None) -> tuple[Traced, list[Times]]:
         """The chain, and times on `devices`."""
         bases = base_forward, base_backward = self._bases()
-        few = None if layers is None else self._of_few(devices, layers)
-        alike = self._alike() if layers is None else [[k] for k in range(len(self.segments))]
+        few = None if layers is None else self._of_few(devices, layers, bases)
+        alike = self._groups(bases) if layers is None else self._each_alone()
         options, times = few or self._options_and_times(devices, bases, alike)
         stages = []
         for k, (g, menu) in enumerate(zip(self.segments, self.menus, strict=True)):
@@ -1013,21 +1016,35 @@ class _Tracing:
         alike : sequence of sequence of int
             Per stage, the stages that share replays with it.
         """
-        runs = self._runs(bases[0], alike)
+        runs = self._runs(bases, alike)
         options = self._options(runs, bases, alike)
         while options is None:
             runs += self._runs_left(runs, bases[0])
             options = self._options(runs, bases, alike)
         return options, [self._times(runs, dataclasses.replace(self.target, spec=device)) for device in devices]
 
-    def _of_few(self, devices: Sequence[Device], layers: Layers) -> tuple[list[dict[str, Option]], list[Times]] | None:
-        """The same from a trace of the layers that are run alone; None if one of them holds what no hook sees."""
+    def _of_few(
+        self, devices: Sequence[Device], layers: Layers, bases: tuple[Sequence[int], Sequence[int]]
+    ) -> tuple[list[dict[str, Option]], list[Times]] | None:
+        """The same from a trace of the layers that are run alone.
+
+        None if they hold what no hook sees, since that adds up over layers.
+        """
         found = Found(layers.stages, ())
         few = _Tracing(self.step, found, self.target, self.resident_bytes, 0, True, layers.replay_few, self.choices)
-        options, times = few._options_and_times(devices, few._bases(), few._alike())
+        few_bases = few._bases()
+        runs = few._runs(few_bases, alike := few._groups(few_bases))
+        options = few._options(runs, few_bases, alike)
+        place = {g: k for k, g in enumerate(few.segments)}
+        twins = [(place[a], place[b]) for a, b in layers.twins if a in place and b in place]
+        if (
+            options is None
+            or not all(self._is_local(run, bases, ()) for run in self._runs_of_all())
+            or not all(few._is_local(run, few_bases, twins) for run in runs)
+        ):
+            return None
         self.learned |= few.learned
         self.not_measured |= few.not_measured
-        place = {g: k for k, g in enumerate(few.segments)}
         out: list[dict[str, Option]] = []
         for g, menu in zip(self.segments, self.menus, strict=True):
             k = place.get(2 * layers.positions[g // 2] + g % 2)
@@ -1039,32 +1056,67 @@ class _Tracing:
                     for name, held in menu.items()
                 }
             )
+        times = [few._times(runs, dataclasses.replace(self.target, spec=device)) for device in devices]
         return out, [seconds.unfolded(layers.positions) for seconds in times]
 
-    def _runs(self, base_forward: Sequence[int], alike: Sequence[Sequence[int]]) -> list[_Run]:
+    def _is_local(
+        self, run: _Run, bases: tuple[Sequence[int], Sequence[int]], twins: Iterable[tuple[int, int]]
+    ) -> bool:
+        """Whether each step of `run` begins with the bytes of the storages that are known alone.
+
+        Where storages move, what is away then is less by as much in both of `twins`, so that nothing adds up.
+        """
+        options = self._held_under(run.names)
+        states = [0, *accumulate(self._states(options))]
+        excess = [
+            [self.resident_bytes + nbytes + states[k + later] - base[k] for k, nbytes in enumerate(found)]
+            for later, (found, base) in enumerate(zip(self._unexplained(run), bases, strict=True))
+        ]
+        if any(option.moves for option in options):
+            return all(table[a] == table[b] for table in excess for a, b in twins)
+        return not any(map(any, excess))
+
+    def _runs_of_all(self) -> list[_Run]:
+        """The replays from which the menus are made."""
+        return [_Run(self._named("keep"), self.kept), _Run(self._named("recompute"), self.recomputed)]
+
+    def _runs(self, bases: tuple[Sequence[int], Sequence[int]], alike: Sequence[Sequence[int]]) -> list[_Run]:
         """The replays that are always needed: all options that move nothing, and those that move most.
 
-        Stages that are alike share the former: each is run by one of them. An option that moves part of what another
-        one moves has no replay of its own (`_options`).
+        Stages that are alike share the former: each is run by one of them, unless a replay holds what no hook sees. An
+        option that moves part of what another one moves has no replay of its own (`_options`).
         """
         shared = [
             [name for name, held in menu.items() if not held.moves and name not in ("keep", "recompute")]
             for menu in self.menus
         ]
-        mixed = [
+        names = [
             tuple(
                 shared[k][i] if (i := number * len(group) + group.index(k)) < len(shared[k]) else "keep"
                 for k, group in enumerate(alike)
             )
             for number in range(max(map(len, shared)))
         ]
+        still = [_Run(each, self._run(self._decisions(each))) for each in names if set(each) != {"keep"}]
+        each_alone = self._each_alone()
+        if alike != each_alone and not all(self._is_local(run, bases, ()) for run in still):
+            return self._runs(bases, each_alone)
+        for run in still:
+            self._pin_unseen(run, bases[0])
         most = tuple(
             next((name for name, option in reversed(menu.items()) if option.recomputes and option.moves_all), "keep")
             for menu in self.menus
         )
-        runs = [_Run(self._named("keep"), self.kept), _Run(self._named("recompute"), self.recomputed)]
-        further = [*mixed, self._named("swap"), most]
-        return runs + [self._under(names, base_forward) for names in further if set(names) != {"keep"}]
+        moving = [self._under(each, bases[0]) for each in (self._named("swap"), most) if set(each) != {"keep"}]
+        return [*self._runs_of_all(), *still, *moving]
+
+    def _groups(self, bases: tuple[Sequence[int], Sequence[int]]) -> list[list[int]]:
+        """Per stage of the chain, those that share replays; none where keep or recompute hold what no hook sees."""
+        local = all(self._is_local(run, bases, ()) for run in self._runs_of_all())
+        return self._alike() if local else self._each_alone()
+
+    def _each_alone(self) -> list[list[int]]:
+        return [[k] for k in range(len(self.segments))]
 
     def _alike(self) -> list[list[int]]:
         """Per stage of the chain, those that run the same operations with as many bytes and hold alike storages."""
@@ -1126,8 +1178,7 @@ class _Tracing:
         (attributes of a custom Function, for one): such bytes show as a base that is larger under keep than under
         recompute, and are pinned to the stage where the difference begins.
         """
-        kept_run = _Run(self._named("keep"), self.kept)
-        again_run = _Run(self._named("recompute"), self.recomputed)
+        kept_run, again_run = self._runs_of_all()
         kept, _ = self._unexplained(kept_run)
         again, _ = self._unexplained(again_run)
         base_forward = []

@@ -59,6 +59,8 @@ class Folding:
     positions : tuple of int
         Per stage of the full model, the shortened model's stage that stands for it, and their numbers of stages at the
         end. Glue has the position of the stage that follows it.
+    twins : list of (int, int)
+        Segments of the second period of each run of layers, and those of the third that are the same ones there.
     """
 
     def __init__(self, step: TrainingStep, stages: tuple[str, ...], target: Target) -> None:
@@ -77,6 +79,10 @@ class Folding:
         for run in reversed(self._runs):
             periods = _periods(run, short)
             self.positions, short = periods.repeated(self.positions), periods.stages(short)
+        begins = [found.begins for run in self._runs if (found := Periods.of(run, self.stages)) is not None]
+        self.twins = [(g, g + third - second) for _, second, third, *_ in begins for g in range(second, third)]
+        if len(begins) < len(self._runs):
+            self.give_up()
         if len(self.stages) > (1 - _LEAST_SHARE) * len(stages):
             self.give_up()
 
