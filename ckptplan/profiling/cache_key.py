@@ -65,8 +65,9 @@ _TEXT: tuple[type, ...] = (
     datetime.date, datetime.timedelta, decimal.Decimal, fractions.Fraction, uuid.UUID, torch.finfo, torch.iinfo,
 )  # fmt: skip
 """Types whose values are described by their `repr`."""
+_LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.local)
 _NO_STATE: tuple[type, ...] = (
-    logging.Filterer, type(threading.Lock()), type(threading.RLock()), threading.local, types.BuiltinFunctionType,
+    *_LOCKS, logging.Filterer, types.BuiltinFunctionType,
     types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType, types.GetSetDescriptorType,
     types.MemberDescriptorType, np.ufunc, torch._ops.OpOverload, torch._ops.OpOverloadPacket, types.GenericAlias,
 )  # fmt: skip
@@ -361,8 +362,8 @@ class _Description:
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self._code(constant)
-            else:
-                self._say(repr(constant))
+            else:  # the order of a set's texts differs from process to process
+                self._say(repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant))
 
     def _variables(self, variables: Mapping[str, Any], names: set[str]) -> None:
         """Describe the variables of a module that code names, each once."""
@@ -445,7 +446,8 @@ def _method(text: _Description, value: types.MethodType) -> None:
 
 
 def _named(text: _Description, value: Any) -> None:
-    text.add(type(value).__qualname__, getattr(value, "__qualname__", str(value)), getattr(value, "__module__", None))
+    name = "" if isinstance(value, _LOCKS) else getattr(value, "__qualname__", str(value))
+    text.add(type(value).__qualname__, name, getattr(value, "__module__", None))
 
 
 def _cached(text: _Description, value: Any) -> None:
