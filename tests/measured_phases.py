@@ -19,7 +19,8 @@ class PhaseBytes:
     Attributes
     ----------
     name : str
-        "loaded", "forward", "backward", "optimizer"; in later steps with the step's number: "forward 2".
+        "loaded", "forward", "backward", "optimizer" ("zero_grad" without one); in later steps with the step's number:
+        "forward 2".
     start_bytes, end_bytes, peak_bytes : int
         Live bytes at the phase's beginning, at its end, and at most.
     """
@@ -92,7 +93,7 @@ def measure_phases(
     names = [
         phase if k == 1 else f"{phase} {k}"
         for k in range(1, steps + 1)
-        for phase in ("forward", "backward", "optimizer")
+        for phase in ("forward", "backward", "zero_grad" if optimizer is None else "optimizer")
     ]
 
     def run() -> None:

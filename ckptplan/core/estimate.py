@@ -76,7 +76,8 @@ class Phase:
     Parameters
     ----------
     name : str
-        "loaded", "forward", "backward", "optimizer", the same of the second step ("forward 2", ...), or "inference".
+        "loaded", "forward", "backward", "optimizer" ("zero_grad" without one), the same of the second step
+        ("forward 2", ...), or "inference".
     start_bytes, end_bytes, peak_bytes : int
         In blocks, rounded up as the device does.
     reserved_bytes : int

@@ -120,9 +120,9 @@ def estimate(
         CUDA's caching allocator as in PYTORCH_CUDA_ALLOC_CONF, such as "expandable_segments:True".
     **training
         `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate` (see `ckptplan.core.request.Training`). Without an
-        optimizer there is no update, and gradients exist from the first backward until `zero_grad`. With `accumulate`
-        gradients exist from the start and are never dropped, as with `set_to_none=False` after the first step; default:
-        whether the model has gradients now, or `plan` is for such steps.
+        optimizer there is no update, and the phase "zero_grad" takes its place. With `accumulate` gradients exist from
+        the start and are never dropped, as with `set_to_none=False` after the first step, or where `zero_grad` comes
+        after the forward; default: whether the model has gradients now, or `plan` is for such steps.
 
     Returns
     -------
@@ -340,8 +340,6 @@ class _Run:
                 player = Player(ledger, adding if has_gradients else fresh, in_buckets=self._in_buckets)
                 name = f"{suffix}, accumulating" if micro else suffix
                 self._forward(ledger, player, f"forward{name}")
-                if updating is None and self._drops_gradients and micro == 0:
-                    gradients = self._free(ledger, gradients)
                 ledger.phase(f"backward{name}")
                 if number == 1 and not micro:
                     self._products(ledger, adding)  # the thread that runs backward has a cuBLAS handle of its own
@@ -352,8 +350,10 @@ class _Run:
                 ledger.phase(f"optimizer{suffix}")
                 self._unscale(ledger)
                 updating.run("update 1" if number == 1 and not resumed else "update 2")
-                if self._drops_gradients:
-                    gradients = self._free(ledger, gradients)
+            elif self._drops_gradients:
+                ledger.phase(f"zero_grad{suffix}")
+            if self._drops_gradients:
+                gradients = self._free(ledger, gradients)
         return ledger
 
     @property

@@ -111,9 +111,12 @@ class Recorder(Tracker):
     ----------
     target : Target
     model : nn.Module
+    saves : bool
+        False: autograd saves nothing.
     """
 
-    def __init__(self, target: Target, model: nn.Module) -> None:
+    def __init__(self, target: Target, model: nn.Module, *, saves: bool = True) -> None:
+        self._saves = saves
         self.blocks: list[Block] = []
         self.sections: list[Section] = []
         self.operations: list[tuple[Hashable, int, _Where, str]] = []
@@ -127,9 +130,12 @@ class Recorder(Tracker):
         self._nodes: list[_Where] = []
         self._where = _Where("", "")
         self._op = ""
+        self._numbers: list[tuple[int, int]] = []  # the nodes that saved some, and their blocks
+        self.numbers: dict[int, int] = {}
         self.block_of_sid: dict[Any, int] = {}
         self.made_in_backward: set[int] = set()
         self.made_again: set[int] = set()
+        self.run_again: set[int] = set()
         self.gradients: dict[int, str] = {}
         super().__init__(target)
 
@@ -152,6 +158,7 @@ class Recorder(Tracker):
     def finish(self) -> None:
         """End the step; its gradients stay allocated."""
         super().finish()
+        self._free_numbers(all_of_them=True)
         unlisted = (("(of a parameter that the model doesn't list)", other) for other, _ in self.foreign.values())
         for name, parameter in (*unlisted, *self._model.named_parameters()):  # a listed one's name wins
             block = None if parameter.grad is None else self.block_of(parameter.grad)
@@ -168,6 +175,7 @@ class Recorder(Tracker):
             self._where = _Where(self._modules[-1], _line(sys._getframe(1)))
         else:
             self._where = self._of_node()
+            self._free_numbers()
         self._op = f"{func.namespace}.{func._opname}"
         first = len(self.blocks)
         result = super().operation(func, args, kwargs)
@@ -180,9 +188,25 @@ class Recorder(Tracker):
         key = table[self._segment].ops[-1].key
         if key is not None:
             made = sum(block.nbytes for block in self.blocks[first:])
+            if forward and self._in_backward:
+                self.run_again.add(len(self.operations))
             self.sections[-1].events.append((WORK, len(self.operations)))
             self.operations.append((key, made, self._where, self._op))
         return result
+
+    def _save_numbers(self, count: int) -> None:
+        """Record a block for the numbers that the operation's node, the newest one, saves."""
+        super()._save_numbers(count)
+        if self._saves:
+            self._numbers.append((torch._C._autograd._get_sequence_nr() - 1, len(self.blocks)))
+            self.numbers[len(self.blocks)] = self._segment
+            self._allocate(8 * count, (count,), "float64")
+
+    def _free_numbers(self, *, all_of_them: bool = False) -> None:
+        """Free the saved numbers of nodes whose backward has ended: those made later than the node that runs."""
+        node = torch._C._current_autograd_node()
+        while self._numbers and (all_of_them or (node is not None and self._numbers[-1][0] > node._sequence_nr())):
+            self.sections[-1].events.append((FREE, self._numbers.pop()[1]))
 
     def _of_node(self) -> _Where:
         """Return the origin of the forward operation whose backward runs."""
@@ -205,25 +229,21 @@ class Recorder(Tracker):
             # PyTorch adds into the earlier block, which stays allocated and gets the sum's key.
             self._block_of[key] = self._block_of.pop(earlier)
             return sid
-        index = len(self.blocks)
-        self._block_of[key] = index
-        self.block_of_sid[sid] = index
-        self.blocks.append(
-            Block(
-                tensor.untyped_storage().nbytes(),
-                "",
-                module=self._where.module,
-                line=self._where.line,
-                op=self._op,
-                shape=tuple(tensor.shape),
-                dtype=str(tensor.dtype).removeprefix("torch."),
-            )
-        )
+        index = self._block_of[key] = self.block_of_sid[sid] = len(self.blocks)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self._allocate(tensor.untyped_storage().nbytes(), tuple(tensor.shape), dtype)
         if self._in_backward:
             again = torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
             (self.made_again if again else self.made_in_backward).add(index)
-        self.sections[-1].events.append((ALLOCATE, index))
         return sid
+
+    def _allocate(self, nbytes: int, shape: tuple[int, ...], dtype: str) -> None:
+        """Record a block that the present operation makes."""
+        where = self._where
+        self.sections[-1].events.append((ALLOCATE, len(self.blocks)))
+        self.blocks.append(
+            Block(nbytes, "", module=where.module, line=where.line, op=self._op, shape=shape, dtype=dtype)
+        )
 
     def _freed(self, key: int) -> None:
         super()._freed(key)
@@ -313,7 +333,7 @@ def record_step(
         Operations whose temporaries couldn't be determined.
     """
     while True:
-        recorder = Recorder(target, step.model)
+        recorder = Recorder(target, step.model, saves=not inference)
         with recorder.watching_modules():
             seen = replay(
                 step,
@@ -358,7 +378,7 @@ def _keep_random_states(recorder: Recorder, modules: tuple[str, ...], choices: l
         recorder.blocks += [kept, set_aside]
         mine["forward"].events.insert(0, (ALLOCATE, first))
         backward = mine["backward"].events
-        again = [n for n, event in enumerate(backward) if event[0] == ALLOCATE and event[1] in recorder.made_again]
+        again = [n for n, (code, index) in enumerate(backward) if code == WORK and index in recorder.run_again]
         backward.insert(again[-1] + 1 if again else 0, (FREE, first + 1))
         backward.insert(0, (ALLOCATE, first + 1))
         backward.append((FREE, first))
@@ -426,6 +446,7 @@ def _categorize(recorder: Recorder, seen: Replay, stages: tuple[str, ...], infer
             made = recorder.block_of_sid.get(sid)
             if made is not None:
                 holder.setdefault(made, segment)
+    holder.update(recorder.numbers)
     for index, block in enumerate(recorder.blocks):
         if index in recorder.gradients:
             block.category, block.name = "gradients", recorder.gradients[index]

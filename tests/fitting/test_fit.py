@@ -173,11 +173,14 @@ def test_the_limit_is_said() -> None:
 
 
 def test_one_sample_that_does_not_fit_names_the_smallest_budget(model: nn.Module) -> None:
+    def samples(batch: int) -> torch.Tensor:
+        return rows(256 * batch)
+
     with pytest.raises(InfeasibleBudgetError) as kept:
-        ckptplan.max_batch_size(model, rows, 1e-5, plan=False)
-    assert kept.value.min_peak_bytes == ckptplan.estimate(model, rows(1)).reserved_bytes
+        ckptplan.max_batch_size(model, samples, 1e-5, plan=False)
+    assert kept.value.min_peak_bytes == ckptplan.estimate(model, samples(1)).reserved_bytes
     with pytest.raises(InfeasibleBudgetError, match="batch of 1") as planned:
-        ckptplan.max_batch_size(model, rows, 1e-4, time_limit_s=1)
+        ckptplan.max_batch_size(model, samples, 1e-4, time_limit_s=1)
     assert planned.value.min_peak_bytes < kept.value.min_peak_bytes
 
 

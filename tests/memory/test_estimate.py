@@ -29,8 +29,6 @@ from ckptplan.runtime.step import make_step
 from ckptplan.solving import smallest_peak
 
 TRAINING = ["loaded", "forward", "backward", "optimizer", "forward 2", "backward 2", "optimizer 2"]
-NUMBERS = 8 * 64
-"""Python numbers become tensors of 8 bytes that no replay sees; so much for a small model's."""
 
 MODELS = [
     "conv_norm", "tied", "unet", "nested", "shared", "recurrent", "views", "low_rank", "custom_function",
@@ -76,8 +74,7 @@ def assert_measured(found: ckptplan.Estimate, model: nn.Module, inputs: Any, opt
     for real in measured.phases:
         predicted = found.phase(real.name)
         for what in ("start_bytes", "end_bytes", "peak_bytes"):
-            error = getattr(predicted, what) - getattr(real, what)
-            assert abs(error) <= NUMBERS, (real.name, what, error)
+            assert getattr(predicted, what) == getattr(real, what), (real.name, what)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -116,6 +113,44 @@ def test_plans(name: str, action: Any) -> None:
     found = estimate(model, inputs, plan=plan, optimizer="momentum")
     with ckptplan.apply(model, plan):
         assert_measured(found, model, inputs, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_plan_that_keeps_everything_needs_what_is_estimated(name: str) -> None:
+    model, inputs = PLANNED[name]()
+    found = estimate(model, inputs)
+    assert_measured(found, model, inputs, None)
+    plan = plan_of(profiled(name), ["keep"] * len(profiled(name).stages))
+    assert plan.peak_bytes == estimate(model, inputs, plan=plan).peak_bytes == found.peak_bytes
+
+
+class Numbers(nn.Module):
+    """Operations with numbers, of which autograd saves some as tensors of 8 bytes that no hook sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x * 3.0).div_(2) + 1
+            x = torch.maximum(x / 7, torch.remainder(1 - x, 2.5)).mul_(1.5)
+            x = torch.div(x * 2, 3.0, rounding_mode="floor") + x.detach() * 5.0
+        return x
+
+
+def test_numbers_that_autograd_saves() -> None:
+    model, inputs = Numbers(), torch.randn(2, 4)
+    found = estimate(model, inputs)
+    assert_measured(found, model, inputs, None)
+    measured = ckptplan.profile(model, inputs, menus=False)
+    kept, again = (plan_of(measured, [action] * len(measured.stages)) for action in ("keep", "recompute"))
+    assert kept.peak_bytes >= found.peak_bytes
+    found = estimate(model, inputs, plan=again)
+    with ckptplan.apply(model, again):
+        real = measure_phases(make_step(model, Training(inputs))).phases
+    # When a stage has run again, its number is freed with the graph, before the next operation.
+    assert all(0 <= found.phase(p.name).peak_bytes - p.peak_bytes <= 8 for p in real)
 
 
 def test_gradients_that_stay() -> None:

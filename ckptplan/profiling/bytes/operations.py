@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,3 +101,54 @@ def written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     """The tensors among a call's operands that the operation's schema says it writes to."""
     given = [args[position] if position < len(args) else kwargs.get(name) for position, name in _writes(func)]
     return tensors_in(given)
+
+
+@functools.cache
+def _takes_tensors(func: Any) -> tuple[bool, ...]:
+    """Whether an operation's arguments, in order, are single tensors, for which PyTorch wraps numbers."""
+    return tuple(isinstance(argument.type, torch.TensorType) for argument in func._schema.arguments)
+
+
+def wrapped_numbers(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Positions of the operands that are numbers where the operation takes tensors: PyTorch makes tensors of them."""
+    if "Tensor" not in func._overloadname:
+        return ()
+    takes = _takes_tensors(func)
+    return tuple(i for i, x in enumerate(args) if isinstance(x, (int, float)) and takes[i])
+
+
+def saved_numbers(func: Any, args: tuple[Any, ...]) -> int:
+    """Number of wrapped numbers among the operands that autograd saves, each a tensor of 8 bytes.
+
+    PyTorch shows them to no hook for saved tensors.
+    """
+    numbers = wrapped_numbers(func, args)
+    if not numbers or not torch.is_grad_enabled():
+        return 0
+    differentiable = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
+    return _saved_of(func, numbers, differentiable) if any(differentiable) else 0
+
+
+@functools.cache
+def _saved_of(func: Any, numbers: tuple[int, ...], differentiable: tuple[bool, ...]) -> int:
+    """The result of `saved_numbers`, found by one run of the operation on tensors of one element.
+
+    It runs in a thread of its own, which has none of the modes, hooks and dispatch keys of this one.
+    """
+    takes = _takes_tensors(func)
+
+    def run() -> int:
+        operands = [
+            # Times 1, since an operation in place can't write to a leaf.
+            1 * torch.ones(1, requires_grad=requires_grad) if takes[i] and i not in numbers else 1.0
+            for i, requires_grad in enumerate(differentiable)
+        ]
+        node = func(*operands).grad_fn
+        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        return sum(isinstance(tensor, torch.Tensor) and tensor.dim() == 0 for tensor in saved)
+
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            return thread.submit(run).result()
+        except Exception:  # it takes other operands: all of its numbers count
+            return len(numbers)

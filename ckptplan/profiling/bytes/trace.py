@@ -151,11 +151,6 @@ class Replay:
     replaced_bytes: int = 0
     changes: list[Change] = field(default_factory=list, compare=False)
 
-    @property
-    def wrapped_bytes(self) -> int:
-        """Bytes of numbers that became tensors, which no trace has."""
-        return sum(trace.wrapped_bytes for table in (self.forward, self.backward) for trace in table.values())
-
 
 class _Names:
     """Names of tensors' storages, those from before the step included.
@@ -757,7 +752,7 @@ class _Tracing:
         self.recomputed = self._run(
             tuple(KEEP if stage_segment(j) in fixed else Decision("recompute") for j in range(len(names)))
         )
-        self.resident_bytes = resident_bytes + self.kept.wrapped_bytes + self.kept.left_bytes
+        self.resident_bytes = resident_bytes + self.kept.left_bytes
         self.segments = [
             g
             for g in range(2 * len(names) + 1)
@@ -1165,8 +1160,13 @@ class _Tracing:
         changes = resident_changes(
             self.storages, [option.all for option in options], self._moved(options), range(len(options))
         )
+        # Saved numbers are in no replay's bytes; a stage's count from its forward to its backward.
+        numbers = list(accumulate(self.kept.forward[g].wrapped_bytes for g in self.segments))
         forward, backward = (
-            [table[g].start_bytes - resident for g, resident in zip(self.segments, accumulate(change), strict=False)]
+            [
+                table[g].start_bytes - resident + number
+                for g, number, resident in zip(self.segments, numbers, accumulate(change), strict=False)
+            ]
             for table, change in zip((seen.forward, seen.backward), changes, strict=True)
         )
         return forward, backward
@@ -1302,6 +1302,7 @@ class _Tracing:
                 again = self._collected_bytes(g)
                 if not option.recomputes:  # with copies of buffers and of the random state
                     again += self._state(k) + self.recomputed.copied_bytes.get(g, 0)
+                again += self.kept.forward[g].wrapped_bytes
             yield Option(
                 run.names[k],
                 option.saved,

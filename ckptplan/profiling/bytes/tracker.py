@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ckptplan.profiling.bytes.fake import FakeWorld
-from ckptplan.profiling.bytes.operations import op_key, written_to
+from ckptplan.profiling.bytes.operations import op_key, saved_numbers, written_to
 from ckptplan.profiling.bytes.storages import enlarged, ruled_bytes
 from ckptplan.profiling.target import ON_CPU, Target
 from ckptplan.profiling.values.answers import with_seen
@@ -116,7 +116,7 @@ class SegmentTrace:
         The bytes of storages, from its beginning to that of the next segment. Frees between two operations have no
         order.
     wrapped_bytes : int
-        Bytes of numbers among operands, which PyTorch wraps into tensors on the CPU.
+        Bytes of the numbers among operands that PyTorch wraps into tensors, on the CPU, and autograd saves.
     """
 
     start_bytes: int = 0
@@ -348,9 +348,8 @@ class Tracker(FakeWorld):
                 twin = self.fake(tensor)
                 self._twins.append(twin)
                 self.outside(twin)
-        if "Tensor" in func._overloadname and not self._target.is_cuda:
-            # PyTorch makes tensors of 8 bytes from numbers among the operands, which autograd may save.
-            self._table[self._segment].wrapped_bytes += 8 * sum(isinstance(x, (int, float)) for x in args)
+        if not self._target.is_cuda and (numbers := saved_numbers(func, args)):
+            self._save_numbers(numbers)
         before, first = self.live_bytes, len(self.changes)
         reads = self.operands(given)
         key = op_key(func, args, kwargs)
@@ -382,6 +381,10 @@ class Tracker(FakeWorld):
                 OpTrace(before, self.live_bytes, key, made, written, fresh, counts, noted, again, at, reads)
             )
         return result
+
+    def _save_numbers(self, count: int) -> None:
+        """Autograd saves so many numbers among the operands of the present operation."""
+        self._table[self._segment].wrapped_bytes += 8 * count
 
     def operands(self, given: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], ...]:
         """What `OpTrace.reads` has of an operation's operands; subclasses that compare steps override this."""
