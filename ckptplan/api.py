@@ -56,7 +56,7 @@ def solve(
     **options
         What is trained: `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate`
         (`ckptplan.core.request.Training`); what a plan may use: `actions`, `segments`, `menus`, `host_gb`, `disk_gb`,
-        `time_limit_s`, `seed`, `workers`, `on_progress` (`ckptplan.core.request.Limits`).
+        `time_limit_s`, `gap`, `cache`, `seed`, `workers`, `on_progress`, `on_plan` (`ckptplan.core.request.Limits`).
 
     Returns
     -------

@@ -638,6 +638,8 @@ PROMISES: tuple[Promise, ...] = (
             "test_changes_of_a_librarys_model",
             "test_steps_without_a_key",
             "test_no_key_for_operators_of_any_code_and_under_modes",
+            "test_what_a_module_holds_is_told_apart",
+            "test_no_key_with_an_implementation_of_an_operator_of_ones_own",
             "test_what_depends_on_values_or_chance_is_not_stored",
             "test_an_equal_step_is_measured_once",
         ),

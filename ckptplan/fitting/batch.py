@@ -133,8 +133,8 @@ def max_batch_size(
         Largest batch tried.
     **options
         As in `solve`: `loss_fn`, `optimizer`, `device`, `amp`, `accumulate`; `actions`, `segments`, `host_gb`,
-        `time_limit_s`, `seed`, `workers`, `on_progress`. The time limit is that of the final plan; the smallest peak of
-        each batch tried takes up to a quarter of it. Tracing isn't limited.
+        `time_limit_s`, `gap`, `seed`, `workers`, `on_progress`. The time limit is that of the final plan; the smallest
+        peak of each batch tried takes up to a quarter of it. Tracing isn't limited.
 
     Returns
     -------

@@ -93,9 +93,9 @@ def apply(
         replayed with this device's operations, and has to stay within its budget.
     **options
         As given to `solve`: `loss_fn`, `optimizer`, `step`, `amp` for that check and for new plans; `actions`,
-        `segments`, `time_limit_s`, `seed`, `workers`, `on_progress` for new plans. `host_gb` limits the pinned host
-        memory of a CUDA plan, including 64 MiB of staging buffers for a disk tier, `disk_gb` the swap file, both in
-        units of 2**30 bytes. The limits apply to new plans on any device.
+        `segments`, `time_limit_s`, `gap`, `seed`, `workers`, `on_progress` for new plans. `host_gb` limits the pinned
+        host memory of a CUDA plan, including 64 MiB of staging buffers for a disk tier, `disk_gb` the swap file, both
+        in units of 2**30 bytes. The limits apply to new plans on any device.
 
     Returns
     -------

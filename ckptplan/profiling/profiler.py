@@ -30,7 +30,8 @@ from ckptplan.profiling.bytes.traced import Traced
 from ckptplan.profiling.bytes.tracker import Tracker
 from ckptplan.profiling.bytes.unfolding import Folding
 from ckptplan.profiling.cache import find, folder, put
-from ckptplan.profiling.cache_key import NoKeyError, key_of
+from ckptplan.profiling.cache_key import key_of
+from ckptplan.profiling.installed import NoKeyError
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.times.links import measure_costs, measure_links, sharing_note
 from ckptplan.profiling.times.timing import Again, Times, time_stages

@@ -393,7 +393,7 @@ class _PlanSearch:
     def as_plan(self, best: Schedule, bound_s: float) -> Plan:
         """A schedule and a bound as a plan."""
         limits = self.limits
-        disk = bool(limits.disk_bytes) and limits.host_bytes is not None
+        disk = check_disk(self.profile, limits.host_bytes, limits.disk_bytes) > 0
         return plan_of(
             self.profile,
             best.choices,

@@ -32,3 +32,19 @@ def test_no_plan_is_returned_whose_replay_exceeds_the_budget(monkeypatch: pytest
     enough = 8
     with pytest.raises(ckptplan.CkptPlanError, match="please report"):
         job.solved(budget)
+
+
+def test_a_second_attempt_hands_out_no_slower_plan() -> None:
+    chain = homogeneous_chain(6, link_ratio=1.0)
+    budget = ckptplan.solve(chain, 1.0).peak_bytes
+    seen: list[ckptplan.Plan] = []
+
+    def needs(plan: ckptplan.Plan) -> DeviceBytes:
+        return DeviceBytes(plan.peak_bytes, plan.peak_bytes, plan.peak_bytes + budget // 8)
+
+    plan = jobs.Job(chain, Limits(actions=("keep", "recompute"), on_plan=seen.append, time_limit_s=2.0), needs).solved(
+        budget
+    )
+    times = [found.step_s for found in seen]
+    assert plan.step_s > times[-1]  # the first attempt's plans were too large in the replay
+    assert times == sorted(set(times), reverse=True)

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import copy
+import enum
+import functools
 import itertools
 import os
 import random
+import re
 import sys
+import threading
 import types
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+import torch.utils.checkpoint
+from torch import nn, ops
 from transformers import BertConfig, BertModel
 from transformers.models.bert import modeling_bert
 
 import ckptplan
 from ckptplan.core.request import Training
 from ckptplan.profiling import cache, cache_key, profiler
-from ckptplan.profiling.cache_key import NoKeyError, key_of
+from ckptplan.profiling.cache_key import key_of
+from ckptplan.profiling.description import Description
+from ckptplan.profiling.installed import NoKeyError
 from ckptplan.profiling.target import find_target
 from ckptplan.runtime.step import make_step
 
@@ -53,6 +64,8 @@ class Settings:
 
     def __add__(self, more: float) -> float:
         return self.rate + more
+
+    plus = functools.partialmethod(__add__, 0)
 
 
 class Block(nn.Module):
@@ -154,6 +167,212 @@ CHANGES: dict[str, Callable[[Case, pytest.MonkeyPatch], Any]] = {
 }
 
 
+class Table(dict):  # type: ignore[type-arg]
+    factor = 2.0
+
+    def __missing__(self, key: str) -> float:
+        return 1.0
+
+
+class Kind(enum.Enum):
+    FIRST = 1
+
+    def of(self, x: float) -> float:
+        return x
+
+
+class Meta(type):
+    rate = 1.0
+
+
+class WithMeta(metaclass=Meta):
+    __slots__ = ("__own",)
+    counts: ClassVar[list[int]] = [1]
+
+    def __init__(self, own: float) -> None:
+        self.__own = own
+
+    @property
+    def own(self) -> float:
+        return self.__own
+
+    @own.setter
+    def own(self, own: float) -> None:
+        self.__own = own
+
+
+class Text(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "Text"
+
+
+def classes_of_a_name() -> tuple[type, type]:
+    def made(rate: float) -> type:
+        return type("Made", (), {"rate": rate})
+
+    return made(1.0), made(2.0)
+
+
+def of_one_name(last: int) -> list[Any]:
+    kinds = classes_of_a_name()
+    return [kinds[0](), kinds[1](), kinds[last]()]
+
+
+def importing(name: str) -> Callable[[Any], Any]:
+    scope: dict[str, Any] = {}
+    exec(f"def loss(y):\n    import {name} as m\n    return m.function(y)", {"__name__": __name__}, scope)
+    found: Callable[[Any], Any] = scope["loss"]
+    return found
+
+
+def of_a_module(rate: float) -> types.ModuleType:
+    module = types.ModuleType("module_of_a_test")
+    exec(f"RATE = {rate}\ndef function(y):\n    return y.sum() * RATE", vars(module))
+    return module
+
+
+def imported(rate: float, patch: pytest.MonkeyPatch) -> Any:
+    patch.setitem(sys.modules, "module_of_a_test", of_a_module(rate))
+    return importing("module_of_a_test")
+
+
+def calling(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Like functools.wraps of an installed function."""
+    return functools.wraps(nn.functional.linear)(function)
+
+
+def with_attribute(rate: float) -> Callable[[Any], Any]:
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        return y.sum() * loss.rate  # type: ignore[attr-defined]
+
+    loss.rate = rate  # type: ignore[attr-defined]
+    return loss
+
+
+def pattern(end: str) -> re.Pattern[str]:
+    return re.compile("a" * 300 + end)
+
+
+HELD: dict[str, tuple[Callable[[pytest.MonkeyPatch], Any], Callable[[pytest.MonkeyPatch], Any]]] = {
+    "attribute of a dict": (lambda patch: Table(), lambda patch: with_rate(Table())),
+    "class of a dict": (lambda patch: Table(), lambda patch: {}),
+    "attribute of a dict's class": (
+        lambda patch: Table(), lambda patch: patch.setattr(Table, "factor", 3.0) or Table()
+    ),
+    "method of a dict": (
+        lambda patch: Table(), lambda patch: patch.setattr(Table, "__missing__", lambda self, key: 2.0) or Table()
+    ),
+    "default of a dict": (lambda patch: defaultdict(int), lambda patch: defaultdict(float)),
+    "length of a deque": (lambda patch: deque([1], 2), lambda patch: deque([1], 3)),
+    "method of an enum": (
+        lambda patch: Kind.FIRST, lambda patch: patch.setattr(Kind, "of", lambda self, x: 2 * x) or Kind.FIRST
+    ),
+    "text with a repr": (lambda patch: Text("a"), lambda patch: Text("b")),
+    "private slot": (lambda patch: WithMeta(1.0), lambda patch: WithMeta(2.0)),
+    "state of a class": (
+        lambda patch: WithMeta(1.0), lambda patch: patch.setattr(WithMeta, "counts", [2]) or WithMeta(1.0)
+    ),
+    "metaclass": (lambda patch: WithMeta(1.0), lambda patch: patch.setattr(Meta, "rate", 2.0) or WithMeta(1.0)),
+    "setter": (
+        lambda patch: WithMeta(1.0),
+        lambda patch: patch.setattr(WithMeta, "own", WithMeta.own.setter(lambda self, own: None)) or WithMeta(1.0),
+    ),
+    "arguments of a method": (
+        lambda patch: patch.setattr(Settings, "plus", functools.partialmethod(Settings.__add__, 1)) or Settings(1),
+        lambda patch: patch.setattr(Settings, "plus", functools.partialmethod(Settings.__add__, 2)) or Settings(1),
+    ),
+    "classes of one name": (lambda patch: of_one_name(0), lambda patch: of_one_name(1)),
+    "long pattern": (lambda patch: pattern("b"), lambda patch: pattern("c")),
+    "attribute of a function": (lambda patch: with_attribute(1.0), lambda patch: with_attribute(2.0)),
+    "argument of a partial": (lambda patch: functools.partial(scaled, 1), lambda patch: functools.partial(scaled, 2)),
+    "import in a function": (lambda patch: imported(1.0, patch), lambda patch: imported(2.0, patch)),
+    "module as an attribute": (
+        lambda patch: (of_a_module(1.0), lambda m: m.function), lambda patch: (of_a_module(2.0), lambda m: m.function)
+    ),
+    "what an installed wrapper encloses": (
+        lambda patch: wrapped(1.0), lambda patch: wrapped(2.0)
+    ),
+    "object of a built-in method": (lambda patch: {"a": 1}.get, lambda patch: {"a": 2}.get),
+    "context variable": (lambda patch: ContextVar("A", default=1), lambda patch: ContextVar("A", default=2)),
+    "what a reference is to": (lambda patch: weak(1.0), lambda patch: weak(2.0)),
+    "values of a thread": (lambda patch: local(1.0), lambda patch: local(2.0)),
+    "order of an array": (lambda patch: np.ones((2, 3)), lambda patch: np.ones((2, 3), order="F")),
+    "method of PyTorch under its own name": (
+        lambda patch: None, lambda patch: patch.setattr(nn.Linear, "forward", calling(lambda self, x: x * 2))
+    ),
+    "call of PyTorch's modules": (
+        lambda patch: None, lambda patch: patch.setattr(nn.Module, "__call__", lambda self, *args: args[0])
+    ),
+    "object in place of a function": (
+        lambda patch: None, lambda patch: patch.setattr(nn.functional, "gelu", Settings(1.0))
+    ),
+    "one function of PyTorch for another": (
+        lambda patch: None, lambda patch: patch.setattr(nn.functional, "gelu", nn.functional.relu)
+    ),
+    "function deep in PyTorch": (
+        lambda patch: None, lambda patch: patch.setattr(torch.utils.checkpoint, "checkpoint", of_factor(2.0))
+    ),
+    "built-in function": (
+        lambda patch: of_max, lambda patch: patch.setattr("builtins.max", of_factor(2.0)) or of_max
+    ),
+}  # fmt: skip
+
+
+def of_max(y: Any) -> Any:
+    return max(y)
+
+
+def with_rate(value: Any) -> Any:
+    value.rate = 2.0
+    return value
+
+
+KEPT: list[Any] = []
+
+
+def weak(rate: float) -> Any:
+    KEPT.append(Settings(rate))
+    return weakref.ref(KEPT[-1])
+
+
+def local(rate: float) -> Any:
+    return with_value(threading.local(), rate)
+
+
+def with_value(value: Any, rate: float) -> Any:
+    value.rate = rate
+    return value
+
+
+def wrapped(rate: float) -> Any:
+    return torch.no_grad()(Scaling(rate).of)
+
+
+class Scaling:
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def of(self, x: float) -> float:
+        return x * self.rate
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_a_module_holds_is_told_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def described(make: Callable[[pytest.MonkeyPatch], Any]) -> str:
+        text = Description()
+        text.add(make(monkeypatch), nn.Linear(2, 2))
+        text.add_installed(nn.functional)
+        text.finish()
+        return text.digest
+
+    first, second = HELD[name]
+    before = described(first)
+    assert described(first) == before
+    assert described(second) != before
+
+
 def case() -> Case:
     made = Case()
     made.options["loss_fn"] = of_factor(2.0)
@@ -217,18 +436,36 @@ def test_changes_of_a_librarys_model(
         modeling_bert.ALL_ATTENTION_FUNCTIONS._global_mapping.update(registered)
 
 
+class WithCounter:
+    counter = itertools.count()
+
+
+@functools.cache
+def filled() -> float:
+    return SCALE
+
+
+FILLED = (filled(), filled)
+
+
+def operators() -> Any:
+    return ops.aten.sum
+
+
 @pytest.mark.parametrize(
     "held",
     [
         iter([1]), itertools.count(), random.Random(1), torch.Generator(), {object()}, (i for i in range(3)),
-        torch.ones(2).to_sparse(),
+        torch.ones(2).to_sparse(), memoryview(b"a"), np.frompyfunc(scaled, 1, 1), np.ones(2).view(np.matrix), FILLED,
+        torch.ones(2, requires_grad=True) * 2, WithCounter(), torch.ops, ops, operators,
+        lambda: eval("1"), lambda: globals(),
     ],
     ids=lambda held: type(held).__name__,
 )  # fmt: skip
 def test_steps_without_a_key(held: Any) -> None:
     changed = case()
     changed.model.held = held
-    with pytest.raises(NoKeyError, match="it has"):
+    with pytest.raises(NoKeyError, match=r"it (has|names)"):
         changed.key()
 
 
@@ -241,6 +478,19 @@ def test_no_key_for_operators_of_any_code_and_under_modes() -> None:
     for mode in (torch.autograd.graph.save_on_cpu(), torch.device("meta")):
         with mode, pytest.raises(NoKeyError, match="a mode of PyTorch's, or a hook on saved tensors"):
             plain.key()
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_no_key_with_an_implementation_of_an_operator_of_ones_own() -> None:
+    plain = case()
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("special_bessel_j0", lambda x: x, "CPU")
+    try:
+        with pytest.raises(NoKeyError, match="aten::special_bessel_j0"):
+            plain.key()
+    finally:
+        library._destroy()
+    assert plain.key()
 
 
 # --- files ---

@@ -15,7 +15,7 @@ Getter = Callable[[], Any]
 Setter = Callable[[Any], Any]
 
 
-_UNREADABLE = object()
+_UNREADABLE = "unreadable"
 """Stands for a flag that PyTorch refuses to read because its old and its new interface were both used."""
 
 _PLAIN = (

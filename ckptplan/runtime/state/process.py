@@ -68,6 +68,11 @@ class Switches:
         self._no_saved_hooks = _autograd._saved_tensors_hooks_get_disabled_error_message()
         self._weights = parametrize._cache_enabled, parametrize._cache, dict(parametrize._cache)
 
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """Flags, other switches and autocast, in an order of their own."""
+        return self._flags, self._general, self._autocast, self._nesting
+
     def put(self) -> None:
         """Restore them."""
         self._stacks.put()
