@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -160,16 +161,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="draw other models; without it, the committed draw")
     parser.add_argument("--count", type=int, default=10, help="how many are drawn by --seed")
     parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, help="seconds for each model")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     given = parser.parse_args()
     names = drawn("folding_drawn") if given.seed is None else draw(given.seed, given.count, ("transformers",))
     changes = [""] * (len(names) - len(CHANGES)) + list(CHANGES)
     console = Console(width=170)
-    rows: list[Row] = []
-    for name, change in zip(names, changes, strict=True):
+
+    def one(name: str, change: str) -> Row:
         begun = time.perf_counter()
         found = in_a_process(run, SEPARATOR.join((name, change)) if change else name, given.time_limit)
-        rows.append(found if isinstance(found, Row) else Row(name, change, failed=found))
-        console.print(f"{rows[-1]} {time.perf_counter() - begun:.0f} s", highlight=False)
+        row = found if isinstance(found, Row) else Row(name, change, failed=found)
+        console.print(f"{row} {time.perf_counter() - begun:.0f} s", highlight=False)
+        return row
+
+    with ThreadPoolExecutor(given.jobs) as pool:
+        rows = list(pool.map(one, names, changes))
     compared = [row for row in rows if not row.failed]
     differing = sum(bool(row.differences) for row in compared)
     folded = sum(row.folded for row in compared)
