@@ -100,6 +100,16 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "estimate_accuracy.json",
     ),
     Experiment(
+        "estimate_drawn",
+        "Estimates, and plans that keep everything, against the allocator's events on 20 model classes drawn by a seed",
+        "estimate_drawn.json",
+    ),
+    Experiment(
+        "folding_drawn",
+        "Profiles with layers left out against those of all layers, on 10 model classes drawn by a seed",
+        "folding_drawn.json",
+    ),
+    Experiment(
         "estimate_large",
         "Time and memory that estimates of models of 8 and 70 billion parameters take",
         "estimate_large.json",
@@ -627,7 +637,7 @@ PROMISES: tuple[Promise, ...] = (
             "test_layers_with_other_settings_inside_an_object_are_not_equal",
             "test_models_that_read_values_are_run_as_they_are",
         ),
-        ("planning_time",),
+        ("planning_time", "folding_drawn"),
     ),
     Promise(
         "Profiling",
@@ -700,7 +710,7 @@ PROMISES: tuple[Promise, ...] = (
             "test_categories_add_up_in_every_phase",
         )
         + _in("test_measure_phases", "test_every_phase_of_an_mlp_with_momentum", "test_measuring_twice_gives_the_same"),
-        ("estimate_accuracy", "mutants"),
+        ("estimate_accuracy", "estimate_drawn", "mutants"),
     ),
     Promise(
         "Estimates of memory",
