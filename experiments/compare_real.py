@@ -1,13 +1,14 @@
 """What does ckptplan cost beside the switches PyTorch users have today, at the peak each of them really reaches?
 
     python experiments/compare_real.py --out experiments/results
-    python experiments/compare_real.py --out experiments/results --models gpt2,resnet50 --rounds 15 --budgets 0.25,0.5
+    python experiments/compare_real.py --out /tmp/compiled --models gpt2,resnet50 --compiled 0.25,0.5,1
     python experiments/compare_real.py --out /tmp/quick --quick
 
 Every rival trains its own copy of the same model on the same inputs. Its peak is measured (allocator events), and
 `ckptplan.solve` plans for that peak (see `ours`). Then all of them take steps in turn, every rival right beside ours,
-so that each ratio is between neighbours in time. Dropout is off: a compiled model draws other random numbers than an
-eager one, and without dropout all rivals compute the very same step.
+so that each ratio is between neighbours in time. A cell is one rival on one model: won where the bootstrap interval of
+the median ratio lies below 1, lost where it lies above. Dropout is off: a compiled model draws other random numbers
+than an eager one, and without dropout all rivals compute the very same step.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import documents
+import numpy as np
 import torch
 from models import MODELS
 from rivals import Enter, Forward, replace, rivals
@@ -38,7 +40,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import ckptplan
 from ckptplan.baselines import BASELINES
 from ckptplan.core.errors import InfeasibleBudgetError
+from ckptplan.core.schedule import residency
 from ckptplan.runtime.observe.measure import held_tensors, peak_above_start, unique_bytes
+from ckptplan.solving import smallest_peak
 
 SCHEMA = "ckptplan.compare_real/1"
 GIB, MIB = 1 << 30, 1 << 20
@@ -59,19 +63,27 @@ WHAT = {
     "the same memory: it shows the cost of copying and can't lower the peak. Copies lose their strides, so kernels may "
     "round otherwise. With pin_memory=False it does nothing on the CPU",
     "swap_all": "ckptplan's own baseline: every stage swapped to a file, at the smallest peak this allows",
+    "greedy": "published greedy rules (ckptplan.baselines) on the same profile, for a budget half-way between the "
+    "smallest peak and everything kept",
     "compiled": "torch.compile(fullgraph=True) with this activation_memory_budget; 1 is plain compiled training. What "
     "its kernels hold outside of torch's allocator isn't seen",
 }
 """Kind of rival -> what runs."""
 
+GREEDY = ("chen_greedy", "superneurons", "capuchin")
+RESAMPLES = 10_000
+INTERVAL = (2.5, 97.5)
+"""Percentiles of the bootstrap medians."""
+
 BLOCKS: Mapping[str, str] = {
     "gpt2": "transformer.h",
+    "t5": "encoder.block",
     "bert": "bert.encoder.layer",
     "vit": "vit.layers",
     "resnet50": "resnet.encoder.stages",
     "llama": "model.layers",
 }
-"""Model -> its list of blocks; for ResNet the list of stages, each with a list of blocks."""
+"""Model -> its list of blocks, where it has one; for ResNet the list of stages, each with a list of blocks."""
 
 Inputs = dict[str, Tensor]
 
@@ -92,7 +104,7 @@ class Contender:
     def step(self) -> None:
         """Forward, loss and backward, the output held until the end as a caller's variable would be."""
         output = self.forward()
-        output.loss.backward()
+        output["loss"].backward()
 
     @property
     def step_s(self) -> float:
@@ -134,7 +146,7 @@ class Row:
 class Pair:
     """A rival, and ours with the rival's measured peak as budget.
 
-    `over_rival` has our step divided by the rival's in the same round: median, smallest, largest.
+    `over_rival` has our step divided by the rival's in the same round: the median, and the ends of its interval.
     """
 
     rival: Row
@@ -153,37 +165,46 @@ def make(name: str, quick: bool) -> tuple[nn.Module, Inputs]:
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
-    if hasattr(model.config, "use_cache"):
-        model.config.use_cache = False
-    if model.loss_type is None:  # else the first step warns, and a warning breaks a compiled graph in two
+    config = getattr(model, "config", None)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    if config is not None and model.loss_type is None:  # else the first step warns, which breaks a compiled graph
         model.loss_type = "ForCausalLM"
     if quick:
         inputs = {key: value[:2] for key, value in inputs.items()}
         if name == "resnet50":
             for stage in model.get_submodule(BLOCKS[name]):
                 stage.layers = stage.layers[:1]
-        else:
+        elif name in BLOCKS:
             replace(model, BLOCKS[name], model.get_submodule(BLOCKS[name])[:2])
     return model, inputs
 
 
 @contextlib.contextmanager
-def swap_all(model: nn.Module, forward: Forward, inputs: Inputs) -> Iterator[Forward]:
-    profile = ckptplan.profile(model, inputs)
+def baseline(model: nn.Module, forward: Forward, *, name: str, profile: ckptplan.Profile) -> Iterator[Forward]:
+    """A published rule, for the budget half-way or the next larger one that it keeps."""
+    least = 1 if name == "swap_all" else smallest_peak(profile).peak_bytes
+    r = residency(profile, [stage.keep for stage in profile.stages])
+    most = max(*r.forward_bytes, *r.backward_bytes)
+    budget_bytes = least if name == "swap_all" else (least + most) // 2
     try:
-        plan = BASELINES["swap_all"](profile, 1)
+        plan = BASELINES[name](profile, budget_bytes)
     except InfeasibleBudgetError as error:
-        plan = BASELINES["swap_all"](profile, error.min_peak_bytes)
+        plan = BASELINES[name](profile, error.min_peak_bytes)
     with ckptplan.apply(model, plan) as handle, handle.unmetered():
         yield forward
 
 
-def entrants(name: str, inputs: Inputs, segments: Sequence[int], ratios: Sequence[float]) -> dict[str, Enter]:
+def entrants(
+    name: str, profile: ckptplan.Profile, segments: Sequence[int], ratios: Sequence[float]
+) -> dict[str, Enter]:
     """Names, and what puts a copy of the model under each regime."""
-    known = rivals(ratios=(1.0, *ratios), path=BLOCKS[name], segments=segments, every=(1, 2))
+    segments = segments if name in BLOCKS else ()
+    known = rivals(ratios=ratios, path=BLOCKS.get(name), segments=segments, every=(1, 2))
     found = {"plain": known["keep"].enter}
     found |= {key: known[key].enter for key in ("hf", "hf/every2", *(f"sequential/{n}" for n in segments))}
-    found |= {"save_on_cpu": known["save_on_cpu"].enter, "swap_all": functools.partial(swap_all, inputs=inputs)}
+    found |= {"save_on_cpu": known["save_on_cpu"].enter}
+    found |= {key: functools.partial(baseline, name=key, profile=profile) for key in ("swap_all", *GREEDY)}
     return found | {key: rival.enter for key, rival in known.items() if rival.compiles}
 
 
@@ -213,7 +234,7 @@ def rounding(model: nn.Module, inputs: Inputs, reference: Contender) -> tuple[fl
     """How far the plain step's gradients and buffers are from those in double precision."""
     exact = copy.deepcopy(model).double()
     precise = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
-    exact(**precise).loss.backward()
+    exact(**precise)["loss"].backward()
     gradients, buffers = results(exact)
     return deviation(reference.gradients, gradients), deviation(reference.buffers, buffers)
 
@@ -300,7 +321,8 @@ def _compare(
     model, inputs = make(name, quick)
     entered: list[tuple[Contender, Contender | None, dict[str, Any]]] = []
     missing: list[Pair] = []
-    for rival, way in entrants(name, inputs, segments, ratios).items():
+    profile = ckptplan.profile(copy.deepcopy(model), inputs)
+    for rival, way in entrants(name, profile, segments, ratios).items():
         say(f"{name}: {rival}")
         mine = copy.deepcopy(model)
         try:
@@ -321,17 +343,31 @@ def _compare(
         if own is None:
             pairs.append(Pair(row(rival, reference, compiled_s, allowed), **facts))
             continue
-        ratio = [a / b for a, b in zip(own.times_s, rival.times_s, strict=True)]
         pairs.append(
             Pair(
                 row(rival, reference, compiled_s, allowed),
                 row(own, reference, compiled_s, allowed),
-                over_rival=(statistics.median(ratio), min(ratio), max(ratio)),
+                over_rival=median_within(np.array(own.times_s) / np.array(rival.times_s)),
                 within_budget=own.peak_bytes <= rival.peak_bytes,
                 **facts,
             )
         )
     return pairs + missing, allowed
+
+
+def median_within(ratios: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float, float]:
+    """The median of some ratios, and its percentile bootstrap interval (Efron, 1979, Annals of Statistics 7(1))."""
+    drawn = np.random.default_rng(0).choice(ratios, (RESAMPLES, len(ratios)))
+    low, high = np.percentile(np.median(drawn, axis=1), INTERVAL)
+    return float(np.median(ratios)), float(low), float(high)
+
+
+def outcome(pair: Pair) -> str:
+    """One of "won", "lost", "even", and "" where nothing was compared."""
+    if pair.over_rival is None:
+        return ""
+    _, low, high = pair.over_rival
+    return "won" if high < 1 else "lost" if low > 1 else "even"
 
 
 def ours(
@@ -374,8 +410,8 @@ def table(name: str, pairs: Sequence[Pair]) -> str:
     """One line per rival, ours on the right."""
     head = (
         f"{name}\n{'rival':<15}{'peak MiB':>9}{'step ms':>9}{'min-max':>13}{'/plain':>8}{'/comp.':>8}{'FLOPs':>8}"
-        f"{'grads':>9}{'buffers':>9} |{'ours MiB':>9}{'step ms':>9}{'/plain':>8}{'/rival':>8}{'min-max':>12}"
-        f"{'grads':>8}"
+        f"{'grads':>9}{'buffers':>9} |{'ours MiB':>9}{'step ms':>9}{'/plain':>8}{'/rival':>8}{'interval':>12}"
+        f"{'grads':>8}{'':>6}"
     )
     lines = [head]
     for pair in pairs:
@@ -397,7 +433,7 @@ def table(name: str, pairs: Sequence[Pair]) -> str:
         ratio, low, high = pair.over_rival
         lines.append(
             f"{line}{(own.peak_bytes or 0) / MIB:>9.1f}{own.step.median_s * 1e3:>9.1f}{own.over_plain:>8.2f}"
-            f"{ratio:>8.2f}{f'{low:.2f}-{high:.2f}':>12}{own.gradients:>8}"
+            f"{ratio:>8.2f}{f'{low:.2f}-{high:.2f}':>12}{own.gradients:>8}{outcome(pair):>6}"
         )
     return "\n".join(lines)
 
@@ -420,17 +456,17 @@ def complaints(name: str, pairs: Sequence[Pair]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for compare_real.json")
-    parser.add_argument("--models", default="gpt2,bert,llama,resnet50", help="comma-separated names in models.py")
-    parser.add_argument("--rounds", type=int, default=11, help="timed steps of each")
-    parser.add_argument("--budgets", default="0.25,0.5,0.75", help="activation_memory_budget ratios, beside 1")
-    parser.add_argument("--segments", default="2,4,8", help="segment counts of checkpoint_sequential")
+    parser.add_argument("--models", default="gpt2,t5,resnet50,vit,unet", help="comma-separated names in models.py")
+    parser.add_argument("--rounds", type=int, default=20, help="timed steps of each")
+    parser.add_argument("--compiled", default="", help="comma-separated activation_memory_budget ratios; 1 is none")
+    parser.add_argument("--segments", default="2,4", help="segment counts of checkpoint_sequential")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch")
     parser.add_argument("--quick", action="store_true", help="one model of two blocks, little data, 3 rounds")
     args = parser.parse_args()
     began = time.perf_counter()
     torch.set_num_threads(args.threads)
     torch._dynamo.config.recompile_limit = 64  # every ratio compiles the same forward anew
-    quick = {"models": "gpt2", "rounds": 3, "budgets": "0.5", "segments": "2"} if args.quick else {}
+    quick = {"models": "gpt2", "rounds": 3, "segments": "2"} if args.quick else {}
     for key, value in quick.items():
         if getattr(args, key) == parser.get_default(key):
             setattr(args, key, value)
@@ -452,13 +488,13 @@ def main() -> None:
             name,
             quick=args.quick,
             segments=[int(x) for x in args.segments.split(",")],
-            ratios=[float(x) for x in args.budgets.split(",")],
+            ratios=[float(x) for x in args.compiled.split(",") if x],
             rounds=args.rounds,
             say=lambda text: print(f"{time.perf_counter() - began:5.0f} s  {text}", file=sys.stderr, flush=True),
         )
         document["cases"][name] = {
             "rounding": {"gradients": allowed[0], "buffers": allowed[1]},
-            "pairs": [asdict(pair) for pair in pairs],
+            "pairs": [asdict(pair) | {"outcome": outcome(pair)} for pair in pairs],
         }
         document["wrong"] += complaints(name, pairs)
         documents.write(document, args.out / "compare_real.json")

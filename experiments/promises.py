@@ -71,7 +71,6 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "compare_real",
         "Step and peak beside what PyTorch users have",
         "compare_real.json",
-        "--models gpt2 --rounds 5 --budgets 0.5 --segments 2,4 --threads 1",
     ),
     Experiment(
         "planning_time", "Seconds of profiling and solving by part, and how they grow with depth", "planning_time.json"

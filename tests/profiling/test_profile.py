@@ -879,3 +879,20 @@ def test_gradients_summed_by_the_engine_are_known_whether_or_not_the_compiler_is
         assert min(without) > 0
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
+
+
+class Converting(nn.Sequential):
+    """Converts its last layer in each forward to the type that it has, as mixtures of experts do with their routers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self[-1] = self[-1].to(self[0].weight.dtype)
+        return super().forward(x)
+
+
+def test_a_layer_converted_to_its_own_type() -> None:
+    model, x = Converting(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8)
+    before, weight = nn.Module._apply, model[-1].weight
+    assert ckptplan.profile(model, x, menus=False).stages
+    assert ckptplan.estimate(model, x).peak_bytes > 0
+    assert nn.Module._apply is before
+    assert model[-1].weight is weight

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -362,6 +362,27 @@ class FakeWorld(TorchDispatchMode):
 
 
 @contextlib.contextmanager
+def _kept_by_to() -> Iterator[None]:
+    """Inside, `Module.to` in a forward leaves a module as it is where it changes no tensor, as with real parameters.
+
+    PyTorch would swap fake parameters for new ones in any case, and fails where anything refers to them.
+    """
+    original = nn.Module._apply
+
+    def apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        with torch.no_grad():
+            if all(fn(tensor) is tensor for tensor in (*self.parameters(recurse), *self.buffers(recurse))):
+                return self
+        return original(self, fn, recurse)
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
 def fake_parameters(
     model: nn.Module, world: FakeWorld, others: Iterable[Any] = (), *, accumulating: bool = False
 ) -> Iterator[list[Any]]:
@@ -384,6 +405,7 @@ def fake_parameters(
     stand_ins = contextlib.ExitStack()
     try:
         stand_ins.enter_context(compiled_as_noted(model, world))
+        stand_ins.enter_context(_kept_by_to())
         for module in model.modules():
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
