@@ -713,6 +713,19 @@ PROMISES: tuple[Promise, ...] = (
     ),
     Promise(
         "Estimates of memory",
+        "Optimizers count as they are: state of all kinds and places, from the start or made; tracing leaves them as before",
+        _in(
+            "test_optimizers",
+            "test_pytorchs_optimizers",
+            "test_state_of_all_kinds_and_places",
+            "test_state_in_tensors_of_another_class",
+            "test_a_part_of_the_state",
+            "test_the_bytes_of_rebinding_by_hand",
+            "test_the_optimizer_is_as_before",
+        ),
+    ),
+    Promise(
+        "Estimates of memory",
         "Estimates agree with the formulas and figures of the literature",
         _in(
             "test_formulas",

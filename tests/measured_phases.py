@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +52,12 @@ class MeasuredSteps:
 
 
 def measure_phases(
-    step: TrainingStep, optimizer: torch.optim.Optimizer | None = None, *, steps: int = 2, set_to_none: bool = True
+    step: TrainingStep,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    steps: int = 2,
+    set_to_none: bool = True,
+    held: Iterable[torch.Tensor] = (),
 ) -> MeasuredSteps:
     """Run whole training steps on the CPU and compute each phase's bytes from the allocator's events.
 
@@ -77,6 +83,8 @@ def measure_phases(
         Number of steps, at least 1. The first makes the optimizer's state, so its peak differs from the others.
     set_to_none : bool
         Passed to `zero_grad`.
+    held : iterable of tensors
+        Further tensors that are there before the first step, and stay.
 
     Raises
     ------
@@ -109,8 +117,9 @@ def measure_phases(
                     optimizer.step()
                 step.model.zero_grad(set_to_none=set_to_none)
 
-    start = unique_bytes([*held_tensors(step.model), *optimizer_tensors(optimizer)])
-    level = _held_bytes(step, optimizer)
+    held = list(held)
+    start = unique_bytes([*held_tensors(step.model), *optimizer_tensors(optimizer), *held])
+    level = _held_bytes(step, optimizer, held)
     events, spans = recorded_allocations(run)
     begins = [spans[name][0] for name in names]
     phases = [PhaseBytes("loaded", 0, start, start)]
@@ -123,8 +132,8 @@ def measure_phases(
             position += 1
         phases.append(PhaseBytes(name, start, level, peak))
         start = level
-    return MeasuredSteps(tuple(phases), level - _held_bytes(step, optimizer))
+    return MeasuredSteps(tuple(phases), level - _held_bytes(step, optimizer, held))
 
 
-def _held_bytes(step: TrainingStep, optimizer: torch.optim.Optimizer | None) -> int:
-    return unique_bytes([*held_tensors(step.model), *optimizer_tensors(optimizer), *step.tensors()])
+def _held_bytes(step: TrainingStep, optimizer: torch.optim.Optimizer | None, held: list[torch.Tensor]) -> int:
+    return unique_bytes([*held_tensors(step.model), *optimizer_tensors(optimizer), *step.tensors(), *held])

@@ -186,14 +186,15 @@ class TrainingBytes:
         return training_step(self.model, replace(self.training, inputs=inputs), self.target)[0]
 
     def missing_state_bytes(self) -> int:
-        """Return the bytes of the state that the optimizer's first update will make, in blocks; 0 after it."""
-        if self._optimizer is None or self._optimizer.state:
+        """Return the bytes of the state that the optimizer's next update will make, in blocks."""
+        if self._optimizer is None:
             return 0
-        if self._updates is None:
-            self._updates = record_updates(self._optimizer, self.model, self.target)
+        # Recorded anew: updates may have been made since the last time.
+        updates = record_updates(self._optimizer, self.model, self.target)
         block = self.target.round_to
-        sizes = (b.nbytes for b in self._updates.blocks if b.category == "optimizer state")
-        return sum(-(-nbytes // block) * block for nbytes in sizes)
+        changes = [event for s in updates.sections if s.direction in ("update 1", "dropped 1") for event in s.events]
+        sizes = ((sign, b.nbytes) for sign, n in changes if (b := updates.blocks[n]).category == "optimizer state")
+        return max(sum(sign * (-(-nbytes // block) * block) for sign, nbytes in sizes), 0)
 
     def reserved(self, step: TrainingStep, plan: Plan | None = None) -> int:
         """Return the peak of the reserved bytes in two steps, updates included; on the CPU that of tensors."""
@@ -327,12 +328,21 @@ class _Run:
         ledger = Ledger()
         self._load(ledger)
         if self.updates is None and self.optimizer is not None:
-            self.updates = record_updates(self.optimizer, self.step.model, self.target, fresh)
-        resumed = self.optimizer is not None and bool(self.optimizer.state)
+            self.updates = record_updates(
+                self.optimizer,
+                self.step.model,
+                self.target,
+                fresh,
+                inputs=self.inputs,
+                keeps_gradients=not self._drops_gradients,
+            )
         updating = None if self.updates is None else Player(ledger, self.updates)
-        if updating is not None and resumed:
-            updating.hold("optimizer state")
-        gradients: list[int] = []
+        held = range(len(ledger.blocks))
+        if updating is not None:
+            updating.run("held")
+            updating.adopt("weights", [index for index in held if ledger.blocks[index].category == "weights"])
+        lasting = () if self._drops_gradients else held
+        gradients = [index for index in lasting if ledger.blocks[index].category == "gradients"]
         for number in (1, 2):
             suffix = "" if number == 1 else f" {number}"
             for micro in range(min(self.accumulation_steps, 2)):
@@ -349,7 +359,12 @@ class _Run:
             if updating is not None:
                 ledger.phase(f"optimizer{suffix}")
                 self._unscale(ledger)
-                updating.run("update 1" if number == 1 and not resumed else "update 2")
+                gradients = updating.adopt(f"gradients {number}", gradients)
+                updating.run(f"update {number}")
+                if self._drops_gradients:
+                    updating.run(f"dropped {number}")
+                else:
+                    gradients += updating.left("gradients")
             elif self._drops_gradients:
                 ledger.phase(f"zero_grad{suffix}")
             if self._drops_gradients:

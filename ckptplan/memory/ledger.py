@@ -89,11 +89,23 @@ class Player:
                     elif block in self._index:
                         self._ledger.free(self._index.pop(block))
 
-    def hold(self, category: str) -> None:
-        """Allocate all blocks of a category, which exist before the step."""
-        for block, made in enumerate(self.recording.blocks):
-            if made.category == category:
-                self._index[block] = self._ledger.allocate(made)
+    def adopt(self, direction: str, indices: list[int]) -> list[int]:
+        """Take the ledger's blocks `indices` as those that sections of a direction allocate, by name.
+
+        Returns
+        -------
+        list of int
+            The blocks that no section has; the caller goes on to free them.
+        """
+        named = {self._ledger.blocks[index].name: index for index in indices}
+        for section in self.recording.sections:
+            if section.direction == direction:
+                for _, block in section.events:
+                    index = named.pop(self.recording.blocks[block].name, None)
+                    if index is not None:
+                        self._index[block] = index
+        taken = set(self._index.values())
+        return [index for index in indices if index not in taken]
 
     def left(self, category: str) -> list[int]:
         """Return the live blocks of a category; from now on the caller frees them."""

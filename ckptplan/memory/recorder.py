@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,12 +26,16 @@ from ckptplan.core.segment import Segment
 from ckptplan.profiling.bytes.trace import Replay, replay, segment_name
 from ckptplan.profiling.bytes.tracker import Tracker, learn_storages
 from ckptplan.profiling.target import Target
-from ckptplan.profiling.workload.optimizers import trace_updates
+from ckptplan.profiling.workload.optimizers import traced_updates
+from ckptplan.profiling.workload.stand_ins import StandIns, plain_tensors
 from ckptplan.runtime.controller import is_glue
+from ckptplan.runtime.observe.measure import held_tensors, tensors_in
 from ckptplan.runtime.step import TrainingStep
 
 Direction = str
 """\"forward\" or \"backward\"."""
+
+UNLISTED = "(of a parameter that the model doesn't list)"
 
 ALLOCATE, FREE, WORK = 1, -1, 0
 Event = tuple[int, int]
@@ -159,7 +163,7 @@ class Recorder(Tracker):
         """End the step; its gradients stay allocated."""
         super().finish()
         self._free_numbers(all_of_them=True)
-        unlisted = (("(of a parameter that the model doesn't list)", other) for other, _ in self.foreign.values())
+        unlisted = ((UNLISTED, other) for other, _ in self.foreign.values())
         for name, parameter in (*unlisted, *self._model.named_parameters()):  # a listed one's name wins
             block = None if parameter.grad is None else self.block_of(parameter.grad)
             if block is not None:
@@ -385,42 +389,109 @@ def _keep_random_states(recorder: Recorder, modules: tuple[str, ...], choices: l
 
 
 def record_updates(
-    optimizer: torch.optim.Optimizer, model: nn.Module, target: Target, step: Recording | None = None
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    target: Target,
+    step: Recording | None = None,
+    *,
+    inputs: Iterable[torch.Tensor] = (),
+    keeps_gradients: bool = False,
 ) -> Recording:
-    """Record two updates of `optimizer`, the first of which makes its state: sections "update 1" and "update 2".
+    """Record two updates of `optimizer`, the first of which makes the state that isn't there: "update 1", "update 2".
 
     The update covers the model's parameters that have a gradient after `step`; without `step`, all that require one.
+    Further sections are "held", the state that is there before; "dropped 1" and "dropped 2", `zero_grad`; and those
+    that a player adopts (`Player.adopt`): "weights", and "gradients 1" and "gradients 2", what backward has left. All
+    that an update leaves is "optimizer state", wherever the optimizer keeps it.
+
+    Parameters
+    ----------
+    inputs : iterable of tensors
+        The step's tensors from outside of the model.
+    keeps_gradients : bool
+        Whether gradients keep their memory from one step to the next.
 
     Raises
     ------
     UnsupportedModelError
         If the update can't run on fake tensors.
     """
-    recorder = Recorder(target.without_answers, model)
-    recorder.sections = [Section("update 1", 0)]
     names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
-    given = None if step is None else {b.name for b in step.blocks if b.category == "gradients"}
-    twin = trace_updates(
+    given = set() if step is None else {b.name for b in step.blocks if b.category == "gradients"}
+    recorder = _UpdateRecorder(target.without_answers, model)
+
+    def has_gradient(p: torch.Tensor) -> bool:
+        return p.requires_grad and (step is None or names.get(p, UNLISTED) in given)
+
+    with traced_updates(
         optimizer,
         recorder,
         target,
-        between=lambda: recorder.sections.append(Section("update 2", 0)),
-        has_gradient=lambda p: p.requires_grad and (given is None or p not in names or names[p] in given),
-    )
-    originals = [p for group in optimizer.param_groups for p in group["params"]]
-    fakes = [p for group in twin.param_groups for p in group["params"]]
-    for original, fake in zip(originals, fakes, strict=True):
-        for what, value in twin.state.get(fake, {}).items():
-            index = recorder.block_of(value) if isinstance(value, torch.Tensor) else None
-            if index is not None:
-                recorder.blocks[index].category = "optimizer state"
-                recorder.blocks[index].name = f"{names.get(original, '?')}: {what}"
+        own=[*held_tensors(model), *inputs],
+        begin=recorder.begin,
+        has_gradient=has_gradient,
+        keeps_gradients=keeps_gradients,
+    ) as stand_ins:
+        recorder.begin("over", stand_ins)
+        recorder.name_state(optimizer, stand_ins)
     for block in recorder.blocks:
         block.category = block.category or "workspaces and temporaries"
         block.line = type(optimizer).__name__
     peaks, *_ = target.workspaces(key for key, *_ in recorder.operations)
-    sections = [Section(s.direction, 0, list(_with_workspaces(recorder, s.events, peaks))) for s in recorder.sections]
+    sections = [
+        Section(s.direction, 0, list(_with_workspaces(recorder, s.events, peaks))) for s in recorder.sections[:-1]
+    ]
     return Recording((), list(recorder.blocks), sections)
+
+
+class _UpdateRecorder(Recorder):
+    """A recorder of an optimizer's updates, which tells what lasts from what is temporary."""
+
+    def __init__(self, target: Target, model: nn.Module) -> None:
+        super().__init__(target, model)
+        self.sections = []
+        self._storages: dict[int, str] = {}  # of the model -> the name of the first parameter in it
+        self._listed: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
+        for name, p in model.named_parameters():
+            self._storages.setdefault(p.untyped_storage()._cdata, name)
+
+    def begin(self, part: str, stand_ins: StandIns) -> None:
+        """End a part of the updates, and begin another."""
+        if part.startswith("update"):
+            named = [(self._listed.get(p, UNLISTED), t.grad) for p, t in stand_ins.parameters if t.grad is not None]
+            self.sections[-1].events = [(ALLOCATE, b) for name, t in named for b in self._label(t, "gradients", name)]
+        if part in ("weights", "gradients 1"):
+            for p, twin in stand_ins.parameters:
+                self._label(twin, "weights", self._storages.get(p.untyped_storage()._cdata, UNLISTED))
+        if part in ("gradients 2", "over"):
+            for p, twin in stand_ins.parameters:
+                self._label(twin, "weights", self._storages.get(p.untyped_storage()._cdata, UNLISTED))
+                if twin.grad is not None:
+                    self._label(twin.grad, "gradients", self._listed.get(p, UNLISTED))
+        if part in ("weights", "gradients 2", "over"):
+            for block in self._block_of.values():
+                self.blocks[block].category = self.blocks[block].category or "optimizer state"
+        self.sections.append(Section(part, 0))
+
+    def name_state(self, optimizer: torch.optim.Optimizer, stand_ins: StandIns) -> None:
+        """Name the blocks of state by the parameter and the key, or by the optimizer's attribute."""
+        for p, twin in stand_ins.parameters:
+            state = optimizer.state.get(twin, {})
+            for what, value in state.items() if isinstance(state, Mapping) else ():
+                for tensor in tensors_in(value):
+                    self._label(tensor, "optimizer state", f"{self._listed.get(p, '?')}: {what}")
+        for what, value in vars(optimizer).items():
+            for tensor in tensors_in(value):
+                self._label(tensor, "optimizer state", what)
+
+    def _label(self, tensor: torch.Tensor, category: str, name: str) -> list[int]:
+        """Give a tensor's blocks a category and a name, unless they have others, and return their indices."""
+        found = [b for plain in plain_tensors(tensor) if (b := self.block_of(plain)) is not None]
+        for block in found:
+            made = self.blocks[block]
+            if made.category in ("", category):
+                made.category, made.name = category, made.name or name
+        return found
 
 
 def _with_workspaces(recorder: Recorder, events: list[Event], peaks: dict[Hashable, int]) -> Iterator[Event]:

@@ -37,10 +37,11 @@ from ckptplan.profiling.times.links import measure_costs, measure_links, sharing
 from ckptplan.profiling.times.timing import Again, Times, time_stages
 from ckptplan.profiling.values.real_run import answered
 from ckptplan.profiling.workload.inputs import find_inputs
-from ckptplan.profiling.workload.optimizers import OptimizerLike, make_optimizer, trace_updates
+from ckptplan.profiling.workload.optimizers import OptimizerLike, make_optimizer, traced_updates
+from ckptplan.profiling.workload.stand_ins import StandIns
 from ckptplan.runtime.accelerator import empty_cache, is_accelerator
 from ckptplan.runtime.guard.gradients import made_gradient_bytes
-from ckptplan.runtime.observe.measure import Outside, held_tensors, optimizer_tensors, unique_bytes
+from ckptplan.runtime.observe.measure import Outside, held_tensors, unique_bytes
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
@@ -316,7 +317,7 @@ def _traced(
         resident = unique_bytes([*held_tensors(step.model), *outside], target.device)
         if step.accumulates:
             resident += made_gradient_bytes(step.model.parameters(), target.round_to)
-        state_bytes, update_bytes = _update_bytes(optimizer, step.model, target)
+        state_bytes, update_bytes = _update_bytes(optimizer, step.model, outside, target)
         chain = functools.partial(
             trace_chain,
             step,
@@ -453,22 +454,27 @@ def _beaten(option: Option, menu: list[Option], storages: tuple[Storage, ...]) -
     )
 
 
-def _update_bytes(optimizer: OptimizerLike | None, model: nn.Module, target: Target) -> tuple[int, int]:
-    """Bytes of the optimizer's state after its first update, and those that an update adds at its worst moment."""
+def _update_bytes(
+    optimizer: OptimizerLike | None, model: nn.Module, outside: Sequence[torch.Tensor], target: Target
+) -> tuple[int, int]:
+    """Bytes of the optimizer's state once it is complete, and those that an update adds at its worst moment."""
     if optimizer is None:
         return 0, 0
     made = make_optimizer(optimizer, model.parameters())
     tracker = Tracker(target.without_answers)
-    states: list[int] = []
+    live: dict[str, int] = {}
+    peaks: dict[str, int] = {}
 
-    def between() -> None:
+    def begin(part: str, stand_ins: StandIns) -> None:
+        peaks[part], live[part] = tracker.peak_bytes, tracker.live_bytes
         tracker.peak_bytes = tracker.live_bytes
-        states.append(tracker.live_bytes)
 
-    twin = trace_updates(made, tracker, target, between)
-    update = tracker.peak_bytes - states[0]
-    del twin
-    return max(unique_bytes(optimizer_tensors(made), target.device), states[0]), update
+    with traced_updates(made, tracker, target, own=[*held_tensors(model), *outside], begin=begin) as stand_ins:
+        begin("over", stand_ins)
+    weights = live["gradients 1"] - live["weights"]
+    state = max(live[part] - weights for part in ("gradients 1", "gradients 2", "over"))
+    gradients = live["update 1"] - live["gradients 1"]
+    return state, max(peaks["dropped 1"], peaks["dropped 2"]) - gradients - weights - state
 
 
 def outside_tensors(step: TrainingStep, target: Target) -> list[torch.Tensor]:

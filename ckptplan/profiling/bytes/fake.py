@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ckptplan.core.errors import CkptPlanError
@@ -354,6 +354,8 @@ class FakeWorld(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # autograd asks for it several times per operation
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # the class runs it on the tensors inside, which come here
         return self.dispatched(func, args, kwargs or {})
 
     def dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -47,6 +47,7 @@ _COMPILED = "compiled"
 """In the key of compiled code, in place of an operation."""
 
 _DETACH = torch.ops.aten.detach.default
+_LIFTED = torch.ops.aten.lift_fresh.default  # `torch.tensor` of a list: its operand is new
 
 _MOST_SEQUENCE_NR = 1 << 62  # no forward makes so many nodes; AccumulateGrad, which no segment makes, has the largest
 
@@ -337,7 +338,7 @@ class Tracker(FakeWorld):
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, count the storages that it makes, and add it to the trace of the segment."""
         given = tensors_in((args, kwargs))
-        for tensor in given:
+        for tensor in given if func is not _LIFTED or given[0].dim() == 0 else ():
             if not isinstance(tensor, FakeTensor) and id(tensor.untyped_storage()) not in self._alive:
                 if tensor.dim() == 0 and tensor.device.type == "cpu" and not self._target.is_cuda:
                     self._add(tensor)  # a number that PyTorch has just wrapped, and that autograd may save

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import optimizer as module
 
 from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
 from ckptplan.profiling.bytes.tracker import Tracker
 from ckptplan.profiling.target import Target
+from ckptplan.profiling.workload.stand_ins import StandIns, plain_tensors
+from ckptplan.runtime.observe.measure import no_cycles_collected
 
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | str | Callable[..., torch.optim.Optimizer]
 """An optimizer, its class or a callable that makes it from parameters, or a name in `NAMED`."""
@@ -61,88 +67,109 @@ def make_optimizer(optimizer: OptimizerLike, parameters: Iterable[torch.Tensor])
     return made
 
 
-def fake_optimizer(
-    optimizer: torch.optim.Optimizer, tracker: Tracker, target: Target, has_gradient: Callable[[torch.Tensor], bool]
-) -> torch.optim.Optimizer:
-    """A twin of `optimizer` without state, on fake twins of its parameters and of their gradients.
-
-    For a CUDA device that isn't in this machine it updates lists of tensors (`foreach`), the default on CUDA.
-    """
-    twin = copy.copy(optimizer)
-    twin.state = defaultdict(dict)
-    twin.param_groups = []
-    for group in optimizer.param_groups:
-        fakes = []
-        for p in group["params"]:
-            fake = tracker.fake(p.detach()).requires_grad_(p.requires_grad)
-            tracker.outside(fake)
-            if has_gradient(p):
-                fake.grad = tracker.fake(p.detach()).detach()
-                tracker.outside(fake.grad)
-            fakes.append(fake)
-        new = {**group, "params": fakes}
-        on_lists = group.get("foreach", False) is None and not group.get("fused")
-        if target.is_cuda and target.spec is not None and on_lists:
-            new["foreach"] = True
-        twin.param_groups.append(new)
-    return twin
-
-
-def trace_updates(
+@contextlib.contextmanager
+def traced_updates(
     optimizer: torch.optim.Optimizer,
     tracker: Tracker,
     target: Target,
-    between: Callable[[], None] = lambda: None,
+    *,
+    own: Iterable[torch.Tensor] = (),
+    begin: Callable[[str, StandIns], None] = lambda part, stand_ins: None,
     has_gradient: Callable[[torch.Tensor], bool] = lambda p: p.requires_grad,
-) -> torch.optim.Optimizer:
-    """Run two updates of a twin of `optimizer` under `tracker`: the first makes the state.
+    keeps_gradients: bool = False,
+) -> Iterator[StandIns]:
+    """Run two updates of `optimizer` under `tracker` with stand-ins for its tensors (NOTE [Stand-ins]).
 
     Parameters
     ----------
-    between : callable
-        Called between the updates.
+    own : iterable of tensors
+        Tensors of the model and its inputs, which aren't the optimizer's even if it holds them.
+    begin : callable
+        Called at the beginning of each part: "held" (what the optimizer alone has before is counted), "weights" (so are
+        the parameters of the model), then for n = 1, 2
+        "gradients n" (those of a backward are counted), "update n" and "dropped n" (`zero_grad`).
     has_gradient : callable
         Whether backward gives a parameter a gradient; the others are left out and get no state.
+    keeps_gradients : bool
+        Whether gradients keep their memory from one step to the next.
 
-    Returns
-    -------
-    Optimizer
-        The twin that ran, with its state.
+    Yields
+    ------
+    StandIns
+        After the second update, with all that it has left.
 
     Raises
     ------
     UnsupportedModelError
         If the update can't run on fake tensors.
     """
-    try:
-        twin = fake_optimizer(optimizer, tracker, target, has_gradient)
-        # Counts of steps lie on the host, unless the update runs as one kernel or is captured.
-        tracker.numbers_on_host = not any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
-        tracker.number_read = 1.0  # an update may read a norm to scale by it; any value leads to the same operations
-        with tracker, torch.no_grad():
-            if isinstance(optimizer, torch.optim.Adagrad):
-                _make_state(optimizer, twin)
-            twin.step()
-            between()
-            twin.step()
-        return twin
-    except Exception as error:
+    _require_no_closure(optimizer)
+    stand_ins = StandIns(optimizer, tracker.fake)
+    # Counts of steps lie on the host, unless the update runs as one kernel or is captured.
+    tracker.numbers_on_host = not any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
+    tracker.number_read = 1.0  # an update may read a norm to scale by it; any value leads to the same operations
+    with no_cycles_collected(), stand_ins.in_place():
+        try:
+            begin("held", stand_ins)
+            known = {t.untyped_storage()._cdata for each in own for t in plain_tensors(each)}
+            for tensor, twin in stand_ins.held:
+                for real, plain in zip(plain_tensors(tensor), plain_tensors(twin), strict=True):
+                    (tracker.outside if real.untyped_storage()._cdata in known else tracker.count)(plain)
+            elsewhere = [p.untyped_storage()._cdata not in known for p, _ in stand_ins.parameters]
+            for (_, twin), other in zip(stand_ins.parameters, elsewhere, strict=True):
+                if other:
+                    tracker.count(twin)
+            begin("weights", stand_ins)
+            for _, twin in stand_ins.parameters:
+                tracker.count(twin)
+            for n in (1, 2):
+                begin(f"gradients {n}", stand_ins)
+                for p, twin in stand_ins.parameters:
+                    if twin.grad is None and has_gradient(p):
+                        with tracker.fake_mode:
+                            twin.grad = torch.empty_like(twin, requires_grad=False)
+                        tracker.count(twin.grad)
+                begin(f"update {n}", stand_ins)
+                with as_on_device(target), torch.compiler.set_stance("force_eager"), tracker, torch.enable_grad():
+                    optimizer.step()
+                begin(f"dropped {n}", stand_ins)
+                for _, twin in stand_ins.parameters if not keeps_gradients else ():
+                    twin.grad = None
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"the update of {type(optimizer).__name__} can't be traced ({error}); "
+                "leave optimizer= out and lower the budget by its state"
+            ) from error
+        yield stand_ins
+
+
+def _require_no_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `UnsupportedModelError` if `step` needs arguments: it then runs forward and backward itself."""
+    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()  # a scheduler wraps the bound method
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if needed:
         raise UnsupportedModelError(
-            f"the update of {type(optimizer).__name__} can't be traced ({error}); "
-            "leave optimizer= out and lower the budget by its state"
-        ) from error
+            f"{type(optimizer).__name__}.step() needs {', '.join(needed)}: it runs forward and backward itself, any "
+            "number of times, and holds copies meanwhile; leave optimizer= out and lower the budget by its state"
+        )
 
 
-def _make_state(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer) -> None:
-    """Give `twin` a state like that of `optimizer`.
+@contextlib.contextmanager
+def as_on_device(target: Target) -> Iterator[None]:
+    """Inside, PyTorch's optimizers choose for fake tensors what they choose for real ones on the device.
 
-    Adagrad makes its state on construction, up to torch 2.11 at least, and its update requires it.
+    On CUDA they update lists of tensors (`foreach`) by default, and allow `capturable`, but look for the class of the
+    parameters and for their device, which is the CPU if CUDA isn't in this machine.
     """
-    for group, fakes in zip(optimizer.param_groups, twin.param_groups, strict=True):
-        for p, fake in zip(group["params"], fakes["params"], strict=True):
-            for name, value in optimizer.state.get(p, {}).items():
-                if value.dim() or group.get("fused"):
-                    made = torch.empty(value.shape, dtype=value.dtype, device=fake.device)
-                else:
-                    made = torch.tensor(0.0, dtype=value.dtype)
-                twin.state[fake][name] = made
+    with contextlib.ExitStack() as stack:
+        if target.is_cuda:
+            types = [*module._foreach_supported_types, FakeTensor]
+            stack.enter_context(mock.patch.object(module, "_foreach_supported_types", types))
+        if target.is_cuda and target.spec is not None:
+            name = "_get_foreach_kernels_supported_devices"
+            stack.enter_context(mock.patch.object(module, name, return_value=["cpu"]))
+            for each in {sys.modules[kind.__module__] for kind in vars(torch.optim).values() if isinstance(kind, type)}:
+                if hasattr(each, "_get_capturable_supported_devices"):
+                    name = "_get_capturable_supported_devices"
+                    stack.enter_context(mock.patch.object(each, name, return_value=["cpu"]))
+        yield

@@ -35,10 +35,13 @@ def unique_bytes(tensors: Iterable[torch.Tensor], device: torch.device | None = 
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
-    """Return the tensors in the optimizer's state."""
+    """Return the tensors in the optimizer's state, in further attributes of it, and in its groups beside parameters."""
     if optimizer is None:
         return []
-    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    attributes = [value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")]
+    held = [dict(enumerate(optimizer.state.values())), *optimizer.param_groups, *attributes]
+    return [t for t in tensors_in(held) if id(t) not in own]
 
 
 def tensors_in(arguments: Any) -> list[torch.Tensor]:

@@ -62,7 +62,7 @@ ARRAY_LIMIT = 1 << 20  # bytes; larger arrays aren't copied, since copies are ma
 _MODULES_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"forward", "_compiled_call_impl"}
 """Attributes that every module has: they are restored by other code or don't change from call to call."""
 
-_ATOMS = frozenset(
+ATOMS = frozenset(
     {
         bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice,
         torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -76,7 +76,7 @@ _SEARCHED_NOT = ("torch", "builtins", "threading", "_thread", "weakref", "loggin
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class Kind:
     """How the contents of one kind of cell are read, written and iterated over."""
 
     read: Callable[[Any], Any]
@@ -100,7 +100,8 @@ def _data_of(kind: type) -> dict[str, Any]:
     }
 
 
-def _write_items(cell: Any, contents: Any) -> None:
+def write_items(cell: Any, contents: Any) -> None:
+    """Replace all that a list, deque, set or dictionary has by `contents`."""
     cell.clear()
     (cell.extend if isinstance(cell, collections.deque) else cell.update)(contents)
 
@@ -165,14 +166,14 @@ def _write_closure(function: types.FunctionType, contents: Mapping[str, Any]) ->
 
 
 _values_of: Callable[[Any], Iterable[Any]] = operator.methodcaller("values")
-_LIST = _Kind(list, lambda cell, contents: operator.setitem(cell, slice(None), contents))
-_DICTIONARY = _Kind(dict, _write_items, _values_of)
-_SET = _Kind(set, _write_items)
-_DEQUE = _Kind(list, _write_items)
-_ARRAY = _Kind(np.copy, lambda cell, contents: operator.setitem(cell, Ellipsis, contents), lambda contents: ())
-_OBJECT = _Kind(_object_of, _write_object, _values_of)
-_CLASS = _Kind(_data_of, _write_class, _values_of)
-_CLOSURE = _Kind(_closure_of, _write_closure, _values_of)
+_LIST = Kind(list, lambda cell, contents: operator.setitem(cell, slice(None), contents))
+_DICTIONARY = Kind(dict, write_items, _values_of)
+_SET = Kind(set, write_items)
+_DEQUE = Kind(list, write_items)
+_ARRAY = Kind(np.copy, lambda cell, contents: operator.setitem(cell, Ellipsis, contents), lambda contents: ())
+OBJECT = Kind(_object_of, _write_object, _values_of)
+CLASS = Kind(_data_of, _write_class, _values_of)
+CLOSURE = Kind(_closure_of, _write_closure, _values_of)
 _TUPLE, _MODULE, _TENSOR, _GENERATOR, _OTHER = "tuple", "module", "tensor", "generator", "other"
 _ITERATOR = "iterator"
 _ITERATORS = tuple(map(type, (itertools.count(), iter([]), iter(()), iter(range(0)), iter(""))))
@@ -190,17 +191,17 @@ _CONTAINERS = (
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def _kind_of(kind: type) -> _Kind | str | None:
+def kind_of(kind: type) -> Kind | str | None:
     """Return how objects of a type are treated; None if they are immutable and refer to nothing that is examined."""
-    if kind in _ATOMS or issubclass(kind, (type, BaseException)):
+    if kind in ATOMS or issubclass(kind, (type, BaseException)):
         return None
     return next((found for types_, found in _CONTAINERS if issubclass(kind, types_)), _OTHER)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def _has_attributes(kind: type) -> bool:
+def has_attributes(kind: type) -> bool:
     """Whether objects of a type are plain objects with attributes in `__dict__` or slots."""
-    if kind in _ATOMS or kind in _FUNCTIONS or _kind_of(kind) is not _OTHER:  # type: ignore[arg-type]
+    if kind in ATOMS or kind in _FUNCTIONS or kind_of(kind) is not _OTHER:  # type: ignore[arg-type]
         return False
     if str(kind.__module__).partition(".")[0] in (*_SEARCHED_NOT, "functools", "types"):
         return kind is types.SimpleNamespace
@@ -208,7 +209,7 @@ def _has_attributes(kind: type) -> bool:
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def _classes_of(kind: type) -> tuple[type, ...]:
+def classes_of(kind: type) -> tuple[type, ...]:
     """Return the base classes of a module's type, PyTorch's left out, which may have data attributes."""
     return tuple(c for c in kind.__mro__ if c is not object and c.__module__.partition(".")[0] != "torch")
 
@@ -286,7 +287,7 @@ def _equal(a: Any, b: Any) -> bool:
             return x.__name__ == y.__name__ and one(x.__self__, y.__self__)
         if isinstance(x, (list, tuple, dict, set)):
             return _equal(x, y)
-        return type(x) in _ATOMS and bool(x == y)
+        return type(x) in ATOMS and bool(x == y)
 
     if isinstance(a, (np.ndarray, set)) or len(a) != len(b):
         return _same(a, b)
@@ -374,7 +375,7 @@ class _Cell:
 
     target: Any
     """The cell. Of a global container the place: the container may hold graphs, and these the snapshot."""
-    kind: _Kind
+    kind: Kind
     contents: Any
     path: tuple[Any, ...]
     """The searched objects and places on the way to the cell, including its own if it was searched."""
@@ -386,7 +387,7 @@ class _Cell:
         if type(self.target) is not Place:
             return self.target
         value = self.target.value
-        same = _kind_of(type(value)) is self.kind  # type: ignore[arg-type]
+        same = kind_of(type(value)) is self.kind  # type: ignore[arg-type]
         return value if same else type(self.contents)()  # a value of another kind has taken its place
 
 
@@ -451,10 +452,10 @@ class Snapshot:
             self._look_at(module)
             classes[type(module)] = None
         for kind in classes:
-            for c in _classes_of(kind):
+            for c in classes_of(kind):
                 data = _data_of(c)
                 if data:
-                    self._add(c.__name__, c, _CLASS, data)
+                    self._add(c.__name__, c, CLASS, data)
         for other in self.others:
             self._keep("argument", other, is_cell=True)
         for place in {*self.read, *(() if self.changing is None else self.changing.places)}:
@@ -467,22 +468,22 @@ class Snapshot:
         names, values_in = _plain(all_names)
         values: Sequence[Any] = values_in(table)
         is_replaced = False
-        if not _ATOMS.issuperset(map(type, values)):
+        if not ATOMS.issuperset(map(type, values)):
             is_replaced = any(isinstance(value, _REPLACED) for value in values)
             values = [self._keep_attribute(name, value) for name, value in zip(names, values, strict=True)]
         self._attributes.append((module, all_names, names, values_in, values, is_replaced))
 
     def _keep_attribute(self, name: str, value: Any) -> Any:
         kind = type(value)
-        if kind in _ATOMS or (kind is tuple and _ATOMS.issuperset(map(type, value))):
+        if kind in ATOMS or (kind is tuple and ATOMS.issuperset(map(type, value))):
             return value
-        if _has_attributes(kind):  # type: ignore[arg-type]
+        if has_attributes(kind):  # type: ignore[arg-type]
             self._directs.add(id(value))
             if not self.searches and id(value) not in self._cells and not self._is_cell(value):
                 contents = _object_of(value)
                 if not self.graphs:
                     contents = {key: alone(item) for key, item in contents.items()}
-                self._cells[id(value)] = _Cell(value, _OBJECT, contents, ())
+                self._cells[id(value)] = _Cell(value, OBJECT, contents, ())
                 return value
         return self._keep(name, value)
 
@@ -492,7 +493,7 @@ class Snapshot:
         That is the value itself, except for tensors with graphs, which are detached, containers of such tensors, and
         iterators, which are copied.
         """
-        kind = _kind_of(type(value))  # type: ignore[arg-type]
+        kind = kind_of(type(value))  # type: ignore[arg-type]
         if kind is None:
             return value
         if kind is _TENSOR:
@@ -501,21 +502,21 @@ class Snapshot:
         elif kind is _GENERATOR:
             self.generators.append(value)
         elif kind is _TUPLE:
-            if not _ATOMS.issuperset(map(type, value)):
-                return _replaced(value, functools.partial(self._keep, name))
+            if not ATOMS.issuperset(map(type, value)):
+                return replaced(value, functools.partial(self._keep, name))
         elif kind is _ITERATOR:
             value = _copied(value)
             self._iterators.append(value)
         elif kind is _MODULE:
             self._found(value)
-        elif isinstance(kind, _Kind):
+        elif isinstance(kind, Kind):
             if id(value) in self._cells:
                 return self._cells[id(value)].cell
             if kind is not _ARRAY or self._copies(value):
                 return self._add(name, value, kind)
         elif isinstance(value, types.MethodType):
             self._keep(name, value.__self__)
-        elif isinstance(value, types.BuiltinMethodType) and isinstance(_kind_of(type(value.__self__)), _Kind):  # type: ignore[arg-type]
+        elif isinstance(value, types.BuiltinMethodType) and isinstance(kind_of(type(value.__self__)), Kind):  # type: ignore[arg-type]
             owner = self._keep(name, value.__self__)  # a copy if it holds tensors with graphs
             return value if owner is value.__self__ else getattr(owner, value.__name__)
         elif is_cell or self._is_cell(value):
@@ -527,23 +528,23 @@ class Snapshot:
         return value
 
     def _keep_global(self, place: Place) -> None:
-        kind = _kind_of(type(place.value))  # type: ignore[arg-type]
-        if isinstance(kind, _Kind) and id(place.value) not in self._cells:
+        kind = kind_of(type(place.value))  # type: ignore[arg-type]
+        if isinstance(kind, Kind) and id(place.value) not in self._cells:
             self._path += [place] * self.searches
             self._add(place.name, place.value, kind, target=place)
             self._path.clear()
 
     def _add_object(self, name: str, value: Any) -> Any:
-        return self._add(name, value, _CLOSURE if isinstance(value, types.FunctionType) else _OBJECT)
+        return self._add(name, value, CLOSURE if isinstance(value, types.FunctionType) else OBJECT)
 
-    def _add(self, name: str, value: Any, kind: _Kind, contents: Any = None, target: Place | None = None) -> Any:
+    def _add(self, name: str, value: Any, kind: Kind, contents: Any = None, target: Place | None = None) -> Any:
         contents = kind.read(value) if contents is None else contents
         cell = self._cells[id(value)] = _Cell(target or value, kind, contents, tuple(self._path))
         inside = kind.values(contents)
-        if not _ATOMS.issuperset(map(type, inside)):
-            cell.contents = _replaced(contents, functools.partial(self._keep, name))
+        if not ATOMS.issuperset(map(type, inside)):
+            cell.contents = replaced(contents, functools.partial(self._keep, name))
             cell.is_replaced = any(isinstance(x, _REPLACED) for x in inside)
-            if target is None and kind not in (_OBJECT, _CLASS, _CLOSURE) and not _same(cell.contents, contents):
+            if target is None and kind not in (OBJECT, CLASS, CLOSURE) and not _same(cell.contents, contents):
                 cell.target = copy.copy(value)  # the original would keep graphs alive
                 kind.write(cell.cell, cell.contents)
         return cell.cell
@@ -645,7 +646,7 @@ class Snapshot:
             for cell in self._cells.values():
                 contents = cell.contents
                 if instead and cell.is_replaced:
-                    contents = _replaced(contents, lambda value: instead.get(id(value), value))
+                    contents = replaced(contents, lambda value: instead.get(id(value), value))
                 before = cell.kind.read(cell.cell)
                 undo.append(functools.partial(_write_again, cell, before))
                 if not _same(before, contents):
@@ -684,15 +685,15 @@ class Tables:
             if instead:
                 contents = {name: instead.get(id(value), value) for name, value in contents.items()}
             if not _same(table, contents):
-                undo.append(functools.partial(_write_items, table, table.copy()))
-                _write_items(table, contents)
+                undo.append(functools.partial(write_items, table, table.copy()))
+                write_items(table, contents)
         return functools.partial(put_back, undo)
 
 
 _NOTHING: dict[str, Any] = {}
 
 
-def _replaced(contents: Any, by: Callable[[Any], Any]) -> Any:
+def replaced(contents: Any, by: Callable[[Any], Any]) -> Any:
     """Return contents, or a tuple, with each value replaced by `by(value)`; an unchanged tuple is returned itself."""
     if isinstance(contents, dict):
         found: Any = {key: by(value) for key, value in contents.items()}

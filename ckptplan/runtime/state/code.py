@@ -14,7 +14,7 @@ from torch import nn
 
 from ckptplan.runtime.state.cells import SEARCH_LIMIT, Changing, Place, Snapshot, below
 
-_NOT_READ = frozenset({"torch", "numpy", "ckptplan", *sys.stdlib_module_names})
+NOT_READ = frozenset({"torch", "numpy", "ckptplan", *sys.stdlib_module_names})
 """Packages whose code stores no state of a model."""
 _LONGEST = 1 << 16  # entries; longer global containers are taken to be data and aren't copied
 _CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict})
@@ -107,7 +107,7 @@ def _begun(value: Any) -> Iterator[_Found]:
 def _behind(value: Any, owner: type | None) -> Iterator[_Found]:
     """Yield the values that a function, method, partial or cached function refers to."""
     if isinstance(value, types.FunctionType):
-        if str(value.__module__).partition(".")[0] not in _NOT_READ:
+        if str(value.__module__).partition(".")[0] not in NOT_READ:
             yield from _read_by(value, owner)
         return
     inside = next(getattr(value, name) for name in ("__func__", "__wrapped__", "func", "fget") if hasattr(value, name))
@@ -118,20 +118,20 @@ def _read_by(function: types.FunctionType, owner: type | None) -> Iterator[_Foun
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # raised if the variable isn't set
             yield cell.cell_contents, owner, None
-    names = set(_names(function.__code__))
+    names = set(names_in(function.__code__))
     for kind in () if owner is None else owner.__mro__:
         yield from ((vars(kind)[name], owner, None) for name in names & vars(kind).keys())
     for name in names & function.__globals__.keys():
         value = function.__globals__[name]
         yield value, None, Place(function.__globals__, str(function.__module__), name)
-        if type(value) is types.ModuleType and value.__name__.partition(".")[0] not in _NOT_READ:
+        if type(value) is types.ModuleType and value.__name__.partition(".")[0] not in NOT_READ:
             for inner in names & vars(value).keys():
                 yield vars(value)[inner], None, Place(vars(value), value.__name__, inner)
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
     """Yield the names that a code object uses, including those of nested functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)

@@ -125,7 +125,8 @@ def _stepped() -> Iterator[Callable[[], None]]:
     found: dict[int, tuple[torch.optim.Optimizer, list[tuple[Any, Any]], Callable[[], None]]] = {}
 
     def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if id(optimizer) not in found:
+        traced = any(isinstance(p, FakeTensor) for group in optimizer.param_groups for p in group["params"])
+        if id(optimizer) not in found and not traced:
             tables: list[Any] = [optimizer.state, *optimizer.state.values(), *optimizer.param_groups]
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             held = [v for table in tables for v in table.values() if isinstance(v, torch.Tensor)]
