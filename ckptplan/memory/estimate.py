@@ -100,7 +100,7 @@ def estimate(
     Parameters
     ----------
     model : nn.Module
-        May be on `meta` if `device` names a device that isn't in this machine.
+        May be on `meta` if `device` is given.
     inputs : tensor, tuple, dict, optional
         As in `profile`.
     grad_scaler : bool, optional
@@ -155,7 +155,11 @@ def estimate(
         plan=plan,
         notes=notes,
     )
-    with training_config(model), restored(model, step.reached()) as rewind, as_ours(step, "being estimated"):
+    with (
+        training_config(model),
+        restored(model, step.reached(), runs=False) as rewind,
+        as_ours(step, "being estimated"),
+    ):
         rewind()
         return answered(lambda: run.estimate(rewind, settings), step, target, rewind)
 
@@ -204,7 +208,7 @@ class TrainingBytes:
         """Return the peaks of two steps, updates included; on the CPU the three are equal."""
         with (
             training_config(self.model),
-            restored(self.model, step.reached()) as rewind,
+            restored(self.model, step.reached(), runs=False) as rewind,
             as_ours(step, "being estimated"),
         ):
             rewind()

@@ -126,6 +126,11 @@ class TrainingStep:
         """Return the input tensors."""
         return [t for t in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(t, torch.Tensor)]
 
+    @property
+    def has_values(self) -> bool:
+        """Whether the step can run for real: neither a tensor of the model nor an input lies on `meta`."""
+        return not any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers(), *self.tensors()))
+
     def reached(self) -> list[Any]:
         """Return the objects besides the model that running the step may change."""
         functions = [self.fn, self.loss_fn]
@@ -133,13 +138,13 @@ class TrainingStep:
         return [self.args, self.kwargs, *(value for values in enclosed for value in values), *functions]
 
     def on_device(self, device: torch.device) -> None:
-        """Raise `InvalidInputError` if an input is neither on a device of the model's kind nor on the host.
+        """Raise `InvalidInputError` if an input is neither on a device of the model's kind nor on the host or `meta`.
 
         A model on CUDA may take host tensors: lengths, indices, or inputs that its forward moves by itself. If it
         doesn't, PyTorch raises the error.
         """
         for tensor in self.tensors():
-            if tensor.device.type not in (device.type, "cpu"):
+            if tensor.device.type not in (device.type, "cpu", "meta"):
                 raise InvalidInputError(f"an input lies on {tensor.device}, the model on {device}; move one of them")
 
 
@@ -200,12 +205,13 @@ def model_device(model: nn.Module) -> torch.device:
     parameters = list(model.parameters())
     if not any(p.requires_grad for p in parameters):
         raise InvalidInputError("no parameter of the model needs gradients, so there is no training step to plan")
-    devices = {p.device for p in parameters}
+    devices = {p.device: name for name, p in reversed(list(model.named_parameters()))}
     if len(devices) > 1:
+        where = ", ".join(f"{name!r} on {device}" for device, name in reversed(devices.items()))
         raise UnsupportedModelError(
-            f"parameters lie on {sorted(map(str, devices))}; planning covers one device at a time"
+            f"parameters lie on several devices: {where}; planning covers one device at a time, so move them to one"
         )
-    return devices.pop()
+    return parameters[0].device
 
 
 def check_supported(model: nn.Module) -> None:

@@ -65,8 +65,7 @@ def answered(
         If the step can't run for real, since its weights lie on `meta`, or takes another path each time.
     """
     if target.answers is not None:
-        tensors = (*step.model.parameters(), *step.model.buffers(), *step.tensors())
-        target.answers.belong_to(step, has_values=not any(t.is_meta for t in tensors))
+        target.answers.belong_to(step, has_values=step.has_values)
     if compiled_modules(step.model) and (target.answers is None or not target.answers.compiled):
         report("running the step for real, since parts of it are compiled")
         rewind()
