@@ -713,7 +713,7 @@ PROMISES: tuple[Promise, ...] = (
     ),
     Promise(
         "Estimates of memory",
-        "Optimizers count as they are: state of all kinds and places, from the start or made; tracing leaves them as before",
+        "Optimizers count as they are: state of all kinds and places, from the start or made; tracing changes nothing",
         _in(
             "test_optimizers",
             "test_pytorchs_optimizers",

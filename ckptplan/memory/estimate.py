@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -31,10 +32,11 @@ from ckptplan.runtime.guard.gradients import made_gradient_bytes
 from ckptplan.runtime.state.compiled import refuse_compiled
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
-from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint, training_config
+from ckptplan.runtime.step import TrainingStep, caching, check_supported, fingerprint, training_config
 
 _UNKNOWN_ON_CUDA = (
     (("aten.convolution", "aten.convolution_backward"), "cuDNN's workspaces for convolutions are not included"),
+    (("aten._fft_r2c", "aten._fft_c2r", "aten._fft_c2c"), "cuFFT's workspaces for Fourier transforms are not included"),
     (("aten.mkldnn_rnn_layer", "aten.mkldnn_rnn_layer_backward"), "recurrent layers are counted as on the CPU"),
 )
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear")
@@ -95,12 +97,12 @@ def estimate(
     The training loop consists of forward, loss and backward (`accumulation_steps` times, with the batch on the device
     throughout), the optimizer's update, and `zero_grad`. Output and loss are freed at the end of backward. The estimate
     covers two steps, since the first update makes the optimizer's state, and then one forward without autograd
-    ("inference").
+    ("inference"), and without `loss_fn`. Checkpoints of the model's own are estimated as they are.
 
     Parameters
     ----------
     model : nn.Module
-        May be on `meta` if `device` names a device that isn't in this machine.
+        May be on `meta` if `device` is given.
     inputs : tensor, tuple, dict, optional
         As in `profile`.
     grad_scaler : bool, optional
@@ -138,11 +140,14 @@ def estimate(
     target = find_target(model, request.device)
     settings = _settings(allocator, target)
     check_count(accumulation_steps=accumulation_steps)
-    check_supported(model)
+    check_supported(model, checkpoints=plan is None)
     refuse_compiled(model, "an estimate is made without running the model")
     if request.accumulate is None and plan is not None and plan.fingerprint.accumulates:
         request = replace(request, accumulate=True)
     step, notes = training_step(model, request, target)
+    if caching(model):
+        as_given = "as in the model's configuration; in training it is mostly off"
+        notes.append(f"use_cache is {as_given if plan is None else 'off, as the plan turns it off in training'}")
     run = _Run(
         step,
         target,
@@ -155,7 +160,11 @@ def estimate(
         plan=plan,
         notes=notes,
     )
-    with training_config(model), restored(model, step.reached()) as rewind, as_ours(step, "being estimated"):
+    with (
+        _config(model, plan),
+        restored(model, step.reached(), runs=False) as rewind,
+        as_ours(step, "being estimated"),
+    ):
         rewind()
         return answered(lambda: run.estimate(rewind, settings), step, target, rewind)
 
@@ -204,8 +213,8 @@ class TrainingBytes:
     def peaks(self, step: TrainingStep, plan: Plan | None = None) -> DeviceBytes:
         """Return the peaks of two steps, updates included; on the CPU the three are equal."""
         with (
-            training_config(self.model),
-            restored(self.model, step.reached()) as rewind,
+            _config(self.model, plan),
+            restored(self.model, step.reached(), runs=False) as rewind,
             as_ours(step, "being estimated"),
         ):
             rewind()
@@ -221,6 +230,11 @@ class TrainingBytes:
             self._updates = run.updates
         account = Account.of(training, self._settings)
         return DeviceBytes(int(account.requested.max()), int(account.allocated.max()), int(account.reserved.max()))
+
+
+def _config(model: nn.Module, plan: Plan | None) -> contextlib.AbstractContextManager[None]:
+    """The configuration that training runs in: a plan turns generation caches off."""
+    return contextlib.nullcontext() if plan is None else training_config(model)
 
 
 def _in_float16(step: TrainingStep) -> bool:

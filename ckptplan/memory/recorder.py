@@ -340,7 +340,7 @@ def record_step(
         recorder = Recorder(target, step.model, saves=not inference)
         with recorder.watching_modules():
             seen = replay(
-                step,
+                step.without_loss() if inference else step,
                 stages,
                 choices or (KEEP,) * len(stages),
                 target,

@@ -136,7 +136,8 @@ def profile_step(
     key = _cache_key(training, optimizer, target, swap_dir, menus, notes) if cache else None
     if key is not None and (known := find(key)) is not None:
         return known
-    with training_config(training.model), restored(training.model, training.reached()) as rewind:
+    runs = target.spec is None
+    with training_config(training.model), restored(training.model, training.reached(), runs=runs) as rewind:
         rewind()
         with as_ours(training, "tracing"):
             found = _profile(training, optimizer, target, swap_dir, menus, list(notes), on_progress, rewind)
@@ -193,7 +194,7 @@ def replayed_bytes(step: TrainingStep, plan: Plan, target: Target) -> int:
 
     Temporaries inside operations aren't counted, so it is at most the real peak; the chain's peak includes them.
     """
-    with training_config(step.model), restored(step.model, step.reached()) as rewind:
+    with training_config(step.model), restored(step.model, step.reached(), runs=False) as rewind:
         rewind()
 
         def peak_bytes() -> int:
@@ -218,6 +219,11 @@ def _profile(
     report: Report,
     rewind: Callable[[], None],
 ) -> Profile:
+    if target.spec is None and not step.has_values:
+        raise InvalidInputError(
+            "the model or its inputs lie on 'meta', and times are measured by running the stages; make them on "
+            f"{target.device}, or pass device= with the name of one that isn't in this machine (a100-40gb, say)"
+        )
     costs = None
     if target.spec is None and target.is_cuda:
         report("measuring copies")
@@ -262,7 +268,7 @@ def planned_profiles(
     target : Target
         One of the devices; they all have its `byte_class`.
     """
-    with training_config(step.model), restored(step.model, step.reached()) as rewind:
+    with training_config(step.model), restored(step.model, step.reached(), runs=False) as rewind:
         rewind()
         with as_ours(step, "tracing"):
             traced, times, _ = _traced(step, optimizer, target, menus=False, devices=devices, rewind=rewind)
@@ -279,7 +285,7 @@ def traced_bytes(step: TrainingStep, optimizer: OptimizerLike | None, target: Ta
     Nothing is timed: in place of measured times, each stage takes one second in each direction and one to run again,
     and the link carries 1e9 bytes a second.
     """
-    with training_config(step.model), restored(step.model, step.reached()) as rewind:
+    with training_config(step.model), restored(step.model, step.reached(), runs=False) as rewind:
         rewind()
         with as_ours(step, "tracing"):
             traced, *_ = _traced(step, optimizer, target, menus=False, devices=(), rewind=rewind)

@@ -181,6 +181,8 @@ def find_target(model: nn.Module, device: DeviceLike = None) -> Target:
             device = torch.device(device)  # type: ignore[arg-type]
         except (RuntimeError, TypeError):
             return Target(torch.device("cpu"), find_device(device), Answers())  # type: ignore[arg-type]
+    if where.type == "meta" and device is not None and _is_here(device):
+        return Target(device, answers=Answers())
     if where.type == "meta":
         raise InvalidInputError(
             "the model lies on 'meta', which is no device to run on; pass device= with the one it is meant for, "
@@ -191,6 +193,13 @@ def find_target(model: nn.Module, device: DeviceLike = None) -> Target:
             f"device={str(device)!r}, but the model is on {str(where)!r}; move the model there first"
         )
     return Target(where, answers=Answers())
+
+
+def _is_here(device: torch.device) -> bool:
+    """Whether a device is one of this machine's that steps run on."""
+    if device.type == "cpu":
+        return True
+    return device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
 
 
 ON_CPU = Target(torch.device("cpu"))

@@ -122,9 +122,19 @@ class TrainingStep:
             return self
         return dataclasses.replace(self, autocast=(kind, getattr(torch, str(amp).removeprefix("torch."))))
 
+    def without_loss(self) -> TrainingStep:
+        """Return the step whose forward ends with the model's output; itself where a callable runs the forward."""
+        nothing = torch.zeros((), requires_grad=True)
+        return self if self.fn is not None else dataclasses.replace(self, loss_fn=lambda output: nothing)
+
     def tensors(self) -> list[torch.Tensor]:
         """Return the input tensors."""
         return [t for t in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(t, torch.Tensor)]
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the step can run for real: neither a tensor of the model nor an input lies on `meta`."""
+        return not any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers(), *self.tensors()))
 
     def reached(self) -> list[Any]:
         """Return the objects besides the model that running the step may change."""
@@ -133,13 +143,13 @@ class TrainingStep:
         return [self.args, self.kwargs, *(value for values in enclosed for value in values), *functions]
 
     def on_device(self, device: torch.device) -> None:
-        """Raise `InvalidInputError` if an input is neither on a device of the model's kind nor on the host.
+        """Raise `InvalidInputError` if an input is neither on a device of the model's kind nor on the host or `meta`.
 
         A model on CUDA may take host tensors: lengths, indices, or inputs that its forward moves by itself. If it
         doesn't, PyTorch raises the error.
         """
         for tensor in self.tensors():
-            if tensor.device.type not in (device.type, "cpu"):
+            if tensor.device.type not in (device.type, "cpu", "meta"):
                 raise InvalidInputError(f"an input lies on {tensor.device}, the model on {device}; move one of them")
 
 
@@ -200,16 +210,26 @@ def model_device(model: nn.Module) -> torch.device:
     parameters = list(model.parameters())
     if not any(p.requires_grad for p in parameters):
         raise InvalidInputError("no parameter of the model needs gradients, so there is no training step to plan")
-    devices = {p.device for p in parameters}
+    devices = {p.device: name for name, p in reversed(list(model.named_parameters()))}
     if len(devices) > 1:
+        where = ", ".join(f"{name!r} on {device}" for device, name in reversed(devices.items()))
         raise UnsupportedModelError(
-            f"parameters lie on {sorted(map(str, devices))}; planning covers one device at a time"
+            f"parameters lie on several devices: {where}; planning covers one device at a time, so move them to one"
         )
-    return devices.pop()
+    return parameters[0].device
 
 
-def check_supported(model: nn.Module) -> None:
+_TURN_CHECKPOINTS_OFF = ("activation_checkpointing_disable", "gradient_checkpointing_disable")
+"""Methods of models of the libraries, newest name first."""
+
+
+def check_supported(model: nn.Module, *, checkpoints: bool = False) -> None:
     """Check that a plan can be applied to `model`.
+
+    Parameters
+    ----------
+    checkpoints : bool
+        The model may checkpoint by itself: its step is looked at as it is, without a plan.
 
     Raises
     ------
@@ -219,10 +239,10 @@ def check_supported(model: nn.Module) -> None:
     check_compiled(model)
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model"
-        if getattr(module, "gradient_checkpointing", False) is True:
-            raise UnsupportedModelError(
-                f"{where} already checkpoints; call model.gradient_checkpointing_disable() and let the plan decide"
-            )
+        if not checkpoints and getattr(module, "gradient_checkpointing", False) is True:
+            method = next((name for name in _TURN_CHECKPOINTS_OFF if hasattr(model, name)), None)
+            remedy = f"call model.{method}()" if method else "set its gradient_checkpointing to False"
+            raise UnsupportedModelError(f"{where} already checkpoints; {remedy} and let the plan decide")
         sparse = next((n for n, t in module._buffers.items() if t is not None and t.layout is not torch.strided), None)
         if sparse is not None:
             raise UnsupportedModelError(
@@ -237,18 +257,23 @@ def check_supported(model: nn.Module) -> None:
             )
 
 
+def caching(model: nn.Module) -> list[Any]:
+    """Return the configurations in `model` whose generation cache is on."""
+    # The halves of an encoder-decoder, or the text half of a model for images, have configurations of their own.
+    found = {id(config): config for m in model.modules() if (config := getattr(m, "config", None)) is not None}
+    return [config for config in found.values() if getattr(config, "use_cache", None) is True]
+
+
 @contextlib.contextmanager
 def training_config(model: nn.Module) -> Iterator[None]:
     """Turn generation caches off inside: a stage that appends to a cache can't be run twice."""
-    # The halves of an encoder-decoder, or the text half of a model for images, have configurations of their own.
-    found = {id(config): config for m in model.modules() if (config := getattr(m, "config", None)) is not None}
-    caching = [config for config in found.values() if getattr(config, "use_cache", None) is True]
-    for config in caching:
+    found = caching(model)
+    for config in found:
         config.use_cache = False
     try:
         yield
     finally:
-        for config in caching:
+        for config in found:
             config.use_cache = True
 
 

@@ -27,7 +27,7 @@ from ckptplan.profiling.values import answers, real_run
 from ckptplan.runtime.observe.measure import held_tensors, peak_above_start, run_step, unique_bytes
 from ckptplan.runtime.state.generators import Generators
 from ckptplan.runtime.state.restore import restored
-from ckptplan.runtime.step import TrainingStep, make_step, training_config
+from ckptplan.runtime.step import TrainingStep, make_step
 from ckptplan.solving import smallest_peak
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -221,9 +221,7 @@ def test_the_promises_hold(name: str) -> None:
         assert report.other_paths == 0
         assert report.measured_peak_bytes <= report.predicted_peak_bytes
         # 2 %, and the random states that are kept (5 KB a stage, as much again while one recomputes).
-        # Of what is read by index, backward writes into zeros in place, and makes a copy of them on fake tensors.
-        over = 1.06 if name == "reading" else 1.02
-        assert report.predicted_peak_bytes <= over * report.measured_peak_bytes + 3 * 5056
+        assert report.predicted_peak_bytes <= 1.02 * report.measured_peak_bytes + 3 * 5056
         assert report.stats.runs == report.stats.planned_runs
 
 
@@ -233,7 +231,7 @@ def test_estimates_hold_too(name: str) -> None:
     make, asks = MODELS[name]
     model, inputs = make()
     step = make_step(model, Training(inputs))
-    with training_config(model), restored(model) as rewind:
+    with restored(model) as rewind:
         rewind()
         run_step(step)
         rewind()
@@ -243,7 +241,7 @@ def test_estimates_hold_too(name: str) -> None:
     peak = max(found.phase("forward").peak_bytes, found.phase("backward").peak_bytes)
     assert 0.98 * measured <= peak <= 1.02 * measured
     assert any(asks in note for note in found.notes)
-    with training_config(model), restored(model) as rewind:
+    with restored(model) as rewind:
         rewind()
         measured = unique_bytes([*model.parameters(), *model.buffers(), *step.tensors()])
         with torch.no_grad():

@@ -42,6 +42,7 @@ from ckptplan.profiling.values.answers import (
     around_forwards,
     readable,
     reading_watched,
+    reads_values,
 )
 from ckptplan.profiling.values.compiled import compiled_as_noted
 from ckptplan.runtime.observe.measure import tensors_in
@@ -85,6 +86,7 @@ def _grouped_product(
     return torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)
 
 
+_META = torch.device("meta")
 _DEVICE = torch.ops.prim.device.default
 _Shape = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -182,6 +184,8 @@ class FakeWorld(TorchDispatchMode):
             If its result depends on values and isn't known from a real run.
         """
         self.answer = None
+        if kwargs.get("device") == _META:  # an input's, which lies there in place of the device that is planned for
+            kwargs = {**kwargs, "device": self._target.device}
         answers = self._answers
         phase = self._phase()
         if answers is None or phase not in answers.phases:
@@ -212,7 +216,9 @@ class FakeWorld(TorchDispatchMode):
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in((args, kwargs))
         real = [t for t in tensors if not isinstance(t, FakeTensor)]
-        if tensors and len(real) == len(tensors) and all(map(readable, real)):
+        on_meta = sum(t.is_meta for t in real)  # such tensors stay there, but nothing is copied from there or read
+        possible = not on_meta or (on_meta == len(real) and "device" not in kwargs and not reads_values(func))
+        if tensors and possible and len(real) == len(tensors) and all(map(readable, real)):
             with unset_fake_temporarily():
                 result = func(*args, **kwargs)
             if all(map(readable, tensors_in(result))):

@@ -116,6 +116,41 @@ def _in_float32(overload: Any) -> Callable[..., Any]:
     return run
 
 
+_FILL = {"index_add", "index_put", "masked_scatter", "put", "scatter", "scatter_add"}
+"""Operations that backward runs in place on zeros that it has just made, unless a tensor is of a subclass."""
+
+_IN_PLACE = {
+    "BinaryCrossEntropyBackward0": {"mul"},
+    "BinaryCrossEntropyWithLogitsBackward0": {"mul", "sub"},
+    "ClampBackward0": {"logical_and", "logical_or"},
+    "CumprodBackward0": {"div", "mul"},
+    "TraceBackward0": {"index_fill"},
+}
+"""Backward node -> operations that it runs in place on results of its own, unless a tensor is of a subclass.
+
+From PyTorch's `FunctionsManual.cpp`, where formulas ask `areAnyTensorSubclassLike`.
+"""
+
+REDUCED_TO_ONE = {"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"}
+"""Backward nodes that share a gradient out evenly: on the CPU with other operations for real tensors."""
+
+
+def in_place(func: Any, node: str, *, fills: bool) -> Any:
+    """The operation in place of `func` that a backward formula runs on real tensors; None if it is none of those.
+
+    Parameters
+    ----------
+    node : str
+        Name of the autograd node that runs it, on a tensor that it has made.
+    fills : bool
+        The operation before made this tensor, of zeros.
+    """
+    name = func._opname
+    if func.namespace != "aten" or name not in (_FILL if fills else _IN_PLACE.get(node, ())):
+        return None
+    return _overload(f"{name}_.{func._overloadname}")
+
+
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
     """Add the bias in place if product and sum aren't one operation, which PyTorch doesn't for subclasses."""
     fused = x.dim() == 2 or (x.dim() == 3 and x.is_contiguous())

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ckptplan.profiling.bytes.fake import FakeWorld
+from ckptplan.profiling.bytes.kernels import REDUCED_TO_ONE, in_place
 from ckptplan.profiling.bytes.operations import op_key, saved_numbers, written_to
 from ckptplan.profiling.bytes.storages import enlarged, ruled_bytes
 from ckptplan.profiling.target import ON_CPU, Target
@@ -48,6 +49,8 @@ _COMPILED = "compiled"
 
 _DETACH = torch.ops.aten.detach.default
 _LIFTED = torch.ops.aten.lift_fresh.default  # `torch.tensor` of a list: its operand is new
+
+_ZEROS = {torch.ops.aten.zeros.default, torch.ops.aten.new_zeros.default, torch.ops.aten.zeros_like.default}
 
 _MOST_SEQUENCE_NR = 1 << 62  # no forward makes so many nodes; AccumulateGrad, which no segment makes, has the largest
 
@@ -168,6 +171,8 @@ class Tracker(FakeWorld):
         self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # calls what forgets it
         self._starts: list[int] = []  # per segment, the sequence number of the first node of its forward
         self._made = 0
+        self._zeros: int | None = None  # identity of the storage that the operation before filled with zeros
+        self._even: torch.Tensor | None = None  # the gradient of `_distributed`
         self._calibrating: list[tuple[int, int]] | None = None
         self._segment = -1
         self._in_backward = False
@@ -337,6 +342,8 @@ class Tracker(FakeWorld):
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, count the storages that it makes, and add it to the trace of the segment."""
+        if self._in_backward and (distributed := self._distributed(func, args)) is not None:
+            return distributed
         given = tensors_in((args, kwargs))
         for tensor in given if func is not _LIFTED or given[0].dim() == 0 else ():
             if not isinstance(tensor, FakeTensor) and id(tensor.untyped_storage()) not in self._alive:
@@ -353,6 +360,7 @@ class Tracker(FakeWorld):
             self._save_numbers(numbers)
         before, first = self.live_bytes, len(self.changes)
         reads = self.operands(given)
+        func = self._as_on_real_tensors(func, args)
         key = op_key(func, args, kwargs)
         in_place = self._accumulates(func, args, kwargs)
         written = self._written(func, args, kwargs)
@@ -364,6 +372,7 @@ class Tracker(FakeWorld):
         returned = tensors_in(result)
         peak_bytes = self.peak_bytes
         made: dict[Sid, tuple[int, bool]] = {}
+        self._zeros = id(result.untyped_storage()) if func in _ZEROS else None
         for tensor in returned:
             sid = self._add(tensor)
             if sid is not None:
@@ -403,6 +412,33 @@ class Tracker(FakeWorld):
         self._table[self._segment].ops.append(
             OpTrace(self.live_bytes, self.live_bytes, (_COMPILED, (kind,), None), from_real_run=True)
         )
+
+    def _distributed(self, func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
+        """Result of an operation that backward of a maximum (minimum, median) of all elements runs on the CPU.
+
+        On real tensors it makes the gradient first, of zeros, and looks for NaNs in the result alone.
+        """
+        node = torch._C._current_autograd_node()
+        if node is None or self._target.is_cuda or node.name() not in REDUCED_TO_ONE or not _called_by_the_engine():
+            return None
+        if func is torch.ops.aten.isnan.default and self._even is None:
+            self._even = self.operation(torch.ops.aten.zeros_like.default, (args[0],), {})
+        if func in (torch.ops.aten.isnan.default, torch.ops.aten.logical_and.default):
+            return self.uncounted(args[0].shape, args[0].stride(), torch.bool, args[0].device)
+        if func is torch.ops.aten.mul.Tensor and self._even is not None:
+            even, self._even = self._even, None
+            return self.operation(torch.ops.aten.masked_fill_.Tensor, (even, *args), {})
+        return None
+
+    def _as_on_real_tensors(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """The operation in place that a node of backward runs on real tensors instead of `func`, or `func` itself."""
+        node = torch._C._current_autograd_node() if self._in_backward else None
+        if node is None or not args or not isinstance(args[0], FakeTensor):
+            return func
+        changed = id(args[0].untyped_storage())
+        runs = in_place(func, node.name(), fills=changed == self._zeros)
+        mine = self._made_by.get(changed) == node._sequence_nr()
+        return runs if runs is not None and mine and _called_by_the_engine() else func
 
     def _summed_in_place(self, earlier: torch.Tensor, total: torch.Tensor) -> None:
         """`total` has the same storage as `earlier` on real tensors; subclasses that follow storages override this."""
@@ -483,7 +519,10 @@ def _called_by_the_engine() -> bool:
     return frame is None or frame.f_code is _ENGINE
 
 
-_DISPATCHING = ("__torch_dispatch__", Tracker.dispatched.__name__, Tracker.operation.__name__)
+_DISPATCHING = (
+    "__torch_dispatch__",
+    *(f.__name__ for f in (Tracker.dispatched, Tracker.operation, Tracker._as_on_real_tensors, Tracker._distributed)),
+)
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _BETWEEN = (__file__, "torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/utils/_stats.py")
 """Files whose functions lie between the engine and a dispatch mode once `torch._dynamo` is imported."""

@@ -252,7 +252,7 @@ class Answers:
         """Whether a call with such operands takes an answer, as far as its result isn't needed to tell."""
         if func in self.failed:
             return True
-        if not any(tag in _BY_VALUE for tag in getattr(func, "tags", ())):
+        if not reads_values(func):
             return False
         return func not in _INDEXING or any(
             isinstance(t, torch.Tensor) and t.dtype in (torch.bool, torch.uint8) for t in args[1]
@@ -297,6 +297,11 @@ class Answers:
             "What is said of memory holds for steps that take the same path with the same sizes; "
             "stages with such operations have no options inside"
         )
+
+
+def reads_values(func: Any) -> bool:
+    """Whether an operation's result, or its size, depends on the values of its operands."""
+    return any(tag in _BY_VALUE for tag in getattr(func, "tags", ()))
 
 
 def readable(tensor: torch.Tensor) -> bool:

@@ -148,16 +148,24 @@ def _stepped() -> Iterator[Callable[[], None]]:
         put()
 
 
+_LARGE_BYTES = 16 << 20  # copies of smaller tensors take no time to speak of
+
 _ONE_AT_A_TIME = threading.RLock()
 """Held by `restored`: global hooks, kernels, PyTorch's profiler and random generators belong to the whole process."""
 
 
 @contextlib.contextmanager
-def restored(model: nn.Module, others: Iterable[Any] = ()) -> Iterator[Callable[[], None]]:
+def restored(model: nn.Module, others: Iterable[Any] = (), *, runs: bool = True) -> Iterator[Callable[[], None]]:
     """Restore everything that `kept` does, and gradients, buffers and random states, whatever happens inside.
 
     Optimizers that step inside are restored, too, but not parameters that forward writes to (`ParameterState`).
     Autograd is on inside. Only one thread may be inside; a second one waits until the first has left.
+
+    Parameters
+    ----------
+    runs : bool
+        Forward runs on real tensors inside. If it doesn't, large floating tensors aren't copied: fake ones take their
+        places, and a real run for answers puts back what it writes to.
 
     Yields
     ------
@@ -171,9 +179,8 @@ def restored(model: nn.Module, others: Iterable[Any] = ()) -> Iterator[Callable[
     ):  # fmt: skip
         gradients = [(p, p.grad) for m in found.modules for p in m._parameters.values() if p is not None and p.is_leaf]
         buffers = [buffer for m in found.modules for buffer in m._buffers.values() if buffer is not None]
-        values = tensor_state(
-            [*buffers, *(t for _, t in (*found.tensors, *found.distant) if not isinstance(t, nn.Parameter))]
-        )
+        tensors = [*buffers, *(t for _, t in (*found.tensors, *found.distant) if not isinstance(t, nn.Parameter))]
+        values = tensor_state(t for t in tensors if runs or not t.is_floating_point() or t.nbytes < _LARGE_BYTES)
         generators = random_state(found.generators)
 
         def rewind() -> None:

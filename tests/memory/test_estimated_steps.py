@@ -1,0 +1,122 @@
+"""What an estimate takes from a step as the loop has it: its checkpoints, caches, profiler's ranges, and no loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from measured_phases import measure_phases
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ckptplan
+from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.core.request import Training
+from ckptplan.runtime.step import make_step
+
+transformers = pytest.importorskip("transformers")
+
+
+class Layers(nn.Module):
+    def __init__(self, run: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(3))
+        self.run = run
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.run(layer, x)
+        return x
+
+
+def gpt2() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=100, n_embd=32, n_layer=4, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0
+    )
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    return transformers.GPT2LMHeadModel(config).train(), {"input_ids": ids, "labels": ids}
+
+
+def assert_measured(model: nn.Module, inputs: Any) -> ckptplan.Estimate:
+    found = ckptplan.estimate(model, inputs)
+    for real in measure_phases(make_step(model, Training(inputs)), steps=1).phases[1:3]:
+        # Numbers become tensors of 8 bytes that no replay sees.
+        assert abs(found.phase(real.name).peak_bytes - real.peak_bytes) <= 8 * 64
+    return found
+
+
+def test_a_model_that_calls_checkpoint() -> None:
+    run = lambda layer, x: checkpoint(layer, x, use_reentrant=False)  # noqa: E731
+    assert_measured(Layers(run), torch.randn(32, 64))
+
+
+@pytest.mark.parametrize("how", [None, {"use_reentrant": False}, {"use_reentrant": True}])
+def test_a_model_that_checkpoints_by_itself(how: dict[str, bool] | None) -> None:
+    model, inputs = gpt2()
+    current = hasattr(model, "activation_checkpointing_enable")
+    name = "activation_checkpointing" if current else "gradient_checkpointing"
+    getattr(model, f"{name}_enable")(*[how] * (how is not None))
+    assert_measured(model, inputs)
+    with pytest.raises(UnsupportedModelError, match=rf"call model.{name}_disable\(\)"):
+        ckptplan.solve(model, budget_gb=1, inputs=inputs)
+
+
+def test_the_remedy_is_one_that_the_model_has() -> None:
+    model = Layers(lambda layer, x: layer(x))
+    model.gradient_checkpointing = True  # type: ignore[assignment]
+    with pytest.raises(UnsupportedModelError, match="set its gradient_checkpointing to False"):
+        ckptplan.solve(model, budget_gb=1, inputs=torch.randn(32, 64))
+
+
+def test_the_cache_is_as_the_loop_has_it() -> None:
+    model, inputs = gpt2()
+    cached = assert_measured(model, inputs)
+    assert any(note.startswith("use_cache is as in the model's configuration") for note in cached.notes)
+    plan = ckptplan.solve(model, budget_gb=1, inputs=inputs)
+    found = ckptplan.estimate(model, inputs, plan=plan)
+    assert any(note.startswith("use_cache is off, as the plan turns it off") for note in found.notes)
+    assert model.config.use_cache  # type: ignore[union-attr]
+    model.config.use_cache = False  # type: ignore[union-attr]
+    assert not any("use_cache" in note for note in assert_measured(model, inputs).notes)
+
+
+def test_ranges_for_the_profiler_do_nothing() -> None:
+    def marked(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        torch.cuda.nvtx.range_push("layer")
+        torch.cuda.nvtx.mark("begun")
+        with torch.cuda.nvtx.range("inner"):
+            x = layer(x)
+        torch.cuda.nvtx.range_pop()
+        return x
+
+    before = torch.cuda.nvtx._nvtx
+    x = torch.randn(32, 64)
+    plain = ckptplan.estimate(Layers(lambda layer, x: layer(x)), x, device="h100")
+    assert ckptplan.estimate(Layers(marked), x, device="h100").phases == plain.phases
+    ckptplan.solve(Layers(marked), budget_gb=1, inputs=x, device="h100")
+    assert torch.cuda.nvtx._nvtx is before
+
+
+def test_fourier_transforms_are_noted() -> None:
+    model = Layers(lambda layer, x: torch.fft.irfft(torch.fft.rfft(layer(x)), n=64))
+    found = ckptplan.estimate(model, torch.randn(32, 64), device="h100")
+    assert any("cuFFT's workspaces" in note for note in found.notes)
+    assert not ckptplan.estimate(model, torch.randn(32, 64)).notes
+
+
+def test_inference_has_no_loss() -> None:
+    model, x = Layers(lambda layer, x: layer(x)), torch.randn(32, 64)
+    calls: list[bool] = []
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        calls.append(torch.is_grad_enabled())
+        return (output.exp() * output.exp()).sum()
+
+    found = ckptplan.estimate(model, x, loss_fn=loss)
+    assert found.phase("inference").peak_bytes == ckptplan.estimate(model, x).phase("inference").peak_bytes
+    output = x.nbytes
+    assert found.phase("inference").end_bytes == found.phase("loaded").end_bytes + x.nbytes
+    assert found.phase("inference").peak_bytes == found.phase("loaded").end_bytes + x.nbytes + 3 * output

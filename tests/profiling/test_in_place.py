@@ -1,0 +1,113 @@
+"""What backward does in place on real tensors, and out of place on subclasses such as fake ones, is counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from measured_phases import measure_phases
+from torch import nn
+from torch.nn import functional as F
+
+import ckptplan
+from ckptplan.core.request import Training
+from ckptplan.runtime.step import make_step
+
+SIDE = 32
+EVEN = torch.arange(0, SIDE, 2)
+ROWS = EVEN[:, None].expand(-1, SIDE)
+OTHER = torch.rand(SIDE, SIDE, generator=torch.Generator().manual_seed(0))
+MASK = OTHER > 0.5
+
+
+class OutOfPlace(torch.autograd.Function):
+    """A formula in Python, which does what it says."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.index_select(0, EVEN)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient.new_zeros(SIDE, SIDE).index_add(0, EVEN, gradient)
+
+
+def _written(x: torch.Tensor) -> torch.Tensor:
+    return x[: SIDE // 2]
+
+
+# fmt: off
+FORMULAS: dict[str, Callable[[torch.Tensor], Any]] = {
+    # in place on zeros
+    "index": lambda x: x[EVEN],
+    "index by a mask": lambda x: x[MASK],
+    "unsafe index": lambda x: torch.ops.aten._unsafe_index(x, [EVEN]),
+    "index_select": lambda x: x.index_select(0, EVEN),
+    "take": lambda x: x.take(EVEN),
+    "gather": lambda x: x.gather(0, ROWS),
+    "take_along_dim": lambda x: torch.take_along_dim(x, ROWS, 0),
+    "sort": lambda x: x.sort()[0],
+    "stable sort": lambda x: x.sort(stable=True)[0],
+    "msort": lambda x: x.msort(),
+    "topk": lambda x: x.topk(7)[0],
+    "kthvalue": lambda x: x.kthvalue(3)[0],
+    "mode": lambda x: x.mode()[0],
+    "max of rows": lambda x: x.max(0)[0],
+    "min of rows": lambda x: x.min(0, keepdim=True)[0],
+    "median of rows": lambda x: x.median(0)[0],
+    "nanmedian of rows": lambda x: x.nanmedian(0)[0],
+    "quantile": lambda x: x.quantile(0.3, dim=0),
+    "cummax": lambda x: x.cummax(0)[0],
+    "cummin": lambda x: x.cummin(0)[0],
+    "masked_select": lambda x: x.masked_select(MASK),
+    "trace": lambda x: x.trace(),
+    # in place on other results
+    "clamp": lambda x: x.clamp(OTHER * 0.1, OTHER * 2),
+    "cross entropy's target": lambda x: F.binary_cross_entropy(OTHER, x.sigmoid()),
+    "cross entropy of logits": lambda x: F.binary_cross_entropy_with_logits(x, OTHER),
+    "with weights": lambda x: F.binary_cross_entropy_with_logits(x, OTHER, weight=OTHER, pos_weight=OTHER),
+    "its target": lambda x: F.binary_cross_entropy_with_logits(OTHER, x, weight=OTHER, pos_weight=OTHER),
+    "cumprod with a zero": lambda x: (x * (OTHER > 0.1)).cumprod(0),
+    # of all elements
+    "max": lambda x: x.max(),
+    "min": lambda x: x.min(),
+    "median": lambda x: x.median(),
+    "nanmedian": lambda x: x.nanmedian(),
+    # out of place on real tensors too
+    "a formula in Python": OutOfPlace.apply,
+    "amax": lambda x: x.amax(0),
+    "index_put": lambda x: x.index_put((EVEN,), _written(x)),
+    "put": lambda x: x.put(EVEN, x[0, : SIDE // 2]),
+    "index_add": lambda x: x.index_add(0, EVEN, _written(x)),
+    "index_copy": lambda x: x.index_copy(0, EVEN, _written(x)),
+    "index_fill": lambda x: x.index_fill(0, EVEN, x.mean()),
+    "scatter": lambda x: x.scatter(0, ROWS, _written(x)),
+    "scatter_add": lambda x: x.scatter_add(0, ROWS, _written(x)),
+    "scatter_reduce": lambda x: x.scatter_reduce(0, ROWS, _written(x), "prod"),
+    "logcumsumexp": lambda x: x.logcumsumexp(0),
+    "unfold": lambda x: x.unfold(0, 2, 1),
+    "as_strided": lambda x: x.as_strided((SIDE - 1, SIDE - 1), (SIDE, 1)),
+}
+# fmt: on
+
+
+class Formula(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.x = nn.Parameter(torch.rand(SIDE, SIDE))
+        self.formula = FORMULAS[name]
+
+    def forward(self) -> torch.Tensor:
+        return self.formula(self.x.exp()).sin().sum()
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_backward_takes_what_real_tensors_take(name: str) -> None:
+    model = Formula(name)
+    found = ckptplan.estimate(model, ())
+    (real,) = (p for p in measure_phases(make_step(model, Training(())), steps=1).phases if p.name == "backward")
+    assert found.phase("backward").peak_bytes == real.peak_bytes
+    assert found.phase("backward").end_bytes == real.end_bytes
