@@ -330,6 +330,28 @@ def test_the_real_run_takes_less_than_the_smallest_plan(name: str, monkeypatch: 
     assert max(peaks) < (max(*r.forward_bytes, *r.backward_bytes) - held) / 3
 
 
+class Named(nn.Module):
+    """Finds one of its layers by a name with a number in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"layer_0": 4 * WIDTH, "layer_1": 8 * WIDTH}
+        self.layers = nn.ModuleDict({n: nn.Sequential(nn.Linear(WIDTH, s), nn.Tanh()) for n, s in sizes.items()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        which = (self.layers["layer_0"](x).mean() > -2).long()
+        return self.layers[f"layer_{which}"](x)
+
+
+def test_a_number_that_becomes_text() -> None:
+    model, x = Named(), torch.randn(8, WIDTH)
+    found = ckptplan.estimate(model, x)
+    assert any("aten._local_scalar_dense" in note for note in found.notes)
+    step = make_step(model, Training(x))
+    held = unique_bytes([*held_tensors(model), *step.tensors()])
+    assert found.peak_bytes == held + peak_above_start(lambda: run_step(step))
+
+
 def test_plain_models_never_run_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(real_run, "_witness", None)
     profile = ckptplan.profile(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))), torch.randn(8, WIDTH))

@@ -41,6 +41,7 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 import ckptplan
@@ -326,17 +327,18 @@ def reading_watched(
 ) -> Iterator[None]:
     """Inside, the reading of whole tensors, in this thread, can be seen and replaced.
 
-    `tolist` reads number by number through `item`, which is an operation; `numpy` goes through `read`.
+    `tolist` reads number by number through `item`, which is an operation, and so do texts that are made with a fake
+    number; `numpy` goes through `read`.
 
     Parameters
     ----------
     read : callable
         `read(tensor)` returns the array, or None for the tensor's own.
     by_item : callable
-        Returns whether `tolist` is to go through `item` now.
+        Returns whether `tolist` and texts of real tensors are to go through `item` now.
     """
     here = threading.get_ident()
-    plain_list, plain_array = torch.Tensor.tolist, torch.Tensor.numpy
+    plain_list, plain_array, plain_text = torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__format__
 
     def tolist(tensor: torch.Tensor) -> Any:
         if threading.get_ident() != here or not by_item():
@@ -349,7 +351,13 @@ def reading_watched(
         array = read(tensor) if threading.get_ident() == here else None
         return plain_array(tensor, **kwargs) if array is None else array
 
-    with mock.patch.multiple(torch.Tensor, tolist=tolist, numpy=numpy):
+    def text(tensor: torch.Tensor, spec: str) -> str:
+        single = threading.get_ident() == here and tensor.dim() == 0
+        if single and (isinstance(tensor, FakeTensor) or by_item()):
+            return format(tensor.detach().item(), spec)
+        return plain_text(tensor, spec)
+
+    with mock.patch.multiple(torch.Tensor, tolist=tolist, numpy=numpy, __format__=text):
         yield
 
 
