@@ -713,7 +713,7 @@ PROMISES: tuple[Promise, ...] = (
     ),
     Promise(
         "Estimates of memory",
-        "Optimizers count as they are: state of all kinds and places, from the start or made; tracing changes nothing",
+        "Optimizers count as they are, with state of all kinds and places, and tracing leaves them as before",
         _in(
             "test_optimizers",
             "test_pytorchs_optimizers",
@@ -723,6 +723,11 @@ PROMISES: tuple[Promise, ...] = (
             "test_the_bytes_of_rebinding_by_hand",
             "test_the_optimizer_is_as_before",
         ),
+    ),
+    Promise(
+        "Estimates of memory",
+        "What a loop holds of output, loss and batch counts as long as it is held, and is named",
+        _in("test_loops", "test_what_a_loop_holds", "test_micro_batches_are_kept_as_well", "test_the_loop_is_named"),
     ),
     Promise(
         "Estimates of memory",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.profiler import record_function
+from torch.utils._pytree import tree_map_only
 
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.runtime.observe.measure import held_tensors, optimizer_tensors, recorded_allocations, unique_bytes
@@ -58,11 +60,14 @@ def measure_phases(
     steps: int = 2,
     set_to_none: bool = True,
     held: Iterable[torch.Tensor] = (),
+    holds_output: bool = True,
+    keeps: Collection[str] = (),
 ) -> MeasuredSteps:
     """Run whole training steps on the CPU and compute each phase's bytes from the allocator's events.
 
-    A step is forward with loss, backward, and the update followed by `zero_grad`. Output and loss are dropped at the
-    end of the backward phase. The model is trained: its parameters, buffers and optimizer state change.
+    A step is forward with loss, backward, and the update followed by `zero_grad`. What the loop holds of a step is said
+    by `holds_output` and `keeps`; by default output and loss are dropped at the end of the backward phase. The model is
+    trained: its parameters, buffers and optimizer state change.
 
     The live bytes are those held at the start, each storage counted once, plus the events since. The events are those
     of PyTorch's CPU allocator in the calling thread, which also runs backward on the CPU. Not counted are:
@@ -85,6 +90,11 @@ def measure_phases(
         Passed to `zero_grad`.
     held : iterable of tensors
         Further tensors that are there before the first step, and stay.
+    holds_output : bool
+        The output is referenced during backward.
+    keeps : collection of str
+        What is referenced until the next step's has taken its place: any of "output", "loss", "batch". With "batch"
+        each step has a copy of the inputs.
 
     Raises
     ------
@@ -104,22 +114,33 @@ def measure_phases(
         for phase in ("forward", "backward", "zero_grad" if optimizer is None else "optimizer")
     ]
 
+    left: list[Any] = []
+
     def run() -> None:
-        # No other frame holds output and loss, so `del` frees them.
+        # No other frame holds output and loss, so that names bound to None free them.
+        args, kwargs = step.args, step.kwargs
         for forward, backward, update in zip(names[::3], names[1::3], names[2::3], strict=True):
             with record_function(forward):
-                output, loss = step.forward()
+                if "batch" in keeps:
+                    args, kwargs = tree_map_only(torch.Tensor, torch.clone, (step.args, step.kwargs))
+                with step.autocasting():
+                    output = step.model(*args, **kwargs)
+                    loss = step.loss_fn(output)
+                if not holds_output:
+                    output = None
             with record_function(backward):
                 loss.backward()
-                del output, loss
+                output = output if "output" in keeps else None
+                loss = loss if "loss" in keeps else None
             with record_function(update):
                 if optimizer is not None:
                     optimizer.step()
                 step.model.zero_grad(set_to_none=set_to_none)
+        left.extend((output, loss, args, kwargs))  # freed after the recording
 
     held = list(held)
     start = unique_bytes([*held_tensors(step.model), *optimizer_tensors(optimizer), *held])
-    level = _held_bytes(step, optimizer, held)
+    level = start if "batch" in keeps else _held_bytes(step, optimizer, held)
     events, spans = recorded_allocations(run)
     begins = [spans[name][0] for name in names]
     phases = [PhaseBytes("loaded", 0, start, start)]

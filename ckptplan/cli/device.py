@@ -66,6 +66,13 @@ def estimate(
         bool, typer.Option("--ddp", help="Gradients are reduced in buckets, as in distributed data parallel.")
     ] = False,
     accumulation: Annotated[int, typer.Option(min=1, metavar="N", help="Micro-batches per update.")] = 1,
+    holds_output: Annotated[
+        bool, typer.Option("--holds-output/--drops-output", help="The loop holds the output during backward.")
+    ] = True,
+    keeps: Annotated[
+        str,
+        typer.Option(metavar="WHAT", help="What the loop holds until the next step: output, loss, batch, by commas."),
+    ] = "",
     plan_file: Annotated[
         Path | None, typer.Option("--plan", metavar="PLAN.json", help="The plan applied in training.")
     ] = None,
@@ -95,6 +102,8 @@ def estimate(
             accumulate=accumulate,
             ddp=ddp,
             accumulation_steps=accumulation,
+            holds_output=holds_output,
+            keeps=[name.strip() for name in keeps.split(",") if name.strip()],
             plan=plan,
             allocator=allocator,
         )

@@ -28,6 +28,9 @@ CATEGORIES = (
 "reservation" that between reserved bytes and blocks; "context" is the driver's memory.
 """
 
+KEPT = ("output", "loss", "batch")
+"""What a training loop may still reference when the next forward begins."""
+
 _MOST_SHOWN = 12  # kinds of tensors in the printed table
 
 
@@ -121,6 +124,10 @@ class Estimate(Saved):
         Blocks allocated at the peak, largest first.
     notes : tuple of str
         Limits and assumptions of the estimate.
+    holds_output : bool
+        Whether the loop is taken to hold the output during backward.
+    keeps : tuple of str
+        What it is taken to reference still when the next forward begins, of `KEPT`.
     """
 
     SCHEMA = "ckptplan.estimate/1"
@@ -137,6 +144,8 @@ class Estimate(Saved):
     saved_bytes: Mapping[str, int]
     alive: tuple[Tensors, ...]
     notes: tuple[str, ...] = ()
+    holds_output: bool = True
+    keeps: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -168,6 +177,8 @@ class Estimate(Saved):
             f"needs     {format_bytes(self.total_bytes)} on {self.device}{has}",
             f"peak      {format_bytes(self.peak_bytes)} in tensors ({during}), "
             f"{format_bytes(self.reserved_bytes)} reserved, {format_bytes(self.context_bytes)} context",
+            f"loop      {'holds' if self.holds_output else 'drops'} the output during backward, and "
+            f"{'keeps ' + ' and '.join(self.keeps) if self.keeps else 'nothing of a step'} until the next",
             "",
             f"{'phase':<14}{'at start':>12}{'peak':>12}{'at end':>12}{'reserved':>12}",
         ]

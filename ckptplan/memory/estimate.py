@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
@@ -16,7 +16,7 @@ from ckptplan.core.allocator_settings import AllocatorSettings, allocator_conf
 from ckptplan.core.checks import check_count
 from ckptplan.core.device import library_workspaces
 from ckptplan.core.errors import InvalidInputError
-from ckptplan.core.estimate import CATEGORIES, Estimate, Phase
+from ckptplan.core.estimate import CATEGORIES, KEPT, Estimate, Phase
 from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import UNSAID, StepKeywords, Training, require_known
@@ -88,6 +88,8 @@ def estimate(
     accumulation_steps: int = 1,
     set_to_none: bool = True,
     checkpoint_on_device: bool = False,
+    holds_output: bool = True,
+    keeps: Collection[str] = (),
     plan: Plan | None = None,
     allocator: AllocatorSettings | str | None = None,
     **training: Unpack[StepKeywords],
@@ -95,9 +97,10 @@ def estimate(
     """Return the memory of training `model`, by category and phase, without allocating it.
 
     The training loop consists of forward, loss and backward (`accumulation_steps` times, with the batch on the device
-    throughout), the optimizer's update, and `zero_grad`. Output and loss are freed at the end of backward. The estimate
-    covers two steps, since the first update makes the optimizer's state, and then one forward without autograd
-    ("inference"), and without `loss_fn`. Checkpoints of the model's own are estimated as they are.
+    throughout), the optimizer's update, and `zero_grad`. What the loop holds of output, loss and batch is said by
+    `holds_output` and `keeps`. The estimate covers two steps, since the first update makes the optimizer's state, and
+    then one forward without autograd ("inference"), and without `loss_fn`. Checkpoints of the model's own are estimated
+    as they are.
 
     Parameters
     ----------
@@ -116,6 +119,13 @@ def estimate(
     checkpoint_on_device : bool
         Whether the weights were loaded from a file onto the device (no `map_location`) and the loaded tensors are still
         referenced.
+    holds_output : bool
+        Whether the loop holds the output during backward. False for ``loss = model(**batch).loss``, where what no
+        backward needs of it, such as logits, is freed before.
+    keeps : collection of str
+        What is still referenced when the next forward begins: any of "output", "loss" and "batch". All three in a plain
+        loop (``for batch in loader: output = model(batch); ...``), whose names refer to them until the next step's
+        tensors are there. Default: none; output and loss are freed at the end of backward, the batch before the next.
     plan : Plan, optional
         The plan applied in training.
     allocator : AllocatorSettings or str, optional
@@ -140,6 +150,7 @@ def estimate(
     target = find_target(model, request.device)
     settings = _settings(allocator, target)
     check_count(accumulation_steps=accumulation_steps)
+    keeps = _checked(keeps, holds_output=holds_output)
     check_supported(model, checkpoints=plan is None)
     refuse_compiled(model, "an estimate is made without running the model")
     if request.accumulate is None and plan is not None and plan.fingerprint.accumulates:
@@ -157,6 +168,8 @@ def estimate(
         accumulation_steps=accumulation_steps,
         set_to_none=set_to_none,
         checkpoint_on_device=checkpoint_on_device,
+        holds_output=holds_output,
+        keeps=keeps,
         plan=plan,
         notes=notes,
     )
@@ -167,6 +180,24 @@ def estimate(
     ):
         rewind()
         return answered(lambda: run.estimate(rewind, settings), step, target, rewind)
+
+
+def _checked(keeps: Collection[str], *, holds_output: bool) -> tuple[str, ...]:
+    """Return `keeps` in the order of `KEPT`.
+
+    Raises
+    ------
+    InvalidInputError
+        If it has other names, or the output is kept that isn't held.
+    """
+    if isinstance(keeps, str) or not isinstance(keeps, Collection) or not set(keeps) <= set(KEPT):
+        raise InvalidInputError(f"keeps={keeps!r}: what a loop keeps is any of {', '.join(map(repr, KEPT))}")
+    if not holds_output and "output" in keeps:
+        raise InvalidInputError(
+            "keeps has 'output', but holds_output=False: an output that isn't held during backward isn't there for the "
+            "next step; leave one of them out"
+        )
+    return tuple(name for name in KEPT if name in keeps)
 
 
 class TrainingBytes:
@@ -286,6 +317,8 @@ class _Run:
     accumulation_steps: int = 1
     set_to_none: bool = True
     checkpoint_on_device: bool = False
+    holds_output: bool = True
+    keeps: tuple[str, ...] = ()
     plan: Plan | None = None
     inputs: list[torch.Tensor] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -327,9 +360,10 @@ class _Run:
                 choices=self.plan.choices,
                 segments=self.plan.segments,
                 accumulating=accumulating,
+                holds_output=self.holds_output,
             )
         else:
-            self.folding = self.folding or Folding(self.step, self.target, rewind)
+            self.folding = self.folding or Folding(self.step, self.target, rewind, holds_output=self.holds_output)
             recording, unknown = self.folding.record(accumulating=accumulating, inference=inference)
         rewind()
         self.unknown.update(unknown)
@@ -357,17 +391,20 @@ class _Run:
             updating.adopt("weights", [index for index in held if ledger.blocks[index].category == "weights"])
         lasting = () if self._drops_gradients else held
         gradients = [index for index in lasting if ledger.blocks[index].category == "gradients"]
+        kept: list[tuple[str, int]] = []
         for number in (1, 2):
             suffix = "" if number == 1 else f" {number}"
             for micro in range(min(self.accumulation_steps, 2)):
                 has_gradients = micro > 0 or self.step.accumulates or (number > 1 and not self.set_to_none)
                 player = Player(ledger, adding if has_gradients else fresh, in_buckets=self._in_buckets)
                 name = f"{suffix}, accumulating" if micro else suffix
-                self._forward(ledger, player, f"forward{name}")
+                kept = self._forward(ledger, player, f"forward{name}", kept)
                 ledger.phase(f"backward{name}")
                 if number == 1 and not micro:
                     self._products(ledger, adding)  # the thread that runs backward has a cuBLAS handle of its own
-                player.run("backward", "end")
+                player.run("backward")
+                kept += player.held_by(self.keeps)
+                player.run("end")
                 gradients += player.left("gradients")
                 player.drop()
             if updating is not None:
@@ -430,16 +467,29 @@ class _Run:
     def _on_host(self, tensor: torch.Tensor) -> bool:
         return self.target.spec is None and tensor.device.type not in (self.target.device.type, "meta")
 
-    def _forward(self, ledger: Ledger, player: Player, name: str) -> None:
+    def _forward(
+        self, ledger: Ledger, player: Player, name: str, kept: Sequence[tuple[str, int]] = ()
+    ) -> list[tuple[str, int]]:
+        """Write a forward, which frees what is `kept` of the step before; return what is kept of its own inputs."""
         ledger.phase(name)
-        if name in ("forward", "inference"):
+        batch: list[tuple[str, int]] = []
+        if name in ("forward", "inference") or "batch" in self.keeps:
             inputs = {t.untyped_storage()._cdata: t for t in self.inputs if not self._on_host(t)}
             for tensor in inputs.values():
-                ledger.allocate(_block(tensor.untyped_storage().nbytes(), "inputs", "input", tensor))
+                block = _block(tensor.untyped_storage().nbytes(), "inputs", "input", tensor)
+                batch.append(("batch", ledger.allocate(block)))
+        if name in ("forward", "inference"):
             self._products(ledger, player.recording)
-        player.run("forward")
+
+        def rebind(name: str) -> None:
+            self._free(ledger, [index for by, index in kept if by == name])
+
+        rebind("batch")
+        player.run("forward", "loss", before=lambda section: rebind("output") if section == "loss" else None)
+        rebind("loss")
         if name == "inference":
             player.run("end")
+        return batch if "batch" in self.keeps else []
 
     def _products(self, ledger: Ledger, recording: Recording) -> None:
         """Allocate the workspaces that cuBLAS gets with its first product and keeps."""
@@ -492,5 +542,7 @@ class _Run:
             categories={name: categories[name] for name in CATEGORIES if categories.get(name)},
             saved_bytes=saved_bytes(fresh.blocks),
             alive=account.tensors(at),
+            holds_output=self.holds_output,
+            keeps=self.keeps,
             notes=tuple(self.notes if answers is None or not answers.note else [answers.note, *self.notes]),
         )

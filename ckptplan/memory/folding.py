@@ -50,10 +50,14 @@ class Folding:
     target : Target
     rewind : callable
         Restores the model and the random generators; called before every run, so that all start from one state.
+    holds_output : bool
+        The output is referenced during backward.
     """
 
-    def __init__(self, step: TrainingStep, target: Target, rewind: Callable[[], None]) -> None:
-        self._step, self._target, self._rewind = step, target, rewind
+    def __init__(
+        self, step: TrainingStep, target: Target, rewind: Callable[[], None], *, holds_output: bool = True
+    ) -> None:
+        self._step, self._target, self._rewind, self._holds_output = step, target, rewind, holds_output
         self._runs = find_runs(step.model) if step.fn is None else []
         self._checked = False
         self._stages: dict[bool, tuple[str, ...]] = {}
@@ -74,7 +78,14 @@ class Folding:
             self._stages[short] = self._found()
         self._rewind()
         stages = self._stages[short]
-        return record_step(self._step, stages, self._target, accumulating=accumulating, inference=inference)
+        return record_step(
+            self._step,
+            stages,
+            self._target,
+            accumulating=accumulating,
+            inference=inference,
+            holds_output=self._holds_output,
+        )
 
     def _found(self) -> tuple[str, ...]:
         """Return the stages of the model in its present form, shortened or full."""
@@ -218,6 +229,9 @@ def _without_numbers(key: Any) -> Any:
 
 # --- writing the full recording ---
 
+_OUTSIDE = ("loss", "end")
+"""Directions of sections that no layer runs in."""
+
 _Reference = tuple[Any, ...]
 """The origin of a block: ("unit", periods away, direction, segment in the period, number) or ("outside", ...)."""
 
@@ -244,7 +258,7 @@ class _Folded:
 
     def period(self, direction: str, segment: int) -> int | None:
         """Return the period that a segment is in."""
-        return None if direction == "end" else self.periods.home(segment)
+        return None if direction in _OUTSIDE else self.periods.home(segment)
 
     def reference(self, block: int, r: int | None) -> _Reference:
         """Return the origin of a block as seen from period `r`, or from outside."""
@@ -332,7 +346,7 @@ class _Writer:
     def _section(self, section: Section, r: int | None, q: int | None) -> Section:
         begins = self.periods.begins
         if q is None or r is None:
-            late = section.direction != "end" and section.segment >= begins[-1]
+            late = section.direction not in _OUTSIDE and section.segment >= begins[-1]
             segment = section.segment + (self.periods.more if late else 0)
         else:
             segment = begins[0] + q * self.periods.length + section.segment - begins[r]

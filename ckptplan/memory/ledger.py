@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -71,10 +71,11 @@ class Player:
         self._in_buckets = in_buckets
         self._index: dict[int, int] = {}
 
-    def run(self, *directions: str) -> None:
-        """Write the sections of these directions, in the order they ran."""
+    def run(self, *directions: str, before: Callable[[str], None] = lambda direction: None) -> None:
+        """Write the sections of these directions, in the order they ran; `before` is called before each."""
         for section in self.recording.sections:
             if section.direction in directions:
+                before(section.direction)
                 stages = self.recording.stages
                 name = stages[section.segment // 2] if section.segment % 2 else ""
                 self._ledger.stages.append((len(self._ledger.events), name))
@@ -106,6 +107,26 @@ class Player:
                         self._index[block] = index
         taken = set(self._index.values())
         return [index for index in indices if index not in taken]
+
+    def held_by(self, names: Collection[str]) -> list[tuple[str, int]]:
+        """Return what the program holds after the step if `names`, "output" or "loss", are still referenced.
+
+        The caller frees these blocks. Those that belong to neither are held by the graph, which the loss leads to.
+
+        Returns
+        -------
+        list of (str, int)
+            The name that is the last to hold the block, and the block.
+        """
+        ended = [b for s in self.recording.sections if s.direction == "end" for code, b in s.events if code == FREE]
+        last = [name for name in ("loss", "output") if name in names]
+        held = []
+        for block in ended if last else ():
+            returned = self.recording.blocks[block].returned
+            by = [name for name in last if name in returned or not returned]
+            if by and block in self._index:
+                held.append((by[0], self._index.pop(block)))
+        return held
 
     def left(self, category: str) -> list[int]:
         """Return the live blocks of a category; from now on the caller frees them."""

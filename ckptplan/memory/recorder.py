@@ -61,6 +61,8 @@ class Block:
     dtype : str
     stage : str
         For saved activations, the first stage that saves it.
+    returned : tuple of str
+        "output" and "loss", if it belongs to them.
     """
 
     nbytes: int
@@ -72,11 +74,15 @@ class Block:
     shape: tuple[int, ...] = ()
     dtype: str = ""
     stage: str = ""
+    returned: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
 class Section:
-    """The events of one segment in one direction ("forward", "backward"; "end": after the step)."""
+    """The events of one segment in one direction ("forward", "backward").
+
+    Further directions are "loss", from the return of the model's forward on, and "end", after the step.
+    """
 
     direction: Direction
     segment: int
@@ -272,6 +278,8 @@ class Recorder(Tracker):
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if threading.get_ident() == self._thread and len(self._modules) > 1:
                 self._modules.pop()
+            if module is self._model and not self._in_backward:
+                self.sections.append(Section("loss", 0))
 
         handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
         try:
@@ -315,6 +323,7 @@ def record_step(
     segments: tuple[Segment, ...] = (),
     accumulating: bool = False,
     inference: bool = False,
+    holds_output: bool = True,
 ) -> tuple[Recording, list[str]]:
     """Record one forward and backward of `step`.
 
@@ -328,6 +337,8 @@ def record_step(
         Whether parameters have gradients at the start.
     inference : bool
         Record one forward that saves nothing instead.
+    holds_output : bool
+        The output is referenced during backward, beside the loss.
 
     Returns
     -------
@@ -349,6 +360,7 @@ def record_step(
                 saves=not inference,
                 accumulating=accumulating,
                 numbered=False,
+                holds_output=holds_output,
             )
         modules = tuple(name for name in stages if not is_glue(name))
         if not target.is_cuda:
@@ -529,3 +541,7 @@ def _categorize(recorder: Recorder, seen: Replay, stages: tuple[str, ...], infer
             block.category, block.stage = "saved activations", segment_name(stages, holder[index])
         else:
             block.category = "forward outputs"
+    for name, results in seen.results.items():
+        for sid in results:
+            if sid in recorder.block_of_sid:
+                recorder.blocks[recorder.block_of_sid[sid]].returned += (name,)

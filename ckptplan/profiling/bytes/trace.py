@@ -110,6 +110,8 @@ class Replay:
         Storages whose graphs the program has dropped when forward ends -> their bytes until then; 0 in `sizes`.
     output : set
         Storages of the model's output.
+    results : dict
+        The same of "output" and "loss", each alone.
     rerun : dict
         Segment -> number of its forward's operations before the last tensor that autograd saves.
     copied_bytes : dict
@@ -142,6 +144,7 @@ class Replay:
     sizes: dict[Sid, int] = field(default_factory=dict)
     dropped: dict[Sid, int] = field(default_factory=dict)
     output: set[Sid] = field(default_factory=set)
+    results: dict[str, set[Sid]] = field(default_factory=dict)
     rerun: dict[int, int] = field(default_factory=dict)
     copied_bytes: dict[int, int] = field(default_factory=dict)
     end_bytes: int = 0
@@ -373,6 +376,7 @@ def replay(
     accumulating: bool = False,
     tracker: Tracker | None = None,
     numbered: bool = True,
+    holds_output: bool = True,
 ) -> Replay:
     """Run one step on fake tensors under a plan, and count its storages.
 
@@ -393,6 +397,8 @@ def replay(
         Counts the storages; by default a plain `Tracker` for `target`.
     numbered : bool
         The replay is for a chain, whose menus name operations by their numbers (`Target.choices`).
+    holds_output : bool
+        The output is referenced during backward, beside the loss.
 
     Raises
     ------
@@ -452,6 +458,12 @@ def replay(
                     if (sid := tracker.sid(t))
                 }
                 out.output = set(returned)
+                out.results = {
+                    name: {sid for t in tensors_in(result) if (sid := tracker.sid(t))}
+                    for name, result in (("output", output), ("loss", loss))
+                }
+                if not holds_output:
+                    output = None
                 out.sizes.update(returned)
                 if saves:
                     # A graph that the program has dropped holds nothing any more; its storages keep their positions in

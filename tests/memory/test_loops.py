@@ -1,0 +1,91 @@
+"""estimate() of loops that hold output, loss and batch for longer or shorter, against the CPU allocator's events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from measured_phases import measure_phases
+from torch import nn
+
+from ckptplan import InvalidInputError, estimate
+from ckptplan.core.estimate import KEPT
+from ckptplan.core.request import Training
+from ckptplan.runtime.step import make_step
+
+
+class Language(nn.Module):
+    """Returns its loss beside logits, which no backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(500, 32), nn.Linear(32, 500)
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.embedding(tokens)).bfloat16().float()
+        return {"loss": nn.functional.cross_entropy(logits.view(-1, 500), tokens.view(-1)), "logits": logits.relu()}
+
+
+def square(output: torch.Tensor) -> torch.Tensor:
+    return (output * output).mean()
+
+
+def layers(n: int) -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(n)))
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor, Any]]] = {
+    "loss of the output": lambda: (layers(1), torch.randn(256, 64), square),
+    "equal layers": lambda: (layers(8), torch.randn(64, 64), square),
+    "loss in the output": lambda: (Language(), torch.randint(0, 500, (4, 16)), None),
+}
+LOOPS: list[tuple[bool, tuple[str, ...]]] = [
+    (True, ()), (True, ("output",)), (True, ("loss",)), (True, KEPT), (False, ()), (False, ("loss", "batch")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("holds_output", "keeps"), LOOPS)
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_loop_holds(name: str, holds_output: bool, keeps: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    model, x, loss_fn = MODELS[name]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    found = estimate(model, x, loss_fn=loss_fn, optimizer=optimizer, holds_output=holds_output, keeps=keeps)
+    step = make_step(model, Training(x, loss_fn=loss_fn))
+    measured = measure_phases(step, optimizer, holds_output=holds_output, keeps=keeps)
+    real = {p.name: (p.start_bytes, p.peak_bytes, p.end_bytes) for p in measured.phases}
+    phases = [found.phase(phase) for phase in real]
+    assert {p.name: (p.start_bytes, p.peak_bytes, p.end_bytes) for p in phases} == real
+
+
+def test_dropped_logits_are_free_before_backward() -> None:
+    model, x, _ = MODELS["loss in the output"]()
+    held, dropped = (estimate(model, x, holds_output=holds) for holds in (True, False))
+    assert held.phase("backward").peak_bytes - dropped.phase("backward").peak_bytes == 4 * 16 * 500 * 4
+
+
+def test_micro_batches_are_kept_as_well() -> None:
+    model, x, _ = MODELS["loss of the output"]()
+    how: dict[str, Any] = {"loss_fn": square, "accumulation_steps": 2}
+    plain, kept = (estimate(model, x, keeps=keeps, **how) for keeps in ((), KEPT))
+    name = "forward, accumulating"
+    output = batch = 256 * 64 * 4
+    assert kept.phase(name).start_bytes - plain.phase(name).start_bytes == output + 4
+    assert kept.phase(name).peak_bytes - plain.phase(name).peak_bytes in range(4, output + batch + 5)
+
+
+def test_the_loop_is_named() -> None:
+    model, x, _ = MODELS["loss in the output"]()
+    assert "loop      holds the output during backward, and nothing of a step until the next" in str(estimate(model, x))
+    found = estimate(model, x, holds_output=False, keeps={"batch", "loss"})
+    assert (found.holds_output, found.keeps) == (False, ("loss", "batch"))
+    assert "loop      drops the output during backward, and keeps loss and batch until the next" in str(found)
+
+
+@pytest.mark.parametrize("how", [{"keeps": "output"}, {"keeps": ["graph"]}, {"keeps": KEPT, "holds_output": False}])
+def test_bad_input(how: dict[str, Any]) -> None:
+    model, x, _ = MODELS["loss in the output"]()
+    with pytest.raises(InvalidInputError, match="keeps"):
+        estimate(model, x, **how)
