@@ -326,6 +326,8 @@ def record_step(
                 accumulating=accumulating,
                 numbered=False,
             )
+        if target.answers is not None:
+            target.answers.draws |= seen.draws
         modules = tuple(name for name in stages if not is_glue(name))
         if not target.is_cuda:
             _keep_random_states(
