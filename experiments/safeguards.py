@@ -1240,7 +1240,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         21,
         "a model that checkpoints by itself is refused",
         "check_supported",
-        '        if getattr(module, "gradient_checkpointing", False) is True:',
+        '        if not checkpoints and getattr(module, "gradient_checkpointing", False) is True:',
         "        if False:",
         ("tests/runtime/test_runtime.py::test_models_that_checkpoint",),
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from ckptplan.memory.ledger import Account, Ledger, Player, saved_bytes
 from ckptplan.memory.recorder import Block, Recording, record_step, record_updates
 from ckptplan.profiling.profiler import as_ours, outside_tensors, training_step
 from ckptplan.profiling.target import Target, find_target
+from ckptplan.profiling.values.answers import Answers
 from ckptplan.profiling.values.real_run import answered
 from ckptplan.profiling.workload.optimizers import make_optimizer
 from ckptplan.runtime.guard.gradients import made_gradient_bytes
@@ -179,7 +181,33 @@ def estimate(
         as_ours(step, "being estimated"),
     ):
         rewind()
-        return answered(lambda: run.estimate(rewind, settings), step, target, rewind)
+        found = answered(lambda: run.estimate(rewind, settings), step, target, rewind)
+        if target.answers is None or not target.answers.path_is_drawn:
+            return found
+        return _of_all_paths(found, run, rewind, settings)
+
+
+_RANDOM_STATES = 4  # enough to see that paths differ; rare ones are found by none
+
+_DRAWN = "numbers that forward draws may decide what runs"
+
+
+def _of_all_paths(
+    found: Estimate, run: _Run, rewind: Callable[..., None], settings: AllocatorSettings | None
+) -> Estimate:
+    """Return the largest of the estimates with several random states, `found` the first of them, with their range."""
+    all_found = [found]
+    for seed in range(1, _RANDOM_STATES):
+        reseed = functools.partial(rewind, seed)
+        target = replace(run.target, answers=Answers())
+        again = replace(run, target=target, notes=list(run.notes), unknown=set(), folding=None)
+        reseed()
+        all_found.append(answered(functools.partial(again.estimate, reseed, settings), run.step, target, reseed))
+    peaks = [each.reserved_bytes for each in all_found]
+    most = all_found[peaks.index(max(peaks))]
+    low, high = (f"{peak / 2**20:.2f}" for peak in (min(peaks), max(peaks)))
+    spread = f"of {low} to {high} MiB, of which the largest is shown" if low != high else f"of {high} MiB alike"
+    return replace(most, notes=(*most.notes, f"{_DRAWN}: {_RANDOM_STATES} random states gave peaks {spread}"))
 
 
 def _checked(keeps: Collection[str], *, holds_output: bool) -> tuple[str, ...]:

@@ -362,6 +362,8 @@ def record_step(
                 numbered=False,
                 holds_output=holds_output,
             )
+        if target.answers is not None:
+            target.answers.draws |= seen.draws
         modules = tuple(name for name in stages if not is_glue(name))
         if not target.is_cuda:
             _keep_random_states(

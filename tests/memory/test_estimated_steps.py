@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from measured_phases import measure_phases
@@ -13,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import ckptplan
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.request import Training
+from ckptplan.runtime.state.generators import reseed
 from ckptplan.runtime.step import make_step
 
 transformers = pytest.importorskip("transformers")
@@ -120,3 +124,37 @@ def test_inference_has_no_loss() -> None:
     output = x.nbytes
     assert found.phase("inference").end_bytes == found.phase("loaded").end_bytes + x.nbytes
     assert found.phase("inference").peak_bytes == found.phase("loaded").end_bytes + x.nbytes + 3 * output
+
+
+DRAWS: dict[str, Any] = {
+    "torch": lambda: torch.rand(()).item() < 0.5,
+    "integers": lambda: int(torch.randint(0, 2, (1,))) == 0,
+    "python": lambda: random.random() < 0.5,
+    "numpy": lambda: np.random.rand() < 0.5,  # noqa: NPY002
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_a_branch_on_a_drawn_number_is_an_estimate_of_both(draw: str) -> None:
+    def branches(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = layer(x)
+        return x.exp() * x.sin() + x.cos() if DRAWS[draw]() else x
+
+    x = torch.randn(32, 64)
+    reseed((), 0)
+    found = ckptplan.estimate(Layers(branches), x)
+    states = torch.get_rng_state(), random.getstate()
+    (note,) = (note for note in found.notes if "draws may decide what runs" in note)
+    low, high = (float(part) * 2**20 for part in re.findall(r"[\d.]+(?= to| MiB)", note))
+    never = ckptplan.estimate(Layers(lambda layer, x: layer(x)), x).peak_bytes
+    always = ckptplan.estimate(Layers(lambda layer, x: (y := layer(x)).exp() * y.sin() + y.cos()), x).peak_bytes
+    shown = 2**13  # the note's figures have two digits of MiB
+    assert never - shown <= low < high <= always + shown
+    assert high == pytest.approx(found.peak_bytes, abs=shown)
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+
+
+def test_drawn_tensors_decide_nothing() -> None:
+    found = ckptplan.estimate(Layers(lambda layer, x: nn.functional.dropout(layer(x))), torch.randn(32, 64))
+    assert not found.notes

@@ -228,6 +228,8 @@ class Answers:
         Question -> its answers, in order of the calls.
     compiled : dict
         Key of a call of a compiled module -> the `Noted` of it (compiled.py).
+    draws : bool
+        Forward was seen to draw numbers from Python's or numpy's generators.
     storages : dict
         Key of an operation whose results have larger storages on the device than traced -> their bytes, in order.
     """
@@ -240,6 +242,12 @@ class Answers:
     queues: dict[Question, list[Answer]] = field(default_factory=dict)
     compiled: dict[Hashable, Any] = field(default_factory=dict)
     storages: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
+    draws: bool = False
+
+    @property
+    def path_is_drawn(self) -> bool:
+        """Whether numbers that were drawn, and that the program can read, may decide which operations run."""
+        return self.draws or any(is_random(question.func) for question in self.queues)
 
     def belong_to(self, step: object, *, has_values: bool) -> None:
         """Forget all answers if they are those of another step."""
@@ -247,6 +255,7 @@ class Answers:
         if step is not self.step:
             for known in (self.failed, self.phases, self.used, self.queues, self.compiled, self.storages):
                 known.clear()
+            self.draws = False
             self.step = step
 
     def wants(self, func: Any, args: tuple[Any, ...]) -> bool:

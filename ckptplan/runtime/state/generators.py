@@ -66,6 +66,19 @@ def _access(generator: Any) -> Access:
     return Access(lambda: bits.state, lambda state: setattr(bits, "state", state))
 
 
+def reseed(generators: Collection[Any], seed: int) -> None:
+    """Seed PyTorch's, Python's and numpy's global generators, and the given ones."""
+    torch.manual_seed(seed)
+    for generator in (random, np.random, *generators):
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
+        elif isinstance(generator, np.random.Generator):
+            bits = generator.bit_generator
+            bits.state = type(bits)(seed).state  # type: ignore[call-arg]
+        else:
+            generator.seed(seed)
+
+
 _WORDS = 624  # in the state of a Mersenne twister
 _BYTES = 4 * (_WORDS + 1)
 

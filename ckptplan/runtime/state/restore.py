@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ckptplan.runtime.accelerator import keep_generators
 from ckptplan.runtime.state.cells import Changing, Snapshot, below
 from ckptplan.runtime.state.code import hooks_of, kept_read
-from ckptplan.runtime.state.generators import Generators
+from ckptplan.runtime.state.generators import Generators, reseed
 from ckptplan.runtime.state.process import Hooks, Leaves, Switches
 
 
@@ -155,7 +155,7 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 @contextlib.contextmanager
-def restored(model: nn.Module, others: Iterable[Any] = (), *, runs: bool = True) -> Iterator[Callable[[], None]]:
+def restored(model: nn.Module, others: Iterable[Any] = (), *, runs: bool = True) -> Iterator[Callable[..., None]]:
     """Restore everything that `kept` does, and gradients, buffers and random states, whatever happens inside.
 
     Optimizers that step inside are restored, too, but not parameters that forward writes to (`ParameterState`).
@@ -171,7 +171,7 @@ def restored(model: nn.Module, others: Iterable[Any] = (), *, runs: bool = True)
     ------
     callable
         Rewinds buffers, attributes, flags, modes and random states to the start and drops gradients, so that every run
-        starts alike.
+        starts alike. Given a number, it seeds the generators with it instead.
     """
     with (
         _ONE_AT_A_TIME, warnings.catch_warnings(), _collecting(), torch.inference_mode(False), torch.enable_grad(),
@@ -183,7 +183,7 @@ def restored(model: nn.Module, others: Iterable[Any] = (), *, runs: bool = True)
         values = tensor_state(t for t in tensors if runs or not t.is_floating_point() or t.nbytes < _LARGE_BYTES)
         generators = random_state(found.generators)
 
-        def rewind() -> None:
+        def rewind(seed: int | None = None) -> None:
             for p, _ in gradients:
                 p.grad = None
             put()
@@ -191,6 +191,8 @@ def restored(model: nn.Module, others: Iterable[Any] = (), *, runs: bool = True)
             values()
             generators()
             found.put()
+            if seed is not None:
+                reseed(found.generators, seed)
 
         def restore_gradients() -> None:
             for p, gradient in gradients:
