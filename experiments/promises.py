@@ -77,6 +77,11 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     ),
     Experiment("predicted_steps", "Predicted step times against measured ones", "predicted_steps.json"),
     Experiment(
+        "small_steps",
+        "The same in steps of milliseconds, in which copies and the runtime's own code show",
+        "small_steps.json",
+    ),
+    Experiment(
         "overhead",
         "The time that the machinery adds to a step that keeps everything, and to a recomputed block",
         "overhead.json",
@@ -954,6 +959,23 @@ PROMISES: tuple[Promise, ...] = (
         + _in("test_refine", "test_corrected_profile_predicts_what_was_measured")
         + _in("test_verify", "test_timed_steps_are_not_metered"),
         ("predicted_steps",),
+    ),
+    Promise(
+        "What is measured",
+        "What copies and the runtime's code take from compute is part of an option's time",
+        _in("test_timing", "test_options_that_move_take_what_was_measured", "test_a_device_is_measured_once")
+        + _in("test_overheads", "test_an_option_takes_seconds_for_what_it_saves_and_bytes_for_what_it_moves"),
+        ("small_steps",),
+    ),
+    Promise(
+        "What is measured",
+        "Stages are timed in turn, a profile says its error, and what gains less than that is given up",
+        _in("test_timing", "test_stages_are_timed_in_turn", "test_a_measured_profile_says_its_error")
+        + _in(
+            "test_solver",
+            "test_what_gains_no_more_than_the_error_is_given_up",
+            "test_a_plan_that_moves_nothing_is_taken_where_it_is_as_fast_within_the_error",
+        ),
     ),
     Promise(
         "What is measured",

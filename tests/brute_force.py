@@ -65,7 +65,7 @@ class _Space:
         assert again is not None
         sweep_s = sum(stage.forward_s for stage in self.stages[first:last] if not stage.is_glue)
         for inner in self._forests(first, last):
-            yield _Forest(sweep_s + again.recompute_s + inner.extra_s, (Segment(first, last, inner.segments),))
+            yield _Forest(sweep_s + again.added_s + inner.extra_s, (Segment(first, last, inner.segments),))
 
     def _forests(self, first: int, limit: int) -> list[_Forest]:
         """Every choice for the stages `first..limit-1` of a sweep: kept, or in inner segments."""
@@ -105,7 +105,7 @@ class _Space:
             stage = self.stages[i]
             plain_s = stage.forward_s + stage.backward_s
             for option in self.menus[i]:
-                own_s = plain_s + option.recompute_s
+                own_s = plain_s + option.added_s
                 done[i] += [Combination(own_s + c.compute_s, (option, *c.options), c.segments) for c in done[i + 1]]
             for last in self._ends(i, n) if self.segments else ():
                 if last == i:

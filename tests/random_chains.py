@@ -142,7 +142,12 @@ def _menu(
     def moving(option: Option, name: str, part: float) -> list[Option]:
         moves = tuple(p for p in range(len(option.saved)) if rng.random() < part)
         more = rng.choice((0, 0, 3))
-        return [replace(option, name=name, moves=moves, backward_bytes=option.backward_bytes + more)] if moves else []
+        if not moves:
+            return []
+        # No draw of its own, so that seeds go on meaning the chains that they did.
+        overhead_s = option.overhead_s + (made + len(moves)) % 3 / 4
+        costs = option.backward_bytes + more, overhead_s
+        return [replace(option, name=name, moves=moves, backward_bytes=costs[0], overhead_s=costs[1])]
 
     keep = Option("keep", tuple(saved), tuple(pinned), *cost())
     menu = [keep]

@@ -172,7 +172,7 @@ def chain_of(profile: Profile) -> Chain:
         again_forward=tuple(option.forward_bytes for option in again),
         again_backward=tuple(option.backward_bytes for option in again),
         forward_s=tuple(0.0 if stage.is_glue else stage.forward_s for stage in stages),
-        again_s=tuple(option.recompute_s for option in again),
+        again_s=tuple(option.added_s for option in again),
         can=tuple(not stage.is_glue and stage.recompute is not None for stage in stages),
         glue=tuple(stage.is_glue for stage in stages),
         textbook=textbook,

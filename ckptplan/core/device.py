@@ -17,6 +17,7 @@ from pathlib import Path
 from ckptplan.core.checks import check_fields, is_number
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.files import Saved, decoded
+from ckptplan.core.overheads import NO_OVERHEADS, Overheads
 
 OP_CLASSES = ("matmul", "convolution", "attention", "elementwise", "reduction", "other")
 """Classes of operations in the roofline; each has its own share of the device's rates."""
@@ -53,6 +54,8 @@ class Device(Saved):
         CUDA's (major, minor); None for other devices.
     sources : mapping
         Field, or "field.key", -> source of its number.
+    overheads : Overheads
+        What a running plan takes of compute; not measured if it is all 0.
     """
 
     SCHEMA = "ckptplan.device/1"
@@ -69,6 +72,7 @@ class Device(Saved):
     launch_s: float = 0.0
     compute_capability: tuple[int, int] | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
+    overheads: Overheads = NO_OVERHEADS
 
     def __post_init__(self) -> None:
         owner = f"device {self.name!r}"

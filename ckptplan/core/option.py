@@ -36,7 +36,10 @@ class Option:
     ops : tuple of int
         Operations whose outputs a recomputing stage saves, by their number in its forward.
     launch_s : float
-        Time in which the host launches the recompute; 0 if the host isn't modelled.
+        Time in which the host launches the recompute and starts the copies; 0 if the host isn't modelled.
+    overhead_s : float
+        Compute time that the option takes besides: what its copies take from the compute beside them, and the runtime's
+        own code. All of it is counted in backward.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Option:
     moves: tuple[int, ...] = ()
     ops: tuple[int, ...] = ()
     launch_s: float = 0.0
+    overhead_s: float = 0.0
 
     def __post_init__(self) -> None:
         owner = f"option {self.name!r}"
@@ -59,11 +63,20 @@ class Option:
             raise InvalidInputError(
                 f"{owner}: moves={self.moves} are not positions in {len(self.saved)} saved storages"
             )
-        if not self.recomputes and (self.recompute_s or self.launch_s or self.ops):
+        if not self.recomputes and (self.recompute_s or self.ops):
             raise InvalidInputError(
-                f"{owner}: recompute_s={self.recompute_s}, launch_s={self.launch_s}, ops={self.ops} must be 0 and () "
-                "with recomputes=False"
+                f"{owner}: recompute_s={self.recompute_s}, ops={self.ops} must be 0 and () with recomputes=False"
             )
+        if not self.recomputes and not self.moves and (self.launch_s or self.overhead_s):
+            raise InvalidInputError(
+                f"{owner}: launch_s={self.launch_s}, overhead_s={self.overhead_s} must be 0 with recomputes=False and "
+                "no moves; what every option takes belongs to the stage"
+            )
+
+    @property
+    def added_s(self) -> float:
+        """Compute time that the option adds to the stage's forward and backward."""
+        return self.recompute_s + self.overhead_s
 
     @property
     def held(self) -> tuple[int, ...]:

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ckptplan.core.checks import MOST_BYTES, check_bytes, check_fields
+from ckptplan.core.checks import MOST_BYTES, check_bytes, check_fields, is_number, short_repr
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.files import Saved
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
 from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
+from ckptplan.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -54,6 +55,9 @@ class Fingerprint:
                 )
 
 
+MOST_ERROR = 1.0
+"""Largest `step_error`: measurements spread wider than that say nothing."""
+
 NO_MODEL = Fingerprint("", "", True, "", "", "")
 """Fingerprint of a profile written by hand: such plans can be simulated, not applied."""
 
@@ -84,6 +88,8 @@ class Profile(Saved):
         The way to the disk tier behind the host, in nothing faster than `link`; None: there is none.
     outside : tuple of str or None
         Modules that the step calls and that lie in no stage's; None: not known.
+    step_error : float
+        Standard error of `baseline_step_s`, as a share of it; 0 if the times are given, not measured.
     """
 
     SCHEMA = "ckptplan.profile/3"
@@ -99,9 +105,14 @@ class Profile(Saved):
     notes: tuple[str, ...] = ()
     disk: Link | None = None
     outside: tuple[str, ...] | None = None
+    step_error: float = 0.0
 
     def __post_init__(self) -> None:
         check_fields("profile", self)
+        if not is_number(self.step_error) or not 0 <= self.step_error <= MOST_ERROR:
+            raise InvalidInputError(
+                f"profile: step_error={short_repr(self.step_error)} must be a share of the step, 0 to {MOST_ERROR:g}"
+            )
         if self.disk is not None and self.disk != self.disk.behind(self.link):
             raise InvalidInputError(
                 f"profile: {self.disk} is the way to the disk and faster than {self.link}, through which its "
@@ -159,6 +170,16 @@ class Profile(Saved):
     def baseline_launch_s(self) -> float:
         """Time in which the host launches that step; 0 where it is no lane of its own."""
         return sum(stage.forward_launch_s + stage.backward_launch_s for stage in self.stages)
+
+    def __str__(self) -> str:
+        error = f" ± {self.step_error:.1%}" if self.step_error else ""
+        link = self.link
+        lines = [
+            f"profile of {len(self.stages)} stages and {len(self.storages)} storages",
+            f"step    {format_seconds(self.baseline_step_s)}{error} with everything kept",
+            f"link    {format_bytes(link.out_bytes_per_s)}/s out, {format_bytes(link.in_bytes_per_s)}/s in",
+        ]
+        return "\n".join([*lines, *(f"note    {note}" for note in self.notes)])
 
     def graph(self) -> nx.DiGraph:
         """Return the graph of stages and storages, over all options: who makes a storage, and who needs it later.

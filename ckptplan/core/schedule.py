@@ -139,7 +139,7 @@ def residency(profile: Profile, options: Sequence[Option], segments: Sequence[Se
             need = profile.base_backward_bytes[last] + before + sweep.most_bytes
             backward_bytes[last] = max(backward_bytes[last], need)
     backward_s = [
-        stage.backward_s + option.recompute_s + seconds
+        stage.backward_s + option.added_s + seconds
         for stage, option, seconds in zip(profile.stages, last_run, sweep_s, strict=True)
     ]
     moves = tuple(tuple(p for p in option.moves if moved.get(option.saved[p]) == i) for i, option in enumerate(options))

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -17,8 +19,9 @@ from ckptplan.core.device import Device
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
+from ckptplan.core.overheads import NO_OVERHEADS, Overheads
 from ckptplan.core.plan import Plan
-from ckptplan.core.profile import Fingerprint, Profile
+from ckptplan.core.profile import MOST_ERROR, Fingerprint, Profile
 from ckptplan.core.request import Report, StepKeywords, Training, ignore_progress, require_known
 from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
@@ -34,6 +37,7 @@ from ckptplan.profiling.cache_key import key_of
 from ckptplan.profiling.installed import NoKeyError
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.times.links import measure_costs, measure_links, sharing_note
+from ckptplan.profiling.times.overheads import measure_overheads
 from ckptplan.profiling.times.timing import Again, Times, time_stages
 from ckptplan.profiling.values.real_run import answered
 from ckptplan.profiling.workload.inputs import find_inputs
@@ -225,15 +229,18 @@ def _profile(
             f"{target.device}, or pass device= with the name of one that isn't in this machine (a100-40gb, say)"
         )
     costs = None
-    if target.spec is None and target.is_cuda:
+    if target.spec is None:
         report("measuring copies")
-        costs = measure_costs(target.device, swap_dir)  # first, since it decides which storages may move
+        costs = measure_costs(target.device, swap_dir)
+    if costs is not None and target.is_cuda:  # first, since it decides which storages may move
         target = dataclasses.replace(target, least_moved_bytes=max(target.least_moved_bytes, costs.least_bytes))
     traced, on_devices, folding = _traced(step, optimizer, target, menus=menus, report=report, rewind=rewind)
     if target.answers is not None and target.answers.note:
         notes = [target.answers.note, *notes]
     if target.spec is not None:
         return _planned(step, traced, on_devices[0], target, notes)
+    report("measuring the runtime")
+    overheads = measure_overheads(target.device, swap_dir)
     report("timing stages")
     times, launches, unlike, real = _timed(step, traced, folding, target, rewind)
     rewind()
@@ -253,7 +260,15 @@ def _profile(
         disk, shared = measure_links(target.device, block, swap_dir, "disk")
         notes = [*notes, *filter(None, [sharing_note("disk", disk, shared)])]
     return _with_times(
-        traced, times, launches, link, fingerprint(step, target.name), notes, disk=disk and disk.behind(link)
+        traced,
+        times,
+        launches,
+        link,
+        fingerprint(step, target.name),
+        notes,
+        disk=disk and disk.behind(link),
+        overheads=overheads,
+        has_launches=is_accelerator(target.device),
     )
 
 
@@ -348,7 +363,11 @@ def _traced(
 
 
 def _timed(
-    step: TrainingStep, traced: Traced, folding: Folding, target: Target, rewind: Callable[[], None]
+    step: TrainingStep,
+    traced: Traced,
+    folding: Folding,
+    target: Target,
+    rewind: Callable[[], None],
 ) -> tuple[Times, Times, dict[str, str], dict[int, Places]]:
     """`time_stages` of the layers that `folding` runs, and where the real storages of each segment are."""
     again: dict[str, Again] = {}
@@ -379,7 +398,17 @@ def _planned(step: TrainingStep, traced: Traced, times: Times, target: Target, n
     planned += "no stage was run twice, so one that can't run again is left to the check of apply() to find"
     link = Link(device.out_bytes_per_s, device.in_bytes_per_s)
     # A roofline's operations take at least a launch each, so the host's launching isn't counted as a lane of its own.
-    return _with_times(traced, times, Times(), link, fingerprint(step, target.name), [planned, *notes])
+    # The runtime's code runs while the device computes what was launched before.
+    return _with_times(
+        traced,
+        times,
+        Times(),
+        link,
+        fingerprint(step, target.name),
+        [planned, *notes],
+        overheads=device.overheads,
+        has_launches=device.is_cuda,
+    )
 
 
 def _with_times(
@@ -390,6 +419,8 @@ def _with_times(
     bound_to: Fingerprint,
     notes: Sequence[str] = (),
     disk: Link | None = None,
+    overheads: Overheads = NO_OVERHEADS,
+    has_launches: bool = False,
 ) -> Profile:
     """The profile of a traced step: without the options that have no time, or that another option always beats.
 
@@ -400,9 +431,13 @@ def _with_times(
     bound_to : Fingerprint
     notes : sequence of str
         Put before those of the trace.
+    overheads : Overheads
+    has_launches : bool
+        Whether the runtime's code runs beside the device's compute, as launches do.
     """
     stages = []
     following = 0
+    runtime_s, launched_s = (NO_OVERHEADS, overheads) if has_launches else (overheads, NO_OVERHEADS)
     for stage in traced.stages:
         kind = stage.kind
         if stage.is_glue:
@@ -412,16 +447,18 @@ def _with_times(
             )
         else:
             following += 1
-            forward_s, backward_s = times.forward_s[kind], times.backward_s[kind]
-            launch_s = (launches.forward_s.get(kind, 0.0), launches.backward_s.get(kind, 0.0))
+            forward_s, backward_s = times.forward_s[kind] + runtime_s.call_s, times.backward_s[kind]
+            launch_s = (
+                launches.forward_s.get(kind, 0.0) + launched_s.call_s,
+                launches.backward_s.get(kind, 0.0),
+            )
         menu = [
             dataclasses.replace(
                 option,
-                recompute_s=times.recompute_s[kind, option.ops],
-                launch_s=launches.recompute_s.get((kind, option.ops), 0.0),
+                recompute_s=times.recompute_s[kind, option.ops] if option.recomputes else 0.0,
+                launch_s=launches.recompute_s.get((kind, option.ops), 0.0) + launched_s.swapping_s(option),
+                overhead_s=runtime_s.swapping_s(option) + overheads.copies_s(option, traced.storages),
             )
-            if option.recomputes
-            else option
             for option in stage.options
             if not option.recomputes or (kind, option.ops) in times.recompute_s
         ]
@@ -440,7 +477,16 @@ def _with_times(
         notes=(*notes, *traced.notes),
         disk=disk,
         outside=traced.outside,
+        step_error=_step_error(stages, times),
     )
+
+
+def _step_error(stages: Sequence[Stage], times: Times) -> float:
+    """The step's standard error as a share of it: stages of one kind have the same error, those of others their own."""
+    step_s = sum(stage.forward_s + stage.backward_s for stage in stages)
+    counts = Counter(stage.kind for stage in stages)
+    error_s = math.hypot(*(counts[kind] * error_s for kind, error_s in times.error_s.items()))
+    return min(error_s / step_s, MOST_ERROR) if step_s else 0.0
 
 
 def _beaten(option: Option, menu: list[Option], storages: tuple[Storage, ...]) -> bool:
@@ -451,7 +497,7 @@ def _beaten(option: Option, menu: list[Option], storages: tuple[Storage, ...]) -
 
     def costs(o: Option) -> tuple[float, ...]:
         held, moved = (sum(storages[s].nbytes for s in some) for some in (o.held, o.moved))
-        return held - moved, moved, o.forward_bytes, o.backward_bytes, o.recompute_s
+        return held - moved, moved, o.forward_bytes, o.backward_bytes, o.added_s
 
     mine = costs(option)
     return any(

@@ -13,7 +13,8 @@ detected by the other. It implements the rules of NOTE [Residency] in core/rules
    them: a transfer takes its latency and the time of its bytes at the rate of `link`, or of `disk` for that tier.
 5. A segment's sweep runs after these waits and before its last stage's own recompute; each of its runs takes the
    stage's `forward_s`. The sweep of an inner segment runs at the start of its own last stage's backward. In its
-   backward step, a stage that a sweep kept takes only `backward_s`, the last stage of a segment also its `recompute_s`.
+   backward step, a stage that a sweep kept takes only `backward_s`, the last stage of a segment also the `recompute_s`
+   and `overhead_s` of its recompute, any other stage those of its option.
 
 Worked example: two stages with `forward_s` 1 and `backward_s` 2 s each, and a link that needs 3 s for stage 0's
 transfer in each direction. Stage 0 moves with release 1 and prefetch 1. Forward ends at 2 s; the transfer, queued at 1
@@ -344,7 +345,7 @@ class _Step:
         if option.recomputes:
             self.runs[k] += 1
             self.clock.run("recompute", stage.name, option.recompute_s)
-        self.clock.run("backward", stage.name, stage.backward_s)
+        self.clock.run("backward", stage.name, stage.backward_s + option.overhead_s)
         for block in self.held[k].values():
             self.device.drop(block, k)
 

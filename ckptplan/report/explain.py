@@ -104,8 +104,9 @@ class Explanation:
 
     Attributes
     ----------
-    recompute_s, out_wait_s, in_wait_s : float
-        Overhead by cause: recompute, waiting for copies out, and for copies in.
+    recompute_s, beside_s, out_wait_s, in_wait_s : float
+        Overhead by cause: recompute, compute that is slower beside copies and the runtime's own code, waiting for
+        copies out, and for copies in.
     out_busy, in_busy : float
         Share of the step in which each link is busy.
     bindings : tuple of Binding
@@ -116,6 +117,7 @@ class Explanation:
     """
 
     recompute_s: float
+    beside_s: float
     out_wait_s: float
     in_wait_s: float
     out_busy: float
@@ -126,8 +128,9 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [
-            f"overhead  {format_seconds(self.recompute_s)} recompute, {format_seconds(self.out_wait_s)} waiting for "
-            f"copies out, {format_seconds(self.in_wait_s)} for copies in",
+            f"overhead  {format_seconds(self.recompute_s)} recompute, {format_seconds(self.beside_s)} beside copies "
+            f"and in the runtime, {format_seconds(self.out_wait_s)} waiting for copies out, "
+            f"{format_seconds(self.in_wait_s)} for copies in",
             f"links     busy {self.out_busy:.0%} of the step outwards, {self.in_busy:.0%} inwards",
         ]
         if not self.bindings:
@@ -186,8 +189,10 @@ def explain(
     left = {event.end_s for event in timeline.events if event.lane == "out"}
     waits = [(event.end_s in left, event.end_s - event.start_s) for event in timeline.events if event.what == "wait"]
     busy = {lane: sum(e.end_s - e.start_s for e in timeline.events if e.lane == lane) for lane in ("out", "in")}
+    backward_s = sum(event.end_s - event.start_s for event in timeline.events if event.what == "backward")
     return Explanation(
         recompute_s=sum(e.end_s - e.start_s for e in timeline.events if e.what == "recompute"),
+        beside_s=backward_s - sum(stage.backward_s for stage in profile.stages),
         out_wait_s=sum(seconds for out, seconds in waits if out),
         in_wait_s=sum(seconds for out, seconds in waits if not out),
         out_busy=busy["out"] / timeline.makespan_s if timeline.makespan_s else 0.0,

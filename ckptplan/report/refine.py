@@ -12,6 +12,7 @@ from ckptplan.core.measured import Copied, Measured, StageTimes, as_measured, ba
 from ckptplan.core.option import Option
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.rules import around
 from ckptplan.core.stage import Stage
 from ckptplan.core.trace import Drawn, DrawnStep, Lane, Span
 from ckptplan.referee import simulate
@@ -68,9 +69,10 @@ def _means(values: Iterable[tuple[str, float]]) -> dict[str, float]:
 def corrected(profile: Profile, plan: Plan, measured: Measured) -> Profile:
     """Return `profile` with the times, links and bytes measured in steps with `plan`.
 
-    - A stage's forward and backward times are the measured means over the stages of its kind. Times measured together
-      (a module's backward and that of the glue in front of it, the last glue's forward and backward) are divided in the
-      proportion of the profile. Example: of 6 ms measured for glue and module predicted at 1 and 2 ms, the glue gets 2.
+    - A stage's forward and backward times are the measured means over the stages of its kind, less the overhead that
+      the profile has of the plan's options. Times measured together (a module's backward and that of the glue in front
+      of it, the last glue's forward and backward) are divided in the proportion of the profile. Example: of 6 ms
+      measured for glue and module predicted at 1 and 2 ms, the glue gets 2.
     - A recompute time is the measured one; if a segment's sweep ran a stage's forward again, forward and sweep each get
       the mean. A kind's other recomputing options change by the same factor; those of kinds without any recompute
       change by the factor of their forward.
@@ -87,6 +89,11 @@ def corrected(profile: Profile, plan: Plan, measured: Measured) -> Profile:
     for event in timeline.events:
         own[event.stage] += event.what == "recompute"
 
+    outer = around(plan.segments, len(stages))
+    overhead_s = [
+        stage.option(choice.option).overhead_s if segment is None else 0.0  # a sweep counts none
+        for stage, choice, segment in zip(stages, plan.choices, outer, strict=True)
+    ]
     forward, backward, recompute = [0.0] * len(stages), [0.0] * len(stages), {}
     for i, members in enumerate(backward_groups(glue)):
         found = measured.stages[i]
@@ -97,8 +104,9 @@ def corrected(profile: Profile, plan: Plan, measured: Measured) -> Profile:
             forward[i] = found.forward_s * share
             backward[i] += found.forward_s * (1 - share)
             continue
+        left_s = max(found.backward_s - sum(overhead_s[m] for m in members), 0.0)
         for m in members:
-            backward[m] += found.backward_s * (stages[m].backward_s / predicted_s if predicted_s else float(m == i))
+            backward[m] += left_s * (stages[m].backward_s / predicted_s if predicted_s else float(m == i))
         name = stages[i].name
         if sweeps[name] and not own[name]:
             forward[i] = (found.forward_s + found.recompute_s) / (1 + sweeps[name])

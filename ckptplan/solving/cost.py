@@ -461,7 +461,7 @@ class _TablesOf:
             for code, option in enumerate(stage.options):
                 own_forward[i, code] = self.profile.base_forward_bytes[i] + option.forward_bytes
                 own_backward[i, code] = self.profile.base_backward_bytes[i] + option.backward_bytes
-                backward_s[i, code] = stage.backward_s + option.recompute_s
+                backward_s[i, code] = stage.backward_s + option.added_s
         return self.tables(
             tuple(self.shared(group) for group in self.evaluator.shared), own_forward, own_backward, backward_s
         )
@@ -563,7 +563,7 @@ class _TablesOf:
         last = segment.last
         for k, option in sweep.last_run:
             own_backward[k, :] = self.profile.base_backward_bytes[k] + option.backward_bytes
-            backward_s[k, :] = stages[k].backward_s + option.recompute_s
+            backward_s[k, :] = stages[k].backward_s + option.added_s
         own = np.zeros(self.n, np.int64)
         for k, nbytes in sweep.held_from:
             own[k : last + 1] += nbytes

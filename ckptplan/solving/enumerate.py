@@ -136,7 +136,7 @@ class PlanSpace:
             total += sum(stages[k].forward_s for k in range(segment.first, segment.last) if not stages[k].is_glue)
             again = stages[segment.last].recompute
             assert again is not None
-            total += again.recompute_s + self.least_extra_s(segment.inner)
+            total += again.added_s + self.least_extra_s(segment.inner)
         return total
 
     def menu_in(self, forest: Segments) -> list[Sequence[int]]:

@@ -347,7 +347,7 @@ class LabelDp:
                 else:
                     now.held_bytes = now.held_bytes + size
         # Backward, and before it the sweep that ends here.
-        own_backward, seconds = option.backward_bytes, stage.backward_s + option.recompute_s
+        own_backward, seconds = option.backward_bytes, stage.backward_s + option.added_s
         in_sweep: Ints | None = None
         if inner and not stage.is_glue:
             in_sweep = self._sweeps(now, k, inner, move)

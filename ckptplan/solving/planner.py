@@ -154,7 +154,7 @@ def solve_profile(
     if start is not None:
         search.begin_with(*start)
     best, bound_s = search.run() if not disk or host_bytes is None else _with_disk(search, host_bytes)
-    return search.as_plan(best, bound_s)
+    return search.as_plan(search.given_up(best), bound_s)
 
 
 def _with_disk(search: _PlanSearch, host_bytes: int) -> tuple[Schedule, float]:
@@ -172,6 +172,7 @@ def _with_disk(search: _PlanSearch, host_bytes: int) -> tuple[Schedule, float]:
             part = replace(search, profile=view, deadline=_after(share, deadline), more_s=more_s)
             part.run()
             search.best, search.bound_s, search.handed_out_s = part.best, part.bound_s, part.handed_out_s
+            search.still = part.still
     if not search.closed():
         # Its bound doesn't hold for plans that use the disk, so it hands out nothing.
         limits, evaluator = replace(search.limits, on_plan=None), Evaluator(profile, host_bytes)
@@ -205,7 +206,8 @@ class _PlanSearch:
 
     Candidates and bounds are made with `profile` and `host_bytes`, and plans are judged by `evaluator`. These differ
     where there is a disk tier: `profile` then has one link for both tiers, `host_bytes` is the limit on all that moves,
-    and `more_s` is by how much a plan's step may be longer with that link than it is.
+    and `more_s` is by how much a plan's step may be longer with that link than it is. `still` is the fastest schedule
+    so far that moves nothing.
     """
 
     profile: Profile
@@ -219,6 +221,7 @@ class _PlanSearch:
     best: Schedule | None = None
     bound_s: float = 0.0
     searches: int = 0
+    still: Schedule | None = None
     handed_out_s: float = math.inf
     space: PlanSpace = field(init=False)
     menu: Menu = field(init=False)
@@ -374,11 +377,15 @@ class _PlanSearch:
 
     def offer(self, codes: Sequence[int], segments: Segments = ()) -> None:
         """Take this plan if it fits and is faster, or as fast with more stages kept."""
-        if self.best is not None and self.evaluator.step_s(codes, self.budget_bytes, segments) > self.best.step_s:
+        moves = any(self.profile.stages[i].options[code].moves for i, code in enumerate(codes))
+        than = self.best if moves else self.still
+        if than is not None and self.evaluator.step_s(codes, self.budget_bytes, segments) > than.step_s:
             return
         found = self.evaluator.schedule(codes, self.budget_bytes, segments)
         if found is None:
             return
+        if not moves and (self.still is None or found.step_s < self.still.step_s):
+            self.still = found
         if self.best is None or (found.step_s, -_kept(found)) < (self.best.step_s, -_kept(self.best)):
             self.best = found
 
@@ -478,7 +485,7 @@ class _PlanSearch:
             if found is not None:
                 seconds = self.evaluator.step_s(found[0], self.budget_bytes, found[1])
                 fits = seconds < math.inf
-                if self.best is None or seconds < self.best.step_s:
+                if fits:
                     self.offer(*found)
             low, high = (asked, high) if fits or found is None else (low, asked)
             asked = (max(low, LEAST_FITTING * self.budget_bytes) + min(high, REACH * self.budget_bytes)) / 2
@@ -563,8 +570,35 @@ class _PlanSearch:
             else:
                 return
 
-    def simpler(self, *, swaps_alone: bool) -> list[tuple[int, int]]:
-        """(stage, code) of each option by which one stage would keep, or do the same and move less."""
+    def given_up(self, best: Schedule) -> Schedule:
+        """The simplest schedule whose step is no longer than that of `best` by more than the profile's error.
+
+        What is faster by less may not be faster at all. Fewer bytes moved are simpler, then fewer decisions. Candidates
+        are the fastest schedule seen that moves nothing, and `best` with one change after the other that keeps a stage,
+        moves less of it, or recomputes it in place of moving.
+        """
+        limit_s = best.step_s * (1 + self.profile.step_error)
+        if limit_s == best.step_s:
+            return best
+        still = self.still
+        self.best = still if still is not None and still.step_s <= limit_s else best
+        while True:
+            trials = []
+            for i, code in self.simpler(swaps_alone=False, instead=True):
+                codes = list(self.best.codes)
+                codes[i] = code
+                trials.append(self.evaluator.schedule(codes, self.budget_bytes, self.best.segments))
+            fit = [found for found in trials if found is not None and found.step_s <= limit_s]
+            found = min(fit, key=_complexity, default=self.best)
+            if _complexity(found) >= _complexity(self.best):
+                return self.best
+            self.best = found
+
+    def simpler(self, *, swaps_alone: bool, instead: bool = False) -> list[tuple[int, int]]:
+        """(stage, code) of each option by which one stage would keep, or do the same and move less.
+
+        With `instead`, also of each by which it would recompute in place of moving.
+        """
         assert self.best is not None
         storages = self.profile.storages
         menu = self.space.menu_in(self.best.segments)
@@ -585,11 +619,16 @@ class _PlanSearch:
                 c
                 for c in menu[i]
                 if c != KEEP
-                and (options[c].recomputes, options[c].ops) == (now.recomputes, now.ops)
+                and (instead or (options[c].recomputes, options[c].ops) == (now.recomputes, now.ops))
                 and bytes_of(options[c]) < bytes_of(now)
             ]
             changes += [(i, c) for c in sorted(less, key=lambda c: bytes_of(options[c]))]
         return changes
+
+
+def _complexity(schedule: Schedule) -> tuple[int, int, float]:
+    """Bytes moved, decisions and seconds: what is least of simple schedules."""
+    return schedule.host_bytes + schedule.disk_bytes, len(schedule.codes) - _kept(schedule), schedule.step_s
 
 
 def _kept(schedule: Schedule) -> int:

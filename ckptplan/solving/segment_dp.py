@@ -246,7 +246,7 @@ class SegmentDp:
         """Forward and backward bytes and seconds of recomputing stage `k`."""
         again = self.profile.stages[k].recompute
         assert again is not None
-        return again.forward_bytes, again.backward_bytes, again.recompute_s
+        return again.forward_bytes, again.backward_bytes, again.added_s
 
     def run(self, deadline: float) -> bool:
         """Fill the tables; False where `deadline` (by `time.monotonic()`) comes first."""
@@ -304,7 +304,7 @@ class SegmentDp:
                 stage.forward_s,
                 stage.keep.forward_bytes,
                 stage.keep.backward_bytes,
-                (again.forward_bytes, again.backward_bytes, again.recompute_s) if again is not None else None,
+                (again.forward_bytes, again.backward_bytes, again.added_s) if again is not None else None,
             )
 
         of_stage = [number(("stage", *alike(k))) for k in range(n)]
@@ -433,7 +433,7 @@ class SegmentDp:
                 chain.base_forward[s] + option.forward_bytes,
                 chain.base_backward[s] + held - self._next(s, code) + option.backward_bytes,
             )
-            ways.append(_Way(code, -1, self._up(held), self._first(need), option.recompute_s, ((self.top[s + 1], 0),)))
+            ways.append(_Way(code, -1, self._up(held), self._first(need), option.added_s, ((self.top[s + 1], 0),)))
         for last in self.space.ends(s, s + 1, min(self.n, s + self.span)):
             length = last - s
             ways.append(

@@ -595,7 +595,7 @@ def test_agrees_with_core_on_random_plans(part: int) -> None:
         timeline = simulate(profile, choices, segments)
         assert timeline.peak_bytes <= budget, seed
         # 1e-9: the same seconds added in another order.
-        assert timeline.makespan_s == pytest.approx(makespan(profile, choices, r), rel=1e-9, abs=1e-9), seed
+        assert timeline.makespan_s == pytest.approx(makespan(profile, choices, found.residency), rel=1e-9), seed
         assert isinstance(evaluate(profile, options, least - 1, segments), StepNeed)
         moving += timeline.host_bytes > 0
         nested += any(segment.inner for segment in segments)

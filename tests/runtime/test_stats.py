@@ -96,7 +96,9 @@ class Made:
 
         def timed(stage: Any) -> Any:
             forward_s, backward_s = (0.0, 0.0) if stage.is_glue else next(stages)
-            options = tuple(dataclasses.replace(o, recompute_s=forward_s) if o.recomputes else o for o in stage.options)
+            options = tuple(
+                dataclasses.replace(o, recompute_s=forward_s * o.recomputes, overhead_s=0.0) for o in stage.options
+            )
             return dataclasses.replace(stage, forward_s=forward_s, backward_s=backward_s, options=options)
 
         self.profile = dataclasses.replace(found, stages=tuple(map(timed, found.stages)), link=Link(1e12, 1e12))

@@ -25,6 +25,7 @@ from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.units import format_bytes
 from ckptplan.profiling.bytes.operations import SeenOperations
 from ckptplan.profiling.times.links import measure_links
+from ckptplan.profiling.times.overheads import measure_overheads
 from ckptplan.profiling.times.roofline import flops_rate, op_cost, op_seconds
 from ckptplan.runtime import accelerator
 from ckptplan.runtime.observe.measure import timed
@@ -121,18 +122,21 @@ def _calibrate(
         in_bytes_per_s=link.in_bytes_per_s,
         compute_capability=(properties.major, properties.minor) if properties is not None else None,
     )
+    tell("what a running plan takes")
+    overheads = measure_overheads(where, swap_dir)
     shares = {}
     for kind, trials in _trials(where).items():
         tell(f"share of the peak of class {kind}")
         shares[kind] = _share(kind, trials, found, where, effort_s)
     here = f"measured here with torch {torch.__version__}"
-    sources = dict.fromkeys(("bytes_per_s", "flops_per_s", "out_bytes_per_s", "in_bytes_per_s", "launch_s"), here)
+    timed_here = ("bytes_per_s", "flops_per_s", "out_bytes_per_s", "in_bytes_per_s", "launch_s", "overheads")
+    sources = dict.fromkeys(timed_here, here)
     sources |= {f"efficiency.{kind}": f"{here}, forward and backward of typical layers" for kind in shares}
     sources["memory_bytes"] = "torch.cuda.get_device_properties" if cuda else "physical memory, psutil"
     sources["context_bytes"] = f"{here}: bytes in use less those reserved" if cuda else "none on the CPU"
     if cuda:
         sources["compute_capability"] = "torch.cuda.get_device_properties"
-    return replace(found, efficiency=shares, launch_s=launch_s, sources=sources)
+    return replace(found, efficiency=shares, launch_s=launch_s, sources=sources, overheads=overheads)
 
 
 def _cpu_name() -> str:

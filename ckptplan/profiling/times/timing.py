@@ -3,6 +3,9 @@
 The model's forward runs once per round on real inputs, with the graph cut behind every stage. A stage runs without
 autograd, but the first one of each kind is also timed on the spot: forward, backward and recompute on the same inputs.
 Between the cuts the glue keeps its graph, so that its backward (most of all the loss) can be timed too.
+
+Each round times every way of each kind once, so a machine that gets slower or faster meanwhile changes all alike, and
+their ratios stay. Rounds go on until the medians' standard errors are small, or have taken long enough.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import contextvars
 import dataclasses
 import math
 import statistics
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -46,14 +51,13 @@ Again = dict[tuple[int, ...], tuple[int, ...]]
 COMPUTE, LAUNCH = range(2)
 """The lanes: fields of a `Took`."""
 
-_GLUE_ROUNDS = 3  # rounds without timed stages, the first of them a warm-up: the glue's times are medians over them
 _LEAST_SHARE = 0.02
 """Least time of a recompute with saved outputs, as a share of forward; noise may make the measured one 0."""
-_LEAST_RUNS = 3  # timings of each way, from which the medians' errors are estimated
-_WARM_UPS = 2  # further ones on a GPU, which aren't counted
-_MOST_RUNS = 20
+_LEAST_RUNS = 5  # timings of each way, from which the medians' errors are estimated
+_WARM_UPS = {False: 1, True: 2}  # further ones on the CPU and on a GPU, which aren't counted
+_MOST_RUNS = 30
 _STAGE_S = 0.12  # most time for each way of a kind, on average, beyond the least number of runs
-_ERROR = 0.02  # of the median of a way's forward and backward, below which it is timed no more
+_ERROR = 0.01  # of the median of a way's forward and backward, below which it is timed no more
 
 
 def why_not_again(
@@ -92,7 +96,7 @@ class Times:
     """Seconds of one lane by kind of stage, for recompute also by the operations saved, and by position of glue.
 
     Glue is keyed by the number of the stage that follows it. A recompute that ran other operations than were traced
-    isn't in `recompute_s`.
+    isn't in `recompute_s`. `error_s` is the standard error of forward and backward together.
     """
 
     forward_s: dict[str, float] = field(default_factory=dict)
@@ -100,6 +104,7 @@ class Times:
     recompute_s: dict[tuple[str, tuple[int, ...]], float] = field(default_factory=dict)
     glue_forward_s: dict[int, float] = field(default_factory=dict)
     glue_backward_s: dict[int, float] = field(default_factory=dict)
+    error_s: dict[str, float] = field(default_factory=dict)
 
     def unfolded(self, positions: Sequence[int]) -> Times:
         """The times of a model for some of whose glue that of others was timed: per position, the one timed for it."""
@@ -153,7 +158,8 @@ class _Timing:
         self.needs_graph: dict[str, bool] = {}  # kinds that ran without a graph -> whether that failed
         self.glue: dict[tuple[str, int], list[Took]] = {}
         self.anchors: list[torch.Tensor] = []
-        self.done: set[str] = set()  # kinds that were timed
+        self.done: set[str] = set()  # kinds that were timed in this round, or well enough before
+        self.runs: Counter[str] = Counter()  # of each way of a kind that was timed
         self.tries = self.times = False
         self.left: Span | None = None
 
@@ -168,13 +174,30 @@ class _Timing:
         )
         return statistics.median(b - a for a, b in zip(plain, other, strict=True))
 
-    def _error(self, kind: str, way: Way) -> float:
-        """Estimated error of the median of a way's time, as a share of it; normal noise is assumed."""
+    def error(self, kind: str, way: Way) -> float:
+        """Estimated standard error of the median of a way's time, as a share of it; normal noise is assumed."""
         pairs = zip(self.samples[kind, way, "forward"], self.samples[kind, way, "backward"], strict=True)
         took_s = [sum(map(max, pair)) for pair in pairs]
         median_s = statistics.median(took_s)
         deviation_s = 1.4826 * statistics.median(abs(s - median_s) for s in took_s)
-        return 1.2533 * deviation_s / (median_s * math.sqrt(len(took_s)))
+        return 1.2533 * deviation_s / (median_s * math.sqrt(len(took_s))) if median_s else 0.0
+
+    def _settled(self, kind: str) -> bool:
+        """Whether each way of a kind was timed well enough."""
+        ways = [way for of, way, direction in self.samples if of == kind and direction == "forward"]
+        return self.runs[kind] >= _LEAST_RUNS and all(self.error(kind, way) <= _ERROR for way in ways)
+
+    def rounds(self) -> None:
+        """Run timed rounds until all kinds are settled, or the time for them is over."""
+        until_s: float | None = None
+        for number in range(_MOST_RUNS):
+            self.round(times=True)
+            if number + 1 < _LEAST_RUNS:
+                continue
+            ways = sum(direction == "forward" for _, _, direction in self.samples)
+            until_s = until_s or time.perf_counter() + _STAGE_S * ways
+            if time.perf_counter() > until_s or all(map(self._settled, self.runs)):
+                break
 
     def round(self, *, tries: bool = False, times: bool = False, watched: RealStorages | None = None) -> None:
         """Run one forward of the step.
@@ -189,6 +212,7 @@ class _Timing:
             Watches the round, in which nothing is tried or timed then.
         """
         self.tries, self.times, self.anchors = tries, times, []
+        self.done = {kind for kind in self.runs if self._settled(kind)}
         self.watched = watched
         self.rewind()
         calls: dict[nn.Module, list[int]] = {}
@@ -320,12 +344,12 @@ class _Timing:
                 if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                     m.__dict__[name] = value.detach().requires_grad_()
                     parameters.append(m.__dict__[name])
-        # On the CPU the first run is one of several, of which the median counts; a GPU's first ones find their delay.
-        spent, count = 0.0, -_WARM_UPS if is_accelerator(self.device) else 0
-        while count < _LEAST_RUNS or (
-            count < _MOST_RUNS and spent < _STAGE_S * len(ways) and any(self._error(kind, way) > _ERROR for way in ways)
-        ):
-            for way in ways:
+        # A GPU's first runs find their delay. A second run at once is also what shows a graph that the first has left
+        # where nothing looks for it, and run backward.
+        warm_ups = 0 if self.runs[kind] else _WARM_UPS[is_accelerator(self.device)]
+        for warms in (*(True,) * warm_ups, False):
+            # Each is as often the one that finds cold caches.
+            for way in ways if self.runs[kind] % 2 else reversed(ways):
                 leaves.clear()
                 made.clear()
                 # State that the run before has left on the module would lead into its graph, which is gone.
@@ -354,11 +378,10 @@ class _Timing:
                     torch.autograd.grad(outputs, [*leaves, *trained], gradients, allow_unused=True)
                 backward = self.watch.end(span)
                 del outputs, gradients
-                if count >= 0:
+                if not warms:
                     self.samples.setdefault((kind, way, "forward"), []).append(forward)
                     self.samples.setdefault((kind, way, "backward"), []).append(backward)
-                spent += sum(max(took) for took in (forward, backward))
-            count += 1
+        self.runs[kind] += 1
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
@@ -417,9 +440,7 @@ def time_stages(
     timing = _Timing(step, kinds, again, device, rewind)
     timing.round(tries=True)  # a warm-up as well
     timing.round(watched=real)
-    for _ in range(_GLUE_ROUNDS - 2):
-        timing.round()
-    timing.round(times=True)
+    timing.rounds()
     for name, kind in kinds.items():
         if (kind, None, "forward") not in timing.samples:
             raise UnsupportedModelError(
@@ -437,6 +458,7 @@ def _medians(timing: _Timing, lane: int) -> Times:
             continue
         forward_s = out.forward_s[kind] = statistics.median(t[lane] for t in timing.samples[kind, None, "forward"])
         out.backward_s[kind] = statistics.median(t[lane] for t in timing.samples[kind, None, "backward"])
+        out.error_s[kind] = timing.error(kind, None) * (forward_s + out.backward_s[kind])
         ways = [way for way in timing.again.get(kind, {}) if (kind, way) not in timing.otherwise]
         ways = [] if kind in timing.unlike else ways
         if lane == LAUNCH:  # Python's share of a recompute is the same whatever the device saves of its work
@@ -445,14 +467,13 @@ def _medians(timing: _Timing, lane: int) -> Times:
         if not ways:
             continue
         # The first way saves least and so runs most again: the whole stage, if all of it may run again.
-        longest_s = timing.excess_s(kind, ways[0], lane)
-        # Recompute stops at the last saved tensor, so it takes no longer than forward. Any excess is the time of memory
-        # that is touched for the first time, which doesn't occur in the later steps of a training.
-        scale = min(1.0, forward_s / longest_s) if longest_s > 0 else 1.0
+        measured_s = [timing.excess_s(kind, way, lane) for way in ways]
         if ways[0] == ():
-            out.recompute_s[kind, ways.pop(0)] = max(scale * longest_s, 0.1 * forward_s)
-        measured_s = (max(scale * timing.excess_s(kind, way, lane), _LEAST_SHARE * forward_s) for way in ways)
-        out.recompute_s.update(((kind, way), s) for way, s in zip(ways, _falling(measured_s), strict=True))
+            out.recompute_s[kind, ways.pop(0)] = max(measured_s.pop(0), 0.1 * forward_s)
+        least_s = _LEAST_SHARE * forward_s
+        out.recompute_s.update(
+            ((kind, way), s) for way, s in zip(ways, _falling(max(s, least_s) for s in measured_s), strict=True)
+        )
     for (direction, index), values in timing.glue.items():
         table = out.glue_forward_s if direction == "forward" else out.glue_backward_s
         table[index] = statistics.median(t[lane] for t in values[1:] or values)

@@ -220,7 +220,7 @@ class Chain:
             out.still[at] = self._own(i, set(option.held) - self.elusive)[0]
             out.forward[at] = option.forward_bytes / self.unit
             out.backward[at] = option.backward_bytes / self.unit + kept + extra
-            out.seconds[at] = option.recompute_s / self.second
+            out.seconds[at] = option.added_s / self.second
             for s in option.moved:
                 if s in self.movable[i]:
                     if self.movable[i][s]:
@@ -265,7 +265,7 @@ class Chain:
             ways = [stage.options[c] for c in self.menu[i] if stage.options[c].name in ("recompute", "recompute+swap")]
             self.segment_forward[i] = min(o.forward_bytes for o in ways) / self.unit
             self.run_s[i] = stage.forward_s / self.second
-            self.again_s[i] = again.recompute_s / self.second
+            self.again_s[i] = again.added_s / self.second
             for s in stage.linked:
                 if self.counted[s] == i and not self.profile.storages[s].to_end:
                     self.drops[i].append((s, rules.latest_first(self.profile.storages[s]), float(self.size[s])))

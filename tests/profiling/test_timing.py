@@ -1,0 +1,79 @@
+"""What is measured of a running plan, and how stages are timed so that a machine's drift changes all alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptplan
+from ckptplan.core.request import Training
+from ckptplan.profiling.times import overheads, timing
+from ckptplan.profiling.times.stopwatch import Span, Stopwatch, Took
+from ckptplan.runtime.step import make_step
+
+CPU = torch.device("cpu")
+
+
+def test_a_device_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = overheads.measure_overheads(CPU)
+    monkeypatch.setattr(overheads, "_measured", lambda *_: pytest.fail("it was measured before"))
+    assert overheads.measure_overheads(CPU) is first
+    assert min(first.call_s, first.swap_s + first.storage_s) > 0
+
+
+def test_options_that_move_take_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = overheads.Overheads(call_s=1e3, swap_s=10.0, storage_s=1.0, byte_s=1e-6)
+    monkeypatch.setattr("ckptplan.profiling.profiler.measure_overheads", lambda *_: measured)
+    blocks = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(3)]
+    profile = ckptplan.profile(nn.Sequential(*blocks), torch.randn(64, 64), cache=False)
+    moving = 0
+    for stage in profile.stages:
+        assert (stage.forward_s >= 1e3) != stage.is_glue
+        assert stage.keep.overhead_s == 0
+        for option in stage.options:
+            nbytes = sum(profile.storages[s].nbytes for s in option.moved)
+            wanted_s = 10.0 + len(option.saved) + 1e-6 * nbytes if option.moves else 0.0
+            assert option.overhead_s == pytest.approx(wanted_s)
+            moving += bool(option.moves)
+    assert moving > 2
+
+
+class Slowing(Stopwatch):
+    """A watch on a machine that gets slower with every span, and what it timed, in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.kinds: list[Any] = []
+
+    def end(self, span: Span) -> Took:
+        self.kinds.append(span.kind)
+        return Took(1.0 + 0.01 * len(self.kinds), 0.0)
+
+
+def test_stages_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timed one after another, the last of ten equal stages would seem several times as slow as the first."""
+    watches: list[Slowing] = []
+    monkeypatch.setattr(timing, "Stopwatch", lambda device: watches.append(Slowing(device)) or watches[-1])
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(10)))
+    kinds = {str(i): f"kind {i}" for i in range(10)}
+    step = make_step(model, Training(torch.randn(2, 8), loss_fn=torch.mean))
+    times, _, _ = timing.time_stages(step, kinds, {}, CPU, lambda: None)
+    # Of a round of ten stages, whose times differ by its own length at most.
+    timed = [
+        kind[0] for kind in watches[0].kinds if isinstance(kind, tuple) and kind[-1] == "forward" and len(kind) == 3
+    ]
+    rounds = [timed[k : k + 10] for k in range(20, len(timed), 10)]  # behind the first visits, with a warm-up each
+    assert len(rounds) >= timing._LEAST_RUNS - 1
+    assert all(sorted(one) == sorted(kinds.values()) for one in rounds)
+    assert max(times.forward_s.values()) < 1.25 * min(times.forward_s.values())
+    assert all(error_s > 0 for error_s in times.error_s.values())
+
+
+def test_a_measured_profile_says_its_error() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
+    profile = ckptplan.profile(model, torch.randn(64, 64), cache=False)
+    assert 0 < profile.step_error < 1
+    assert f"± {profile.step_error:.1%}" in str(profile)
