@@ -144,7 +144,7 @@ class Replay:
     sizes: dict[Sid, int] = field(default_factory=dict)
     dropped: dict[Sid, int] = field(default_factory=dict)
     output: set[Sid] = field(default_factory=set)
-    results: dict[str, set[Sid]] = field(default_factory=dict)
+    results: dict[str, set[Sid]] = field(default_factory=dict, compare=False)  # for recorders, which aren't unfolded
     rerun: dict[int, int] = field(default_factory=dict)
     copied_bytes: dict[int, int] = field(default_factory=dict)
     end_bytes: int = 0
