@@ -72,7 +72,7 @@ def test_the_state_and_temporaries_of_adamw() -> None:
 def test_gradients_that_stay_and_steps_without_an_update() -> None:
     model = nn.Linear(8, 8, bias=False)
     measured = measure_phases(make_step(model, Training(torch.randn(4, 8))), steps=3, set_to_none=False)
-    assert [p.name for p in measured.phases[7:]] == ["forward 3", "backward 3", "optimizer 3"]
+    assert [p.name for p in measured.phases[7:]] == ["forward 3", "backward 3", "zero_grad 3"]
     weights, x = 4 * 8 * 8, 4 * 4 * 8
     assert measured.phases[1].start_bytes == weights
     assert {p.start_bytes for p in measured.phases if p.name in ("forward 2", "forward 3")} == {x + 2 * weights}
