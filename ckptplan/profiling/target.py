@@ -199,7 +199,7 @@ def _is_here(device: torch.device) -> bool:
     """Whether a device is one of this machine's that steps run on."""
     if device.type == "cpu":
         return True
-    return device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
+    return accelerator.is_accelerator(device) and (device.index or 0) < accelerator.device_count()
 
 
 ON_CPU = Target(torch.device("cpu"))

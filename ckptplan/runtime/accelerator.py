@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any, Literal
+from unittest import mock
 
 import psutil
 import torch
@@ -21,6 +23,9 @@ module: Any = torch.get_device_module("cuda")
 """PyTorch's module for the accelerator. An emulated device replaces the whole module."""
 IS_BUILT = torch.backends.cuda.is_built()
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
+
+
+_RANGES = ("rangePushA", "rangePop", "rangeStartA", "rangeEnd", "deviceRangeStart", "deviceRangeEnd", "markA")
 
 
 @functools.cache
@@ -43,6 +48,17 @@ def default_device() -> torch.device:
 def device_count() -> int:
     """Return the number of supported accelerators that PyTorch can use."""
     return int(module.device_count()) if module.is_available() else 0
+
+
+@contextlib.contextmanager
+def ranges_do_nothing() -> Iterator[None]:
+    """Inside, marks for NVIDIA's profiler do nothing in a build of PyTorch without CUDA, where they are errors."""
+    if hasattr(torch._C, "_nvtx"):
+        yield
+        return
+    nothing = SimpleNamespace(**dict.fromkeys(_RANGES, lambda *_: 0))
+    with mock.patch.object(torch.cuda.nvtx, "_nvtx", nothing):
+        yield
 
 
 def with_index(device: torch.device) -> torch.device:

@@ -837,7 +837,7 @@ INVALID, UNSUPPORTED, solve = ckptplan.InvalidInputError, ckptplan.UnsupportedMo
         (lambda: solve(Net(), 1, step=lambda: 1.0), INVALID, r"step\(\) gave 'float'"),
         (lambda: solve(Net(), 1, inputs=X, step=lambda: None), INVALID, r"leave out inputs="),
         (lambda: solve(Net(), 1, inputs=X, device="cuda"), INVALID, r"the model is on 'cpu'"),
-        (lambda: solve(Net(), 1, inputs=X.to("meta")), INVALID, r"an input lies on meta"),
+        (lambda: solve(Net(), 1, inputs=X.to("meta")), INVALID, r"the model or its inputs lie on 'meta'"),
         (lambda: solve(Net(), 1, inputs=X, actions=("recompute",)), INVALID, r"keep"),
         (lambda: solve(Net(), 1, inputs=X, time_limit_s=0), INVALID, r"time_limit_s"),
         (lambda: solve(Net(), 1, inputs=X, swap_dir="/nowhere/at/all"), INVALID, r"can't be written"),

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any, TypeVar
-from unittest import mock
 
 import numpy as np
 import torch
@@ -41,7 +39,7 @@ from ckptplan.profiling.values.answers import (
     sizes_of,
 )
 from ckptplan.profiling.values.compiled import note_compiled, undisturbed
-from ckptplan.runtime.accelerator import allocated_by, is_accelerator
+from ckptplan.runtime.accelerator import allocated_by, is_accelerator, ranges_do_nothing
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.observe.measure import peaks_within, recorded_allocations, tensors_in
 from ckptplan.runtime.state.compiled import compiled_modules
@@ -50,8 +48,6 @@ from ckptplan.runtime.swap.stores import NULL_STORES
 from ckptplan.runtime.swap.views import whole_storage
 
 T = TypeVar("T")
-
-_RANGES = ("rangePushA", "rangePop", "rangeStartA", "rangeEnd", "deviceRangeStart", "deviceRangeEnd", "markA")
 
 
 def answered(
@@ -68,19 +64,8 @@ def answered(
     UnsupportedModelError
         If the step can't run for real, since its weights lie on `meta`, or takes another path each time.
     """
-    with _ranges_do_nothing() if target.spec is not None else contextlib.nullcontext():
+    with ranges_do_nothing() if target.spec is not None else contextlib.nullcontext():
         return _answered(run, step, target, rewind, report)
-
-
-@contextlib.contextmanager
-def _ranges_do_nothing() -> Iterator[None]:
-    """Inside, marks for NVIDIA's profiler do nothing in a build of PyTorch without CUDA, where they are errors."""
-    if hasattr(torch._C, "_nvtx"):
-        yield
-        return
-    nothing = SimpleNamespace(**dict.fromkeys(_RANGES, lambda *_: 0))
-    with mock.patch.object(torch.cuda.nvtx, "_nvtx", nothing):
-        yield
 
 
 def _answered(
