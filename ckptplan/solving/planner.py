@@ -11,7 +11,7 @@ import numpy as np
 
 from ckptplan.core.checks import check_bytes
 from ckptplan.core.errors import InfeasibleBudgetError
-from ckptplan.core.option import ACTIONS, Action, Option
+from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.plan import OPTIMAL_GAP, Plan, plan_of
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import NO_LIMITS, Limits
@@ -20,7 +20,7 @@ from ckptplan.core.units import format_bytes
 from ckptplan.solving.bound.linear_program import Master
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.bound.relaxation import Chain, Floats
-from ckptplan.solving.cost import KEEP, Evaluator, Menu, Schedule, Segments
+from ckptplan.solving.cost import KEEP, Codes, Evaluator, Menu, Schedule, Segments
 from ckptplan.solving.cp_sat import FluidModel
 from ckptplan.solving.enumerate import PlanSpace, fastest_of_all
 from ckptplan.solving.label_dp import LEAST_WIDTH, LabelDp, Steering
@@ -552,14 +552,12 @@ class _PlanSearch:
         assert self.best is not None
         limit_s = self.best.step_s * (1 + EQUAL_S)
         while changes := self.simpler(swaps_alone=time.monotonic() > self.deadline):
-            codes, segments = np.array(self.best.codes, np.int8), self.best.segments
-            trials = np.tile(codes, (len(changes), 1))
-            trials[np.arange(len(changes)), [i for i, _ in changes]] = [code for _, code in changes]
-            costs = self.evaluator.makespans(trials, self.budget_bytes, segments)
+            segments = self.best.segments
+            trials, costs = self.tried(changes)
             good = np.flatnonzero(costs <= limit_s)
             if len(good) == 0:
                 return
-            together = codes.copy()
+            together = np.array(self.best.codes, np.int8)
             for row in reversed(good.tolist()):  # of one stage's changes the first, which is the greatest
                 together[changes[row][0]] = changes[row][1]
             for trial in (together, trials[int(costs.argmin())]):
@@ -569,6 +567,13 @@ class _PlanSearch:
                     break
             else:
                 return
+
+    def tried(self, changes: list[tuple[int, int]]) -> tuple[Codes, Floats]:
+        """The best schedule's codes with one of `changes` each, and the makespans, infinite where one doesn't fit."""
+        assert self.best is not None
+        trials = np.tile(np.array(self.best.codes, np.int8), (len(changes), 1))
+        trials[np.arange(len(changes)), [i for i, _ in changes]] = [code for _, code in changes]
+        return trials, self.evaluator.makespans(trials, self.budget_bytes, self.best.segments)
 
     def given_up(self, best: Schedule) -> Schedule:
         """The simplest schedule whose step is no longer than that of `best` by more than the profile's error.
@@ -582,17 +587,22 @@ class _PlanSearch:
             return best
         still = self.still
         self.best = still if still is not None and still.step_s <= limit_s else best
-        while True:
-            trials = []
-            for i, code in self.simpler(swaps_alone=False, instead=True):
-                codes = list(self.best.codes)
-                codes[i] = code
-                trials.append(self.evaluator.schedule(codes, self.budget_bytes, self.best.segments))
-            fit = [found for found in trials if found is not None and found.step_s <= limit_s]
-            found = min(fit, key=_complexity, default=self.best)
-            if _complexity(found) >= _complexity(self.best):
-                return self.best
-            self.best = found
+        while changes := self.simpler(swaps_alone=False, instead=True):
+            trials, costs = self.tried(changes)
+            moved = [self.moved_bytes(i, code) - self.moved_bytes(i, self.best.codes[i]) for i, code in changes]
+            good = np.flatnonzero(costs <= limit_s).tolist()
+            for row in sorted(good, key=lambda row: (moved[row], changes[row][1] != KEEP, costs[row])):
+                found = self.evaluator.schedule(trials[row].tolist(), self.budget_bytes, self.best.segments)
+                if found is not None and found.step_s <= limit_s and _complexity(found) < _complexity(self.best):
+                    self.best = found
+                    break
+            else:
+                break
+        return self.best
+
+    def moved_bytes(self, stage: int, code: int) -> int:
+        """Bytes of the storages that one of a stage's options moves."""
+        return sum(self.profile.storages[s].nbytes for s in self.profile.stages[stage].options[code].moved)
 
     def simpler(self, *, swaps_alone: bool, instead: bool = False) -> list[tuple[int, int]]:
         """(stage, code) of each option by which one stage would keep, or do the same and move less.
@@ -600,13 +610,8 @@ class _PlanSearch:
         With `instead`, also of each by which it would recompute in place of moving.
         """
         assert self.best is not None
-        storages = self.profile.storages
         menu = self.space.menu_in(self.best.segments)
         inside = {i for segment in self.best.segments for i in range(segment.first, segment.last + 1)}
-
-        def bytes_of(option: Option) -> int:
-            return sum(storages[s].nbytes for s in option.moved)
-
         changes = []
         for i in reversed(range(len(menu))):
             options, code = self.profile.stages[i].options, self.best.codes[i]
@@ -620,9 +625,9 @@ class _PlanSearch:
                 for c in menu[i]
                 if c != KEEP
                 and (instead or (options[c].recomputes, options[c].ops) == (now.recomputes, now.ops))
-                and bytes_of(options[c]) < bytes_of(now)
+                and self.moved_bytes(i, c) < self.moved_bytes(i, code)
             ]
-            changes += [(i, c) for c in sorted(less, key=lambda c: bytes_of(options[c]))]
+            changes += [(i, c) for c in sorted(less, key=lambda c: self.moved_bytes(i, c))]
         return changes
 
 

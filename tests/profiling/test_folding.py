@@ -304,7 +304,9 @@ class Profiles(NamedTuple):
 def without_clocks() -> Iterator[pytest.MonkeyPatch]:
     """All that is measured has made-up values, so that profiles differ in nothing else."""
 
-    def time_stages(step: Any, kinds: dict[str, str], again: dict[str, Any], *args: Any) -> tuple[Times, Times, Any]:
+    def time_stages(
+        step: Any, kinds: dict[str, str], counts: Any, again: dict[str, Any], *args: Any
+    ) -> tuple[Times, Times, Any]:
         seconds = dict.fromkeys(kinds.values(), 1.0)
         recompute_s = {(kind, ops): 1.0 for kind, ways in again.items() for ops in ways}
         return Times(seconds, seconds, recompute_s), Times(), {}

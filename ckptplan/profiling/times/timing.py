@@ -5,7 +5,7 @@ autograd, but the first one of each kind is also timed on the spot: forward, bac
 Between the cuts the glue keeps its graph, so that its backward (most of all the loss) can be timed too.
 
 Each round times every way of each kind once, so a machine that gets slower or faster meanwhile changes all alike, and
-their ratios stay. Rounds go on until the medians' standard errors are small, or have taken long enough.
+their ratios stay. Rounds go on until the step's standard error is small, or have taken long enough.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -53,11 +53,11 @@ COMPUTE, LAUNCH = range(2)
 
 _LEAST_SHARE = 0.02
 """Least time of a recompute with saved outputs, as a share of forward; noise may make the measured one 0."""
-_LEAST_RUNS = 5  # timings of each way, from which the medians' errors are estimated
+_LEAST_RUNS = 3  # timings of each way; the errors of a kind's medians are estimated from those of all its ways
 _WARM_UPS = {False: 1, True: 2}  # further ones on the CPU and on a GPU, which aren't counted
 _MOST_RUNS = 30
-_STAGE_S = 0.12  # most time for each way of a kind, on average, beyond the least number of runs
-_ERROR = 0.01  # of the median of a way's forward and backward, below which it is timed no more
+_MORE_S = 0.5  # most time for rounds beyond the least number
+_ERROR = 0.01  # of the step, below which it is timed no more
 
 
 def why_not_again(
@@ -144,11 +144,12 @@ class _Timing:
         self,
         step: TrainingStep,
         kinds: dict[str, str],
+        counts: Mapping[str, int],
         again: dict[str, Again],
         device: torch.device,
         rewind: Callable[[], None],
     ) -> None:
-        self.step, self.kinds, self.again, self.device = step, kinds, again, device
+        self.step, self.kinds, self.counts, self.again, self.device = step, kinds, counts, again, device
         self.watch = Stopwatch(device)
         self.rewind = rewind
         self.names = tuple(kinds)
@@ -158,9 +159,9 @@ class _Timing:
         self.needs_graph: dict[str, bool] = {}  # kinds that ran without a graph -> whether that failed
         self.glue: dict[tuple[str, int], list[Took]] = {}
         self.anchors: list[torch.Tensor] = []
-        self.done: set[str] = set()  # kinds that were timed in this round, or well enough before
+        self.wanted: set[str] = set()  # kinds to be timed in this round
         self.runs: Counter[str] = Counter()  # of each way of a kind that was timed
-        self.tries = self.times = False
+        self.tries = False
         self.left: Span | None = None
 
     def excess_s(self, kind: str, way: Way, lane: int) -> float:
@@ -174,45 +175,56 @@ class _Timing:
         )
         return statistics.median(b - a for a, b in zip(plain, other, strict=True))
 
-    def error(self, kind: str, way: Way) -> float:
-        """Estimated standard error of the median of a way's time, as a share of it; normal noise is assumed."""
+    def _took_s(self, kind: str, way: Way) -> list[float]:
+        """Time of each run of a way, forward and backward together, in the lane that takes longer."""
         pairs = zip(self.samples[kind, way, "forward"], self.samples[kind, way, "backward"], strict=True)
-        took_s = [sum(map(max, pair)) for pair in pairs]
-        median_s = statistics.median(took_s)
-        deviation_s = 1.4826 * statistics.median(abs(s - median_s) for s in took_s)
-        return 1.2533 * deviation_s / (median_s * math.sqrt(len(took_s))) if median_s else 0.0
+        return [sum(map(max, pair)) for pair in pairs]
 
-    def _settled(self, kind: str) -> bool:
-        """Whether each way of a kind was timed well enough."""
-        ways = [way for of, way, direction in self.samples if of == kind and direction == "forward"]
-        return self.runs[kind] >= _LEAST_RUNS and all(self.error(kind, way) <= _ERROR for way in ways)
+    def error_s(self, kind: str) -> float:
+        """Estimated standard error of the median of a kind's time; normal noise, alike in all its ways, is assumed."""
+        ways = [self._took_s(kind, way) for of, way, direction in self.samples if of == kind and direction == "forward"]
+        medians_s = [statistics.median(took_s) for took_s in ways]
+        shares = [abs(s / m - 1) for m, took_s in zip(medians_s, ways, strict=True) for s in took_s if m]
+        if not shares:
+            return 0.0
+        # From each way its median is taken, so that one of its runs deviates by nothing.
+        free = len(shares) / max(len(shares) - len(ways), 1)
+        deviation = 1.4826 * math.sqrt(free) * statistics.median(shares)
+        return 1.2533 * deviation / math.sqrt(self.runs[kind]) * medians_s[0]
+
+    def _unsettled(self) -> set[str]:
+        """The kinds with more than their share of the step's error, if that is too large."""
+        step_s = sum(self.counts[kind] * statistics.median(self._took_s(kind, None)) for kind in self.runs)
+        errors_s = {kind: self.counts[kind] * self.error_s(kind) for kind in self.runs}
+        if math.hypot(*errors_s.values()) <= _ERROR * step_s:
+            return set()
+        return {kind for kind, error_s in errors_s.items() if error_s > _ERROR * step_s / math.sqrt(len(errors_s))}
 
     def rounds(self) -> None:
-        """Run timed rounds until all kinds are settled, or the time for them is over."""
-        until_s: float | None = None
+        """Run timed rounds until the step's error is small, or the time for them is over."""
+        wanted, until_s = set(self.counts), math.inf
         for number in range(_MOST_RUNS):
-            self.round(times=True)
-            if number + 1 < _LEAST_RUNS:
-                continue
-            ways = sum(direction == "forward" for _, _, direction in self.samples)
-            until_s = until_s or time.perf_counter() + _STAGE_S * ways
-            if time.perf_counter() > until_s or all(map(self._settled, self.runs)):
+            if number == _LEAST_RUNS:
+                until_s = time.perf_counter() + _MORE_S
+            if number >= _LEAST_RUNS:
+                wanted = self._unsettled()
+            if not wanted or time.perf_counter() > until_s:
                 break
+            self.round(times=wanted)
 
-    def round(self, *, tries: bool = False, times: bool = False, watched: RealStorages | None = None) -> None:
+    def round(self, *, tries: bool = False, times: Collection[str] = (), watched: RealStorages | None = None) -> None:
         """Run one forward of the step.
 
         Parameters
         ----------
         tries : bool
             Check of each stage that it can run again.
-        times : bool
-            Time each kind of stage.
+        times : collection of str
+            The kinds of stage to time.
         watched : RealStorages, optional
             Watches the round, in which nothing is tried or timed then.
         """
-        self.tries, self.times, self.anchors = tries, times, []
-        self.done = {kind for kind in self.runs if self._settled(kind)}
+        self.tries, self.wanted, self.anchors = tries, set(times), []
         self.watched = watched
         self.rewind()
         calls: dict[nn.Module, list[int]] = {}
@@ -281,13 +293,12 @@ class _Timing:
     def _stage(self, index: int, call: _StageCall) -> Any:
         kind = self.kinds[self.names[index]]
         # Every stage is tried, since those of a kind run the same operations but may read other objects.
-        timed = self.times and kind not in self.done
-        if self.tries or timed:
+        if self.tries or kind in self.wanted:
             with call.apart():
                 if self.tries:
                     self._try_again(kind, call)
-                if timed:
-                    self.done.add(kind)
+                if kind in self.wanted:
+                    self.wanted.remove(kind)
                     self._time(kind, call)
         if self.watched is None:
             output = self._without_graph(kind, call)
@@ -406,6 +417,7 @@ def _falling(values: Iterable[float]) -> list[float]:
 def time_stages(
     step: TrainingStep,
     kinds: dict[str, str],
+    counts: Mapping[str, int],
     again: dict[str, Again],
     device: torch.device,
     rewind: Callable[[], None],
@@ -416,7 +428,9 @@ def time_stages(
     Parameters
     ----------
     kinds : dict
-        Stage name -> kind, in call order; each kind is timed once, on the first stage that has it.
+        Stage name -> kind, in call order; each kind is timed on the first stage that has it.
+    counts : mapping
+        Kind -> its number of stages in the full model, of which `step` may run only a few.
     again : dict
         Kind -> its recomputing options' saved operations, by rising bytes and so, noise aside, falling time; saving
         none comes first, unless some must not run again. Empty for a kind that can't be recomputed.
@@ -437,7 +451,7 @@ def time_stages(
     UnsupportedModelError
         If a stage didn't run.
     """
-    timing = _Timing(step, kinds, again, device, rewind)
+    timing = _Timing(step, kinds, counts, again, device, rewind)
     timing.round(tries=True)  # a warm-up as well
     timing.round(watched=real)
     timing.rounds()
@@ -458,7 +472,7 @@ def _medians(timing: _Timing, lane: int) -> Times:
             continue
         forward_s = out.forward_s[kind] = statistics.median(t[lane] for t in timing.samples[kind, None, "forward"])
         out.backward_s[kind] = statistics.median(t[lane] for t in timing.samples[kind, None, "backward"])
-        out.error_s[kind] = timing.error(kind, None) * (forward_s + out.backward_s[kind])
+        out.error_s[kind] = timing.error_s(kind)
         ways = [way for way in timing.again.get(kind, {}) if (kind, way) not in timing.otherwise]
         ways = [] if kind in timing.unlike else ways
         if lane == LAUNCH:  # Python's share of a recompute is the same whatever the device saves of its work
