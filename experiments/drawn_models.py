@@ -81,8 +81,9 @@ def draw(seed: int, count: int, packages: Sequence[str]) -> list[str]:
 
 
 def drawn(experiment: str) -> list[str]:
-    """The committed draw of an experiment."""
-    return list(json.loads(DRAWS.read_text())[experiment]["names"])
+    """The committed draw of an experiment, with what was drawn for it later."""
+    found = json.loads(DRAWS.read_text())[experiment]
+    return [*found["names"], *found.get("further", {"names": ()})["names"]]
 
 
 # --- small configs ---
