@@ -90,7 +90,7 @@ class Phase:
     categories : mapping
         Category -> bytes at the phase's peak; they add up to `peak_bytes`.
     batch : int or None
-        Number of the batch that runs, from 1 on; None: none does.
+        Number of the batch that runs, or ran last, from 1 on; None: none has.
     """
 
     name: str
@@ -166,7 +166,8 @@ class Estimate(Saved):
     @property
     def reserved_phase(self) -> str:
         """The first phase with most reserved bytes."""
-        return next(phase.name for phase in self.phases if phase.reserved_bytes == self.reserved_bytes)
+        most = (phase.name for phase in self.phases if phase.reserved_bytes == self.reserved_bytes)
+        return next(most, self.peak_phase)
 
     @property
     def total_bytes(self) -> int:

@@ -233,7 +233,7 @@ class Account:
             self.spans(), peaks, self.all_categories(peaks), strict=True
         ):
             start, last, peak = (int(self.allocated[i]) if i >= 0 else 0 for i in (begin - 1, end - 1, at))
-            held = self.reserved[begin if end > begin else max(begin - 1, 0) : end]
+            held = self.reserved[max(begin - 1, 0) : end]
             out.append(Phase(name, start, last, peak, int(held.max(initial=0)), categories, batch))
         return tuple(out)
 

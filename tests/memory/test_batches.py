@@ -145,6 +145,13 @@ def test_micro_batches_of_different_lengths(how: dict[str, Any], set_to_none: bo
     assert_measured(found, model, batches, adamw(model.parameters()), **how)
 
 
+def test_a_batch_smaller_than_what_it_takes_the_place_of() -> None:
+    model, batches = Language(), [*tokens(32), torch.zeros(2, 0, dtype=torch.long)]
+    found = estimate(model, batches, optimizer=adamw)
+    assert_measured(found, model, batches, adamw(model.parameters()))
+    assert all(phase.reserved_bytes == phase.peak_bytes for phase in found.phases)
+
+
 def test_batches_with_other_arguments() -> None:
     model, (first, second, third) = Language(), tokens(48, 16, 32)
     batches = [{"tokens": first}, {"tokens": second, "weights": torch.ones(2, 16)}, (third, torch.ones(2, 32))]
