@@ -331,6 +331,17 @@ def test_a_plan_for_the_largest_batch(action: Any) -> None:
         estimate(model, [batches[0], {"input": batches[0], "other": batches[0]}], plan=plan)
 
 
+@pytest.mark.parametrize("action", ["swap", "recompute"])
+def test_a_plan_and_a_batch_that_leaves_its_stages_out(action: Any) -> None:
+    model, batches = Experts(), [torch.randn(rows, 8) for rows in (960, 12, 14)]
+    measured = ckptplan.profile(model, batches[0], menus=False)
+    assert not any(name.startswith("experts.0") for name in (stage.name for stage in measured.stages))
+    plan = plan_of(measured, [action] * len(measured.stages))
+    found = estimate(model, batches, plan=plan, optimizer=adamw)
+    with ckptplan.apply(model, plan):
+        assert_measured(found, model, batches, adamw(model.parameters()))
+
+
 # --- bad input ---
 
 
