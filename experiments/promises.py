@@ -736,6 +736,21 @@ PROMISES: tuple[Promise, ...] = (
     ),
     Promise(
         "Estimates of memory",
+        "Batches in turn are estimated step by step as the allocator counts them, with what it reserves between them",
+        _in(
+            "test_batches",
+            "test_a_sorted_epoch_of_packed_documents",
+            "test_what_an_epoch_reserves_counted_by_hand",
+            "test_micro_batches_of_different_lengths",
+            "test_batches_that_take_other_paths",
+            "test_batches_of_one_shape_are_recorded_once_unless_values_are_read",
+            "test_more_than_two_updates",
+            "test_a_plan_for_the_largest_batch",
+            "test_a_list_of_one_is_that_batch",
+        ),
+    ),
+    Promise(
+        "Estimates of memory",
         "Estimates agree with the formulas and figures of the literature",
         _in(
             "test_formulas",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,10 +54,11 @@ class MeasuredSteps:
 
 
 def measure_phases(
-    step: TrainingStep,
+    step: TrainingStep | Sequence[TrainingStep],
     optimizer: torch.optim.Optimizer | None = None,
     *,
     steps: int = 2,
+    accumulation_steps: int = 1,
     set_to_none: bool = True,
     held: Iterable[torch.Tensor] = (),
     holds_output: bool = True,
@@ -80,12 +81,16 @@ def measure_phases(
 
     Parameters
     ----------
-    step : TrainingStep
-        A step with inputs; those of a step with a callable (`fn`) aren't known.
+    step : TrainingStep, or a sequence of them
+        A step with inputs; those of a step with a callable (`fn`) aren't known. Of a sequence each has a batch, which
+        is copied in the forward phase, after the one before has been freed.
     optimizer : Optimizer, optional
         Optimizer of the update; without it, the third phase only drops the gradients.
     steps : int
-        Number of steps, at least 1. The first makes the optimizer's state, so its peak differs from the others.
+        Number of steps, at least 1, if there is one batch. The first makes the optimizer's state, so its peak differs
+        from the others.
+    accumulation_steps : int
+        How many batches of a sequence make an update.
     set_to_none : bool
         Passed to `zero_grad`.
     held : iterable of tensors
@@ -101,46 +106,58 @@ def measure_phases(
     InvalidInputError
         If the model isn't on the CPU, or `step` or `steps` can't be used.
     """
-    device = model_device(step.model)
+    loaded = not isinstance(step, TrainingStep) or "batch" in keeps
+    batches = [step] * steps if isinstance(step, TrainingStep) else list(step)
+    if not batches:
+        raise InvalidInputError(f"steps={steps}; at least 1 has to be measured")
+    step = batches[-1]
+    model = step.model
+    device = model_device(model)
     if device.type != "cpu":
         raise InvalidInputError(f"the model is on {device}; the allocator's events can be read on the CPU only")
     if step.fn is not None:
         raise InvalidInputError("a step= callable hides its inputs, which count; pass the model's inputs instead")
-    if steps < 1:
-        raise InvalidInputError(f"steps={steps}; at least 1 has to be measured")
-    names = [
-        phase if k == 1 else f"{phase} {k}"
-        for k in range(1, steps + 1)
-        for phase in ("forward", "backward", "zero_grad" if optimizer is None else "optimizer")
-    ]
+    names: list[str] = []
+    for k in range(len(batches)):
+        number, micro = k // accumulation_steps + 1, k % accumulation_steps + 1
+        suffix = f" {number}" if number > 1 else ""
+        more = f", accumulating{f' {micro}' if micro > 2 else ''}" if micro > 1 else ""
+        names += [f"forward{suffix}{more}", f"backward{suffix}{more}"]
+        if micro == accumulation_steps:
+            names.append(f"{'zero_grad' if optimizer is None else 'optimizer'}{suffix}")
 
     left: list[Any] = []
 
     def run() -> None:
         # No other frame holds output and loss, so that names bound to None free them.
         args, kwargs = step.args, step.kwargs
-        for forward, backward, update in zip(names[::3], names[1::3], names[2::3], strict=True):
-            with record_function(forward):
-                if "batch" in keeps:
-                    args, kwargs = tree_map_only(torch.Tensor, torch.clone, (step.args, step.kwargs))
-                with step.autocasting():
-                    output = step.model(*args, **kwargs)
-                    loss = step.loss_fn(output)
+        name = iter(names)
+        for k, batch in enumerate(batches, 1):
+            with record_function(next(name)):
+                if loaded:
+                    if "batch" not in keeps:
+                        args = kwargs = None
+                    args, kwargs = _copied((batch.args, batch.kwargs))
+                with batch.autocasting():
+                    output = model(*args, **kwargs)
+                    loss = batch.loss_fn(output)
                 if not holds_output:
                     output = None
-            with record_function(backward):
+            with record_function(next(name)):
                 loss.backward()
                 output = output if "output" in keeps else None
                 loss = loss if "loss" in keeps else None
-            with record_function(update):
+            if k % accumulation_steps:
+                continue
+            with record_function(next(name)):
                 if optimizer is not None:
                     optimizer.step()
-                step.model.zero_grad(set_to_none=set_to_none)
+                model.zero_grad(set_to_none=set_to_none)
         left.extend((output, loss, args, kwargs))  # freed after the recording
 
     held = list(held)
-    start = unique_bytes([*held_tensors(step.model), *optimizer_tensors(optimizer), *held])
-    level = start if "batch" in keeps else _held_bytes(step, optimizer, held)
+    start = unique_bytes([*held_tensors(model), *optimizer_tensors(optimizer), *held])
+    level = start if loaded else _held_bytes(step, optimizer, held)
     events, spans = recorded_allocations(run)
     begins = [spans[name][0] for name in names]
     phases = [PhaseBytes("loaded", 0, start, start)]
@@ -154,6 +171,18 @@ def measure_phases(
         phases.append(PhaseBytes(name, start, level, peak))
         start = level
     return MeasuredSteps(tuple(phases), level - _held_bytes(step, optimizer, held))
+
+
+def _copied(tree: Any) -> Any:
+    """Return a tree with copies of its tensors, one for each."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.clone()
+        return copies[id(tensor)]
+
+    return tree_map_only(torch.Tensor, copied, tree)
 
 
 def _held_bytes(step: TrainingStep, optimizer: torch.optim.Optimizer | None, held: list[torch.Tensor]) -> int:

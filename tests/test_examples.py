@@ -14,6 +14,7 @@ PRINTED = {
     "plain_loop.py": ("plan by ckptplan", "5 training forwards"),
     "hugging_face.py": ("plan by ckptplan", "gradients bitwise equal"),
     "frontier.py": ("proven gap", "memory    binds", "drawn in"),
+    "sorted_epoch.py": ("emptied", "two longest steps", "long to short", "short to long"),
     "absent_device.py": ("on NVIDIA GeForce RTX 4090", "fits with everything kept", "plan by ckptplan"),
 }
 """By example: text of its output, from its first print to its last."""

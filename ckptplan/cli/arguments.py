@@ -126,6 +126,17 @@ def to_bytes(text: str, option: str) -> int:
     return budget_to_bytes(value, name=option)
 
 
+def to_counts(text: str, option: str) -> list[int]:
+    """Return the numbers in `text`, separated by commas, each at least 1."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    for part in parts:
+        if not part.isdecimal() or int(part) < 1:
+            raise InvalidInputError(
+                f"{option} {text!r}: {part!r} is not a whole number from 1 on; give some, by commas"
+            )
+    return [int(part) for part in parts]
+
+
 def to_actions(text: str) -> tuple[Action, ...]:
     """Return the actions in `text`, separated by commas."""
     wanted = [part.strip() for part in text.split(",") if part.strip()]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ckptplan.cli.arguments import Accumulate, Autocast, ModelSource, OptimizerName, to_bytes
+from ckptplan.cli.arguments import Accumulate, Autocast, ModelSource, OptimizerName, to_bytes, to_counts
 from ckptplan.cli.output import terminal, writing
 from ckptplan.cli.subject import batches_of, model_of
 from ckptplan.core.plan import Plan
@@ -65,6 +65,17 @@ def estimate(
     ddp: Annotated[
         bool, typer.Option("--ddp", help="Gradients are reduced in buckets, as in distributed data parallel.")
     ] = False,
+    batches: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZES",
+            help="Sizes of batches that run in turn, by commas; default: two steps on the model's inputs. A function "
+            "may also return a list of batches as inputs.",
+        ),
+    ] = "",
+    empty_cache: Annotated[
+        bool, typer.Option("--empty-cache", help="The loop calls torch.cuda.empty_cache() after each step.")
+    ] = False,
     accumulation: Annotated[int, typer.Option(min=1, metavar="N", help="Micro-batches per update.")] = 1,
     holds_output: Annotated[
         bool, typer.Option("--holds-output/--drops-output", help="The loop holds the output during backward.")
@@ -89,7 +100,12 @@ def estimate(
     Example: [bold]ckptplan estimate train:build --device a100-40gb --optimizer adamw --amp bfloat16[/bold]
     """
     plan = None if plan_file is None else Plan.load(plan_file)
-    model, inputs = model_of(source)
+    sizes = to_counts(batches, "--batches")
+    if sizes:
+        model, make_inputs, _ = batches_of(source)
+        inputs: Any = [make_inputs(size) for size in sizes]
+    else:
+        model, inputs = model_of(source)
     from ckptplan.memory.estimate import estimate
 
     with Console(stderr=True).status("estimating"):
@@ -106,6 +122,7 @@ def estimate(
             keeps=[name.strip() for name in keeps.split(",") if name.strip()],
             plan=plan,
             allocator=allocator,
+            empty_cache=empty_cache,
         )
     typer.echo(str(found))
     if json_file is not None:

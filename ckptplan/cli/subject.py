@@ -60,6 +60,11 @@ def batches_of(source: str) -> tuple[Any, Callable[[int], Any], int]:
 
         args, kwargs, _ = find_inputs(model, torch.device("cpu"))
         inputs = args or kwargs
+    if isinstance(inputs, list):
+        raise InvalidInputError(
+            f"{source} gives a list of {len(inputs)} batches as inputs; sizes can be given for one batch alone, so "
+            "leave them out, or return one batch"
+        )
     builder = _import(source, *source.split(":", 1))
     parameter = None
     if callable(builder) and not isinstance(builder, nn.Module):

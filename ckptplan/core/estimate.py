@@ -32,6 +32,7 @@ KEPT = ("output", "loss", "batch")
 """What a training loop may still reference when the next forward begins."""
 
 _MOST_SHOWN = 12  # kinds of tensors in the printed table
+_MOST_PHASES = 24  # phases in the printed table
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +80,17 @@ class Phase:
     Parameters
     ----------
     name : str
-        "loaded", "forward", "backward", "optimizer" ("zero_grad" without one), the same of the second step
-        ("forward 2", ...), or "inference".
+        "loaded", "forward", "backward", "optimizer" ("zero_grad" without one), the same of later steps ("forward 2",
+        ...), of later micro-batches of a step ("forward 2, accumulating", "forward 2, accumulating 3"), or "inference"
+        ("inference 2" of the second batch).
     start_bytes, end_bytes, peak_bytes : int
         In blocks, rounded up as the device does.
     reserved_bytes : int
         Highest number of reserved bytes; on the CPU equal to the peak.
     categories : mapping
         Category -> bytes at the phase's peak; they add up to `peak_bytes`.
+    batch : int or None
+        Number of the batch that runs, or ran last, from 1 on; None: none has.
     """
 
     name: str
@@ -95,6 +99,7 @@ class Phase:
     peak_bytes: int
     reserved_bytes: int
     categories: Mapping[str, int]
+    batch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +133,10 @@ class Estimate(Saved):
         Whether the loop is taken to hold the output during backward.
     keeps : tuple of str
         What it is taken to reference still when the next forward begins, of `KEPT`.
+    batches : tuple of str
+        The tensors of each batch, in the order in which they run.
+    empty_cache : bool
+        Whether the loop is taken to empty the allocator's cache after each step.
     """
 
     SCHEMA = "ckptplan.estimate/1"
@@ -146,6 +155,19 @@ class Estimate(Saved):
     notes: tuple[str, ...] = ()
     holds_output: bool = True
     keeps: tuple[str, ...] = ()
+    batches: tuple[str, ...] = ()
+    empty_cache: bool = False
+
+    @property
+    def peak_batch(self) -> int | None:
+        """Number of the batch of the peak, from 1 on; None: it is before the first step."""
+        return self.phase(self.peak_phase).batch
+
+    @property
+    def reserved_phase(self) -> str:
+        """The first phase with most reserved bytes."""
+        most = (phase.name for phase in self.phases if phase.reserved_bytes == self.reserved_bytes)
+        return next(most, self.peak_phase)
 
     @property
     def total_bytes(self) -> int:
@@ -169,22 +191,43 @@ class Estimate(Saved):
                 return phase
         raise KeyError(f"no phase {name!r}; there are {', '.join(phase.name for phase in self.phases)}")
 
+    def _of_batch(self, phase: str) -> str:
+        """Return the name of a phase, with its batch if there are several."""
+        batch = self.phase(phase).batch
+        return f"{phase} of batch {batch}" if batch is not None and len(self.batches) > 1 else phase
+
+    def _shown_phases(self) -> tuple[Phase, ...]:
+        """Return the phases to print: of many, those of the batches with the peaks, of the first and of the last."""
+        if len(self.phases) <= _MOST_PHASES:
+            return self.phases
+        peaks = (self.peak_batch, self.phase(self.reserved_phase).batch)
+        shown = {None, 1, 2, *peaks, len(self.batches)}
+        return tuple(phase for phase in self.phases if phase.batch in shown)
+
     def __str__(self) -> str:
         fits = {None: "", True: ": fits", False: ": does NOT fit"}[self.fits]
         has = "" if self.capacity_bytes is None else f" of {format_bytes(self.capacity_bytes)}{fits}"
-        during = f"{self.peak_phase}, {self.peak_stage}" if self.peak_stage else self.peak_phase
+        during = ", ".join(part for part in (self._of_batch(self.peak_phase), self.peak_stage) if part)
+        reserved = f" ({self._of_batch(self.reserved_phase)})" if len(self.batches) > 1 else ""
         lines = [
             f"needs     {format_bytes(self.total_bytes)} on {self.device}{has}",
             f"peak      {format_bytes(self.peak_bytes)} in tensors ({during}), "
-            f"{format_bytes(self.reserved_bytes)} reserved, {format_bytes(self.context_bytes)} context",
+            f"{format_bytes(self.reserved_bytes)} reserved{reserved}, {format_bytes(self.context_bytes)} context",
             f"loop      {'holds' if self.holds_output else 'drops'} the output during backward, and "
-            f"{'keeps ' + ' and '.join(self.keeps) if self.keeps else 'nothing of a step'} until the next",
-            "",
-            f"{'phase':<14}{'at start':>12}{'peak':>12}{'at end':>12}{'reserved':>12}",
+            f"{'keeps ' + ' and '.join(self.keeps) if self.keeps else 'nothing of a step'} until the next"
+            + (", and empties the allocator's cache after each step" if self.empty_cache else ""),
         ]
-        for p in self.phases:
+        if len(self.batches) > 1:
+            number = self.peak_batch or 1
+            lines.append(f"batches   {len(self.batches)} in turn; batch {number} is {self.batches[number - 1]}")
+        shown = self._shown_phases()
+        width = max(14, *(len(phase.name) + 2 for phase in shown))
+        lines += ["", f"{'phase':<{width}}{'at start':>12}{'peak':>12}{'at end':>12}{'reserved':>12}"]
+        for p in shown:
             numbers = (p.start_bytes, p.peak_bytes, p.end_bytes, p.reserved_bytes)
-            lines.append(f"{p.name:<14}" + "".join(f"{format_bytes(n):>12}" for n in numbers))
+            lines.append(f"{p.name:<{width}}" + "".join(f"{format_bytes(n):>12}" for n in numbers))
+        if len(shown) < len(self.phases):
+            lines.append(f"and {len(self.phases) - len(shown)} more phases")
         lines += ["", f"{'category':<28}{'bytes':>12}"]
         lines += [f"{name:<28}{format_bytes(n):>12}" for name, n in self.categories.items() if n]
         lines += ["", f"{'alive at the peak':<28}{'bytes':>12}  of"]

@@ -95,6 +95,7 @@ __all__ = [
 ]
 
 FREE = -1  # stands in place of a size for an event that frees the block
+EMPTY_CACHE = -2  # the same for an event that releases all unused memory, whatever the block
 _FIRST_ADDRESS = 1 << 60  # above every address of a device, so that a replay can use the recorded ones
 _FIRST_SPACE = 1 << 62  # lowest address of expandable segments
 _UNLIMITED_SPACE = 1 << 61  # address space of an expandable segment if the capacity isn't known
@@ -912,7 +913,8 @@ def replay(
     Parameters
     ----------
     events : iterable of (block, nbytes)
-        An allocation for `nbytes` of 0 or more, a free for -1. A block's number may be used again after its free.
+        An allocation for `nbytes` of 0 or more, a free for -1, a call of `empty_cache` for -2 (of no block). A block's
+        number may be used again after its free.
     settings, capacity_bytes
         See `CachingAllocator`.
 
@@ -928,6 +930,8 @@ def replay(
     for block, nbytes in events:
         if nbytes == FREE:
             allocator.free(block)
+        elif nbytes == EMPTY_CACHE:
+            allocator.empty_cache()
         else:
             allocator.allocate(block, nbytes)
         figures.append((allocator.allocated_bytes, allocator.requested_bytes, allocator.reserved_bytes))

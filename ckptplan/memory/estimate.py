@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from ckptplan.core.allocator_settings import AllocatorSettings, allocator_conf
-from ckptplan.core.checks import check_count
 from ckptplan.core.device import library_workspaces
-from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
 from ckptplan.core.estimate import CATEGORIES, KEPT, Estimate, Phase
 from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import UNSAID, StepKeywords, Training, require_known
 from ckptplan.memory.allocator import SimulatedOutOfMemoryError
+from ckptplan.memory.batches import batch_steps, described, does_the_same, require_planned
 from ckptplan.memory.folding import Folding
 from ckptplan.memory.ledger import Account, Ledger, Player, saved_bytes
 from ckptplan.memory.recorder import Block, Recording, record_step, record_updates
@@ -34,7 +34,7 @@ from ckptplan.runtime.guard.gradients import made_gradient_bytes
 from ckptplan.runtime.state.compiled import refuse_compiled
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
-from ckptplan.runtime.step import TrainingStep, caching, check_supported, fingerprint, training_config
+from ckptplan.runtime.step import TrainingStep, caching, check_supported, training_config
 
 _UNKNOWN_ON_CUDA = (
     (("aten.convolution", "aten.convolution_backward"), "cuDNN's workspaces for convolutions are not included"),
@@ -94,6 +94,7 @@ def estimate(
     keeps: Collection[str] = (),
     plan: Plan | None = None,
     allocator: AllocatorSettings | str | None = None,
+    empty_cache: bool = False,
     **training: Unpack[StepKeywords],
 ) -> Estimate:
     """Return the memory of training `model`, by category and phase, without allocating it.
@@ -104,18 +105,22 @@ def estimate(
     then one forward without autograd ("inference"), and without `loss_fn`. Checkpoints of the model's own are estimated
     as they are.
 
+    A list of two or more batches is run as it is, each batch once: what the allocator has reserved for one is there for
+    the next, and the first update makes the optimizer's state. ``inputs=batches * 2`` is two epochs. Each batch is
+    loaded anew, so a tensor that two of them share counts for each.
+
     Parameters
     ----------
     model : nn.Module
         May be on `meta` if `device` is given.
-    inputs : tensor, tuple, dict, optional
-        As in `profile`.
+    inputs : tensor, tuple, dict, list of these, optional
+        As in `profile`; a list has the batches that run in turn.
     grad_scaler : bool, optional
         Whether a `GradScaler` is used; default: with float16.
     ddp : DDP or bool
         Whether gradients are reduced in buckets.
     accumulation_steps : int
-        Micro-batches per update, each as large as `inputs`.
+        Micro-batches per update: each as large as `inputs`, or so many of the list's batches in turn.
     set_to_none : bool
         Argument of `zero_grad`; False keeps the gradients' memory.
     checkpoint_on_device : bool
@@ -129,9 +134,11 @@ def estimate(
         loop (``for batch in loader: output = model(batch); ...``), whose names refer to them until the next step's
         tensors are there. Default: none; output and loss are freed at the end of backward, the batch before the next.
     plan : Plan, optional
-        The plan applied in training.
+        The plan applied in training; inputs may be smaller than those that it was made for, as in training.
     allocator : AllocatorSettings or str, optional
         CUDA's caching allocator as in PYTORCH_CUDA_ALLOC_CONF, such as "expandable_segments:True".
+    empty_cache : bool
+        Whether the loop calls `torch.cuda.empty_cache()` after each step, when what isn't in `keeps` has been freed.
     **training
         `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate` (see `ckptplan.core.request.Training`). Without an
         optimizer there is no update, and the phase "zero_grad" takes its place. With `accumulate` gradients exist from
@@ -151,40 +158,36 @@ def estimate(
     request = Training.of(training, inputs)
     target = find_target(model, request.device)
     settings = _settings(allocator, target)
-    check_count(accumulation_steps=accumulation_steps)
+    _check_emptying(empty_cache, target)
     keeps = _checked(keeps, holds_output=holds_output)
     check_supported(model, checkpoints=plan is None)
     refuse_compiled(model, "an estimate is made without running the model")
     if request.accumulate is None and plan is not None and plan.fingerprint.accumulates:
         request = replace(request, accumulate=True)
-    step, notes = training_step(model, request, target)
+    steps, notes = batch_steps(model, request, target, accumulation_steps)
     if caching(model):
         as_given = "as in the model's configuration; in training it is mostly off"
         notes.append(f"use_cache is {as_given if plan is None else 'off, as the plan turns it off in training'}")
     run = _Run(
-        step,
+        steps,
         target,
         None if request.optimizer is None else make_optimizer(request.optimizer, model.parameters()),
-        scaler=_in_float16(step) if grad_scaler is None else grad_scaler,
+        scaler=_in_float16(steps[0]) if grad_scaler is None else grad_scaler,
         ddp=DDP() if ddp is True else (ddp or None),
         accumulation_steps=accumulation_steps,
         set_to_none=set_to_none,
         checkpoint_on_device=checkpoint_on_device,
         holds_output=holds_output,
         keeps=keeps,
+        empty_cache=empty_cache,
         plan=plan,
         notes=notes,
     )
-    with (
-        _config(model, plan),
-        restored(model, step.reached(), runs=False) as rewind,
-        as_ours(step, "being estimated"),
-    ):
+    reached = [each for step in steps for each in step.reached()]
+    with _config(model, plan), restored(model, reached, runs=False) as rewind:
         rewind()
-        found = answered(lambda: run.estimate(rewind, settings), step, target, rewind)
-        if target.answers is None or not target.answers.path_is_drawn:
-            return found
-        return _of_all_paths(found, run, rewind, settings)
+        found = run.estimate(rewind, settings)
+        return _of_all_paths(found, run, rewind, settings) if run.path_is_drawn else found
 
 
 _RANDOM_STATES = 4  # enough to see that paths differ; rare ones are found by none
@@ -200,14 +203,24 @@ def _of_all_paths(
     for seed in range(1, _RANDOM_STATES):
         reseed = functools.partial(rewind, seed)
         target = replace(run.target, answers=Answers())
-        again = replace(run, target=target, notes=list(run.notes), unknown=set(), folding=None)
+        again = replace(run, target=target, notes=list(run.notes), unknown=set(), updates=None)
         reseed()
-        all_found.append(answered(functools.partial(again.estimate, reseed, settings), run.step, target, reseed))
+        all_found.append(again.estimate(reseed, settings))
     peaks = [each.reserved_bytes for each in all_found]
     most = all_found[peaks.index(max(peaks))]
     low, high = (f"{peak / 2**20:.2f}" for peak in (min(peaks), max(peaks)))
     spread = f"of {low} to {high} MiB, of which the largest is shown" if low != high else f"of {high} MiB alike"
     return replace(most, notes=(*most.notes, f"{_DRAWN}: {_RANDOM_STATES} random states gave peaks {spread}"))
+
+
+def _check_emptying(empty_cache: bool, target: Target) -> None:
+    if not isinstance(empty_cache, bool):
+        raise InvalidInputError(f"empty_cache={empty_cache!r}; it is True (after each step) or False")
+    if empty_cache and not target.is_cuda:
+        raise InvalidInputError(
+            "empty_cache=True, but the step runs on the CPU, whose allocator keeps no freed memory to empty; leave it "
+            "out, or pass device="
+        )
 
 
 def _checked(keeps: Collection[str], *, holds_output: bool) -> tuple[str, ...]:
@@ -258,11 +271,7 @@ class TrainingBytes:
         if self._optimizer is None:
             return 0
         # Recorded anew: updates may have been made since the last time.
-        updates = record_updates(self._optimizer, self.model, self.target)
-        block = self.target.round_to
-        changes = [event for s in updates.sections if s.direction in ("update 1", "dropped 1") for event in s.events]
-        sizes = ((sign, b.nbytes) for sign, n in changes if (b := updates.blocks[n]).category == "optimizer state")
-        return max(sum(sign * (-(-nbytes // block) * block) for sign, nbytes in sizes), 0)
+        return _made_state_bytes(record_updates(self._optimizer, self.model, self.target), self.target)
 
     def reserved(self, step: TrainingStep, plan: Plan | None = None) -> int:
         """Return the peak of the reserved bytes in two steps, updates included; on the CPU that of tensors."""
@@ -271,24 +280,27 @@ class TrainingBytes:
     @in_own_context
     def peaks(self, step: TrainingStep, plan: Plan | None = None) -> DeviceBytes:
         """Return the peaks of two steps, updates included; on the CPU the three are equal."""
-        with (
-            _config(self.model, plan),
-            restored(self.model, step.reached(), runs=False) as rewind,
-            as_ours(step, "being estimated"),
-        ):
+        with _config(self.model, plan), restored(self.model, step.reached(), runs=False) as rewind:
             rewind()
             run = _Run(
-                step,
+                [step],
                 self.target,
                 self._optimizer,
                 scaler=_in_float16(step),
                 plan=plan,
                 updates=self._updates,
             )
-            training, _ = answered(lambda: run.recorded(rewind), step, self.target, rewind)
+            training = run.training(run.recorded(rewind))
             self._updates = run.updates
         account = Account.of(training, self._settings)
         return DeviceBytes(int(account.requested.max()), int(account.allocated.max()), int(account.reserved.max()))
+
+
+def _made_state_bytes(updates: Recording, target: Target) -> int:
+    """Return the bytes of the state that the first update makes, in blocks."""
+    changes = [event for s in updates.sections if s.direction in ("update 1", "dropped 1") for event in s.events]
+    sizes = ((sign, b.nbytes) for sign, n in changes if (b := updates.blocks[n]).category == "optimizer state")
+    return max(sum(sign * target.rounded(nbytes) for sign, nbytes in sizes), 0)
 
 
 def _config(model: nn.Module, plan: Plan | None) -> contextlib.AbstractContextManager[None]:
@@ -334,10 +346,24 @@ def _block(nbytes: int, category: str, name: str, tensor: torch.Tensor) -> Block
 
 
 @dataclass
+class _Batch:
+    """A batch, and the recordings of a step on it: without gradients from before, with them, and without autograd."""
+
+    number: int
+    step: TrainingStep
+    inputs: list[torch.Tensor]
+    fresh: Recording
+    adding: Recording
+    inferring: Recording | None
+    reads: bool = False
+    """Whether the step reads values."""
+
+
+@dataclass
 class _Run:
     """One training run, of which a ledger is made."""
 
-    step: TrainingStep
+    steps: Sequence[TrainingStep]
     target: Target
     optimizer: torch.optim.Optimizer | None
     scaler: bool = False
@@ -347,128 +373,154 @@ class _Run:
     checkpoint_on_device: bool = False
     holds_output: bool = True
     keeps: tuple[str, ...] = ()
+    empty_cache: bool = False
     plan: Plan | None = None
-    inputs: list[torch.Tensor] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     updates: Recording | None = None
     unknown: set[str] = field(default_factory=set)
-    folding: Folding | None = None
+    path_is_drawn: bool = False
 
     def estimate(self, rewind: Callable[[], None], settings: AllocatorSettings | None) -> Estimate:
         """Record the parts, write them into ledgers, add them up."""
-        training, fresh = self.recorded(rewind)
-        inferring = self._record(rewind, inference=True)
-        inference = Ledger()
-        self._load(inference, training=False)
-        self._forward(inference, Player(inference, inferring), "inference")
-        account = self._account(training, settings)
-        phases = (*account.phases(), *Account.of(inference, settings).phases()[1:])
-        return self._result(account, phases, fresh)
+        batches = self.recorded(rewind, inference=True)
+        account, notes = self._account(self.training(batches), settings)
+        inference = Account.of(self._inference(batches), settings)
+        return self._result(account, (*account.phases(), *inference.phases()[1:]), batches, notes)
 
-    def recorded(self, rewind: Callable[[], None]) -> tuple[Ledger, Recording]:
-        """Return the ledger of training, and the recording of its first forward and backward."""
-        self.inputs = self.step.tensors() if self.step.fn is None else outside_tensors(self.step, self.target)
-        rewind()
+    def recorded(self, rewind: Callable[[], None], *, inference: bool = False) -> list[_Batch]:
+        """Return the recordings of each batch; batches that can't differ share them."""
         if self.plan is not None:
-            made_for = fingerprint(self.step, self.target.name)
-            self.plan.fingerprint.require(made_for, ignore=("device", "torch_version", "accumulates"))
-        fresh = self._record(rewind)
+            require_planned(self.plan, self.steps, self.target)
+        batches: list[_Batch] = []
+        distinct: list[_Batch] = []
+        for number, step in enumerate(self.steps, 1):
+            alike = next((batch for batch in distinct if does_the_same(step, batch.step, reads=batch.reads)), None)
+            if alike is not None:
+                batches.append(replace(alike, number=number, step=step, inputs=step.tensors()))
+                continue
+            target = self.target if number == 1 else replace(self.target, answers=Answers())
+            doing = f"being estimated on batch {number}" if len(self.steps) > 1 else "being estimated"
+            record = functools.partial(self._record, number, step, target, rewind, inference=inference)
+            with as_ours(step, doing):
+                rewind()
+                distinct.append(answered(record, step, target, rewind))
+            if target.answers is not None:
+                note = target.answers.note
+                self.notes[:0] = [note] if note and note not in self.notes else []
+                self.path_is_drawn |= target.answers.path_is_drawn
+                distinct[-1].reads = bool(target.answers.queues)
+            batches.append(distinct[-1])
+        return batches
+
+    def _record(
+        self, number: int, step: TrainingStep, target: Target, rewind: Callable[[], None], *, inference: bool
+    ) -> _Batch:
+        inputs = step.tensors() if step.fn is None else outside_tensors(step, target)
+        rewind()
+        folding = Folding(step, target, rewind, holds_output=self.holds_output)
+
+        def record(*, accumulating: bool = False, inference: bool = False) -> Recording:
+            if self.plan is not None and not inference:
+                recording, unknown = record_step(
+                    step,
+                    self.plan.stages,
+                    target,
+                    choices=self.plan.choices,
+                    segments=self.plan.segments,
+                    accumulating=accumulating,
+                    holds_output=self.holds_output,
+                )
+            else:
+                recording, unknown = folding.record(accumulating=accumulating, inference=inference)
+            rewind()
+            self.unknown.update(unknown)
+            return recording
+
+        fresh = record()
         # From the second backward on, gradients exist to add to, unless they are dropped after each step.
         lasting = self.accumulation_steps > 1 or not self._drops_gradients
-        adding = self._record(rewind, accumulating=True) if lasting else fresh
-        return self._training(fresh, adding), fresh
-
-    def _record(self, rewind: Callable[[], None], *, accumulating: bool = False, inference: bool = False) -> Recording:
-        """Record a step, with or without existing gradients, or one forward that saves nothing."""
-        if self.plan is not None and not inference:
-            recording, unknown = record_step(
-                self.step,
-                self.plan.stages,
-                self.target,
-                choices=self.plan.choices,
-                segments=self.plan.segments,
-                accumulating=accumulating,
-                holds_output=self.holds_output,
-            )
-        else:
-            self.folding = self.folding or Folding(self.step, self.target, rewind, holds_output=self.holds_output)
-            recording, unknown = self.folding.record(accumulating=accumulating, inference=inference)
-        rewind()
-        self.unknown.update(unknown)
-        return recording
+        adding = record(accumulating=True) if lasting else fresh
+        return _Batch(number, step, inputs, fresh, adding, record(inference=True) if inference else None)
 
     # --- the ledger ---
 
-    def _training(self, fresh: Recording, adding: Recording) -> Ledger:
-        """Return the ledger of two steps; in the first one the optimizer makes its state."""
+    def _in_steps(self, batches: Sequence[_Batch]) -> list[Sequence[_Batch]]:
+        """Return the micro-batches of each step: the batches in turn, or the only one in two steps."""
+        size = self.accumulation_steps
+        if len(batches) == 1:
+            return [[batches[0]] * min(size, 2)] * 2
+        return [batches[at : at + size] for at in range(0, len(batches), size)]
+
+    def training(self, batches: Sequence[_Batch]) -> Ledger:
+        """Return the ledger of training; in the first step the optimizer makes its state."""
+        steps = self._in_steps(batches)
         ledger = Ledger()
         self._load(ledger)
         if self.updates is None and self.optimizer is not None:
+            given = [frozenset[str]().union(*(batch.fresh.gradients for batch in step)) for step in steps]
             self.updates = record_updates(
                 self.optimizer,
-                self.step.model,
+                self._model,
                 self.target,
-                fresh,
-                inputs=self.inputs,
+                given if len({*given}) > 1 else given[:1] * 2,  # equal updates: the second one again and again
+                inputs=[tensor for batch in batches for tensor in batch.inputs],
                 keeps_gradients=not self._drops_gradients,
             )
-        updating = None if self.updates is None else Player(ledger, self.updates)
+        updating = None if self.updates is None else _Updates(ledger, self.updates)
         held = range(len(ledger.blocks))
         if updating is not None:
             updating.run("held")
             updating.adopt("weights", [index for index in held if ledger.blocks[index].category == "weights"])
         lasting = () if self._drops_gradients else held
         gradients = [index for index in lasting if ledger.blocks[index].category == "gradients"]
-        kept: list[tuple[str, int]] = []
-        for number in (1, 2):
+        loop = _Loop(self, ledger)
+        had: frozenset[str] = frozenset()
+        for number, step in enumerate(steps, 1):
             suffix = "" if number == 1 else f" {number}"
-            for micro in range(min(self.accumulation_steps, 2)):
-                has_gradients = micro > 0 or self.step.accumulates or (number > 1 and not self.set_to_none)
-                player = Player(ledger, adding if has_gradients else fresh, in_buckets=self._in_buckets)
-                name = f"{suffix}, accumulating" if micro else suffix
-                kept = self._forward(ledger, player, f"forward{name}", kept)
-                ledger.phase(f"backward{name}")
-                if number == 1 and not micro:
-                    self._products(ledger, adding)  # the thread that runs backward has a cuBLAS handle of its own
-                player.run("backward")
-                kept += player.held_by(self.keeps)
-                player.run("end")
+            for micro, batch in enumerate(step, 1):
+                has_gradients = micro > 1 or self._accumulates or (number > 1 and not self.set_to_none)
+                if has_gradients and not self._accumulates:
+                    _require_gradients(batch, had)
+                had |= batch.fresh.gradients
+                name = f"{suffix}, accumulating{'' if micro == 2 else f' {micro}'}" if micro > 1 else suffix
+                player = Player(ledger, batch.adding if has_gradients else batch.fresh, in_buckets=self._in_buckets)
+                loop.forward(player, batch, f"forward{name}")
+                loop.backward(player, batch, f"backward{name}")
                 gradients += player.left("gradients")
                 player.drop()
             if updating is not None:
-                ledger.phase(f"optimizer{suffix}")
+                ledger.phase(f"optimizer{suffix}", step[-1].number)
                 self._unscale(ledger)
-                gradients = updating.adopt(f"gradients {number}", gradients)
-                updating.run(f"update {number}")
-                if self._drops_gradients:
-                    updating.run(f"dropped {number}")
-                else:
-                    gradients += updating.left("gradients")
+                gradients = updating.update(gradients, drops=self._drops_gradients)
             elif self._drops_gradients:
-                ledger.phase(f"zero_grad{suffix}")
+                ledger.phase(f"zero_grad{suffix}", step[-1].number)
             if self._drops_gradients:
-                gradients = self._free(ledger, gradients)
+                gradients, had = _free(ledger, gradients), frozenset()
+            if self.empty_cache and number < len(steps):
+                loop.empty_cache()
         return ledger
 
     @property
     def _drops_gradients(self) -> bool:
         """Whether gradients are freed between steps."""
-        return self.set_to_none and not self.step.accumulates
+        return self.set_to_none and not self._accumulates
+
+    @property
+    def _accumulates(self) -> bool:
+        return self.steps[0].accumulates
+
+    @property
+    def _model(self) -> nn.Module:
+        return self.steps[0].model
 
     @property
     def _in_buckets(self) -> bool:
         return self.ddp is not None and self.ddp.gradient_as_bucket_view
 
-    @staticmethod
-    def _free(ledger: Ledger, indices: list[int]) -> list[int]:
-        for index in indices:
-            ledger.free(index)
-        return []
-
     def _load(self, ledger: Ledger, *, training: bool = True) -> None:
         """Allocate the tensors that are on the device before the first step."""
         ledger.phase("loaded")
-        model = self.step.model
+        model = self._model
         seen: set[int] = set()
         named: list[tuple[str, str, torch.Tensor]] = [("weights", *pair) for pair in model.named_parameters()]
         named += [("buffers", *pair) for pair in model.named_buffers()]
@@ -481,7 +533,7 @@ class _Run:
             for _, name, tensor in named:
                 nbytes = tensor.numel() * tensor.element_size()
                 ledger.allocate(Block(nbytes, "weights", f"{name} (as loaded from the file)"))
-        if training and self.step.accumulates and not self._in_buckets:
+        if training and self._accumulates and not self._in_buckets:
             for name, parameter in model.named_parameters():
                 if nbytes := made_gradient_bytes([parameter]):
                     ledger.allocate(_block(nbytes, "gradients", name, parameter))
@@ -495,36 +547,25 @@ class _Run:
     def _on_host(self, tensor: torch.Tensor) -> bool:
         return self.target.spec is None and tensor.device.type not in (self.target.device.type, "meta")
 
-    def _forward(
-        self, ledger: Ledger, player: Player, name: str, kept: Sequence[tuple[str, int]] = ()
-    ) -> list[tuple[str, int]]:
-        """Write a forward, which frees what is `kept` of the step before; return what is kept of its own inputs."""
-        ledger.phase(name)
-        batch: list[tuple[str, int]] = []
-        if name in ("forward", "inference") or "batch" in self.keeps:
-            inputs = {t.untyped_storage()._cdata: t for t in self.inputs if not self._on_host(t)}
-            for tensor in inputs.values():
-                block = _block(tensor.untyped_storage().nbytes(), "inputs", "input", tensor)
-                batch.append(("batch", ledger.allocate(block)))
-        if name in ("forward", "inference"):
-            self._products(ledger, player.recording)
+    def input_blocks(self, batch: _Batch) -> list[Block]:
+        """Return the blocks of a batch on the device."""
+        tensors = {t.untyped_storage()._cdata: t for t in batch.inputs if not self._on_host(t)}
+        return [_block(t.untyped_storage().nbytes(), "inputs", "input", t) for t in tensors.values()]
 
-        def rebind(name: str) -> None:
-            self._free(ledger, [index for by, index in kept if by == name])
-
-        rebind("batch")
-        player.run("forward", "loss", before=lambda section: rebind("output") if section == "loss" else None)
-        rebind("loss")
-        if name == "inference":
+    def _inference(self, batches: Sequence[_Batch]) -> Ledger:
+        """Return the ledger of one forward of each batch, without autograd."""
+        ledger = Ledger()
+        self._load(ledger, training=False)
+        loop = _Loop(self, ledger)
+        for batch in batches:
+            if self.empty_cache and batch.number > 1:
+                loop.empty_cache()
+            assert batch.inferring is not None
+            player = Player(ledger, batch.inferring)
+            loop.forward(player, batch, "inference" if batch.number == 1 else f"inference {batch.number}")
             player.run("end")
-        return batch if "batch" in self.keeps else []
-
-    def _products(self, ledger: Ledger, recording: Recording) -> None:
-        """Allocate the workspaces that cuBLAS gets with its first product and keeps."""
-        operations = {block.op.removeprefix("aten.") for block in recording.blocks}
-        if self.target.is_cuda and operations.intersection(_PRODUCTS):
-            for block in _workspaces(self.target):
-                ledger.allocate(block)
+            loop.hold("output", player.rest())
+        return ledger
 
     def _unscale(self, ledger: Ledger) -> None:
         if self.scaler:
@@ -533,44 +574,162 @@ class _Run:
 
     # --- adding up ---
 
-    def _account(self, training: Ledger, settings: AllocatorSettings | None) -> Account:
-        """Return the bytes of training; if they exceed the capacity, those with unused segments released on the way."""
+    def _account(self, training: Ledger, settings: AllocatorSettings | None) -> tuple[Account, list[str]]:
+        """Return the bytes of training, and notes; beyond the capacity, with unused segments released on the way."""
         account = Account.of(training, settings)
         capacity, context = self.target.capacity_bytes, self.target.context_bytes
         if capacity is None or account.reserved.max() + context <= capacity:
-            return account
+            return account, []
         try:
             tight = Account.of(training, settings, capacity - context)
         except SimulatedOutOfMemoryError:
-            return account
-        self.notes.append("fits only because the allocator releases cached segments during the step, which takes time")
-        return tight
+            return account, []
+        note = "fits only because the allocator releases cached segments during the step, which takes time"
+        return tight, [note]
 
-    def _result(self, account: Account, phases: tuple[Phase, ...], fresh: Recording) -> Estimate:
+    def _result(
+        self, account: Account, phases: tuple[Phase, ...], batches: Sequence[_Batch], notes: list[str]
+    ) -> Estimate:
         at = int(np.argmax(account.allocated))
         held = int(np.argmax(account.reserved))
-        answers, context = self.target.answers, self.target.context_bytes
+        context = self.target.context_bytes
         categories = account.categories(held)
         categories["reservation"] = int(account.reserved[held] - account.allocated[held])
         categories["context"] = context
+        notes = [*self.notes, *notes]
         if self.unknown:
-            self.notes.append(f"temporaries not known for: {', '.join(sorted(self.unknown))}")
+            notes.append(f"temporaries not known for: {', '.join(sorted(self.unknown))}")
         if self.target.spec is not None and self.target.is_cuda:
-            ran = {block.op for block in fresh.blocks}
-            self.notes += [note for ops, note in _UNKNOWN_ON_CUDA if ran.intersection(ops)]
+            ran = {block.op for batch in batches for block in batch.fresh.blocks}
+            notes += [note for ops, note in _UNKNOWN_ON_CUDA if ran.intersection(ops)]
+        if self._runs_once_before_state(batches):
+            notes.append(_BEFORE_STATE)
+        peak_phase, peak_batch = next((name, n) for name, begin, end, n in account.spans() if begin <= at < end)
         return Estimate(
             device=self.target.description,
             phases=phases,
             peak_bytes=int(account.allocated[at]),
-            peak_phase=next(name for name, begin, end in account.spans() if begin <= at < end),
+            peak_phase=peak_phase,
             peak_stage=account.stage(at),
             reserved_bytes=int(account.reserved[held]),
             context_bytes=context,
             capacity_bytes=self.target.capacity_bytes,
             categories={name: categories[name] for name in CATEGORIES if categories.get(name)},
-            saved_bytes=saved_bytes(fresh.blocks),
+            saved_bytes=saved_bytes(batches[(peak_batch or 1) - 1].fresh.blocks),
             alive=account.tensors(at),
             holds_output=self.holds_output,
             keeps=self.keeps,
-            notes=tuple(self.notes if answers is None or not answers.note else [answers.note, *self.notes]),
+            batches=tuple(described(batch.step) for batch in batches),
+            empty_cache=self.empty_cache,
+            notes=tuple(notes),
+        )
+
+    def _runs_once_before_state(self, batches: Sequence[_Batch]) -> bool:
+        """Whether the first step's batches, of several, aren't run again when the optimizer has its state."""
+        if len(batches) == 1 or self.updates is None or not _made_state_bytes(self.updates, self.target):
+            return False
+        first, *later = self._in_steps(batches)
+        return not {id(batch.fresh) for batch in first} <= {id(batch.fresh) for step in later for batch in step}
+
+
+_BEFORE_STATE = (
+    "the first step's batches run once, before the optimizer has its state: if there is another epoch, they need more "
+    "in it; inputs=batches * 2 is two of them"
+)
+
+
+class _Loop:
+    """Writes forwards and backwards into a ledger, with what the loop holds meanwhile."""
+
+    def __init__(self, run: _Run, ledger: Ledger) -> None:
+        self._run, self._ledger = run, ledger
+        self._kept: list[tuple[str, int]] = []
+        self._loaded: _Batch | None = None
+        self._with_handles: set[str] = set()
+
+    def hold(self, name: str, indices: Iterable[int]) -> None:
+        """Hold blocks until the next batch, output or loss, of which `name` is one, takes their place."""
+        self._kept += [(name, index) for index in indices]
+
+    def forward(self, player: Player, batch: _Batch, name: str) -> None:
+        """Write a forward with its loss, on a batch that is loaded if it isn't yet."""
+        self._ledger.phase(name, batch.number)
+        keeps = self._run.keeps
+        again = batch is self._loaded and "batch" not in keeps
+        self._release(*(what for what in KEPT if what not in keeps and not (again and what == "batch")))
+        blocks = [] if again else self._run.input_blocks(batch)
+        loaded = [self._ledger.allocate(block) for block in blocks]
+        self._loaded = batch
+        self._products("forward", player.recording)
+        if not again:
+            self._release("batch")
+        self.hold("batch", loaded)
+        player.run("forward", "loss", before=lambda section: self._release("output") if section == "loss" else None)
+        self._release("loss")
+
+    def backward(self, player: Player, batch: _Batch, name: str) -> None:
+        """Write a backward, after which the output and loss are dropped that aren't kept."""
+        self._ledger.phase(name, batch.number)
+        self._products("backward", player.recording)  # the thread that runs backward has a cuBLAS handle of its own
+        player.run("backward")
+        self._kept += player.held_by(self._run.keeps)
+        player.run("end")
+
+    def empty_cache(self) -> None:
+        """Free what the loop doesn't keep, and empty the allocator's cache."""
+        if "batch" not in self._run.keeps:
+            self._loaded = None
+        self._release(*(what for what in KEPT if what not in self._run.keeps))
+        self._ledger.empty_cache()
+
+    def _release(self, *names: str) -> None:
+        _free(self._ledger, [index for name, index in self._kept if name in names])
+        self._kept = [(name, index) for name, index in self._kept if name not in names]
+
+    def _products(self, thread: str, recording: Recording) -> None:
+        """Allocate the workspaces that cuBLAS gets with a thread's first product and keeps."""
+        operations = {block.op.removeprefix("aten.") for block in recording.blocks}
+        if self._run.target.is_cuda and thread not in self._with_handles and operations.intersection(_PRODUCTS):
+            self._with_handles.add(thread)
+            for block in _workspaces(self._run.target):
+                self._ledger.allocate(block)
+
+
+class _Updates(Player):
+    """Writes the updates of an optimizer; beyond those that were recorded, the last one again and again."""
+
+    def __init__(self, ledger: Ledger, recording: Recording) -> None:
+        super().__init__(ledger, recording)
+        self._recorded = sum(section.direction.startswith("update") for section in recording.sections)
+        self._done = 0
+
+    def update(self, gradients: list[int], *, drops: bool) -> list[int]:
+        """Write an update and `zero_grad`; return the blocks of gradients that are left."""
+        self._done += 1
+        n = min(self._done, self._recorded)
+        if self._done > n:
+            self.renew(f"update {n}", f"dropped {n}")
+        gradients = self.adopt(f"gradients {n}", gradients)
+        self.run(f"update {n}")
+        if drops:
+            self.run(f"dropped {n}")
+        else:
+            gradients += self.left("gradients")
+        return gradients
+
+
+def _free(ledger: Ledger, indices: Iterable[int]) -> list[int]:
+    for index in indices:
+        ledger.free(index)
+    return []
+
+
+def _require_gradients(batch: _Batch, had: frozenset[str]) -> None:
+    """Raise `UnsupportedModelError` if a batch that adds to gradients makes some that aren't there."""
+    new = sorted(batch.fresh.gradients - had)
+    if new:
+        raise UnsupportedModelError(
+            f"batch {batch.number} gives {new[0]!r} a gradient, which the batches before don't, and gradients last "
+            "from one to the next; begin with a batch that gives all of them, or leave out accumulation_steps= and "
+            "set_to_none=False"
         )

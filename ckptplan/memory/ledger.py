@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -13,10 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptplan.core.estimate import CATEGORIES, Phase, Tensors
-from ckptplan.memory.allocator import AllocatorSettings, replay
+from ckptplan.memory.allocator import EMPTY_CACHE, AllocatorSettings, replay
+from ckptplan.memory.allocator import FREE as FREED
 from ckptplan.memory.recorder import ALLOCATE, FREE, Block, Event, Recording
 
 Sizes = npt.NDArray[np.int64]
+
+EMPTIED: Event = (0, 0)
+"""The event of an emptied cache, which changes no block."""
 
 
 @dataclass
@@ -28,20 +32,20 @@ class Ledger:
     blocks : list of Block
         One entry per allocation; entries may be the same object.
     events : list of Event
-    phases : list of (str, int)
-        Name, and the index of the first event.
+    phases : list of (str, int, int or None)
+        Name, index of the first event, and number of the batch that runs.
     stages : list of (int, str)
         Index of the first event, and the name of the stage that runs from there on.
     """
 
     blocks: list[Block] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    phases: list[tuple[str, int]] = field(default_factory=list)
+    phases: list[tuple[str, int, int | None]] = field(default_factory=list)
     stages: list[tuple[int, str]] = field(default_factory=list)
 
-    def phase(self, name: str) -> None:
+    def phase(self, name: str, batch: int | None = None) -> None:
         """Begin a phase."""
-        self.phases.append((name, len(self.events)))
+        self.phases.append((name, len(self.events), batch))
         self.stages.append((len(self.events), ""))
 
     def allocate(self, block: Block) -> int:
@@ -53,6 +57,10 @@ class Ledger:
     def free(self, index: int) -> None:
         """Free a block."""
         self.events.append((FREE, index))
+
+    def empty_cache(self) -> None:
+        """Release what the allocator has reserved and no block uses."""
+        self.events.append(EMPTIED)
 
 
 class Player:
@@ -108,6 +116,26 @@ class Player:
         taken = set(self._index.values())
         return [index for index in indices if index not in taken]
 
+    def renew(self, *directions: str) -> None:
+        """Make sections of these directions, which have run, ready to run once more.
+
+        A block that they freed and made anew (an update may rebind its state) is from now on the new one. Of several
+        equal ones the first that was made takes the place of the first that was freed.
+        """
+        events = [event for s in self.recording.sections if s.direction in directions for event in s.events]
+        made = dict.fromkeys(block for code, block in events if code == ALLOCATE)
+        left: dict[tuple[str, int], list[int]] = {}
+        for block in made:
+            if block in self._index:
+                left.setdefault(self._kind(block), []).append(block)
+        for code, block in events:
+            if code == FREE and block not in made and left.get(self._kind(block)):
+                self._index[block] = self._index.pop(left[self._kind(block)].pop(0))
+
+    def _kind(self, block: int) -> tuple[str, int]:
+        found = self.recording.blocks[block]
+        return found.category, found.nbytes
+
     def held_by(self, names: Collection[str]) -> list[tuple[str, int]]:
         """Return what the program holds after the step if `names`, "output" or "loss", are still referenced.
 
@@ -133,11 +161,16 @@ class Player:
         found = [b for b in self._index if self.recording.blocks[b].category == category]
         return [self._index.pop(b) for b in found]
 
+    def rest(self) -> list[int]:
+        """Return the live blocks; from now on the caller frees them."""
+        rest = list(self._index.values())
+        self._index.clear()
+        return rest
+
     def drop(self) -> None:
         """Free all blocks that are left."""
-        for index in self._index.values():
+        for index in self.rest():
             self._ledger.free(index)
-        self._index.clear()
 
 
 @dataclass(frozen=True)
@@ -178,29 +211,30 @@ class Account:
         requested = np.cumsum(sizes[index] * sign)
         if settings is None:
             return cls(ledger, requested, requested, requested)
-        events = ((b, ledger.blocks[b].nbytes if code == ALLOCATE else -1) for code, b in ledger.events)
+        codes = {FREE: FREED, EMPTIED[0]: EMPTY_CACHE}
+        events = ((b, codes.get(code, ledger.blocks[b].nbytes)) for code, b in ledger.events)
         timeline = replay(events, settings, capacity_bytes)
         return cls(ledger, requested, timeline.allocated_bytes, timeline.reserved_bytes)
 
-    def spans(self) -> Iterator[tuple[str, int, int]]:
-        """Yield each phase's name, first event, and first event after it."""
-        for (name, begin), (_, end) in pairwise([*self.ledger.phases, ("", len(self.ledger.events))]):
-            yield name, begin, end
+    def spans(self) -> Iterator[tuple[str, int, int, int | None]]:
+        """Yield each phase's name, first event, first event after it, and number of the batch."""
+        ends = ("", len(self.ledger.events), None)
+        for (name, begin, batch), (_, end, _) in pairwise([*self.ledger.phases, ends]):
+            yield name, begin, end, batch
 
     def phases(self) -> tuple[Phase, ...]:
         """Return every phase with its peak."""
+        peaks = []
+        for _, begin, end, _ in self.spans():
+            at = begin + int(np.argmax(self.allocated[begin:end])) if end > begin else begin - 1
+            peaks.append(begin - 1 if begin and self.allocated[at] < self.allocated[begin - 1] else at)
         out = []
-        for name, begin, end in self.spans():
-            start = int(self.allocated[begin - 1]) if begin else 0
-            if end == begin:
-                held = int(self.reserved[begin - 1]) if begin else 0
-                out.append(Phase(name, start, start, start, held, self.categories(begin - 1)))
-                continue
-            at = begin + int(np.argmax(self.allocated[begin:end]))
-            if self.allocated[at] < start:
-                at = begin - 1
-            peak, last = int(self.allocated[at]), int(self.allocated[end - 1])
-            out.append(Phase(name, start, last, peak, int(self.reserved[begin:end].max()), self.categories(at)))
+        for (name, begin, end, batch), at, categories in zip(
+            self.spans(), peaks, self.all_categories(peaks), strict=True
+        ):
+            start, last, peak = (int(self.allocated[i]) if i >= 0 else 0 for i in (begin - 1, end - 1, at))
+            held = self.reserved[max(begin - 1, 0) : end]
+            out.append(Phase(name, start, last, peak, int(held.max(initial=0)), categories, batch))
         return tuple(out)
 
     def alive(self, at: int) -> list[int]:
@@ -209,19 +243,26 @@ class Account:
         for code, block in self.ledger.events[: at + 1]:
             if code == ALLOCATE:
                 held[block] = None
-            else:
+            elif code == FREE:
                 del held[block]
         return list(held)
 
     def categories(self, at: int) -> dict[str, int]:
         """Return category -> bytes after event `at`, including "rounding"; they add up to `allocated[at]`."""
-        if at < 0:
-            return {}
+        return self.all_categories([at])[0]
+
+    def all_categories(self, events: Sequence[int]) -> list[dict[str, int]]:
+        """Return the categories after each of `events`, in one pass; none before the first one."""
+        found: dict[int, dict[str, int]] = {-1: {}}
         total: Counter[str] = Counter()
-        for block in self.alive(at):
-            total[self.ledger.blocks[block].category] += self.ledger.blocks[block].nbytes
-        total["rounding"] = int(self.allocated[at] - self.requested[at])
-        return {name: total[name] for name in CATEGORIES if total[name]}
+        position = 0
+        for at in sorted({*events} - {-1}):
+            for code, block in self.ledger.events[position : at + 1]:
+                total[self.ledger.blocks[block].category] += code * self.ledger.blocks[block].nbytes
+            position = at + 1
+            now = {**total, "rounding": int(self.allocated[at] - self.requested[at])}
+            found[at] = {name: now[name] for name in CATEGORIES if now.get(name)}
+        return [found[at] for at in events]
 
     def tensors(self, at: int) -> tuple[Tensors, ...]:
         """Return the blocks allocated after event `at`, largest first; equal ones of repeated layers are one entry."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import os
 import sys
 import threading
 import types
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -107,6 +108,11 @@ class Recording:
 
     def __post_init__(self) -> None:
         assert all(s.segment <= 2 * len(self.stages) for s in self.sections)
+
+    @property
+    def gradients(self) -> frozenset[str]:
+        """Names of the parameters that backward gives a gradient."""
+        return frozenset(block.name for block in self.blocks if block.category == "gradients")
 
 
 class _Where(NamedTuple):
@@ -406,22 +412,24 @@ def record_updates(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     target: Target,
-    step: Recording | None = None,
+    steps: Sequence[Collection[str]] = (),
     *,
     inputs: Iterable[torch.Tensor] = (),
     keeps_gradients: bool = False,
 ) -> Recording:
-    """Record two updates of `optimizer`, the first of which makes the state that isn't there: "update 1", "update 2".
+    """Record updates of `optimizer`, the first of which makes the state that isn't there: "update 1", "update 2".
 
-    The update covers the model's parameters that have a gradient after `step`; without `step`, all that require one.
     Further sections are "held", the state that is there before; "dropped 1" and "dropped 2", `zero_grad`; and those
     that a player adopts (`Player.adopt`): "weights", and "gradients 1" and "gradients 2", what backward has left. All
     that an update leaves is "optimizer state", wherever the optimizer keeps it.
 
     Parameters
     ----------
+    steps : sequence of collections of str
+        For each update, the names of the parameters that backward gives a gradient; default: two updates of all that
+        require one.
     inputs : iterable of tensors
-        The step's tensors from outside of the model.
+        The steps' tensors from outside of the model.
     keeps_gradients : bool
         Whether gradients keep their memory from one step to the next.
 
@@ -431,11 +439,10 @@ def record_updates(
         If the update can't run on fake tensors.
     """
     names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
-    given = set() if step is None else {b.name for b in step.blocks if b.category == "gradients"}
     recorder = _UpdateRecorder(target.without_answers, model)
 
-    def has_gradient(p: torch.Tensor) -> bool:
-        return p.requires_grad and (step is None or names.get(p, UNLISTED) in given)
+    def has_gradient(p: torch.Tensor, given: Collection[str] | None = None) -> bool:
+        return p.requires_grad and (given is None or names.get(p, UNLISTED) in given)
 
     with traced_updates(
         optimizer,
@@ -443,7 +450,7 @@ def record_updates(
         target,
         own=[*held_tensors(model), *inputs],
         begin=recorder.begin,
-        has_gradient=has_gradient,
+        gradients=[functools.partial(has_gradient, given=given) for given in steps or (None, None)],
         keeps_gradients=keeps_gradients,
     ) as stand_ins:
         recorder.begin("over", stand_ins)
@@ -477,12 +484,13 @@ class _UpdateRecorder(Recorder):
         if part in ("weights", "gradients 1"):
             for p, twin in stand_ins.parameters:
                 self._label(twin, "weights", self._storages.get(p.untyped_storage()._cdata, UNLISTED))
-        if part in ("gradients 2", "over"):
+        later = part == "over" or (part.startswith("gradients") and part != "gradients 1")
+        if later:
             for p, twin in stand_ins.parameters:
                 self._label(twin, "weights", self._storages.get(p.untyped_storage()._cdata, UNLISTED))
                 if twin.grad is not None:
                     self._label(twin.grad, "gradients", self._listed.get(p, UNLISTED))
-        if part in ("weights", "gradients 2", "over"):
+        if later or part == "weights":
             for block in self._block_of.values():
                 self.blocks[block].category = self.blocks[block].category or "optimizer state"
         self.sections.append(Section(part, 0))

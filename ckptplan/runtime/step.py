@@ -184,10 +184,16 @@ def make_step(model: nn.Module, training: Training) -> TrainingStep:
     kwargs: dict[str, Any] = {}
     if isinstance(inputs, torch.Tensor):
         args = (inputs,)
-    elif isinstance(inputs, (tuple, list)):
-        args = tuple(inputs)
+    elif isinstance(inputs, tuple):
+        args = inputs
     elif isinstance(inputs, Mapping):
         kwargs = {str(key): value for key, value in inputs.items()}
+    elif isinstance(inputs, list):
+        raise InvalidInputError(
+            f"inputs is a list of {len(inputs)}, which stands for batches in turn, and those estimate(inputs=[...]) "
+            "alone takes; pass the largest batch, for which a plan holds for smaller ones too; positional inputs are a "
+            "tuple"
+        )
     else:
         raise InvalidInputError(
             f"inputs of type {type(inputs).__name__}; pass a tensor, a tuple (positional) or a dict (keywords)"

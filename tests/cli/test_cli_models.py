@@ -14,6 +14,7 @@ from rich.console import Console
 
 from ckptplan.cli.demo import Row, Size, verdict
 from ckptplan.cli.demo import run as demonstrate
+from ckptplan.core.estimate import Estimate
 
 
 def test_compare_takes_a_model(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,3 +103,26 @@ def test_demo_warns_of_a_busy_machine(predicted_s: float, warned: bool) -> None:
     lines, sound = verdict([plain, GREEDY, made_row("ckptplan", *PLAIN.measured_step_s)])
     assert sound
     assert any("Try again when it is idle" in line for line in lines) == warned
+
+
+def test_estimate_takes_several_batches(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "turns_model.py").write_text(
+        "import torch\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())\n"
+        "def build(batch=4):\n"
+        "    return model, torch.ones(batch, 64)\n"
+        "def epoch():\n"
+        "    return model, [torch.ones(n, 64) for n in (32, 16, 8)]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    sizes = run("estimate", "turns_model:build", "--batches", "32, 16,8", "--json", tmp_path / "sizes.json")
+    listed = run("estimate", "turns_model:epoch", "--json", tmp_path / "listed.json")
+    assert sizes.exit_code == listed.exit_code == 0, sizes.output + listed.output
+    assert "3 in turn; batch 1 is [0][0] float32[32, 64]" in sizes.stdout
+    assert Estimate.load(tmp_path / "sizes.json") == Estimate.load(tmp_path / "listed.json")
+    emptied = run("estimate", "turns_model:epoch", "--device", "l4", "--empty-cache")
+    assert "empties the allocator's cache after each step" in emptied.stdout
+    assert_clean_error(run("estimate", "turns_model:build", "--empty-cache"), "empty_cache=True", "CPU")
+    assert_clean_error(run("estimate", "turns_model:build", "--batches", "4,x"), "--batches", "'x'")
+    assert_clean_error(run("estimate", "turns_model:epoch", "--batches", "4"), "a list of 3 batches")
+    assert_clean_error(run("solve", "turns_model:epoch", "--budget-gb", "1"), "a list of 3", "the largest batch")

@@ -895,8 +895,8 @@ def test_replay_of_nothing() -> None:
 def test_replay_errors() -> None:
     with pytest.raises(SimulatedOutOfMemoryError, match=r"100\.00 MiB requested"):
         replay([(0, M), (1, 100 * M)], capacity_bytes=50 * M)
-    with pytest.raises(InvalidInputError, match="-2 bytes"):
-        replay([(0, -2)])
+    with pytest.raises(InvalidInputError, match="-3 bytes"):
+        replay([(0, -3)])
     with pytest.raises(InvalidInputError, match="block 0 isn't allocated"):
         replay([(0, -1)])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -75,10 +75,10 @@ def traced_updates(
     *,
     own: Iterable[torch.Tensor] = (),
     begin: Callable[[str, StandIns], None] = lambda part, stand_ins: None,
-    has_gradient: Callable[[torch.Tensor], bool] = lambda p: p.requires_grad,
+    gradients: Sequence[Callable[[torch.Tensor], bool]] = (lambda p: p.requires_grad,) * 2,
     keeps_gradients: bool = False,
 ) -> Iterator[StandIns]:
-    """Run two updates of `optimizer` under `tracker` with stand-ins for its tensors (NOTE [Stand-ins]).
+    """Run updates of `optimizer`, two by default, under `tracker` with stand-ins for its tensors (NOTE [Stand-ins]).
 
     Parameters
     ----------
@@ -86,17 +86,17 @@ def traced_updates(
         Tensors of the model and its inputs, which aren't the optimizer's even if it holds them.
     begin : callable
         Called at the beginning of each part: "held" (what the optimizer alone has before is counted), "weights" (so are
-        the parameters of the model), then for n = 1, 2
+        the parameters of the model), then for n = 1, 2, ...
         "gradients n" (those of a backward are counted), "update n" and "dropped n" (`zero_grad`).
-    has_gradient : callable
-        Whether backward gives a parameter a gradient; the others are left out and get no state.
+    gradients : sequence of callables
+        For each update, whether backward gives a parameter a gradient; the others are left out and get no state.
     keeps_gradients : bool
         Whether gradients keep their memory from one step to the next.
 
     Yields
     ------
     StandIns
-        After the second update, with all that it has left.
+        After the last update, with all that it has left.
 
     Raises
     ------
@@ -123,7 +123,7 @@ def traced_updates(
             begin("weights", stand_ins)
             for _, twin in stand_ins.parameters:
                 tracker.count(twin)
-            for n in (1, 2):
+            for n, has_gradient in enumerate(gradients, 1):
                 begin(f"gradients {n}", stand_ins)
                 for p, twin in stand_ins.parameters:
                     if twin.grad is None and has_gradient(p):
