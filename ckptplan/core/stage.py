@@ -109,6 +109,16 @@ class Stage:
         return self.name.startswith("(")
 
     @property
+    def rerun_s(self) -> float:
+        """Compute time of a run in a segment's sweep; 0 for glue, which no sweep runs again."""
+        return 0.0 if self.is_glue else self.forward_s
+
+    @property
+    def rerun_launch_s(self) -> float:
+        """Time in which the host launches such a run."""
+        return 0.0 if self.is_glue else self.forward_launch_s
+
+    @property
     def keep(self) -> Option:
         """The option that holds everything."""
         return self.options[0]
