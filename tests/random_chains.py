@@ -28,7 +28,7 @@ def textbook_chain(rng: random.Random, n: int) -> Profile:
         in_bytes_per_s=rng.choice((0.5, 2.0, 8.0, 30.0)),
     )
     stages = zip(chain.stages, outputs, strict=True)
-    return replace(chain, stages=tuple(replace(s, rerun_overhead_s=nbytes % 4 / 4) for s, nbytes in stages))
+    return replace(chain, stages=tuple(replace(s, rerun_overhead_s=float(nbytes % 4)) for s, nbytes in stages))
 
 
 def homogeneous_chain(n: int, *, link_ratio: float, forward_s: float = 0.010, width: int = 1 << 20) -> Profile:
