@@ -977,9 +977,19 @@ PROMISES: tuple[Promise, ...] = (
     ),
     Promise(
         "What is measured",
-        "What copies and the runtime's code take from compute is part of an option's time",
-        _in("test_timing", "test_options_that_move_take_what_was_measured", "test_a_device_is_measured_once")
-        + _in("test_overheads", "test_an_option_takes_seconds_for_what_it_saves_and_bytes_for_what_it_moves"),
+        "What copies and the runtime's code take from compute is part of an option's time, and of a run in a sweep",
+        _in(
+            "test_timing",
+            "test_options_that_move_take_what_was_measured",
+            "test_a_run_in_a_sweep_takes_no_less_than_a_recompute",
+            "test_what_runs_in_a_sweep_take_is_measured",
+            "test_a_device_is_measured_once",
+        )
+        + _in(
+            "test_overheads",
+            "test_an_option_takes_seconds_for_what_it_saves_and_bytes_for_what_it_moves",
+            "test_each_run_in_a_sweep_takes_the_overhead_once_more",
+        ),
         ("small_steps",),
     ),
     Promise(

@@ -63,7 +63,7 @@ class _Space:
         """Segment `first..last` with every choice of what its sweep does; the time is all that it adds."""
         again = self.stages[last].recompute
         assert again is not None
-        sweep_s = sum(stage.forward_s for stage in self.stages[first:last] if not stage.is_glue)
+        sweep_s = sum(s.forward_s + s.rerun_overhead_s for s in self.stages[first:last] if not s.is_glue)
         for inner in self._forests(first, last):
             yield _Forest(sweep_s + again.added_s + inner.extra_s, (Segment(first, last, inner.segments),))
 

@@ -14,9 +14,9 @@ from ckptplan.core.storage import Storage
 
 
 def textbook_chain(rng: random.Random, n: int) -> Profile:
-    """A heterogeneous `Profile.from_chain`."""
+    """A heterogeneous `Profile.from_chain` with a runtime that takes its own time in sweeps."""
     outputs = [rng.randint(1, 20) for _ in range(n)]
-    return Profile.from_chain(
+    chain = Profile.from_chain(
         [rng.randint(1, 20) / 4 for _ in range(n)],
         [rng.randint(1, 40) / 4 for _ in range(n)],
         outputs,
@@ -27,6 +27,8 @@ def textbook_chain(rng: random.Random, n: int) -> Profile:
         out_bytes_per_s=rng.choice((0.5, 2.0, 8.0, 30.0)),
         in_bytes_per_s=rng.choice((0.5, 2.0, 8.0, 30.0)),
     )
+    stages = zip(chain.stages, outputs, strict=True)
+    return replace(chain, stages=tuple(replace(s, rerun_overhead_s=float(nbytes % 4)) for s, nbytes in stages))
 
 
 def homogeneous_chain(n: int, *, link_ratio: float, forward_s: float = 0.010, width: int = 1 << 20) -> Profile:
@@ -114,6 +116,8 @@ def rich_chain(rng: random.Random, n: int, *, most_options: int = 7) -> Profile:
                 forward_s=rng.randint(0, 20) / 4,
                 backward_s=rng.randint(0, 40) / 4,
                 linked=tuple(linked[i]) if any(option.name == "recompute" for option in menu) else (),
+                # No draw of its own, so that seeds go on meaning the chains that they did.
+                rerun_overhead_s=made % 4 / 4 if any(option.name == "recompute" for option in menu) else 0.0,
             )
         )
     base = rng.randint(0, 40)
@@ -144,7 +148,7 @@ def _menu(
         more = rng.choice((0, 0, 3))
         if not moves:
             return []
-        # No draw of its own, so that seeds go on meaning the chains that they did.
+        # No draw here either.
         overhead_s = option.overhead_s + (made + len(moves)) % 3 / 4
         costs = option.backward_bytes + more, overhead_s
         return [replace(option, name=name, moves=moves, backward_bytes=costs[0], overhead_s=costs[1])]

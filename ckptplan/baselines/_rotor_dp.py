@@ -71,7 +71,7 @@ class Chain:
         p: what keeping the stage holds, the boundary behind it included.
     keep_forward, keep_backward, again_forward, again_backward : tuple of int
         What the stage's step adds under keep and under recompute.
-    forward_s, again_s : tuple of float
+    rerun_s, again_s : tuple of float
         Time of its run in a sweep, and of its recompute in front of its backward.
     can : tuple of bool
         Whether it may be recomputed. Glue may lie in a segment, but neither begins nor ends one.
@@ -88,7 +88,7 @@ class Chain:
     keep_backward: tuple[int, ...]
     again_forward: tuple[int, ...]
     again_backward: tuple[int, ...]
-    forward_s: tuple[float, ...]
+    rerun_s: tuple[float, ...]
     again_s: tuple[float, ...]
     can: tuple[bool, ...]
     glue: tuple[bool, ...]
@@ -171,7 +171,7 @@ def chain_of(profile: Profile) -> Chain:
         keep_backward=tuple(stage.keep.backward_bytes for stage in stages),
         again_forward=tuple(option.forward_bytes for option in again),
         again_backward=tuple(option.backward_bytes for option in again),
-        forward_s=tuple(0.0 if stage.is_glue else stage.forward_s for stage in stages),
+        rerun_s=tuple(stage.rerun_s for stage in stages),
         again_s=tuple(option.added_s for option in again),
         can=tuple(not stage.is_glue and stage.recompute is not None for stage in stages),
         glue=tuple(stage.is_glue for stage in stages),
@@ -226,7 +226,7 @@ class Table:
         self._again_up = self._up(map(sum, zip(base_f, chain.again_forward, strict=True)))
         self._down = self._up(map(sum, zip(base_b, chain.keep_backward, strict=True)))
         self._last_down = self._up(map(sum, zip(base_b, chain.again_backward, strict=True)))
-        self._sums = np.concatenate([[0.0], np.cumsum(chain.forward_s)])
+        self._sums = np.concatenate([[0.0], np.cumsum(chain.rerun_s)])
         blocked = np.cumsum([0, *(not can and not glue for can, glue in zip(chain.can, chain.glue, strict=True))])
         # Per first stage, one past the last that a segment from there can reach.
         self._reach = [

@@ -260,7 +260,7 @@ class _LabelProgram:
                     s, rows[good], kind, kept[good] + chain.boundary[e + 1], out[good], back,
                     (labels.cost + lost)[good] + again + best[good], np.full(len(good), True), within[good],
                 )  # fmt: skip
-            again_s += chain.forward_s[e]
+            again_s += chain.rerun_s[e]
 
     def _step(self, need: Floats, backlog: Floats, rate: float) -> tuple[NDArray[np.bool_], Floats, Floats]:
         """Whether a step fits, the backlog at its start, and the wait for that."""

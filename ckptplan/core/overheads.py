@@ -26,12 +26,15 @@ class Overheads:
         Each storage that such a stage saves: all of them are packed and unpacked.
     byte_s : float
         Each byte moved, out and back: by so much the copies slow compute down.
+    rerun_s : float
+        Each run of a stage in a segment's sweep, besides its forward.
     """
 
     call_s: float = 0.0
     swap_s: float = 0.0
     storage_s: float = 0.0
     byte_s: float = 0.0
+    rerun_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_fields("overheads", self)

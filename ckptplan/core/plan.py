@@ -317,12 +317,12 @@ def saved_bytes(profile: Profile, choices: Sequence[Decision]) -> tuple[tuple[in
 
 
 def launch_s(profile: Profile, choices: Sequence[Decision], segments: Sequence[Segment] = ()) -> float:
-    """Return `Plan.launch_s` for these decisions; each run of a stage in a sweep is one more launch of its forward."""
+    """Return `Plan.launch_s` for these decisions."""
     lasts = set(_lasts(segments))
     total_s = 0.0
     for i, (stage, choice) in enumerate(zip(profile.stages, choices, strict=True)):
-        again = 0 if stage.is_glue else sum(segment.depth(i) for segment in segments)
-        total_s += stage.forward_launch_s * (1 + again - (i in lasts)) + stage.backward_launch_s
+        again = sum(segment.depth(i) for segment in segments)
+        total_s += stage.forward_launch_s + stage.rerun_launch_s * (again - (i in lasts)) + stage.backward_launch_s
         option = stage.find(choice.option)
         if option is not None and (not again or i in lasts):
             total_s += option.launch_s

@@ -254,7 +254,7 @@ def sweep_of(profile: Profile, segment: Segment, ran: Sequence[Option] | None = 
     copies = list(accumulate(changes))
     return Sweep(
         tuple(runs),
-        sum(stages[k].forward_s for k in runs),
+        sum(stages[k].rerun_s for k in runs),
         max((copies[k - begin] + own for k, own in most_own), default=0),
         tuple(sorted((k, nbytes) for k, nbytes in held_from.items() if nbytes)),
         tuple(last_run),

@@ -64,6 +64,9 @@ class Stage:
         The largest tensors among its arguments that a plan is valid for; None: not known.
     forward_launch_s, backward_launch_s : float
         Time in which the host launches forward and backward; 0 if the host isn't modelled.
+    rerun_overhead_s, rerun_overhead_launch_s : float
+        Time that a run in a segment's sweep takes besides `forward_s` and `forward_launch_s`, for the runtime's own
+        code; 0 for a stage that can't be recomputed.
     """
 
     name: str
@@ -75,6 +78,8 @@ class Stage:
     inputs: tuple[InputTensor, ...] | None = None
     forward_launch_s: float = 0.0
     backward_launch_s: float = 0.0
+    rerun_overhead_s: float = 0.0
+    rerun_overhead_launch_s: float = 0.0
 
     def __post_init__(self) -> None:
         owner = f"stage {self.name!r}"
@@ -102,11 +107,26 @@ class Stage:
             )
         if self.is_glue and len(self.options) > 1:
             raise InvalidInputError(f"{owner}: options {names}; glue can only have 'keep'")
+        if again is None and (self.rerun_overhead_s or self.rerun_overhead_launch_s):
+            raise InvalidInputError(
+                f"{owner}: rerun_overhead_s={self.rerun_overhead_s}, rerun_overhead_launch_s="
+                f"{self.rerun_overhead_launch_s} must be 0 without an option 'recompute': no sweep runs the stage"
+            )
 
     @property
     def is_glue(self) -> bool:
         """Whether these are the operations between two calls of modules."""
         return self.name.startswith("(")
+
+    @property
+    def rerun_s(self) -> float:
+        """Compute time of a run in a segment's sweep; 0 for glue, which no sweep runs again."""
+        return 0.0 if self.is_glue else self.forward_s + self.rerun_overhead_s
+
+    @property
+    def rerun_launch_s(self) -> float:
+        """Time in which the host launches such a run."""
+        return 0.0 if self.is_glue else self.forward_launch_s + self.rerun_overhead_launch_s
 
     @property
     def keep(self) -> Option:

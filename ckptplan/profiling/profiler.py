@@ -463,8 +463,26 @@ def _with_times(
             if not option.recomputes or (kind, option.ops) in times.recompute_s
         ]
         menu = [option for option in menu if not (option.ops and _beaten(option, menu, traced.storages))]
-        linked = stage.linked if any(option.name == "recompute" for option in menu) else ()
-        stages.append(Stage(stage.name, kind, tuple(menu), forward_s, backward_s, linked, stage.inputs, *launch_s))
+        reruns = any(option.name == "recompute" for option in menu)
+        # A recompute takes what a run in a sweep does, less what it leaves out behind the last tensor it needs.
+        rerun_overhead_s, rerun_overhead_launch_s = (
+            max(code.rerun_s, lane.recompute_s.get((kind, ()), 0.0) - first_s) if reruns else 0.0
+            for lane, code, first_s in ((times, runtime_s, forward_s), (launches, launched_s, launch_s[0]))
+        )
+        stages.append(
+            Stage(
+                stage.name,
+                kind,
+                tuple(menu),
+                forward_s,
+                backward_s,
+                stage.linked if reruns else (),
+                stage.inputs,
+                *launch_s,
+                rerun_overhead_s,
+                rerun_overhead_launch_s,
+            )
+        )
     return Profile(
         stages=tuple(stages),
         storages=traced.storages,

@@ -12,9 +12,9 @@ detected by the other. It implements the rules of NOTE [Residency] in core/rules
 4. Queues are first in, first out, one transfer at a time, each direction alone; backlog carries over. Both tiers share
    them: a transfer takes its latency and the time of its bytes at the rate of `link`, or of `disk` for that tier.
 5. A segment's sweep runs after these waits and before its last stage's own recompute; each of its runs takes the
-   stage's `forward_s`. The sweep of an inner segment runs at the start of its own last stage's backward. In its
-   backward step, a stage that a sweep kept takes only `backward_s`, the last stage of a segment also the `recompute_s`
-   and `overhead_s` of its recompute, any other stage those of its option.
+   stage's `forward_s` and `rerun_overhead_s`. The sweep of an inner segment runs at the start of its own last stage's
+   backward. In its backward step, a stage that a sweep kept takes only `backward_s`, the last stage of a segment also
+   the `recompute_s` and `overhead_s` of its recompute, any other stage those of its option.
 
 Worked example: two stages with `forward_s` 1 and `backward_s` 2 s each, and a link that needs 3 s for stage 0's
 transfer in each direction. Stage 0 moves with release 1 and prefetch 1. Forward ends at 2 s; the transfer, queued at 1
@@ -363,7 +363,7 @@ class _Step:
             stage, again = self.stages[k], self._recompute(k)
             option = again if k in inner else stage.keep
             self._record("backward", k, base_bytes, option.forward_bytes, sweep=True)
-            self.clock.run("recompute", stage.name, stage.forward_s)
+            self.clock.run("recompute", stage.name, stage.forward_s + stage.rerun_overhead_s)
             self.runs[k] += 1
             for s in self.made[k]:
                 if s in awaited_by:

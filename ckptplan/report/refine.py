@@ -74,8 +74,8 @@ def corrected(profile: Profile, plan: Plan, measured: Measured) -> Profile:
       of it, the last glue's forward and backward) are divided in the proportion of the profile. Example: of 6 ms
       measured for glue and module predicted at 1 and 2 ms, the glue gets 2.
     - A recompute time is the measured one; if a segment's sweep ran a stage's forward again, forward and sweep each get
-      the mean. A kind's other recomputing options change by the same factor; those of kinds without any recompute
-      change by the factor of their forward.
+      the mean, less the overhead that the profile has of the sweep's runs. A kind's other recomputing options change by
+      the same factor; those of kinds without any recompute change by the factor of their forward.
     - A link that moved bytes gets the measured bandwidth; another link stays as it is.
     - Bytes measured beyond the predicted peak are added to every moment. Fewer bytes change nothing, since a prediction
       is an upper bound.
@@ -108,12 +108,13 @@ def corrected(profile: Profile, plan: Plan, measured: Measured) -> Profile:
         for m in members:
             backward[m] += left_s * (stages[m].backward_s / predicted_s if predicted_s else float(m == i))
         name = stages[i].name
+        rerun_s = sweeps[name] * stages[i].rerun_overhead_s
         if sweeps[name] and not own[name]:
-            forward[i] = (found.forward_s + found.recompute_s) / (1 + sweeps[name])
+            forward[i] = max(found.forward_s + found.recompute_s - rerun_s, 0.0) / (1 + sweeps[name])
         else:
             forward[i] = found.forward_s
             if own[name]:
-                recompute[i] = max(found.recompute_s - sweeps[name] * found.forward_s, 0.0)
+                recompute[i] = max(found.recompute_s - rerun_s - sweeps[name] * found.forward_s, 0.0)
 
     kinds = [stage.kind for stage in stages]
     forwards = _means(zip(kinds, forward, strict=True))

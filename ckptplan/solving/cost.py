@@ -5,7 +5,8 @@ plans of 24 stages take 0.03 s here and 1 s in Python one by one, which is why t
 0.6 ms here, for lack of rows, and 0.2 ms in Python: that is what `Evaluator.step_s` is for.
 
 Copies leave oldest first, hence the stages whose bytes never need to be away form a suffix `i >= cutoff`, where
-`cutoff` is the larger of the two lanes' queue fronts at the turn. These stages move nothing at all.
+`cutoff` is the larger of the two lanes' queue fronts at the turn. These stages move nothing at all. They are charged as
+their options say: what does the same without moving is another vector, and `evaluate` takes that in the end.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class PlanSpace:
         stages = self.profile.stages
         total = 0.0
         for segment in forest:
-            total += sum(stages[k].forward_s for k in range(segment.first, segment.last) if not stages[k].is_glue)
+            total += sum(stage.rerun_s for stage in stages[segment.first : segment.last])
             again = stages[segment.last].recompute
             assert again is not None
             total += again.added_s + self.least_extra_s(segment.inner)

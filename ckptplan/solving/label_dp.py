@@ -414,7 +414,7 @@ class LabelDp:
                     if born < k - 1:
                         now.sweep_peak[level] += transit
                 now.sweep_peak[level] = np.maximum(now.sweep_peak[level], run)
-                now.sweep_s[level] += stage.forward_s
+                now.sweep_s[level] += stage.rerun_s
             if innermost and not ends:
                 now.sweep_copies[level] += private
                 for s, nbytes in tracked:

@@ -236,7 +236,7 @@ def nothing_fits(space: PlanSpace, budget_bytes: int, host_bytes: int | None, de
     chain = Chain(profile, space.menu, budget_bytes, host_bytes, segments=space.segments)
     link, n = profile.link, chain.n
     longest_s = (n + 2) * sum(
-        s.forward_s + s.backward_s + max(o.added_s for o in s.options) for s in profile.stages
+        max(s.forward_s, s.rerun_s) + s.backward_s + max(o.added_s for o in s.options) for s in profile.stages
     ) + sum(link.out_s(s.nbytes) + link.in_s(s.nbytes) for s in profile.storages)
     master, intervals = Master(chain), Intervals(chain)
     columns = MissingColumns(intervals)

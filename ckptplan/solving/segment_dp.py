@@ -301,7 +301,7 @@ class SegmentDp:
                 bool(self.space.inside[k]),
                 chain.boundary[k],
                 chain.kept[k],
-                stage.forward_s,
+                stage.rerun_s,
                 stage.keep.forward_bytes,
                 stage.keep.backward_bytes,
                 (again.forward_bytes, again.backward_bytes, again.added_s) if again is not None else None,
@@ -349,7 +349,6 @@ class SegmentDp:
         self.can = can
         # Per stage: what a run in a sweep needs on top of the base, apart from the boundary in front of it.
         self.run_bytes = [self._again(k)[0] if can[k] else 0 for k in range(self.n)]
-        self.run_s = [0.0 if stages[k].is_glue else stages[k].forward_s for k in range(self.n)]
         self.glue_bytes = [chain.kept[k] if stages[k].is_glue else 0 for k in range(self.n)]
         # Most bytes of any run of s..e, at base 0, and with its own base in forward.
         self.most_run = np.zeros((self.n, max(self.span, 1)), np.int64)
@@ -377,7 +376,7 @@ class SegmentDp:
                 if can[e]:
                     self.valid[s, e - s] = True
                     self.again_total[s, e - s] = seconds + self._again(e)[2]
-                seconds += self.run_s[e]
+                seconds += stages[e].rerun_s
 
     def _shift(self, value: Floats, by: int) -> Floats:
         """`value` with `by` fewer units."""

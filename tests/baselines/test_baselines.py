@@ -374,6 +374,8 @@ def test_rotor_equals_brute_force() -> None:
             fitting += 1
             # 1e-9: the same seconds are added in another order.
             assert BASELINES["rotor"](profile, budget).step_s == pytest.approx(min(fits), rel=1e-9)
+            extra_s = _rotor_dp.Table(profile, budget).row(0, n - 1)[-1]
+            assert profile.baseline_step_s + extra_s == pytest.approx(min(fits), rel=1e-9)
     assert fitting >= 60
 
 

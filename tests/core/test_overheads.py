@@ -6,11 +6,18 @@ from dataclasses import replace
 
 import pytest
 
+from ckptplan.core.device import known_devices
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.files import decoded
 from ckptplan.core.option import Option
 from ckptplan.core.overheads import Overheads
+from ckptplan.core.plan import Decision, launch_s
 from ckptplan.core.profile import Profile
+from ckptplan.core.rules import sweeps_of
+from ckptplan.core.segment import Segment
+from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
+from ckptplan.referee import simulate
 
 pytestmark = pytest.mark.planning
 
@@ -31,6 +38,44 @@ def test_seconds_that_an_option_adds() -> None:
     assert again.added_s == 2.5
     with pytest.raises(InvalidInputError, match=r"overhead_s=0\.5 must be 0"):
         Option("keep", (0,), (), 4, 9, overhead_s=0.5)
+
+
+def test_each_run_in_a_sweep_takes_the_overhead_once_more() -> None:
+    # Binary fractions, so that sums in any order are the same.
+    plain = Profile.from_chain([1.0, 2.0, 4.0, 8.0], [2.0] * 4, [1] * 4, [3] * 4, input_bytes=1)
+    stages = tuple(
+        replace(stage, rerun_overhead_s=0.5**k, rerun_overhead_launch_s=0.25**k)
+        for k, stage in enumerate(plain.stages, 1)
+    )
+    profile = replace(plain, stages=stages)
+    assert [stage.rerun_s for stage in stages] == [1.5, 2.25, 4.125, 8.0625]
+    assert [stage.rerun_launch_s for stage in stages] == [0.25, 0.0625, 0.015625, 0.00390625]
+    # The outer sweep runs stages 0 to 2, the inner one 0 and 1; the last one of each is recomputed instead.
+    segments = (Segment(0, 3, (Segment(0, 2),)),)
+    choices = (Decision("recompute", option="recompute"),) * 4
+    assert [sweep.seconds for _, sweep in sweeps_of(profile, segments)] == [1.5 + 2.25 + 4.125, 1.5 + 2.25]
+    one, other = (simulate(p, choices, segments).makespan_s for p in (profile, plain))
+    assert one - other == 2 * 0.5 + 2 * 0.25 + 0.125
+    assert launch_s(profile, choices, segments) == 2 * 0.25 + 2 * 0.0625 + 0.015625
+    alone = (Decision("recompute", option="recompute"),) * 4
+    assert simulate(profile, alone).makespan_s == simulate(plain, alone).makespan_s
+    assert launch_s(profile, alone) == 0
+
+
+def test_only_stages_that_sweeps_run_have_their_overhead() -> None:
+    glue = Stage("(glue)", "glue", (Option("keep", (), (), 0, 0),), 3.0, 1.0, forward_launch_s=2.0)
+    assert glue.rerun_s == glue.rerun_launch_s == 0
+    for field in ("rerun_overhead_s", "rerun_overhead_launch_s"):
+        for stage in (glue, replace(glue, name="only kept")):
+            with pytest.raises(InvalidInputError, match=f"{field}=0.5.*must be 0 without an option 'recompute'"):
+                replace(stage, **{field: 0.5})
+
+
+def test_devices_say_what_a_run_in_a_sweep_takes() -> None:
+    assert decoded(Overheads, {"byte_s": 1e-12}) == Overheads(byte_s=1e-12, rerun_s=0.0)  # a file from before it
+    for device in known_devices().values():
+        assert device.overheads.rerun_s == 0
+        assert "rerun_s: 0" in device.sources["overheads"]
 
 
 def test_a_profile_says_its_error() -> None:

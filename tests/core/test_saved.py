@@ -23,7 +23,12 @@ LOAD: dict[str, Any] = {"profile": Profile.load, "plan": Plan.load}
 ADDED = {
     "profile": {"outside": None, "step_error": 0.0},
     "storage": {"dropped_bytes": 0},
-    "stage": {"forward_launch_s": 0.0, "backward_launch_s": 0.0},
+    "stage": {
+        "forward_launch_s": 0.0,
+        "backward_launch_s": 0.0,
+        "rerun_overhead_s": 0.0,
+        "rerun_overhead_launch_s": 0.0,
+    },
     "option": {"launch_s": 0.0, "overhead_s": 0.0},
     "link": {"copy_s": 0.0},
     "fingerprint": {"accumulates": False},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from torch import nn
 
 import ckptplan
+from ckptplan.core.overheads import NO_OVERHEADS, Overheads
 from ckptplan.core.request import Training
 from ckptplan.profiling.times import overheads, timing
 from ckptplan.profiling.times.stopwatch import Span, Stopwatch, Took
+from ckptplan.runtime.recompute.segments import SegmentFrame
 from ckptplan.runtime.step import make_step
 
 CPU = torch.device("cpu")
@@ -22,7 +25,38 @@ def test_a_device_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first = overheads.measure_overheads(CPU)
     monkeypatch.setattr(overheads, "_measured", lambda *_: pytest.fail("it was measured before"))
     assert overheads.measure_overheads(CPU) is first
-    assert min(first.call_s, first.swap_s + first.storage_s) > 0
+    assert min(first.call_s, first.swap_s + first.storage_s, first.rerun_s) > 0
+
+
+def test_what_runs_in_a_sweep_take_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = SegmentFrame.fill
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        until = time.thread_time() + 0.002
+        while time.thread_time() < until:
+            pass
+        return fill(*args, **kwargs)
+
+    monkeypatch.setattr(SegmentFrame, "fill", slow)
+    # Each stage of the segment is filled once. 0.02: as busy as the machine may make the thread besides.
+    assert 0.002 < overheads._Steps(1, 256, CPU).rerun_s() < 0.02
+
+
+@pytest.mark.parametrize("measured", [NO_OVERHEADS, Overheads(call_s=1e-6, rerun_s=5.0)], ids=["frame", "measured"])
+def test_a_run_in_a_sweep_takes_no_less_than_a_recompute(measured: Overheads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptplan.profiling.profiler.measure_overheads", lambda *_: measured)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    profile = ckptplan.profile(model, torch.randn(4, 8), cache=False)
+    for stage in profile.stages:
+        again = stage.recompute
+        if again is None:
+            assert stage.is_glue
+            assert stage.rerun_overhead_s == 0
+        else:
+            # The recompute alone is timed with the runtime's frame, which takes longer than so small a forward.
+            assert again.recompute_s > stage.forward_s
+            assert stage.rerun_overhead_s == max(measured.rerun_s, again.recompute_s - stage.forward_s)
+        assert stage.rerun_overhead_launch_s == 0
 
 
 def test_options_that_move_take_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

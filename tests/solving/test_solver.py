@@ -274,7 +274,7 @@ def rotor_s(profile: Profile, budget_bytes: int) -> float:
                 break
             after = 0.0 if e == t else math.inf if m < x[e + 1] else best(e + 1, t, m - x[e + 1], top)
             found.append(seconds + one.recompute_s + after + best(s, e, m, False))
-            seconds += stages[e].forward_s
+            seconds += stages[e].forward_s + stages[e].rerun_overhead_s
         return min(found)
 
     return profile.baseline_step_s + best(0, n - 1, budget_bytes, True)
@@ -291,6 +291,16 @@ def test_recompute_only_is_never_slower_than_rotor() -> None:
             assert plan.status == "optimal"
             assert plan.step_s == pytest.approx(rotor_s(profile, budget), **SAME)
         assert rotor_s(profile, least - 1) == math.inf
+
+
+def test_a_sweep_that_takes_long_is_no_proof_that_nothing_fits() -> None:
+    """Boundaries are most of the bytes, so only segments fit, and their sweeps take longer than all else together."""
+    profile = Profile.from_chain([1.0] * 16, [2.0] * 16, [10] * 16, [20] * 16, input_bytes=10)
+    slow = replace(profile, stages=tuple(replace(stage, rerun_overhead_s=1e6) for stage in profile.stages))
+    least = smallest_peak(profile, Limits(actions=NOTHING_MOVES)).peak_bytes
+    for chain in (profile, slow):
+        assert not peak.nothing_fits(space_of(chain, NOTHING_MOVES), least, None, time.monotonic() + LONG_S)
+        assert peak.nothing_fits(space_of(chain, NOTHING_MOVES), least - 15, None, time.monotonic() + LONG_S)
 
 
 def test_segments_beat_single_stages_where_they_must() -> None:

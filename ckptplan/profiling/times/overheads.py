@@ -1,9 +1,9 @@
 """Measure what a running plan takes of compute besides the stages' work, once for each device and process.
 
-Steps of a few small stages run as a plan runs them: kept and swapped. Stages of tiny tensors give the time of
-the runtime's own code. The same stages with larger tensors give, on the CPU, what each byte moved takes from compute:
-the bandwidth of its copy, and the caches, since the thread that copies runs on another core. There it is the
-computing thread's own time, in which neither waits for copies nor other processes count.
+Steps of a few small stages run as a plan runs them: kept, swapped and recomputed together. Stages of tiny tensors give
+the time of the runtime's own code. The same stages with larger tensors give, on the CPU, what each byte moved takes
+from compute: the bandwidth of its copy, and the caches, since the thread that copies runs on another core. There it is
+the computing thread's own time, in which neither waits for copies nor other processes count.
 
 An accelerator copies by itself, and all that compute loses is bandwidth of its memory: for each byte moved, the time of
 one byte. The runtime's code is the host's there, and its time that until all is launched.
@@ -23,6 +23,7 @@ from torch import nn
 from ckptplan.core.link import Tier
 from ckptplan.core.overheads import Overheads
 from ckptplan.core.plan import Decision, Decisions
+from ckptplan.core.segment import Segment
 from ckptplan.runtime.accelerator import is_accelerator, synchronize
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.observe.counters import Counters
@@ -35,7 +36,7 @@ _TINY_BYTES = 256
 _LARGE_BYTES = 1 << 19  # as activations have them, and in all more than a core's own caches
 _LARGE_COUNT = 4
 _WARM_UPS = 2
-_STEPS = 11  # timed with each plan, of which the median counts
+_STEPS = 9  # timed with each plan, of which the median counts
 _BANDWIDTH_BYTES = 64 << 20
 
 
@@ -58,9 +59,10 @@ def _measured(device: torch.device, swap_dir: str | Path | None) -> Overheads:
     store = make_store(device, capacity_bytes=capacity, directory=swap_dir, limit_bytes=None)
     try:
         with torch.enable_grad():
-            keep_s, many_s, few_s = many.keep_s(), many.swap_s({"host": store}), few.swap_s({"host": store})
+            many_s, few_s = many.swap_s({"host": store}), few.swap_s({"host": store})
             storage_s = max(many_s - few_s, 0.0) / (_MANY - _FEW)
             swap_s = max(few_s - _FEW * storage_s, 0.0)
+            call_s, rerun_s = many.call_s(), few.rerun_s()
             if is_accelerator(device):
                 byte_s = _bandwidth_s(device)
             else:
@@ -68,7 +70,7 @@ def _measured(device: torch.device, swap_dir: str | Path | None) -> Overheads:
                 byte_s = max(large.swap_s({"host": store}) - runtime_s, 0.0) / (_LARGE_COUNT * _LARGE_BYTES)
     finally:
         store.close()
-    return Overheads(keep_s, swap_s, storage_s, byte_s)
+    return Overheads(call_s, swap_s, storage_s, byte_s, rerun_s)
 
 
 class _Stage(nn.Module):
@@ -94,20 +96,34 @@ class _Steps:
         self._model = nn.Sequential(*(_Stage(count, device) for _ in range(_STAGES)))
         self._x = torch.ones(nbytes // 4, device=device, requires_grad=True)
 
-    def keep_s(self) -> float:
+    @functools.cached_property
+    def _kept_s(self) -> float:
+        return self._planned_s(Decision("keep"))
+
+    def call_s(self) -> float:
         """A kept stage's time beyond its time without a plan."""
-        return max(self._planned_s(Decision("keep")) - self._median_s(self._step), 0.0)
+        return max(self._kept_s - self._median_s(self._step), 0.0)
 
     def swap_s(self, stores: dict[Tier, Store]) -> float:
         """A stage's time beyond that of a kept one, if all that it saves moves."""
         swap = Decision("swap", tuple(range(self.count)), _STAGES - 1, _STAGES - 1)
-        return max(self._planned_s(swap, stores) - self._planned_s(Decision("keep")), 0.0)
+        return max(self._planned_s(swap, stores) - self._kept_s, 0.0)
+
+    def rerun_s(self) -> float:
+        """A stage's time in a segment of all of them, beyond that of a kept one and of another forward."""
+        again_s = self._planned_s(Decision("recompute"), segments=(Segment(0, _STAGES - 1),))
+        return max(again_s - self._kept_s - self._median_s(self._forward), 0.0)
+
+    def _forward(self) -> torch.Tensor:
+        return self._model(self._x).sum()
 
     def _step(self) -> None:
-        self._model(self._x).sum().backward()
+        self._forward().backward()
 
-    def _planned_s(self, decision: Decision, stores: dict[Tier, Store] | None = None) -> float:
-        decisions = Decisions(tuple(map(str, range(_STAGES))), (decision,) * _STAGES)
+    def _planned_s(
+        self, decision: Decision, stores: dict[Tier, Store] | None = None, segments: tuple[Segment, ...] = ()
+    ) -> float:
+        decisions = Decisions(tuple(map(str, range(_STAGES))), (decision,) * _STAGES, segments)
         controller = Controller(self._model, decisions, stores or {}, self._device, counters=Counters())
         controller.install()
         try:

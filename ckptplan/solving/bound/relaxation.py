@@ -264,7 +264,7 @@ class Chain:
             self.last_own[i] = again.backward_bytes / self.unit + extra
             ways = [stage.options[c] for c in self.menu[i] if stage.options[c].name in ("recompute", "recompute+swap")]
             self.segment_forward[i] = min(o.forward_bytes for o in ways) / self.unit
-            self.run_s[i] = stage.forward_s / self.second
+            self.run_s[i] = stage.rerun_s / self.second
             self.again_s[i] = again.added_s / self.second
             for s in stage.linked:
                 if self.counted[s] == i and not self.profile.storages[s].to_end:
