@@ -99,7 +99,9 @@ class Made:
             options = tuple(
                 dataclasses.replace(o, recompute_s=forward_s * o.recomputes, overhead_s=0.0) for o in stage.options
             )
-            return dataclasses.replace(stage, forward_s=forward_s, backward_s=backward_s, options=options)
+            return dataclasses.replace(
+                stage, forward_s=forward_s, backward_s=backward_s, options=options, rerun_overhead_s=0.0
+            )
 
         self.profile = dataclasses.replace(found, stages=tuple(map(timed, found.stages)), link=Link(1e12, 1e12))
         self.modules = [i for i, stage in enumerate(self.profile.stages) if not stage.is_glue]
