@@ -12,7 +12,8 @@ steps run in turn. Two errors are given for each plan:
   error of what the plan changes: recompute, copies, waits. Copies are scaled with it, though a link needn't slow down
   as compute does.
 
-Where the second is above 5 %, the parts of the step (`handle.stats()`) that differ most are named.
+The heap keeps its pages, as in small_steps.py. Where the second error is above 5 %, the parts of the step
+(`handle.stats()`) that differ most are named.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 import documents
 import torch
 from models import MODELS
+from overhead import keep_heap
 
 import ckptplan
 from ckptplan.baselines import BASELINES
@@ -150,6 +152,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="two models, two budgets, three rounds")
     args = parser.parse_args()
+    keep_heap()
     torch.set_num_threads(args.threads)
     names = ["gpt2", "resnet50"] if args.quick else args.models.split(",")
     percents = [0.0, 60.0] if args.quick else [float(x) for x in args.budgets.split(",")]

@@ -6,10 +6,12 @@
 Here copies' latency, the bandwidth that they take from compute, and our own Python per option are a large part of the
 step. Each model is planned for two budgets, percentages of the way from the smallest feasible peak to the peak with
 everything kept, in three ways: with all actions, with swaps alone (what is predicted of them), and with recompute alone
-(what all actions must not be slower than). Blocks of steps of each way, and plain ones, are run in turn.
+(what all actions must not be slower than). Blocks of steps of each way, and with everything kept, are run in turn.
 
-Errors are of the prediction scaled by measured plain step / predicted plain step, as `error_by_plain` in
-predicted_steps.py: a shared machine runs at another speed when it measures than when it profiled.
+Errors are of the prediction scaled by measured / predicted step with everything kept, as `error_by_plain` in
+predicted_steps.py: a shared machine runs at another speed when it measures than when it profiled. Everything is kept by
+a plan, as in the prediction, where each kept stage has the runtime's code too. The heap keeps its pages (`keep_heap`):
+by default glibc gives them back and gets them anew, in steps and in profiles, more or fewer of them by chance.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import Any
 import documents
 import torch
 from models import _text
+from overhead import keep_heap
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -173,21 +176,20 @@ def measure(name: str, percents: list[float], ways: list[str], rounds: int, limi
     model.train()
     profile = ckptplan.profile(model, inputs)
     least = smallest_peak(profile).peak_bytes
-    most = BASELINES["keep_all"](profile, 1 << 59).peak_bytes
-    plans = {}
+    everything_kept = BASELINES["keep_all"](profile, 1 << 59)
+    most = everything_kept.peak_bytes
+    plans: dict[Any, ckptplan.Plan] = {}
     for percent in percents:
         for way in ways:
             limits = Limits(actions=WAYS[way], time_limit_s=limit_s, gap=0.0)
             with contextlib.suppress(InfeasibleBudgetError):
                 plans[percent, way] = solve_profile(profile, least + math.ceil((most - least) * percent / 100), limits)
-    found: dict[Any, list[float]] = {key: [] for key in (None, *plans)}
+    found: dict[Any, list[float]] = {key: [] for key in (None, *plans)}  # None: everything kept
     for number in range(rounds):
         gc.collect()
         for key in list(found)[:: 1 if number % 2 else -1]:
-            handle = (
-                ckptplan.apply(model, plans[key], profile=profile, check="off") if key else contextlib.nullcontext()
-            )
-            with handle, handle.unmetered() if key else contextlib.nullcontext():
+            plan = plans[key] if key else everything_kept
+            with ckptplan.apply(model, plan, profile=profile, check="off") as handle, handle.unmetered():
                 _step(model, inputs)
                 found[key].append(statistics.median(_step(model, inputs) for _ in range(STEPS)))
     cases = []
@@ -213,7 +215,7 @@ def measure(name: str, percents: list[float], ways: list[str], rounds: int, limi
         over = "" if case.over_recompute is None else f", {case.over_recompute:+.1%} over recompute alone"
         print(
             f"{name:<14}{percent:3.0f} % {way:<10} predicted {plan.step_s / plan.baseline_step_s:6.3f} x, measured "
-            f"{ratio:6.3f} x plain ({case.predicted_plain_s * 1e3:.1f}, {case.measured_plain_s * 1e3:.1f} ms): "
+            f"{ratio:6.3f} x kept ({case.predicted_plain_s * 1e3:.1f}, {case.measured_plain_s * 1e3:.1f} ms): "
             f"{case.error:+6.1%}{over}; {_text_of(case.actions)}",
             flush=True,
         )
@@ -234,6 +236,7 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, default=1.0, help="seconds for each plan")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
+    keep_heap()
     torch.set_num_threads(args.threads)
     percents, ways = [float(x) for x in args.budgets.split(",")], args.ways.split(",")
     began = time.perf_counter()

@@ -55,6 +55,7 @@ _LEAST_SHARE = 0.02
 """Least time of a recompute with saved outputs, as a share of forward; noise may make the measured one 0."""
 _LEAST_RUNS = 3  # timings of each way; the errors of a kind's medians are estimated from those of all its ways
 _WARM_UPS = {False: 1, True: 2}  # further ones on the CPU and on a GPU, which aren't counted
+_SHORT_S = 2e-3  # a shorter stage runs a first time in each round: cold caches would be much of its time
 _MOST_RUNS = 30
 _MORE_S = 0.5  # most time for rounds beyond the least number
 _ERROR = 0.01  # of the step, below which it is timed no more
@@ -199,6 +200,14 @@ class _Timing:
         if math.hypot(*errors_s.values()) <= _ERROR * step_s:
             return set()
         return {kind for kind, error_s in errors_s.items() if error_s > _ERROR * step_s / math.sqrt(len(errors_s))}
+
+    def warm_ups(self, kind: str) -> int:
+        """Runs of each way that don't count, before one that does."""
+        if not self.runs[kind]:
+            # A GPU's first runs find their delay. A second run at once is also what shows a graph that the first has
+            # left where nothing looks for it, and run backward.
+            return _WARM_UPS[is_accelerator(self.device)]
+        return int(statistics.median(self._took_s(kind, None)) < _SHORT_S)
 
     def rounds(self) -> None:
         """Run timed rounds until the step's error is small, or the time for them is over."""
@@ -355,9 +364,7 @@ class _Timing:
                 if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                     m.__dict__[name] = value.detach().requires_grad_()
                     parameters.append(m.__dict__[name])
-        # A GPU's first runs find their delay. A second run at once is also what shows a graph that the first has left
-        # where nothing looks for it, and run backward.
-        warm_ups = 0 if self.runs[kind] else _WARM_UPS[is_accelerator(self.device)]
+        warm_ups = self.warm_ups(kind)
         for warms in (*(True,) * warm_ups, False):
             # Each is as often the one that finds cold caches.
             for way in ways if self.runs[kind] % 2 else reversed(ways):
