@@ -57,7 +57,7 @@ _LEAST_RUNS = 3  # timings of each way; the errors of a kind's medians are estim
 _WARM_UPS = {False: 1, True: 2}  # further ones on the CPU and on a GPU, which aren't counted
 _SHORT_S = 2e-3  # a shorter stage runs a first time in each round: cold caches would be much of its time
 _MOST_RUNS = 30
-_MORE_S = 0.5  # most time for rounds beyond the least number
+_MORE_S = 0.5  # most time for rounds beyond the least number; none that would take longer is begun
 _ERROR = 0.01  # of the step, below which it is timed no more
 
 
@@ -211,15 +211,17 @@ class _Timing:
 
     def rounds(self) -> None:
         """Run timed rounds until the step's error is small, or the time for them is over."""
-        wanted, until_s = set(self.counts), math.inf
+        wanted: Collection[str] = self.counts
+        left_s = _MORE_S
         for number in range(_MOST_RUNS):
-            if number == _LEAST_RUNS:
-                until_s = time.perf_counter() + _MORE_S
-            if number >= _LEAST_RUNS:
-                wanted = self._unsettled()
-            if not wanted or time.perf_counter() > until_s:
-                break
+            begun = time.perf_counter()
             self.round(times=wanted)
+            took_s = time.perf_counter() - begun
+            if number + 1 >= _LEAST_RUNS:
+                wanted = self._unsettled()
+                if not wanted or took_s > left_s:
+                    break
+                left_s -= took_s  # what the next one will take
 
     def round(self, *, tries: bool = False, times: Collection[str] = (), watched: RealStorages | None = None) -> None:
         """Run one forward of the step.
