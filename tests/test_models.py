@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,7 +84,8 @@ def test_the_promises_hold(make: Callable[[], Made]) -> None:
     torch.manual_seed(0)
     model, inputs = make()
     model.train()
-    profile = ckptplan.profile(model, inputs)
+    # As if times were exact: otherwise a plan may be given up for one that is slower by less than their error.
+    profile = replace(ckptplan.profile(model, inputs), step_error=0.0)
     least = smallest_peak(profile, Limits(actions=("keep", "swap", "recompute")))
     assert 0 < least.bound_bytes <= least.peak_bytes
     r = residency(profile, [stage.keep for stage in profile.stages])

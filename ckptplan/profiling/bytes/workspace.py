@@ -48,9 +48,8 @@ def measure_workspaces(
     peaks: dict[Hashable, int] = {}
 
     def run_all() -> None:
-        filled: Filled = {}
         for index, key in enumerate(wanted):
-            peak = _run(key, device, failed, storages, filled, label=f"ckptplan {index}")
+            peak = _run(key, device, failed, storages, label=f"ckptplan {index}")
             if peak is not None:
                 peaks[key] = peak
 
@@ -140,34 +139,18 @@ _ALLOCATE_NOTHING = {torch.ops.aten.detach.default, torch.ops.aten.set_.source_S
 """Operations that allocate nothing though `is_view` isn't set."""
 
 
-Filled = dict[torch.dtype, torch.Tensor]
-"""Made-up values, by type, that operations only read. On the CPU, filling new memory takes longer than most of them."""
-
-
-def _make(spec: TensorSpec, device: torch.device, filled: Filled) -> torch.Tensor:
-    """A made-up operand, of those in `filled` if these are enough, and otherwise in place of them."""
-    flat = filled.get(spec.dtype)
-    if flat is None or len(flat) < spec.span:
-        where = device if spec.device == device.type else spec.device  # some operations take lengths on the host alone
-        flat = filled[spec.dtype] = torch.empty(max(spec.span, 1), dtype=spec.dtype, device=where)
-        # Valid for any operation: indices 0 are in range, masks select everything, 0.5 doesn't overflow.
-        flat.fill_(0.5 if spec.dtype.is_floating_point else spec.dtype == torch.bool)
+def _make(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    where = device if spec.device == device.type else spec.device  # some operations take lengths on the host alone
+    flat = torch.empty(max(spec.span, 1), dtype=spec.dtype, device=where)
+    # Valid for any operation: indices 0 are in range, masks select everything, 0.5 doesn't overflow.
+    flat.fill_(0.5 if spec.dtype.is_floating_point else spec.dtype == torch.bool)
     return flat.as_strided(spec.size, spec.stride)
 
 
-def _operands(key: Any, device: torch.device, filled: Filled | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _operands(key: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Made-up operands for one operation."""
     func, leaves, spec = key
-    writes = any(
-        argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments
-    )
-    shared = None if writes else filled
-    made = [
-        _make(x, device, shared if shared is not None and x.dtype.is_floating_point else {})
-        if isinstance(x, TensorSpec)
-        else x
-        for x in leaves
-    ]
+    made = [_make(x, device) if isinstance(x, TensorSpec) else x for x in leaves]
     args, kwargs = pytree.tree_unflatten(made, spec)
     _with_masks(func, args)
     names = [argument.name for argument in func._schema.arguments]
@@ -199,19 +182,13 @@ def _select(mask: torch.Tensor, count: int) -> None:
 
 
 def _run(
-    key: Any,
-    device: torch.device,
-    failed: list[str],
-    storages: dict[Hashable, tuple[int, ...]],
-    filled: Filled,
-    *,
-    label: str,
+    key: Any, device: torch.device, failed: list[str], storages: dict[Hashable, tuple[int, ...]], *, label: str
 ) -> int | None:
     """Run one operation alone; return its peak, 0 on the CPU, where it is recorded under `label`; None if it fails."""
     func = key[0]
     try:
         with torch.enable_grad():
-            args, kwargs = _operands(key, device, None if is_accelerator(device) else filled)
+            args, kwargs = _operands(key, device)
             if is_accelerator(device):
                 # A first run is for memory that a library allocates once and keeps (32 MiB for cuBLAS on recent
                 # devices).
