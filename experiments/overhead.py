@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import functools
 import gc
 import json
@@ -38,6 +37,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ckptplan.cli.demo import keep_pages
 from ckptplan.core.plan import Decision, Decisions, Plan
 from ckptplan.core.segment import Segment
 from ckptplan.profiling.profiler import profile
@@ -79,14 +79,6 @@ def interleaved(ways: Sequence[Way], rounds: int) -> Found:
                 found["wall"][i].append(wall_s)
         gc.enable()
     return found
-
-
-def keep_heap() -> None:
-    """Have the C library (glibc) keep the memory that it has got, from here on."""
-    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX in malloc.h
-    library = ctypes.CDLL(None)
-    library.mallopt(trim_threshold, -1)
-    library.mallopt(mmap_max, 0)
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -413,7 +405,7 @@ def main() -> None:
     call = added_us(tiny, calls)
     model, inputs = _Stages(12, 384), torch.randn(256, 384)
     as_it_is, real_calls = plain_and_kept(model, inputs, rounds)
-    keep_heap()
+    keep_pages(True)
     real, _ = plain_and_kept(model, inputs, rounds)
     beside = {clock: added_share(found) for clock, found in real.items()}
     plain_s, kept_s = (statistics.median(steps) / EVERY for steps in real["cpu"])

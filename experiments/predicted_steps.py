@@ -28,10 +28,10 @@ from typing import Any
 import documents
 import torch
 from models import MODELS
-from overhead import keep_heap
 
 import ckptplan
 from ckptplan.baselines import BASELINES
+from ckptplan.cli.demo import keep_pages
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.request import Limits
 from ckptplan.runtime.observe.stats import Stats
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="two models, two budgets, three rounds")
     args = parser.parse_args()
-    keep_heap()
+    keep_pages(True)
     torch.set_num_threads(args.threads)
     names = ["gpt2", "resnet50"] if args.quick else args.models.split(",")
     percents = [0.0, 60.0] if args.quick else [float(x) for x in args.budgets.split(",")]

@@ -10,7 +10,7 @@ everything kept, in three ways: with all actions, with swaps alone (what is pred
 
 Errors are of the prediction scaled by measured / predicted step with everything kept, as `error_by_plain` in
 predicted_steps.py: a shared machine runs at another speed when it measures than when it profiled. Everything is kept by
-a plan, as in the prediction, where each kept stage has the runtime's code too. The heap keeps its pages (`keep_heap`):
+a plan, as in the prediction, where each kept stage has the runtime's code too. The heap keeps its pages (`keep_pages`):
 by default glibc gives them back and gets them anew, in steps and in profiles, more or fewer of them by chance.
 """
 
@@ -30,12 +30,12 @@ from typing import Any
 import documents
 import torch
 from models import _text
-from overhead import keep_heap
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import ckptplan
 from ckptplan.baselines import BASELINES
+from ckptplan.cli.demo import keep_pages
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.request import Limits
 from ckptplan.solving.planner import smallest_peak, solve_profile
@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, default=1.0, help="seconds for each plan")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    keep_heap()
+    keep_pages(True)
     torch.set_num_threads(args.threads)
     percents, ways = [float(x) for x in args.budgets.split(",")], args.ways.split(",")
     began = time.perf_counter()

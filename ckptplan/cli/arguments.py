@@ -126,9 +126,14 @@ def to_bytes(text: str, option: str) -> int:
     return budget_to_bytes(value, name=option)
 
 
+def parts_of(text: str) -> list[str]:
+    """Return what is separated by commas in `text`, without spaces around it and without empty parts."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def to_counts(text: str, option: str) -> list[int]:
     """Return the numbers in `text`, separated by commas, each at least 1."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    parts = parts_of(text)
     for part in parts:
         if not part.isdecimal() or int(part) < 1:
             raise InvalidInputError(
@@ -139,7 +144,7 @@ def to_counts(text: str, option: str) -> list[int]:
 
 def to_actions(text: str) -> tuple[Action, ...]:
     """Return the actions in `text`, separated by commas."""
-    wanted = [part.strip() for part in text.split(",") if part.strip()]
+    wanted = parts_of(text)
     unknown = [part for part in wanted if part not in ACTIONS]
     if unknown or not wanted:
         raise InvalidInputError(f"--actions {text!r}: choose from {', '.join(get_args(Action))}, separated by commas")

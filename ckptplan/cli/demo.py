@@ -279,31 +279,37 @@ def train_in_turn(model: nn.Module, plans: dict[str, Plan], data: Sequence[Batch
     ]
 
 
+def keep_pages(keeps: bool) -> None:
+    """Have glibc keep the memory that it has got, from here on, or return it as by default.
+
+    By default it returns large blocks to the system and pays for their pages anew in every step, more or fewer of them
+    by chance, which a profile of single stages doesn't see. Other C libraries are left as they are.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        glibc = ctypes.CDLL(None)
+        trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX in malloc.h
+        glibc.mallopt(trim_threshold, -1 if keeps else 128 << 10)
+        glibc.mallopt(mmap_max, 0 if keeps else 65536)
+
+
 @contextlib.contextmanager
 def steady(device: torch.device) -> Iterator[None]:
     """Have equal steps take equal times on the CPU: one thread, and a heap that keeps its pages.
 
     With more threads a step waits for the slowest at every operation, and one that another program holds up delays
-    all. By default glibc returns large blocks to the system and pays for their pages anew in every step, more or fewer
-    of them by chance, which a profile of single stages doesn't see.
+    all.
     """
     if device.type != "cpu":
         yield
         return
-    glibc = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
-    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX in malloc.h
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    if glibc is not None:
-        glibc.mallopt(trim_threshold, -1)
-        glibc.mallopt(mmap_max, 0)
+    keep_pages(True)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        if glibc is not None:  # the defaults
-            glibc.mallopt(trim_threshold, 128 << 10)
-            glibc.mallopt(mmap_max, 65536)
+        keep_pages(False)
 
 
 def without_swaps(profile: Profile) -> Profile:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ckptplan.cli.arguments import Accumulate, Autocast, ModelSource, OptimizerName, to_bytes, to_counts
+from ckptplan.cli.arguments import Accumulate, Autocast, ModelSource, OptimizerName, parts_of, to_bytes, to_counts
 from ckptplan.cli.output import terminal, writing
 from ckptplan.cli.subject import batches_of, model_of
 from ckptplan.core.plan import Plan
@@ -119,7 +119,7 @@ def estimate(
             ddp=ddp,
             accumulation_steps=accumulation,
             holds_output=holds_output,
-            keeps=[name.strip() for name in keeps.split(",") if name.strip()],
+            keeps=parts_of(keeps),
             plan=plan,
             allocator=allocator,
             empty_cache=empty_cache,

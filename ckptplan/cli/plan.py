@@ -31,6 +31,7 @@ from ckptplan.cli.arguments import (
     TimeLimit,
     Together,
     number,
+    parts_of,
     to_actions,
     to_bytes,
 )
@@ -295,7 +296,7 @@ def _planners(text: str) -> tuple[str, ...]:
     from ckptplan.baselines import BASELINES
 
     known = (OURS, *BASELINES)
-    wanted = [part.strip() for part in text.split(",") if part.strip()]
+    wanted = parts_of(text)
     if wanted == ["all"]:
         return known
     unknown = [name for name in wanted if name not in known]

@@ -16,7 +16,7 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.request import Training
 from ckptplan.profiling.profiler import training_step
 from ckptplan.profiling.target import Target
-from ckptplan.runtime.guard.shapes import ByName, Limits, input_tensors
+from ckptplan.runtime.guard.shapes import ByName, Limits
 from ckptplan.runtime.observe.measure import held_tensors
 from ckptplan.runtime.step import TrainingStep, fingerprint
 
@@ -121,8 +121,3 @@ def require_planned(plan: Plan, steps: Sequence[TrainingStep], target: Target) -
                 f"{what}: {given}; the plan was made for inputs = {plan.fingerprint.inputs!r}, and holds for {holds} "
                 "there; solve again with the largest batch"
             )
-
-
-def described(step: TrainingStep) -> str:
-    """Return a step's input tensors as text."""
-    return ", ".join(map(str, input_tensors(step.args, step.kwargs)))

@@ -21,7 +21,7 @@ from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import UNSAID, StepKeywords, Training, require_known
 from ckptplan.memory.allocator import SimulatedOutOfMemoryError
-from ckptplan.memory.batches import batch_steps, described, does_the_same, require_planned
+from ckptplan.memory.batches import batch_steps, does_the_same, require_planned
 from ckptplan.memory.folding import Folding
 from ckptplan.memory.ledger import Account, Ledger, Player, saved_bytes
 from ckptplan.memory.recorder import Block, Recording, record_step, record_updates
@@ -34,7 +34,7 @@ from ckptplan.runtime.guard.gradients import made_gradient_bytes
 from ckptplan.runtime.state.compiled import refuse_compiled
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
-from ckptplan.runtime.step import TrainingStep, caching, check_supported, training_config
+from ckptplan.runtime.step import TrainingStep, caching, check_supported, inputs_text, training_config
 
 _UNKNOWN_ON_CUDA = (
     (("aten.convolution", "aten.convolution_backward"), "cuDNN's workspaces for convolutions are not included"),
@@ -619,7 +619,7 @@ class _Run:
             alive=account.tensors(at),
             holds_output=self.holds_output,
             keeps=self.keeps,
-            batches=tuple(described(batch.step) for batch in batches),
+            batches=tuple(inputs_text(batch.step) for batch in batches),
             empty_cache=self.empty_cache,
             notes=tuple(notes),
         )

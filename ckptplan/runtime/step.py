@@ -289,6 +289,11 @@ def _class_name(model: nn.Module) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def inputs_text(step: TrainingStep) -> str:
+    """Return a step's input tensors as text."""
+    return ", ".join(map(str, input_tensors(step.args, step.kwargs)))
+
+
 def fingerprint(step: TrainingStep, device_name: str | None = None) -> Fingerprint:
     """Return the fingerprint that a profile of `step` is bound to; `device_name` names a device of another machine."""
     model = step.model
@@ -296,7 +301,6 @@ def fingerprint(step: TrainingStep, device_name: str | None = None) -> Fingerpri
     for name, p in model.named_parameters(remove_duplicate=False):
         digest.update(f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}\n".encode())
     count = sum(p.numel() for p in model.parameters())
-    inputs = ", ".join(map(str, input_tensors(step.args, step.kwargs)))
     device = model_device(model)
     name = device_name or (accelerator.properties(device).name if accelerator.is_accelerator(device) else device.type)
     compiled = ", ".join(compiled_modules(model))
@@ -304,7 +308,7 @@ def fingerprint(step: TrainingStep, device_name: str | None = None) -> Fingerpri
         model=_class_name(model) + (f" with {compiled} compiled" if compiled else ""),
         parameters=f"{count} in {digest.hexdigest()[:16]}",
         training=model.training,
-        inputs=inputs if step.fn is None else "step()",
+        inputs=inputs_text(step) if step.fn is None else "step()",
         device=name,
         torch_version=torch.__version__.partition("+")[0],
         accumulates=step.accumulates,
