@@ -29,7 +29,14 @@ from ckptplan.profiling.target import Target, find_target
 from ckptplan.runtime import accelerator
 from ckptplan.runtime import verify as verifying
 from ckptplan.runtime.handle import apply
-from ckptplan.runtime.observe.measure import StepPeaks, held_tensors, same_bits, step_peaks, unique_bytes
+from ckptplan.runtime.observe.measure import (
+    StepPeaks,
+    held_tensors,
+    recorded_allocations,
+    same_bits,
+    step_peaks,
+    unique_bytes,
+)
 from ckptplan.runtime.observe.meter import Meter
 from ckptplan.runtime.step import TrainingStep, default_loss, make_step
 from ckptplan.runtime.verify import Verification, verify
@@ -321,3 +328,21 @@ def test_a_device_s_own_accounts_are_as_predicted() -> None:
 def test_tensors_are_compared_bit_for_bit(a: torch.Tensor, b: torch.Tensor, same: bool) -> None:
     """A single number, NaN, the sign of zero, another layout."""
     assert same_bits(a, b) is same
+
+
+def test_released_blocks_from_before_count_nothing() -> None:
+    """The profiler knows the blocks of an earlier recording by their addresses, at which others may be by now."""
+    held: list[torch.Tensor] = []
+    sizes = [1000 + 40 * n for n in range(300)]
+
+    def allocate() -> None:
+        held.extend(torch.empty(n) for n in sizes)
+
+    allocate()
+    events, _ = recorded_allocations(lambda: (held.clear(), allocate()))  # type: ignore[func-returns-value]
+    assert [nbytes for _, nbytes in events] == [4 * n for n in sizes]
+    seen = {t.data_ptr() for t in held}
+    held.clear()
+    allocate()
+    assert {t.data_ptr() for t in held} & seen
+    assert recorded_allocations(held.clear)[0] == []

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._C._profiler import RecordScope, _EventType
 from torch.autograd.profiler import profile
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -79,6 +80,12 @@ def held_tensors(model: nn.Module) -> list[torch.Tensor]:
 def no_cycles_collected() -> Iterator[None]:
     """Collect cyclic garbage, and turn collection off inside, where it would free bytes at random moments."""
     gc.collect()
+    with _collection_off():
+        yield
+
+
+@contextlib.contextmanager
+def _collection_off() -> Iterator[None]:
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -89,29 +96,43 @@ def no_cycles_collected() -> Iterator[None]:
 
 
 def recorded_allocations(run: Callable[[], Any]) -> tuple[list[tuple[int, int]], dict[str, tuple[int, int]]]:
-    """Record the CPU allocations (+) and releases (-) of the calling thread while `run` runs.
+    """Record the CPU allocations (+) and their releases (-) of the calling thread while `run` runs.
 
     Returns
     -------
     list of (int, int)
-        Time in ns and bytes, in order.
+        Time in ns and bytes, in order. Releases of what was allocated before are none of them.
     dict
         Begin and end, in ns, of every `torch.profiler.record_function` inside, by name.
     """
-    # Not `torch.profiler.profile`, which makes an object of each event: that takes longer than most steps here.
-    # Blocks of an earlier recording that are freed in this one would count as releases.
-    with no_cycles_collected(), profile(profile_memory=True) as recorded:
+    # Not `torch.profiler.profile`, which makes more objects of each event: that takes longer than most steps here.
+    with _collection_off(), profile(profile_memory=True) as recorded:
         run()
-    events: list[tuple[int, int]] = []
-    spans: dict[str, tuple[int, int]] = {}
     assert recorded.kineto_results is not None
-    for e in recorded.kineto_results.events():
-        if e.name() == "[memory]":
-            if e.device_type().name == "CPU":
-                events.append((e.start_ns(), e.nbytes()))
-        elif e.is_user_annotation():
-            spans[e.name()] = (e.start_ns(), e.start_ns() + e.duration_ns())
-    events.sort(key=lambda event: event[0])  # stable: simultaneous events stay in order of occurrence
+    found: list[tuple[int, int, int]] = []
+    spans: dict[str, tuple[int, int]] = {}
+    later = list(reversed(recorded.kineto_results.experimental_event_tree()))
+    while later:
+        e = later.pop()
+        if e.tag == _EventType.Allocation:
+            if e.extra_fields.device.type == "cpu":
+                found.append((e.start_time_ns, e.extra_fields.alloc_size, e.extra_fields.ptr))
+        elif e.tag == _EventType.TorchOp and e.extra_fields.scope == RecordScope.USER_SCOPE:
+            spans[e.name] = (e.start_time_ns, e.end_time_ns)
+        later += reversed(e.children)
+    found.sort(key=lambda event: event[0])  # stable: simultaneous events stay in order of occurrence
+    events: list[tuple[int, int]] = []
+    alive: set[int] = set()
+    for at, nbytes, address in found:
+        # The profiler knows blocks by addresses, and goes on knowing those of earlier recordings: another block that
+        # has such an address now is released with the bytes that the earlier one had.
+        if nbytes > 0:
+            alive.add(address)
+        elif address in alive:
+            alive.remove(address)
+        else:
+            continue
+        events.append((at, nbytes))
     return events, spans
 
 
