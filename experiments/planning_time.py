@@ -1,13 +1,14 @@
 """Seconds that `profile` and `solve` take on real models, by part, and how they grow with depth.
 
     python experiments/planning_time.py --out experiments/results
-    python experiments/planning_time.py --models gpt2-12,lstm --depths 6,12
+    python experiments/planning_time.py --models bi-lstm,t5 --depths 6,12
 
-`again` is a second call, whose profile comes from the cache. The package in another checkout is measured with that
-folder first in PYTHONPATH. Each model runs in a process of
-its own, so that none finds PyTorch's caches filled by another. Its budget is a third of the way from the smallest peak
-to everything kept. U-Net and Flux need `diffusers` (0.42 or later), which no extra of the package installs; without it
-they are left out, and the output says so.
+    python experiments/planning_time.py --models bi-lstm --before FOLDER
+
+`again` is a second call, whose profile comes from the cache. With `--before`, each model is also planned by the package
+in another checkout, right before. Each model runs in a process of its own, so that none finds PyTorch's caches filled
+by another. Its budget is a third of the way from the smallest peak to everything kept. U-Net and Flux need `diffusers`
+(0.42 or later), which no extra of the package installs; without it they are left out, and the output says so.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ SCHEMA = "ckptplan.planning_time/1"
 PARTS = ("finding stages", "tracing bytes", "timing stages", "measuring bandwidth")
 """What profiling reports when it begins with it."""
 OTHER = "other"
+MOST_S = 100
+"""For all that is measured of one model by another checkout's package."""
 
 
 @contextlib.contextmanager
@@ -85,9 +88,16 @@ def seconds_of(name: str) -> dict[str, Any]:
     return {"seconds": seconds, "stages": len(profile.stages), "kinds": kinds, "gap": plan.gap}
 
 
-def in_process_of_its_own(name: str, threads: int) -> dict[str, Any]:
+def in_process_of_its_own(name: str, threads: int, folder: Path | None = None) -> dict[str, Any]:
+    """The seconds of one model, by the package in `folder`, which has `MOST_S` for it, or by this one."""
     run = [sys.executable, __file__, "--only", name, "--threads", str(threads)]
-    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    path = os.environ.get("PYTHONPATH", "")
+    env = os.environ | {"PYTHONPATH": path if folder is None else f"{folder.resolve()}{os.pathsep}{path}"}
+    limit = None if folder is None else MOST_S
+    try:
+        done = subprocess.run(run, capture_output=True, text=True, check=False, env=env, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return {"error": f"longer than {MOST_S} s"}
     if done.returncode:
         return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -114,6 +124,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(PLANNED), help="names in models.py's PLANNED")
     parser.add_argument("--depths", default=",".join(map(str, DEPTHS)), help="numbers of equal GPT-2 blocks")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--before", type=Path, help="another checkout, whose package plans each model as well")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -130,7 +141,11 @@ def main() -> None:
         if name in ("unet", "flux") and importlib.util.find_spec("diffusers") is None:
             print(f"{name:12} left out: it needs diffusers")
             continue
+        before = None if args.before is None else in_process_of_its_own(name, args.threads, args.before)
         results[name] = in_process_of_its_own(name, args.threads)
+        if before is not None:
+            results[name]["before"] = before
+            print(row(f"({name}", before) + ")", flush=True)
         print(row(name, results[name]), flush=True)
     if args.out is not None:
         document = {

@@ -645,6 +645,16 @@ PROMISES: tuple[Promise, ...] = (
     ),
     Promise(
         "Profiling",
+        "A layout that is remembered is that of what the fake kernel returns",
+        _in(
+            "test_layouts",
+            "test_a_kernel_runs_once_per_kind_of_call",
+            "test_a_kernel_runs_each_time_if_its_call_does_not_tell_the_result",
+            "test_a_traced_model_is_given_what_the_kernels_return",
+        ),
+    ),
+    Promise(
+        "Profiling",
         "A profile from the cache is that of an equal step: a change of anything that it depends on has another key",
         _in(
             "test_cache",
@@ -924,6 +934,7 @@ PROMISES: tuple[Promise, ...] = (
             "test_verify",
             "test_each_account_has_its_own_peak",
             "test_what_else_the_process_holds_is_told_apart",
+            "test_released_blocks_from_before_count_nothing",
             "test_workspaces_of_captured_graphs_are_left_alone",
             "test_profiling_leaves_no_cache",
         )

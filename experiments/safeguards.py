@@ -2268,4 +2268,39 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "            return None",
         ("tests/profiling/test_real_storages.py::test_peaks_and_gradients_are_right",),
     ),
+    Safeguard(
+        23,
+        "a layout is remembered only where the call tells the result",
+        "_result",
+        "    if sharing or address in begun or not fills:",
+        "    if sharing:",
+        (
+            "tests/profiling/test_layouts.py::"
+            "test_storages_of_several_results_or_larger_than_one_are_made_by_the_kernel",
+        ),
+    ),
+    Safeguard(
+        23,
+        "an operand among several that share their storage isn't taken for the result",
+        "_result",
+        "    if len(sharing) == 1:",
+        "    if sharing:",
+        ("tests/profiling/test_layouts.py::test_operands_that_share_their_storage_leave_open_which_is_returned",),
+    ),
+    Safeguard(
+        23,
+        "PyTorch's cache of fake kernels, which loses shared storages, is off",
+        "FakeWorld.__init__",
+        "        self.fake_mode.cache_enabled = False",
+        "        self.fake_mode.cache_enabled = True",
+        ("tests/profiling/test_layouts.py::test_results_that_share_a_storage_do_so_in_each_trace",),
+    ),
+    Safeguard(
+        23,
+        "releases of what was allocated before a recording count nothing",
+        "recorded_allocations",
+        "        elif address in alive:\n            alive.remove(address)",
+        "        elif address:\n            alive.discard(address)",
+        ("tests/runtime/test_verify.py::test_released_blocks_from_before_count_nothing",),
+    ),
 )

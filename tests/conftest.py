@@ -76,6 +76,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _later_imports() -> None:
+    """Leave out of garbage collection what the modules' own tests have imported since then as well."""
+    pytest_collection_finish()
+
+
 @pytest.fixture
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """End each search after a little work, long before its time limit: the same plans on a busy machine as on another.

@@ -15,6 +15,7 @@ from torch import nn
 from ckptplan.core.device import Device, find_device, known_devices, library_workspaces
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.profiling.bytes.kernels import real_choices
+from ckptplan.profiling.bytes.layouts import Layouts
 from ckptplan.profiling.bytes.workspace import cuda_workspaces, measure_times, measure_workspaces
 from ckptplan.profiling.times.roofline import op_seconds
 from ckptplan.profiling.values.answers import Answers, seen_in, without_seen
@@ -50,12 +51,15 @@ class Target:
         Keeps the answers of real runs of one step; without it, operations that need values are an error.
     least_moved_bytes : int
         Smaller storages never move.
+    layouts : Layouts
+        Those of the results of operations that were traced for it.
     """
 
     device: torch.device
     spec: Device | None = None
     answers: Answers | None = field(default=None, compare=False, repr=False)
     least_moved_bytes: int = MIN_SWAP_BYTES
+    layouts: Layouts = field(default_factory=Layouts, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", accelerator.with_index(self.device))

@@ -21,6 +21,12 @@ from ckptplan.runtime.step import make_step
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def as_often_as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests time each stage once (torch_setup.py)."""
+    monkeypatch.setattr(timing, "_LEAST_RUNS", 3)
+
+
 def test_a_device_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first = overheads.measure_overheads(CPU)
     monkeypatch.setattr(overheads, "_measured", lambda *_: pytest.fail("it was measured before"))

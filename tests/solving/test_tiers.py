@@ -88,9 +88,9 @@ def test_plans_with_a_disk_are_handed_out_once() -> None:
         profile = with_disk(random_chain(seed, 12, most_options=4), rng)
         limits = {"host_bytes": 20, "disk_bytes": 40, "time_limit_s": 1.0}
         seen: list[Plan] = []
-        plan = solve_profile(
-            profile, smallest_peak(profile, Limits(**limits)).peak_bytes + 10, Limits(**limits, on_plan=seen.append)
-        )
+        # A quarter more, since on a busy machine the second search may find a larger peak than the first.
+        budget = smallest_peak(profile, Limits(**limits)).peak_bytes * 5 // 4
+        plan = solve_profile(profile, budget, Limits(**limits, on_plan=seen.append))
         times = [found.step_s for found in seen]
         assert times == sorted(set(times), reverse=True)
         assert times[-1] == plan.step_s

@@ -122,6 +122,7 @@ class FakeWorld(TorchDispatchMode):
     def __init__(self, target: Target = ON_CPU) -> None:
         super().__init__()
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake_mode.cache_enabled = False  # it forgets which results of an operation share a storage
         self.number_read: float | None = None
         self._target = target
         self._elsewhere = WeakIdKeyDictionary()
@@ -236,7 +237,10 @@ class FakeWorld(TorchDispatchMode):
             with unset_fake_temporarily():
                 return made[0], self.answer.values[1].clone()
         try:
-            result = _grouped_product(*args, **kwargs) if func is _GROUPED else func(*args, **kwargs)
+            if func is _GROUPED:
+                result = _grouped_product(*args, **kwargs)
+            else:
+                result = self._target.layouts.run(self.fake_mode, func, args, kwargs)
         except (CkptPlanError, NeedsValues):
             raise
         except Exception as error:
@@ -355,7 +359,8 @@ class FakeWorld(TorchDispatchMode):
             if weight is None:
                 return result
             dtype = weight.dtype
-        return (result[0], *(t if t is None else torch.empty_like(t, dtype=dtype) for t in result[1:]))
+        others = (t if t is None or t.dtype is dtype else torch.empty_like(t, dtype=dtype) for t in result[1:])
+        return (result[0], *others)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # autograd asks for it several times per operation

@@ -59,14 +59,13 @@ def op_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable
     frozen = tuple(
         TensorSpec.of(x) if isinstance(x, torch.Tensor) else x for x in leaves if not isinstance(x, torch.Generator)
     )
+    key = OpKey((func, frozen, spec))
     try:
-        hash(frozen)
+        hash(key)
     except TypeError:
-        frozen = tuple(
-            x if isinstance(x, (TensorSpec, int, float, bool, str, torch.dtype, type(None))) else repr(x)
-            for x in frozen
-        )
-    return OpKey((func, frozen, spec))
+        plain = (TensorSpec, int, float, bool, str, torch.dtype, type(None))
+        key = OpKey((func, tuple(x if isinstance(x, plain) else repr(x) for x in frozen), spec))
+    return key
 
 
 def by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -340,7 +340,7 @@ class Tracker(FakeWorld):
             self._locate()
         if func is _DETACH and isinstance(args[0], FakeTensor) and id(args[0].untyped_storage()) in self._alive:
             self._table[self._segment].ops.append(DETACHED)
-            return func(*args)
+            return self._target.layouts.run(self.fake_mode, func, args, kwargs)
         return self.operation(func, args, kwargs)
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -662,7 +662,7 @@ class Tables:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._found: list[tuple[dict[str, Any], dict[str, Any]]] = [
-            (table, table.copy() if table else _NOTHING)
+            (table, _copy(table))
             for m in modules
             for table in (m._buffers, m._modules)
             if isinstance(table, dict)  # the tables of a scripted module can't change
@@ -672,8 +672,7 @@ class Tables:
     def of(cls, tables: Iterable[Any]) -> Tables:
         """Return an object that restores the given dictionaries and sets."""
         found = cls(())
-        # Most are empty; an empty OrderedDict takes long to copy.
-        found._found = [(table, table.copy() if table else type(table)()) for table in tables]
+        found._found = [(table, _copy(table)) for table in tables]
         return found
 
     def put(self, instead: Mapping[int, Any] = MappingProxyType({})) -> Callable[[], None]:
@@ -690,7 +689,13 @@ class Tables:
         return functools.partial(put_back, undo)
 
 
-_NOTHING: dict[str, Any] = {}
+_EMPTY: dict[type, Any] = {kind: kind() for kind in (dict, collections.OrderedDict, set)}
+"""Copies of empty tables: most are empty, and an empty OrderedDict takes long to make."""
+
+
+def _copy(table: Any) -> Any:
+    """Return the contents of a dictionary or set, to be read only."""
+    return _EMPTY[type(table)] if not table and type(table) in _EMPTY else table.copy()
 
 
 def replaced(contents: Any, by: Callable[[Any], Any]) -> Any:

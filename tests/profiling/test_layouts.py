@@ -1,0 +1,201 @@
+"""Layouts of results that are remembered are those that the fake kernels return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from small_models import build
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+import ckptplan
+from ckptplan.profiling.bytes.fake import FakeWorld
+from ckptplan.profiling.bytes.layouts import Layouts
+
+ATEN = torch.ops.aten
+
+
+class Counted:
+    """An operation that counts how often its kernel runs."""
+
+    def __init__(self, func: Any) -> None:
+        self.func, self.runs = func, 0
+        self.namespace, self.tags = func.namespace, func.tags
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.runs += 1
+        return self.func(*args, **kwargs)
+
+
+@pytest.fixture
+def mode() -> Iterator[FakeTensorMode]:
+    made = FakeTensorMode()
+    made.cache_enabled = False
+    with made:
+        yield made
+
+
+def described(results: Any, operands: list[torch.Tensor]) -> list[Any]:
+    """The results' layouts, which of them are operands, and which tensors have one storage."""
+    found = []
+    tensors = [*operands, *(t for t in pytree.tree_leaves(results) if isinstance(t, torch.Tensor))]
+    for tensor in tensors[len(operands) :]:
+        layout = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.storage_offset()
+        same = [t is tensor for t in tensors]
+        shared = [t.untyped_storage()._cdata == tensor.untyped_storage()._cdata for t in tensors]
+        found.append((type(tensor), layout, tensor.untyped_storage().nbytes(), same, shared))
+    return [type(results), *found]
+
+
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+def three_times(mode: FakeTensorMode, call: Callable[[], Call]) -> tuple[int, list[list[Any]]]:
+    """How often the kernel ran for three such calls, and what each of them returned."""
+    layouts, counted = Layouts(), Counted(call()[0])
+    found = []
+    for _ in range(3):
+        _, args, kwargs = call()
+        operands = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        found.append(described(layouts.run(mode, counted, args, kwargs), operands))
+    return counted.runs, found
+
+
+REMEMBERED: dict[str, Callable[[], Call]] = {
+    "own storage": lambda: (ATEN.add.Tensor, (torch.empty(3, 4), torch.empty(4)), {"alpha": 2}),
+    "other strides": lambda: (ATEN.add.Tensor, (torch.empty(3, 4).t(), torch.empty(4, 3)), {}),
+    "made": lambda: (ATEN.new_empty.default, (torch.empty(3), [4, 5]), {"dtype": torch.float64}),
+    "view": lambda: (ATEN.view.default, (torch.empty(3, 4), [2, 6]), {}),
+    "view of a view": lambda: (ATEN.slice.Tensor, (torch.empty(9, 4)[2:], 0, 1, 5, 2), {}),
+    "views": lambda: (ATEN.split.Tensor, (torch.empty(9, 4), 4), {}),
+    "no storage": lambda: (ATEN.mul.Tensor, (torch.empty(0, 4), 2.0), {}),
+    "in place": lambda: (ATEN.mul_.Tensor, (torch.empty(3, 4), torch.empty(3, 4)), {}),
+    "nothing": lambda: (ATEN._foreach_mul_.Scalar, ([torch.empty(3), torch.empty(4)], 2.0), {}),
+    "written": lambda: (ATEN.mul.out, (torch.empty(3), torch.empty(3)), {"out": torch.empty(3)}),
+    "several": lambda: (
+        ATEN.native_layer_norm.default,
+        (torch.empty(2, 3, 4), [4], torch.empty(4), torch.empty(4), 1e-5),
+        {},
+    ),
+    "some": lambda: (
+        ATEN.convolution_backward.default,
+        (
+            *(torch.empty(2, 5, 6, 6), torch.empty(2, 3, 8, 8), torch.empty(5, 3, 3, 3)),
+            *([5], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, True]),
+        ),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REMEMBERED)
+def test_a_kernel_runs_once_per_kind_of_call(mode: FakeTensorMode, name: str) -> None:
+    runs, found = three_times(mode, REMEMBERED[name])
+    assert runs == 1
+    assert len(found[0]) > (name != "nothing")
+    assert found[0] == found[1] == found[2]
+
+
+def _resized() -> torch.Tensor:
+    tensor = torch.empty(3, 4)
+    tensor.resize_(2, 2)
+    return tensor
+
+
+UNTOLD: dict[str, Callable[[], Call]] = {
+    "conjugate": lambda: (ATEN.mul.Tensor, (torch.empty(3, dtype=torch.complex64).conj(), 2.0), {}),
+    "returns a conjugate": lambda: (ATEN._conj.default, (torch.empty(3, dtype=torch.complex64),), {}),
+    "operand changes": lambda: (ATEN.squeeze_.dim, (torch.empty(3, 1), 1), {}),
+    "operand grows": lambda: (ATEN.mul.out, (torch.empty(3), torch.empty(3)), {"out": torch.empty(0)}),
+    "known value": lambda: (ATEN.add.Tensor, (torch.tensor(2.0), torch.tensor(3.0)), {}),
+    "larger storage": lambda: (ATEN.resize_.default, (_resized(), [3]), {}),
+    "generator": lambda: (ATEN.bernoulli.default, (torch.empty(3),), {"generator": torch.Generator()}),
+}
+
+
+@pytest.mark.parametrize("name", UNTOLD)
+def test_a_kernel_runs_each_time_if_its_call_does_not_tell_the_result(mode: FakeTensorMode, name: str) -> None:
+    runs, found = three_times(mode, UNTOLD[name])
+    assert runs == 3
+    assert found[0] == found[1] == found[2]
+
+
+def test_operands_that_share_their_storage_leave_open_which_is_returned(mode: FakeTensorMode) -> None:
+    layouts = Layouts()
+    first, second, third = torch.empty(3), torch.empty(3), torch.empty(3)
+    for out in (first, second, third):
+        assert layouts.run(mode, ATEN.add.out, (first, second), {"out": out}) is out
+
+
+@pytest.mark.parametrize("part", [lambda made: made.view(2, 2), lambda made: made[:2]], ids=["shared", "larger"])
+def test_storages_of_several_results_or_larger_than_one_are_made_by_the_kernel(mode: FakeTensorMode, part: Any) -> None:
+    def kernel(tensor: torch.Tensor) -> Any:
+        made = tensor + 1
+        return (made, part(made)) if made.shape == part(made).reshape(-1).shape else part(made)
+
+    kernel.namespace, kernel.tags = "aten", ()  # type: ignore[attr-defined]
+    runs, found = three_times(mode, lambda: (kernel, (torch.empty(4),), {}))
+    assert runs == 3
+    assert found[0] == found[1] == found[2]
+
+
+def test_equal_numbers_of_other_types_are_other_calls(mode: FakeTensorMode) -> None:
+    layouts = Layouts()
+    types = [layouts.run(mode, ATEN.add.Tensor, (torch.empty(3, dtype=torch.int64), x), {}).dtype for x in (1, 1.0)]
+    assert types == [torch.int64, torch.float32]
+
+
+def test_the_default_data_type_is_part_of_a_call(mode: FakeTensorMode) -> None:
+    layouts, found = Layouts(), []
+    for dtype in (torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        found.append(layouts.run(mode, ATEN.zeros.default, ([3],), {}).dtype)
+    assert found == [torch.float64, torch.float32]
+
+
+@pytest.mark.parametrize("name", ["transformer", "recurrent", "complex_valued"])
+def test_a_traced_model_is_given_what_the_kernels_return(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Layouts.run
+    compared = []
+
+    def run(self: Layouts, mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+        written = func._schema.is_mutable  # a second run would find other operands
+        operands = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, FakeTensor)]
+        wanted = None if written else described(func(*args, **kwargs), operands)
+        found = original(self, mode, func, args, kwargs)
+        if not written:
+            compared.append(func)
+            assert described(found, operands) == wanted, func
+        return found
+
+    monkeypatch.setattr(Layouts, "run", run)
+    model, inputs = build(name)
+    ckptplan.profile(model, inputs, device="a100-40gb", menus=False)
+    assert len(compared) > 100
+
+
+def test_results_that_share_a_storage_do_so_in_each_trace() -> None:
+    """PyTorch's own cache of fake kernels gives the two gradients of an LSTM's biases a storage each."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.LSTM(16, 16, bidirectional=True, batch_first=True)
+            self.second = nn.LSTM(32, 16, bidirectional=True, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x)[0])[0].sum()
+
+    FakeTensorMode.cache_clear()
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(4, 8, 16)
+    first, second = (ckptplan.profile(model, x, device="a100-40gb") for _ in range(2))
+    assert first == second
+
+
+def test_no_world_uses_the_cache_of_pytorch() -> None:
+    assert not FakeWorld().fake_mode.cache_enabled
