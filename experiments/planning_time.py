@@ -2,7 +2,6 @@
 
     python experiments/planning_time.py --out experiments/results
     python experiments/planning_time.py --models bi-lstm,t5 --depths 6,12
-
     python experiments/planning_time.py --models bi-lstm --before FOLDER
 
 `again` is a second call, whose profile comes from the cache. With `--before`, each model is also planned by the package
