@@ -2303,4 +2303,20 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "        elif address:\n            alive.discard(address)",
         ("tests/runtime/test_verify.py::test_released_blocks_from_before_count_nothing",),
     ),
+    Safeguard(
+        23,
+        "what a stage before may hold isn't freed by a later one's step",
+        "_Tracing._rise",
+        "self.first_holders.get(sid, k) < k",
+        "self.first_holders.get(sid, k) < 0",
+        ("tests/profiling/test_held_by_others.py::test_no_plan_has_a_higher_peak_than_predicted",),
+    ),
+    Safeguard(
+        23,
+        "bytes that another stage doesn't hold in a replay are no saving of this one's",
+        "_Tracing._measured",
+        "state_bytes - base_bytes[k], -returning)",
+        "state_bytes - base_bytes[k], -(1 << 50))",
+        ("tests/profiling/test_held_by_others.py::test_no_plan_has_a_higher_peak_than_predicted",),
+    ),
 )

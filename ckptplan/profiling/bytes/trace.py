@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -728,6 +729,8 @@ class _Tracing:
         Kind of stage -> the choices of operations to save that its menu offers.
     menus : list of dict
         Per stage of the chain, its options by name.
+    first_holders : dict
+        Storage -> the first stage of the chain with an option that holds it.
     """
 
     def __init__(
@@ -773,6 +776,7 @@ class _Tracing:
         self.choices = self._choose() if menus and choices is None else choices or {}
         self.storages, self.index = self._storages()
         self.menus = [self._menu(g) for g in self.segments]
+        self.first_holders = self._first_holders()
 
     def _run(self, choices: tuple[Decision, ...], *, saves: bool = True) -> Replay:
         found = self.replayed(choices, saves=saves)
@@ -888,6 +892,15 @@ class _Tracing:
             digest.update(self.kept.modifies.get(g, "").encode())
             self.kinds[g] = f"{'stage' if g % 2 else 'glue'} {digest.hexdigest()[:12]}"
         return self.kinds[g]
+
+    def _first_holders(self) -> dict[Sid, int]:
+        """Storage -> the first stage of the chain with an option that holds it."""
+        names = list(self.index)
+        first: dict[Sid, int] = {}
+        for k, menu in enumerate(self.menus):
+            for s in {s for option in menu.values() for s in option.all if not self.storages[s].to_end}:
+                first.setdefault(names[s], k)
+        return first
 
     # --- menus: the storages that each option holds ---
 
@@ -1141,7 +1154,7 @@ class _Tracing:
                 for name, o in menu.items()
             ]
             ran = [
-                (_rise(table[g], {}), *(op.key for op in table[g].ops))
+                (self._rise(table, k), *(op.key for op in table[g].ops))
                 for seen in (self.kept, self.recomputed)
                 for table in (seen.forward, seen.backward)
                 if g in table
@@ -1302,8 +1315,12 @@ class _Tracing:
         before = [0, *accumulate(states)]
         unexplained = self._unexplained(run)
         for k, (g, option) in enumerate(zip(self.segments, options, strict=True)):
+            # Fewer bytes at the start than known storages have are no saving of this stage's, but for those that it
+            # moved itself, which may return only after the start.
+            returning = sum(self.storages[s].nbytes for s in option.moved)
             forward, backward = (
-                self.resident_bytes + unexplained_bytes + _rise(table[g], extra) - base_bytes[k] + state_bytes
+                max(self.resident_bytes + unexplained_bytes + state_bytes - base_bytes[k], -returning)
+                + self._rise(table, k, extra)
                 for table, unexplained_bytes, base_bytes, state_bytes in (
                     (seen.forward, unexplained[0][k], bases[0], before[k]),
                     (seen.backward, unexplained[1][k], bases[1], before[k + 1]),
@@ -1325,6 +1342,22 @@ class _Tracing:
                 moves=option.moves,
                 ops=option.ops,
             )
+
+    def _rise(
+        self, table: Mapping[int, SegmentTrace], k: int, extra: Mapping[Hashable, int] = MappingProxyType({})
+    ) -> int:
+        """Most bytes of a step of stage `k` above those at its start, temporaries inside operations (`extra`) included.
+
+        What a stage before `k` may hold counts as there until the step's end: this replay may free it before the peak,
+        but it is there under a plan in which that stage holds it.
+        """
+        trace = table[self.segments[k]]
+        freed = [
+            -nbytes if not exists and self.first_holders.get(sid, k) < k else 0 for sid, nbytes, exists in trace.changes
+        ]
+        back = list(accumulate(freed, initial=0))
+        peaks = (max(op.after + back[op.at[1]], op.before + extra.get(op.key, 0) + back[op.at[0]]) for op in trace.ops)
+        return max([max(trace.start_bytes, 0), *peaks]) - trace.start_bytes
 
     def _places(self) -> dict[int, Places]:
         """Where the storages of each segment are in the chain."""
@@ -1395,9 +1428,3 @@ def _are_alike(menu: _Menu, other: _Menu) -> bool:
 def _is_called(name: str, other: str, option: _Held) -> bool:
     """Whether an option called `other` has the name that is wanted."""
     return other == name
-
-
-def _rise(trace: SegmentTrace, extra: Mapping[Hashable, int]) -> int:
-    """Most bytes of a segment above those at its start, temporaries inside operations (`extra`) included."""
-    peaks = (max(op.after, op.before + extra.get(op.key, 0)) for op in trace.ops)
-    return max([max(trace.start_bytes, 0), *peaks]) - trace.start_bytes
