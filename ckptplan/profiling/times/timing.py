@@ -17,7 +17,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -54,7 +54,8 @@ COMPUTE, LAUNCH = range(2)
 _LEAST_SHARE = 0.02
 """Least time of a recompute with saved outputs, as a share of forward; noise may make the measured one 0."""
 _LEAST_RUNS = 3  # timings of each way; the errors of a kind's medians are estimated from those of all its ways
-_WARM_UPS = {False: 1, True: 2}  # further ones on the CPU and on a GPU, which aren't counted
+_GPU_WARM_UPS = 2  # further ones of each way, which aren't counted
+_CPU_WARM_WAYS = 2  # ways that run once more, which isn't counted: plain and recompute take the most memory
 _SHORT_S = 2e-3  # a shorter stage runs a first time in each round: cold caches would be much of its time
 _MOST_RUNS = 30
 _MORE_S = 0.5  # most time for rounds beyond the least number; none that would take longer is begun
@@ -162,6 +163,7 @@ class _Timing:
         self.anchors: list[torch.Tensor] = []
         self.wanted: set[str] = set()  # kinds to be timed in this round
         self.runs: Counter[str] = Counter()  # of each way of a kind that was timed
+        self.plain_s: dict[str, float] = {}  # of a kind's last plain run
         self.tries = False
         self.left: Span | None = None
 
@@ -201,13 +203,22 @@ class _Timing:
             return set()
         return {kind for kind, error_s in errors_s.items() if error_s > _ERROR * step_s / math.sqrt(len(errors_s))}
 
-    def warm_ups(self, kind: str) -> int:
-        """Runs of each way that don't count, before one that does."""
-        if not self.runs[kind]:
-            # A GPU's first runs find their delay. A second run at once is also what shows a graph that the first has
-            # left where nothing looks for it, and run backward.
-            return _WARM_UPS[is_accelerator(self.device)]
-        return int(statistics.median(self._took_s(kind, None)) < _SHORT_S)
+    def _runs_of(self, kind: str, ways: Sequence[Way]) -> Iterator[tuple[Way, bool]]:
+        """The ways in which a kind runs in this round, one after the other, each with whether its times count."""
+        warms: Sequence[Way] = ways
+        if not self.runs[kind] and is_accelerator(self.device):
+            # These find how long the device's queue has to be held up.
+            yield from ((way, False) for way in [*ways] * _GPU_WARM_UPS)
+            warms = ()
+        elif not self.runs[kind]:
+            # For memory and code that are used the first time; a second run at once is also what shows a graph that the
+            # first has left where nothing looks for it, and run backward.
+            yield from ((way, False) for way in ways[:_CPU_WARM_WAYS])
+            warms = ways[_CPU_WARM_WAYS:]
+        if self.plain_s[kind] < _SHORT_S:
+            yield from ((way, False) for way in warms)
+        # Each is as often the one that finds cold caches.
+        yield from ((way, True) for way in (ways if self.runs[kind] % 2 else reversed(ways)))
 
     def rounds(self) -> None:
         """Run timed rounds until the step's error is small, or the time for them is over."""
@@ -366,41 +377,40 @@ class _Timing:
                 if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                     m.__dict__[name] = value.detach().requires_grad_()
                     parameters.append(m.__dict__[name])
-        warm_ups = self.warm_ups(kind)
-        for warms in (*(True,) * warm_ups, False):
-            # Each is as often the one that finds cold caches.
-            for way in ways if self.runs[kind] % 2 else reversed(ways):
-                leaves.clear()
-                made.clear()
-                # State that the run before has left on the module would lead into its graph, which is gone.
-                Snapshot(below(module), changing=Changing()).put()
-                new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, cut, call.arguments)
-                stage = None
-                if way is not None:
-                    choice = Decision("recompute", ops=way)
-                    stage = PlannedStage(module, choice, self.device, Counters(), planned_bytes=again[way])
-                span = self.watch.begin((kind, way, "forward"))
-                with caching(parametrize._cache_enabled):
-                    if stage is None:
-                        output = original(*new_args, **new_kwargs)
-                    else:
-                        output = run_recomputed(stage, original, new_args, new_kwargs)
-                        if stage.counters.other_paths:
-                            self.otherwise.add((kind, way))
-                forward = self.watch.end(span)
-                outputs = [t for t in _tensors(output) if t.grad_fn is not None]
-                gradients = [torch.ones_like(t) for t in outputs]
-                del output, new_args, new_kwargs
-                made.clear()
-                span = self.watch.begin((kind, way, "backward"))
-                if outputs:
-                    trained = [p for p in parameters if p.requires_grad]  # forward may have frozen some
-                    torch.autograd.grad(outputs, [*leaves, *trained], gradients, allow_unused=True)
-                backward = self.watch.end(span)
-                del outputs, gradients
-                if not warms:
-                    self.samples.setdefault((kind, way, "forward"), []).append(forward)
-                    self.samples.setdefault((kind, way, "backward"), []).append(backward)
+        for way, counts in self._runs_of(kind, ways):
+            leaves.clear()
+            made.clear()
+            # State that the run before has left on the module would lead into its graph, which is gone.
+            Snapshot(below(module), changing=Changing()).put()
+            new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, cut, call.arguments)
+            stage = None
+            if way is not None:
+                choice = Decision("recompute", ops=way)
+                stage = PlannedStage(module, choice, self.device, Counters(), planned_bytes=again[way])
+            span = self.watch.begin((kind, way, "forward"))
+            with caching(parametrize._cache_enabled):
+                if stage is None:
+                    output = original(*new_args, **new_kwargs)
+                else:
+                    output = run_recomputed(stage, original, new_args, new_kwargs)
+                    if stage.counters.other_paths:
+                        self.otherwise.add((kind, way))
+            forward = self.watch.end(span)
+            outputs = [t for t in _tensors(output) if t.grad_fn is not None]
+            gradients = [torch.ones_like(t) for t in outputs]
+            del output, new_args, new_kwargs
+            made.clear()
+            span = self.watch.begin((kind, way, "backward"))
+            if outputs:
+                trained = [p for p in parameters if p.requires_grad]  # forward may have frozen some
+                torch.autograd.grad(outputs, [*leaves, *trained], gradients, allow_unused=True)
+            backward = self.watch.end(span)
+            del outputs, gradients
+            if way is None:
+                self.plain_s[kind] = max(forward) + max(backward)
+            if counts:
+                self.samples.setdefault((kind, way, "forward"), []).append(forward)
+                self.samples.setdefault((kind, way, "backward"), []).append(backward)
         self.runs[kind] += 1
 
 
