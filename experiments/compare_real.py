@@ -163,8 +163,9 @@ def make(name: str, quick: bool) -> tuple[nn.Module, Inputs]:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
+        for rate in ("attention_dropout", "dropout"):  # of attention
+            if isinstance(getattr(module, rate, None), float):
+                setattr(module, rate, 0.0)
     config = getattr(model, "config", None)
     if hasattr(config, "use_cache"):
         config.use_cache = False

@@ -77,6 +77,10 @@ def hugging_face(model: nn.Module, forward: Forward, *, every: int = 1) -> Itera
             model.gradient_checkpointing_disable()
 
 
+CARRIED = {"T5Block": (1, 4)}
+"""Class of blocks that return more than hidden states -> positions, behind these, of arguments that take the rest."""
+
+
 class Segmented(nn.Module):
     """Stands in for a list of blocks: the same ones, through `checkpoint_sequential`."""
 
@@ -84,10 +88,16 @@ class Segmented(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
         self.segments = segments
+        self.carried = CARRIED.get(type(self.blocks[0]).__name__, ())
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        def call(block: nn.Module) -> Callable[[Tensor], Tensor]:
-            return lambda x: block(x, *args, **kwargs)
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def call(block: nn.Module) -> Callable[[Any], Any]:
+            def run(given: Any) -> Any:
+                hidden, *rest = given if isinstance(given, tuple) else (given,)
+                others = dict(enumerate(args)) | dict(zip(self.carried, rest, strict=False))
+                return block(hidden, *others.values(), **kwargs)
+
+            return run
 
         return checkpoint_sequential([call(b) for b in self.blocks], self.segments, hidden, use_reentrant=False)
 
