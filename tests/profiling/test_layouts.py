@@ -40,14 +40,15 @@ def mode() -> Iterator[FakeTensorMode]:
 
 
 def described(results: Any, operands: list[torch.Tensor]) -> list[Any]:
-    """The results' layouts, which of them are operands, and which tensors have one storage."""
+    """The results' layouts and attributes, which of them are operands, and which tensors have one storage."""
     found = []
     tensors = [*operands, *(t for t in pytree.tree_leaves(results) if isinstance(t, torch.Tensor))]
     for tensor in tensors[len(operands) :]:
         layout = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.storage_offset()
         same = [t is tensor for t in tensors]
         shared = [t.untyped_storage()._cdata == tensor.untyped_storage()._cdata for t in tensors]
-        found.append((type(tensor), layout, tensor.untyped_storage().nbytes(), same, shared))
+        plain = {name: each for name, each in vars(tensor).items() if not isinstance(each, torch.Tensor)}
+        found.append((type(tensor), plain, layout, tensor.untyped_storage().nbytes(), same, shared))
     return [type(results), *found]
 
 
@@ -162,11 +163,11 @@ def test_a_traced_model_is_given_what_the_kernels_return(name: str, monkeypatch:
     original = Layouts.run
     compared = []
 
-    def run(self: Layouts, mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    def run(self: Layouts, mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, *known: Any) -> Any:
         written = func._schema.is_mutable  # a second run would find other operands
         operands = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, FakeTensor)]
         wanted = None if written else described(func(*args, **kwargs), operands)
-        found = original(self, mode, func, args, kwargs)
+        found = original(self, mode, func, args, kwargs, *known)
         if not written:
             compared.append(func)
             assert described(found, operands) == wanted, func

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ckptplan.profiling.bytes.fake import FakeWorld
 from ckptplan.profiling.bytes.kernels import REDUCED_TO_ONE, in_place
-from ckptplan.profiling.bytes.operations import op_key, saved_numbers, written_to
+from ckptplan.profiling.bytes.operations import Operands, saved_numbers, written_to
 from ckptplan.profiling.bytes.storages import enlarged, ruled_bytes
 from ckptplan.profiling.target import ON_CPU, Target
 from ckptplan.profiling.values.answers import with_seen
@@ -347,7 +347,8 @@ class Tracker(FakeWorld):
         """Run an operation, count the storages that it makes, and add it to the trace of the segment."""
         if self._in_backward and (distributed := self._distributed(func, args)) is not None:
             return distributed
-        given = tensors_in((args, kwargs))
+        operands = Operands(args, kwargs)
+        given = operands.tensors
         for tensor in given if not (self.counts_lists and func is _LIFTED and given[0].dim()) else ():
             if not isinstance(tensor, FakeTensor) and id(tensor.untyped_storage()) not in self._alive:
                 if tensor.dim() == 0 and tensor.device.type == "cpu" and not self._target.is_cuda:
@@ -364,10 +365,10 @@ class Tracker(FakeWorld):
         before, first = self.live_bytes, len(self.changes)
         reads = self.operands(given)
         func = self._as_on_real_tensors(func, args)
-        key = op_key(func, args, kwargs)
+        key = self._target.op_keys.of(func, args, kwargs, operands)
         in_place = self._accumulates(func, args, kwargs)
         written = self._written(func, args, kwargs)
-        result = self._as_large(func, key, args, kwargs, self.run(func, args, kwargs))
+        result = self._as_large(func, key, args, kwargs, self.run(func, args, kwargs, operands))
         if self.answer is not None and not self.answer.is_number:
             key = with_seen(key, self.answer)
         if in_place:
