@@ -373,7 +373,7 @@ class FakeWorld(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # autograd asks for it several times per operation
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+        if any(kind is not FakeTensor and is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # the class runs it on the tensors inside, which come here
         return self.dispatched(func, args, kwargs or {})
 

@@ -158,6 +158,7 @@ class Tracker(FakeWorld):
 
     def __init__(self, target: Target = ON_CPU) -> None:
         super().__init__(target)
+        self._on_cuda = target.is_cuda
         self.live_bytes = 0
         self.peak_bytes = 0
         self.changes: list[Change] = []
@@ -320,7 +321,7 @@ class Tracker(FakeWorld):
         For a device that isn't in this machine all tensors lie on the CPU; then, this is true for the single real
         numbers of an optimizer alone (`numbers_on_host`).
         """
-        if not self._target.is_cuda:
+        if not self._on_cuda:
             return False
         if self._target.spec is None:
             return tensor.device != self._target.device
@@ -351,7 +352,7 @@ class Tracker(FakeWorld):
         given = operands.tensors
         for tensor in given if not (self.counts_lists and func is _LIFTED and given[0].dim()) else ():
             if not isinstance(tensor, FakeTensor) and id(tensor.untyped_storage()) not in self._alive:
-                if tensor.dim() == 0 and tensor.device.type == "cpu" and not self._target.is_cuda:
+                if tensor.dim() == 0 and tensor.device.type == "cpu" and not self._on_cuda:
                     self._add(tensor)  # a number that PyTorch has just wrapped, and that autograd may save
                 else:
                     self.outside(tensor)
@@ -360,7 +361,7 @@ class Tracker(FakeWorld):
                 twin = self.fake(tensor)
                 self._twins.append(twin)
                 self.outside(twin)
-        if not self._target.is_cuda and (numbers := saved_numbers(func, args)):
+        if not self._on_cuda and (numbers := saved_numbers(func, args)):
             self._save_numbers(numbers)
         before, first = self.live_bytes, len(self.changes)
         reads = self.operands(given)
@@ -388,7 +389,7 @@ class Tracker(FakeWorld):
         else:
             fresh = bool(made) and not written and all(self.sid(t) in made for t in returned)
             counts = is_numbered(func, args)
-            again = is_repeatable(func, args, kwargs, on_cuda=self._target.is_cuda)
+            again = is_repeatable(func, args, kwargs, on_cuda=self._on_cuda)
             noted = self.answer is not None
             at = first, len(self.changes)
             trace.ops.append(
@@ -423,7 +424,7 @@ class Tracker(FakeWorld):
         On real tensors it makes the gradient first, of zeros, and looks for NaNs in the result alone.
         """
         node = torch._C._current_autograd_node()
-        if node is None or self._target.is_cuda or node.name() not in REDUCED_TO_ONE or not _called_by_the_engine():
+        if node is None or self._on_cuda or node.name() not in REDUCED_TO_ONE or not _called_by_the_engine():
             return None
         if func is torch.ops.aten.isnan.default and self._even is None:
             self._even = self.operation(torch.ops.aten.zeros_like.default, (args[0],), {})
