@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils import _pytree as pytree
 import ckptplan
 from ckptplan.profiling.bytes.fake import FakeWorld
 from ckptplan.profiling.bytes.layouts import Layouts
+from ckptplan.profiling.bytes.operations import Operands, OpKeys, op_key
 
 ATEN = torch.ops.aten
 
@@ -148,6 +150,21 @@ def test_equal_numbers_of_other_types_are_other_calls(mode: FakeTensorMode) -> N
     layouts = Layouts()
     types = [layouts.run(mode, ATEN.add.Tensor, (torch.empty(3, dtype=torch.int64), x), {}).dtype for x in (1, 1.0)]
     assert types == [torch.int64, torch.float32]
+
+
+def test_the_key_of_a_call_is_made_once_and_is_its_own(mode: FakeTensorMode) -> None:
+    """Python calls 1, 1.0 and True equal, as well as 0.0 and -0.0; text made of keys tells stages apart."""
+    keys = OpKeys()
+    x, calls = (
+        torch.empty(3, 4),
+        ((), (1,), (1.0,), (True,), (0.0,), (-0.0,), ([1, 2],), ((1, 2),), (None,), (slice(2),)),
+    )
+    for tensor, rest in itertools.product((x, x[1:], x[1:].t(), torch.empty(3, 4, dtype=torch.float64)), calls):
+        for kwargs in ({}, {"alpha": 1}, {"alpha": 1.0}, {"beta": 1}, {"dtype": torch.float32}):
+            call = (ATEN.add.Tensor, (tensor, *rest), kwargs)
+            found = [keys.of(*call, Operands(*call[1:])) for _ in range(2)]
+            assert list(map(repr, found)) == [repr(op_key(*call))] * 2
+            assert found[0] is found[1] or Operands(*call[1:]).told is None
 
 
 def test_the_default_data_type_is_part_of_a_call(mode: FakeTensorMode) -> None:
