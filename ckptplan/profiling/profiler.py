@@ -45,7 +45,7 @@ from ckptplan.profiling.workload.optimizers import OptimizerLike, make_optimizer
 from ckptplan.profiling.workload.stand_ins import StandIns
 from ckptplan.runtime.accelerator import empty_cache, is_accelerator
 from ckptplan.runtime.guard.gradients import made_gradient_bytes
-from ckptplan.runtime.observe.measure import Outside, held_tensors, unique_bytes
+from ckptplan.runtime.observe.measure import Outside, collection_off, held_tensors, unique_bytes
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
@@ -328,6 +328,8 @@ def _traced(
 ) -> tuple[Traced, list[Times], Folding]:
     """The chain of `step` with exact bytes, times on devices that aren't in this machine, and the layers that ran."""
 
+    # It leaves little garbage and makes so many objects that the collector would look through all of the process's.
+    @collection_off()
     def trace() -> tuple[Traced, list[Times], Folding]:
         report("finding stages")
         found = find_stages(step, target)

@@ -16,6 +16,7 @@ from ckptplan.core.device import Device, find_device, known_devices, library_wor
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.profiling.bytes.kernels import real_choices
 from ckptplan.profiling.bytes.layouts import Layouts
+from ckptplan.profiling.bytes.operations import OpKeys
 from ckptplan.profiling.bytes.workspace import cuda_workspaces, measure_times, measure_workspaces
 from ckptplan.profiling.times.roofline import op_seconds
 from ckptplan.profiling.values.answers import Answers, seen_in, without_seen
@@ -53,6 +54,8 @@ class Target:
         Smaller storages never move.
     layouts : Layouts
         Those of the results of operations that were traced for it.
+    op_keys : OpKeys
+        Their keys.
     """
 
     device: torch.device
@@ -60,6 +63,7 @@ class Target:
     answers: Answers | None = field(default=None, compare=False, repr=False)
     least_moved_bytes: int = MIN_SWAP_BYTES
     layouts: Layouts = field(default_factory=Layouts, compare=False, repr=False)
+    op_keys: OpKeys = field(default_factory=OpKeys, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", accelerator.with_index(self.device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils import _pytree as pytree
 import ckptplan
 from ckptplan.profiling.bytes.fake import FakeWorld
 from ckptplan.profiling.bytes.layouts import Layouts
+from ckptplan.profiling.bytes.operations import Operands, OpKeys, op_key
 
 ATEN = torch.ops.aten
 
@@ -40,14 +42,15 @@ def mode() -> Iterator[FakeTensorMode]:
 
 
 def described(results: Any, operands: list[torch.Tensor]) -> list[Any]:
-    """The results' layouts, which of them are operands, and which tensors have one storage."""
+    """The results' layouts and attributes, which of them are operands, and which tensors have one storage."""
     found = []
     tensors = [*operands, *(t for t in pytree.tree_leaves(results) if isinstance(t, torch.Tensor))]
     for tensor in tensors[len(operands) :]:
         layout = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.storage_offset()
         same = [t is tensor for t in tensors]
         shared = [t.untyped_storage()._cdata == tensor.untyped_storage()._cdata for t in tensors]
-        found.append((type(tensor), layout, tensor.untyped_storage().nbytes(), same, shared))
+        plain = {name: each for name, each in vars(tensor).items() if not isinstance(each, torch.Tensor)}
+        found.append((type(tensor), plain, layout, tensor.untyped_storage().nbytes(), same, shared))
     return [type(results), *found]
 
 
@@ -149,6 +152,21 @@ def test_equal_numbers_of_other_types_are_other_calls(mode: FakeTensorMode) -> N
     assert types == [torch.int64, torch.float32]
 
 
+def test_the_key_of_a_call_is_made_once_and_is_its_own(mode: FakeTensorMode) -> None:
+    """Python calls 1, 1.0 and True equal, as well as 0.0 and -0.0; text made of keys tells stages apart."""
+    keys = OpKeys()
+    x, calls = (
+        torch.empty(3, 4),
+        ((), (1,), (1.0,), (True,), (0.0,), (-0.0,), ([1, 2],), ((1, 2),), (None,), (slice(2),)),
+    )
+    for tensor, rest in itertools.product((x, x[1:], x[1:].t(), torch.empty(3, 4, dtype=torch.float64)), calls):
+        for kwargs in ({}, {"alpha": 1}, {"alpha": 1.0}, {"beta": 1}, {"dtype": torch.float32}):
+            call = (ATEN.add.Tensor, (tensor, *rest), kwargs)
+            found = [keys.of(*call, Operands(*call[1:])) for _ in range(2)]
+            assert list(map(repr, found)) == [repr(op_key(*call))] * 2
+            assert found[0] is found[1] or Operands(*call[1:]).told is None
+
+
 def test_the_default_data_type_is_part_of_a_call(mode: FakeTensorMode) -> None:
     layouts, found = Layouts(), []
     for dtype in (torch.float64, torch.float32):
@@ -162,11 +180,11 @@ def test_a_traced_model_is_given_what_the_kernels_return(name: str, monkeypatch:
     original = Layouts.run
     compared = []
 
-    def run(self: Layouts, mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    def run(self: Layouts, mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, *known: Any) -> Any:
         written = func._schema.is_mutable  # a second run would find other operands
         operands = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, FakeTensor)]
         wanted = None if written else described(func(*args, **kwargs), operands)
-        found = original(self, mode, func, args, kwargs)
+        found = original(self, mode, func, args, kwargs, *known)
         if not written:
             compared.append(func)
             assert described(found, operands) == wanted, func

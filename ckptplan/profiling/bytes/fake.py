@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ckptplan.core.errors import CkptPlanError
-from ckptplan.profiling.bytes.operations import TensorSpec, op_key
+from ckptplan.profiling.bytes.operations import Operands, TensorSpec, op_key
 from ckptplan.profiling.target import ON_CPU, Target
 from ckptplan.profiling.values.answers import (
     PACK,
@@ -176,8 +176,13 @@ class FakeWorld(TorchDispatchMode):
             self._elsewhere[tensor] = twin
         return twin
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Operands | None = None) -> Any:
         """Run one operation: for real on integers alone, otherwise fake, or with its result in the real run.
+
+        Parameters
+        ----------
+        operands : Operands, optional
+            Those in `args` and `kwargs`, if they are known.
 
         Raises
         ------
@@ -187,22 +192,24 @@ class FakeWorld(TorchDispatchMode):
         self.answer = None
         if kwargs.get("device") == _META:  # an input's, which lies there in place of the device that is planned for
             kwargs = {**kwargs, "device": self._target.device}
+            operands = None
+        operands = operands or Operands(args, kwargs)
         answers = self._answers
         phase = self._phase()
         if answers is None or phase not in answers.phases:
             if self._values_may_be_drawn and self._target.answers.wants(func, args):  # type: ignore[union-attr]
                 raise NeedsValues(func, phase)
-            result = self._run(func, args, kwargs)
+            result = self._run(func, args, kwargs, operands)
             self._drew = self._drew or Answers.wants_drawn(func, result)
             return result
         if answers.wants(func, args):
             question = Question.now(phase, func)
             self.answer = self._take(question, (args, kwargs))
-            if self._drew or any(isinstance(t, FakeTensor) for t in tensors_in((args, kwargs))):
+            if self._drew or any(isinstance(t, FakeTensor) for t in operands.tensors):
                 answers.used.setdefault(question)
             if self.answer.is_number:
                 return self.answer.result
-        result = self._run(func, args, kwargs)
+        result = self._run(func, args, kwargs, operands)
         if self.answer is None and answers.wants_drawn(func, result):
             self._drew = True
             return self._drawn(self._take(Question.now(phase, func), (args, kwargs)), result)
@@ -214,8 +221,8 @@ class FakeWorld(TorchDispatchMode):
         answers = self._target.answers
         return self._drew and answers is not None and answers.has_values
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = tensors_in((args, kwargs))
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Operands) -> Any:
+        tensors = operands.tensors
         real = [t for t in tensors if not isinstance(t, FakeTensor)]
         on_meta = sum(t.is_meta for t in real)  # such tensors stay there, but nothing is copied from there or read
         possible = not on_meta or (on_meta == len(real) and "device" not in kwargs and not reads_values(func))
@@ -228,25 +235,26 @@ class FakeWorld(TorchDispatchMode):
             args, kwargs = pytree.tree_map_only(
                 torch.Tensor, lambda t: t if isinstance(t, FakeTensor) else self.fake(t), (args, kwargs)
             )
+            operands = Operands(args, kwargs)
         if func is torch.ops.aten._local_scalar_dense.default and self.number_read is not None:
             return self.number_read
         if func is PACK:
             if self.answer is None:
                 raise NeedsValues(func, self._phase())
-            made = self.answer.made(tensors_in((args, kwargs)))
+            made = self.answer.made(operands.tensors)
             with unset_fake_temporarily():
                 return made[0], self.answer.values[1].clone()
         try:
             if func is _GROUPED:
                 result = _grouped_product(*args, **kwargs)
             else:
-                result = self._target.layouts.run(self.fake_mode, func, args, kwargs)
+                result = self._target.layouts.run(self.fake_mode, func, args, kwargs, operands)
         except (CkptPlanError, NeedsValues):
             raise
         except Exception as error:
             if self.answer is None:
                 raise NeedsValues(func, self._phase(), refused=not isinstance(error, _NO_KERNEL)) from error
-            return self.answer.made(tensors_in((args, kwargs)))
+            return self.answer.made(operands.tensors)
         if func in _MISREPORTED:
             return self._as_real(func, args, kwargs, result)
         if func in _NORMS:
@@ -365,7 +373,7 @@ class FakeWorld(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # autograd asks for it several times per operation
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+        if any(kind is not FakeTensor and is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # the class runs it on the tensors inside, which come here
         return self.dispatched(func, args, kwargs or {})
 

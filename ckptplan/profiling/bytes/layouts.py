@@ -15,10 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
-from ckptplan.profiling.bytes.operations import TensorSpec
-
-_VALUES = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
-"""Types of arguments that a key takes as they are."""
+from ckptplan.profiling.bytes.operations import Operands, TensorSpec
 
 _UNTOLD_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 """Tags of operations whose results, or whose operands' layouts afterwards, don't follow from the key of the call."""
@@ -49,6 +46,7 @@ class _Result(NamedTuple):
     operand: int
 
 
+_META = torch.device("meta")
 _NOTHING = _Result(None, -1)
 _NEW = object()
 """Stands for a call that wasn't run yet."""
@@ -64,59 +62,89 @@ class Layouts:
     def __init__(self) -> None:
         # Per call, its results: one, or a tuple or list of them; None: they don't follow from the key.
         self._known: dict[Hashable, Any] = {}
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
 
-    def run(self, mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what `func` does on fake tensors of `mode`, without running it where that is known."""
-        operands: list[FakeTensor] = []
-        try:
-            key = _key(mode, func, args, kwargs, operands)
-        except _Untold:
+    def run(
+        self,
+        mode: FakeTensorMode,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        operands: Operands | None = None,
+    ) -> Any:
+        """Return what `func` does on fake tensors of `mode`, without running it where that is known.
+
+        Parameters
+        ----------
+        operands : Operands, optional
+            Those in `args` and `kwargs`, if they are known.
+        """
+        operands = operands or Operands(args, kwargs)
+        key = _key(mode, func, operands)
+        if key is None:
             return func(*args, **kwargs)
+        given: list[Any] = operands.tensors
         known = self._known.get(key, _NEW)
         if known is _NEW:
-            before = [_storage(operand) for operand in operands]
+            before = [_storage(operand) for operand in given]
             result = func(*args, **kwargs)
             try:
-                unchanged = before == [_storage(x) for x in operands] and key == _key(mode, func, args, kwargs, [])
-                self._known[key] = _noted(mode, result, operands) if unchanged else None
+                unchanged = before == [_storage(x) for x in given] and key == _key(mode, func, Operands(args, kwargs))
+                self._known[key] = _noted(mode, result, given) if unchanged else None
             except _Untold:
                 self._known[key] = None
             return result
         if known is None:
             return func(*args, **kwargs)
         if isinstance(known, _Result):
-            return _made(mode, known, operands)
-        return type(known)(_made(mode, each, operands) for each in known)
+            return self._made(mode, known, given)
+        return type(known)(self._made(mode, each, given) for each in known)
+
+    def _made(self, mode: FakeTensorMode, result: _Result, operands: list[FakeTensor]) -> FakeTensor | None:
+        layout, number = result
+        if layout is None:
+            return operands[number] if number >= 0 else None
+        with no_dispatch():
+            if number < 0:
+                meta = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=_META)
+            else:
+                meta = torch.empty(0, dtype=layout.dtype, device=_META)
+                meta.set_(operands[number].untyped_storage(), layout.offset, layout.size, layout.stride)
+        return self._faked(mode, meta, layout.device)
+
+    def _faked(self, mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:
+        """The fake tensor of `mode` on `device` that `meta` stands for.
+
+        The constructor takes most of the time of a known call; this does the same, with the attributes of one fake
+        tensor that it made.
+        """
+        attributes = self._attributes.get(device)
+        if attributes is None:
+            made = FakeTensor(mode, meta, device)
+            self._attributes[device] = {name: each for name, each in vars(made).items() if each is not mode}
+            return made
+        made = torch.Tensor._make_subclass(
+            FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        if mode._allow_unsafe_data_ptr_access:
+            torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+        else:
+            torch._C._set_throw_on_mutable_data_ptr(made)
+        vars(made).update(attributes)
+        made.fake_mode = mode
+        return made
 
 
-def _key(
-    mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[FakeTensor]
-) -> Hashable:
-    """The key of a call; appends its tensors to `operands`, in order.
-
-    Raises
-    ------
-    _Untold
-        If the results don't follow from the layouts of the operands.
-    """
-    if torch.is_inference_mode_enabled() or not _is_told(func):
-        raise _Untold
-    given = tuple(_part(mode, each, operands) for each in args)
-    named = tuple((name, _part(mode, each, operands)) for name, each in kwargs.items()) if kwargs else ()
-    return func, given, named, torch.is_grad_enabled(), torch.get_default_dtype()
-
-
-def _part(mode: FakeTensorMode, given: Any, operands: list[FakeTensor]) -> Hashable:
-    """An argument's part of the key."""
-    kind = type(given)
-    if _is_plain(mode, given):
-        operands.append(given)
-        return _layout(given)
-    if kind in _VALUES:
-        return kind, given  # 1, 1.0 and True are equal, and lead to other results
-    if kind is list or kind is tuple or kind is torch.Size:
-        return kind, tuple(_part(mode, each, operands) for each in given)
-    raise _Untold
+def _key(mode: FakeTensorMode, func: Any, operands: Operands) -> Hashable:
+    """The key of a call; None if its results don't follow from the layouts of the operands."""
+    if (
+        operands.told is None
+        or torch.is_inference_mode_enabled()
+        or not _is_told(func)
+        or not all(_is_plain(mode, each) for each in operands.tensors)
+    ):
+        return None
+    return func, operands.told, torch.is_grad_enabled(), torch.get_default_dtype()
 
 
 def _is_plain(mode: FakeTensorMode, given: Any) -> bool:
@@ -178,16 +206,3 @@ def _result(mode: FakeTensorMode, tensor: Any, operands: list[FakeTensor], begun
         raise _Untold
     begun.add(address)
     return _Result(_layout(tensor), -1)
-
-
-def _made(mode: FakeTensorMode, result: _Result, operands: list[FakeTensor]) -> FakeTensor | None:
-    layout, number = result
-    if layout is None:
-        return operands[number] if number >= 0 else None
-    with no_dispatch():
-        if number < 0:
-            meta = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device="meta")
-        else:
-            meta = torch.empty(0, dtype=layout.dtype, device="meta")
-            meta.set_(operands[number].untyped_storage(), layout.offset, layout.size, layout.stride)
-    return FakeTensor(mode, meta, layout.device)

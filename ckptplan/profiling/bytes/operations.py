@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,6 +49,77 @@ class OpKey(tuple[Any, tuple[Any, ...], pytree.TreeSpec]):
         except AttributeError:
             self._hash = super().__hash__()
             return self._hash
+
+
+_VALUES = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
+"""Types of operands that `Operands.told` has as they are."""
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))
+
+
+class _Untold(Exception):
+    """An operand is neither a dense tensor nor a plain value."""
+
+
+class Operands:
+    """The operands of a call.
+
+    Attributes
+    ----------
+    tensors : list of tensor
+        The tensors among them, as `tensors_in` finds them.
+    told : hashable or None
+        Layouts of the tensors, values and types of the others: calls of an operation with equal ones have equal keys.
+        None if there are others than dense tensors and plain values.
+    """
+
+    __slots__ = ("tensors", "told")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.told: Hashable = None
+        try:
+            given = _told(args, self.tensors)
+            self.told = (given, *kwargs, *_told(kwargs.values(), self.tensors)) if kwargs else given
+        except _Untold:
+            self.tensors = tensors_in((args, kwargs))
+
+
+def _told(given: Iterable[Any], tensors: list[torch.Tensor]) -> tuple[Hashable, ...]:
+    """`Operands.told` of the values in `given`; appends the tensors to `tensors`."""
+    out: list[Hashable] = []
+    for each in given:
+        kind = type(each)
+        if kind in _TENSORS:
+            if each.layout is not torch.strided:
+                raise _Untold
+            tensors.append(each)
+            device = each.fake_device if kind is FakeTensor else each.device
+            out.append((each.shape, each.stride(), each.dtype, device, each.storage_offset()))
+        elif kind in _VALUES:
+            # 1, 1.0 and True are equal, and so are 0.0 and -0.0, but not what comes of them.
+            out.append((kind, each) if each or kind is not float else (kind, str(each)))
+        elif kind is list or kind is tuple or kind is torch.Size:
+            out.append((kind, _told(each, tensors)))
+        else:
+            raise _Untold
+    return tuple(out)
+
+
+class OpKeys:
+    """Keys of calls (`op_key`), each made once, which makes them fast to find and to compare."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Hashable] = {}
+
+    def of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Operands) -> Hashable:
+        """The key of a call with these operands."""
+        call = (func, operands.told)
+        key = None if operands.told is None else self._known.get(call)
+        if key is None:
+            key = op_key(func, args, kwargs)
+            if operands.told is not None:
+                self._known[call] = key
+        return key
 
 
 def op_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:

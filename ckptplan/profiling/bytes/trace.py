@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import hashlib
 import sys
 from collections import Counter
@@ -61,7 +60,7 @@ from ckptplan.profiling.values.watched import Watched
 from ckptplan.profiling.workload.discover import Found, discover_stages
 from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.guard.shapes import input_tensors
-from ckptplan.runtime.observe.measure import tensors_in
+from ckptplan.runtime.observe.measure import collection_off, tensors_in
 from ckptplan.runtime.observer import Observer
 from ckptplan.runtime.recompute.call import cached_weights, shares_containers
 from ckptplan.runtime.state.cells import Snapshot, below
@@ -446,7 +445,8 @@ def replay(
             # Before the tracker is entered, which would count the base that the twin of a view is made from.
             given = fake_inputs(step, tracker.fake, tracker.outside)
             numbered = numbered or any(choice.ops for choice in choices)
-            with target.choices(numbered=numbered), _no_collection(), _random_states_counted(tracker, target), tracker:
+            # Collecting cyclic garbage would lower the counts at times that depend on chance.
+            with target.choices(numbered=numbered), collection_off(), _random_states_counted(tracker, target), tracker:
                 generators = Generators([g for g in held if not isinstance(g, torch.Generator)])
                 with hooks, watcher.draws:
                     output, loss = given.forward()
@@ -541,18 +541,6 @@ def _note_left(out: Replay, model: nn.Module, tracker: Tracker, before: Sequence
     out.gradients = {sid for sid in map(tracker.sid_of, made.values()) if sid is not None}
     out.replaced_bytes = sum(map(tracker.size_of, gone.values()))
     out.left_bytes = max(tracker.live_bytes - sum(map(tracker.size_of, made.values())) - out.replaced_bytes, 0)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Suspend the collection of cyclic garbage, which would lower the counts at times that depend on chance."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def fake_inputs(

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ckptplan.profiling.bytes.fake import FakeWorld
 from ckptplan.profiling.bytes.kernels import REDUCED_TO_ONE, in_place
-from ckptplan.profiling.bytes.operations import op_key, saved_numbers, written_to
+from ckptplan.profiling.bytes.operations import Operands, saved_numbers, written_to
 from ckptplan.profiling.bytes.storages import enlarged, ruled_bytes
 from ckptplan.profiling.target import ON_CPU, Target
 from ckptplan.profiling.values.answers import with_seen
@@ -158,6 +158,7 @@ class Tracker(FakeWorld):
 
     def __init__(self, target: Target = ON_CPU) -> None:
         super().__init__(target)
+        self._on_cuda = target.is_cuda
         self.live_bytes = 0
         self.peak_bytes = 0
         self.changes: list[Change] = []
@@ -320,7 +321,7 @@ class Tracker(FakeWorld):
         For a device that isn't in this machine all tensors lie on the CPU; then, this is true for the single real
         numbers of an optimizer alone (`numbers_on_host`).
         """
-        if not self._target.is_cuda:
+        if not self._on_cuda:
             return False
         if self._target.spec is None:
             return tensor.device != self._target.device
@@ -347,10 +348,11 @@ class Tracker(FakeWorld):
         """Run an operation, count the storages that it makes, and add it to the trace of the segment."""
         if self._in_backward and (distributed := self._distributed(func, args)) is not None:
             return distributed
-        given = tensors_in((args, kwargs))
+        operands = Operands(args, kwargs)
+        given = operands.tensors
         for tensor in given if not (self.counts_lists and func is _LIFTED and given[0].dim()) else ():
             if not isinstance(tensor, FakeTensor) and id(tensor.untyped_storage()) not in self._alive:
-                if tensor.dim() == 0 and tensor.device.type == "cpu" and not self._target.is_cuda:
+                if tensor.dim() == 0 and tensor.device.type == "cpu" and not self._on_cuda:
                     self._add(tensor)  # a number that PyTorch has just wrapped, and that autograd may save
                 else:
                     self.outside(tensor)
@@ -359,15 +361,15 @@ class Tracker(FakeWorld):
                 twin = self.fake(tensor)
                 self._twins.append(twin)
                 self.outside(twin)
-        if not self._target.is_cuda and (numbers := saved_numbers(func, args)):
+        if not self._on_cuda and (numbers := saved_numbers(func, args)):
             self._save_numbers(numbers)
         before, first = self.live_bytes, len(self.changes)
         reads = self.operands(given)
         func = self._as_on_real_tensors(func, args)
-        key = op_key(func, args, kwargs)
+        key = self._target.op_keys.of(func, args, kwargs, operands)
         in_place = self._accumulates(func, args, kwargs)
         written = self._written(func, args, kwargs)
-        result = self._as_large(func, key, args, kwargs, self.run(func, args, kwargs))
+        result = self._as_large(func, key, args, kwargs, self.run(func, args, kwargs, operands))
         if self.answer is not None and not self.answer.is_number:
             key = with_seen(key, self.answer)
         if in_place:
@@ -387,7 +389,7 @@ class Tracker(FakeWorld):
         else:
             fresh = bool(made) and not written and all(self.sid(t) in made for t in returned)
             counts = is_numbered(func, args)
-            again = is_repeatable(func, args, kwargs, on_cuda=self._target.is_cuda)
+            again = is_repeatable(func, args, kwargs, on_cuda=self._on_cuda)
             noted = self.answer is not None
             at = first, len(self.changes)
             trace.ops.append(
@@ -422,7 +424,7 @@ class Tracker(FakeWorld):
         On real tensors it makes the gradient first, of zeros, and looks for NaNs in the result alone.
         """
         node = torch._C._current_autograd_node()
-        if node is None or self._target.is_cuda or node.name() not in REDUCED_TO_ONE or not _called_by_the_engine():
+        if node is None or self._on_cuda or node.name() not in REDUCED_TO_ONE or not _called_by_the_engine():
             return None
         if func is torch.ops.aten.isnan.default and self._even is None:
             self._even = self.operation(torch.ops.aten.zeros_like.default, (args[0],), {})

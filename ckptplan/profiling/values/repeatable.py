@@ -10,6 +10,7 @@ developer guide, "Reproducibility").
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -91,12 +92,25 @@ def is_repeatable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, o
     on_cuda : bool
         Whether the step is to run on CUDA.
     """
-    if torch.Tag.nondeterministic_bitwise in getattr(func, "tags", ()):
+    if _is_tagged(func):
         return False
-    if getattr(func, "namespace", "") != "aten":
+    rule = _rule(func, on_cuda)
+    if rule is None:
         return True
     # With warn_only, operations without a deterministic algorithm run another one.
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         return True
-    rule = (_CUDA if on_cuda else _CPU).get(func._schema.name.removeprefix("aten::").rstrip("_"))
-    return rule is None or not rule(by_name(func, args, kwargs))
+    return not rule(by_name(func, args, kwargs))
+
+
+@functools.cache
+def _is_tagged(func: Any) -> bool:
+    return torch.Tag.nondeterministic_bitwise in getattr(func, "tags", ())
+
+
+@functools.cache
+def _rule(func: Any, on_cuda: bool) -> Rule | None:
+    """The rule for calls of an operation; None if all of them give the same bits again."""
+    if getattr(func, "namespace", "") != "aten":
+        return None
+    return (_CUDA if on_cuda else _CPU).get(func._schema.name.removeprefix("aten::").rstrip("_"))

@@ -80,12 +80,13 @@ def held_tensors(model: nn.Module) -> list[torch.Tensor]:
 def no_cycles_collected() -> Iterator[None]:
     """Collect cyclic garbage, and turn collection off inside, where it would free bytes at random moments."""
     gc.collect()
-    with _collection_off():
+    with collection_off():
         yield
 
 
 @contextlib.contextmanager
-def _collection_off() -> Iterator[None]:
+def collection_off() -> Iterator[None]:
+    """Suspend the collection of cyclic garbage."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -106,7 +107,7 @@ def recorded_allocations(run: Callable[[], Any]) -> tuple[list[tuple[int, int]],
         Begin and end, in ns, of every `torch.profiler.record_function` inside, by name.
     """
     # Not `torch.profiler.profile`, which makes more objects of each event: that takes longer than most steps here.
-    with _collection_off(), profile(profile_memory=True) as recorded:
+    with collection_off(), profile(profile_memory=True) as recorded:
         run()
     assert recorded.kineto_results is not None
     found: list[tuple[int, int, int]] = []
