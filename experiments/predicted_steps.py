@@ -47,7 +47,10 @@ ACCOUNTS = ("forward", "recompute", "backward", "stall")
 
 @dataclass(frozen=True)
 class Case:
-    """One model under one budget; errors are predicted / measured - 1, `parts` measured - predicted as shares."""
+    """One model under one budget; errors are predicted / measured - 1, `parts` measured - predicted as shares.
+
+    `profile_error` is the standard error that the profile says its step has, as a share.
+    """
 
     model: str
     percent: float
@@ -57,6 +60,7 @@ class Case:
     measured_s: float
     predicted_plain_s: float
     measured_plain_s: float
+    profile_error: float
     error: float
     error_by_plain: float
     parts: dict[str, float]
@@ -100,7 +104,7 @@ def measure(name: str, percents: list[float], rounds: int, limit_s: float) -> li
             for _ in range(STEPS):
                 step()  # for the parts alone
             stats = handle.stats()
-        cases.append(_case(name, percent, plan, planned_s, plain_s, stats))
+        cases.append(_case(name, percent, plan, profile.step_error, planned_s, plain_s, stats))
         print(_line(cases[-1]), flush=True)
     return cases
 
@@ -109,6 +113,7 @@ def _case(
     name: str,
     percent: float,
     plan: ckptplan.Plan,
+    profile_error: float,
     planned_blocks_s: list[list[float]],
     plain_blocks_s: list[list[float]],
     stats: Stats,
@@ -136,6 +141,7 @@ def _case(
         measured_s=measured_s,
         predicted_plain_s=plan.baseline_step_s,
         measured_plain_s=plain_s,
+        profile_error=profile_error,
         error=plan.step_s / measured_s - 1,
         error_by_plain=plan.step_s / plan.baseline_step_s / ratio - 1,
         parts=parts,
@@ -147,7 +153,7 @@ def _line(case: Case) -> str:
     text = (
         f"{case.model:<10}{case.percent:4.0f} %  predicted {case.predicted_s * 1e3:7.1f} ms, measured "
         f"{case.measured_s * 1e3:7.1f} ms: {case.error:+6.1%}, by the plain step {case.error_by_plain:+6.1%} "
-        f"(plan {case.measured_s / case.measured_plain_s - 1:+.1%} over plain)"
+        f"(plan {case.measured_s / case.measured_plain_s - 1:+.1%} over plain, profile ± {case.profile_error:.1%})"
     )
     if abs(case.error_by_plain) > PROMISE:
         parts = sorted(case.parts.items(), key=lambda item: -abs(item[1]))[:2]
