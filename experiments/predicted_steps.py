@@ -96,14 +96,14 @@ def measure(name: str, percents: list[float], rounds: int, limit_s: float) -> li
                 with handle.paused():
                     return step()
 
+            for _ in range(1 + STEPS):
+                step()  # for the parts alone, which are measured in a handle's first steps
+            stats = handle.stats()
             with handle.unmetered():
                 for k in range(rounds):
                     for way in (plain, step) if k % 2 == 0 else (step, plain):
                         way()
                         (plain_s if way is plain else planned_s).append([way() for _ in range(STEPS)])
-            for _ in range(STEPS):
-                step()  # for the parts alone
-            stats = handle.stats()
         cases.append(_case(name, percent, plan, profile.step_error, planned_s, plain_s, stats))
         print(_line(cases[-1]), flush=True)
     return cases

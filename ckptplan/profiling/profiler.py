@@ -382,7 +382,9 @@ def _timed(
     parameters = ParameterState(step.model.get_parameter(name) for name in traced.written)
     with parameters.restored(), folding.shortened():
         real = RealStorages(step.model, target.device, target.round_to)
-        times, launches, unlike = time_stages(step, few, Counter(kinds), again, target.device, rewind, real)
+        times, launches, unlike = time_stages(
+            step, few, Counter(kinds), again, target.device, rewind, real, traced.rerun_shares
+        )
     places = {
         2 * k + inside: real.found[2 * s + inside]
         for k, s in enumerate(folding.positions)

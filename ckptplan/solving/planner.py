@@ -576,7 +576,7 @@ class _PlanSearch:
         return trials, self.evaluator.makespans(trials, self.budget_bytes, self.best.segments)
 
     def given_up(self, best: Schedule) -> Schedule:
-        """The simplest schedule whose step is longer than that of `best` by no more than the error of what `best` changes.
+        """The simplest schedule that is slower than `best` by no more than the error of what `best` changes.
 
         What is faster by less may not be faster at all. Fewer bytes moved are simpler, then fewer decisions. Candidates
         are the fastest schedule seen that moves nothing, and `best` with one change after the other that keeps a stage,

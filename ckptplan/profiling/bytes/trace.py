@@ -715,6 +715,8 @@ class _Tracing:
         Those that are stages or run any operation; the chain's stage `k` is segment `segments[k]`.
     choices : dict
         Kind of stage -> the choices of operations to save that its menu offers.
+    rerun_shares : dict
+        As in `Traced`.
     menus : list of dict
         Per stage of the chain, its options by name.
     first_holders : dict
@@ -761,6 +763,7 @@ class _Tracing:
             for g in range(2 * len(names) + 1)
             if g % 2 or self.kept.forward[g].ops or (g in self.kept.backward and self.kept.backward[g].ops)
         ]
+        self.rerun_shares: dict[tuple[str, tuple[int, ...]], float] = {}
         self.choices = self._choose() if menus and choices is None else choices or {}
         self.storages, self.index = self._storages()
         self.menus = [self._menu(g) for g in self.segments]
@@ -826,6 +829,9 @@ class _Tracing:
             ops = list_ops(runs[kind], rerun, written, held.__contains__, seconds)
             total_s = sum(op.seconds for op in ops)
             out[kind] = choose(front(ops), total_s, min(own[g] for g in segments))
+            if all_s := sum(seconds.get(op.key, 0.0) for op in runs[kind][0]):
+                self.rerun_shares[kind, ()] = total_s / all_s
+                self.rerun_shares.update(((kind, c.ops), (total_s - c.saved_s) / all_s) for c in out[kind])
         return out
 
     def _own(self, g: int) -> list[Sid]:
@@ -1011,6 +1017,7 @@ class _Tracing:
             outside=self.found.outside,
             written=tuple(self.kept.written),
             places=self._places(),
+            rerun_shares=self.rerun_shares,
         )
         return traced, times
 

@@ -53,6 +53,9 @@ class Traced:
         Qualified names of the parameters that forward writes to.
     places : dict
         Segment -> positions of its storages, as indices into `storages`.
+    rerun_shares : dict
+        Kind of a stage with a menu, and operations whose outputs a recompute finds saved -> share of the forward's time
+        that the recompute runs again, from each operation's time by itself.
     """
 
     stages: tuple[TracedStage, ...]
@@ -65,3 +68,4 @@ class Traced:
     outside: tuple[str, ...]
     written: tuple[str, ...]
     places: dict[int, Places]
+    rerun_shares: dict[tuple[str, tuple[int, ...]], float]

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -51,8 +52,12 @@ Again = dict[tuple[int, ...], tuple[int, ...]]
 COMPUTE, LAUNCH = range(2)
 """The lanes: fields of a `Took`."""
 
-_LEAST_SHARE = 0.02
-"""Least time of a recompute with saved outputs, as a share of forward; noise may make the measured one 0."""
+_LEAST_SHARES = 0.02, 0.1
+"""Least time of a recompute with saved outputs and without, as shares of forward; noise may make the measured one 0."""
+_LEAST_OF_OPS = 0.8
+"""The same as a share of what its operations take by themselves, which is nearly always less: a recompute has Python's
+part besides. A search takes what looks cheapest, and so finds the one that noise has made too cheap.
+"""
 _LEAST_RUNS = 3  # timings of each way; the errors of a kind's medians are estimated from those of all its ways
 _GPU_WARM_UPS = 2  # further ones of each way, which aren't counted
 _CPU_WARM_WAYS = 2  # ways that run once more, which isn't counted: plain and recompute take the most memory
@@ -150,7 +155,9 @@ class _Timing:
         again: dict[str, Again],
         device: torch.device,
         rewind: Callable[[], None],
+        rerun_shares: Mapping[tuple[str, tuple[int, ...]], float],
     ) -> None:
+        self.rerun_shares = rerun_shares
         self.step, self.kinds, self.counts, self.again, self.device = step, kinds, counts, again, device
         self.watch = Stopwatch(device)
         self.rewind = rewind
@@ -177,6 +184,10 @@ class _Timing:
             for w in (None, way)
         )
         return statistics.median(b - a for a, b in zip(plain, other, strict=True))
+
+    def least_s(self, kind: str, way: tuple[int, ...], forward_s: float) -> float:
+        """Least time of a recompute that can be believed, whatever was measured."""
+        return max(_LEAST_SHARES[not way], _LEAST_OF_OPS * self.rerun_shares.get((kind, way), 0.0)) * forward_s
 
     def _took_s(self, kind: str, way: Way) -> list[float]:
         """Time of each run of a way, forward and backward together, in the lane that takes longer."""
@@ -441,6 +452,7 @@ def time_stages(
     device: torch.device,
     rewind: Callable[[], None],
     real: RealStorages | None = None,
+    rerun_shares: Mapping[tuple[str, tuple[int, ...]], float] = MappingProxyType({}),
 ) -> tuple[Times, Times, dict[str, str]]:
     """Measure `step` stage by stage, and check of each stage that it can run again.
 
@@ -457,6 +469,8 @@ def time_stages(
         Restores buffers and random states between rounds.
     real : RealStorages, optional
         Watches one round's forward.
+    rerun_shares : mapping
+        As in `Traced`.
 
     Returns
     -------
@@ -470,7 +484,7 @@ def time_stages(
     UnsupportedModelError
         If a stage didn't run.
     """
-    timing = _Timing(step, kinds, counts, again, device, rewind)
+    timing = _Timing(step, kinds, counts, again, device, rewind, rerun_shares)
     timing.round(tries=True)  # a warm-up as well
     timing.round(watched=real)
     timing.rounds()
@@ -500,13 +514,10 @@ def _medians(timing: _Timing, lane: int) -> Times:
         if not ways:
             continue
         # The first way saves least and so runs most again: the whole stage, if all of it may run again.
-        measured_s = [timing.excess_s(kind, way, lane) for way in ways]
+        found_s = [max(timing.excess_s(kind, way, lane), timing.least_s(kind, way, forward_s)) for way in ways]
         if ways[0] == ():
-            out.recompute_s[kind, ways.pop(0)] = max(measured_s.pop(0), 0.1 * forward_s)
-        least_s = _LEAST_SHARE * forward_s
-        out.recompute_s.update(
-            ((kind, way), s) for way, s in zip(ways, _falling(max(s, least_s) for s in measured_s), strict=True)
-        )
+            out.recompute_s[kind, ways.pop(0)] = found_s.pop(0)
+        out.recompute_s.update(((kind, way), s) for way, s in zip(ways, _falling(found_s), strict=True))
     for (direction, index), values in timing.glue.items():
         table = out.glue_forward_s if direction == "forward" else out.glue_backward_s
         table[index] = statistics.median(t[lane] for t in values[1:] or values)
