@@ -9,12 +9,12 @@ are given for each plan:
 
 - as predicted: predicted / measured - 1. A profile is timed at another moment than the steps, so on a machine whose
   load or clock changes this is mostly the machine's error, not the plan's.
-- by the plain step: the same of planned step / plain step, measured in blocks beside each other, so that what is left
-  is the error of what the plan changes: recompute, copies, waits. Copies are scaled with it, though a link needn't slow
-  down as compute does.
+- by the plain step: predicted planned step / plain step, divided by the measured one, of blocks beside each other,
+  minus 1, so that what is left is the error of what the plan changes: recompute, copies, waits. Copies are scaled with
+  it, though a link needn't slow down as compute does.
 
 The heap keeps its pages, as in small_steps.py. Where the second error is above 5 %, the parts of the step
-(`handle.stats()`) that differ most are named.
+(`handle.stats()`, of steps before the blocks) that differ most are named.
 """
 
 from __future__ import annotations

@@ -1005,7 +1005,7 @@ PROMISES: tuple[Promise, ...] = (
     ),
     Promise(
         "What is measured",
-        "Stages are timed in turn, a profile says its error, and what gains less than that is given up",
+        "Stages are timed in turn, a profile says its error, and what gains less than that share of what it changes is given up",
         _in("test_timing", "test_stages_are_timed_in_turn", "test_a_measured_profile_says_its_error")
         + _in(
             "test_solver",

@@ -78,7 +78,8 @@ def hugging_face(model: nn.Module, forward: Forward, *, every: int = 1) -> Itera
 
 
 CARRIED = {"T5Block": (1, 4)}
-"""Class of blocks that return more than hidden states -> positions, behind these, of arguments that take the rest."""
+"""Class of blocks that return more than hidden states -> for each of the other results, the index of the argument that
+takes it in the next block, counted behind the hidden states (of T5: position bias, and that of cross-attention)."""
 
 
 class Segmented(nn.Module):
@@ -91,6 +92,8 @@ class Segmented(nn.Module):
         self.carried = CARRIED.get(type(self.blocks[0]).__name__, ())
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        assert all(index < len(args) for index in self.carried)
+
         def call(block: nn.Module) -> Callable[[Any], Any]:
             def run(given: Any) -> Any:
                 hidden, *rest = given if isinstance(given, tuple) else (given,)

@@ -328,7 +328,7 @@ def _traced(
 ) -> tuple[Traced, list[Times], Folding]:
     """The chain of `step` with exact bytes, times on devices that aren't in this machine, and the layers that ran."""
 
-    # It leaves little garbage and makes so many objects that the collector would look through all of the process's.
+    # It leaves little garbage and makes so many objects that the collector would go through all in the process again.
     @collection_off()
     def trace() -> tuple[Traced, list[Times], Folding]:
         report("finding stages")

@@ -55,7 +55,7 @@ class Target:
     layouts : Layouts
         Those of the results of operations that were traced for it.
     op_keys : OpKeys
-        Their keys.
+        Keys of the operations that were traced for it.
     """
 
     device: torch.device

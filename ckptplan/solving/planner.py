@@ -602,10 +602,12 @@ class _PlanSearch:
         return self.best
 
     def changed_s(self, schedule: Schedule) -> float:
-        """Seconds of what a schedule does besides keeping everything, at most its step: what is added, and its copies.
+        """Seconds of what a schedule does besides keeping everything: what it adds, and its copies. At most its step.
 
-        The rest of the step is the same under all schedules, so its error is no error of their difference. Example: a
-        step of 100 ms becomes 110 ms by recompute and waits, and copies take 20 ms each way: 50 ms.
+        The rest of the step is the same under all schedules, so its error is no error of their difference. What is
+        added is taken to have the relative error of the step; a recompute's, whose time is the difference of two
+        measured ones, is larger. Example: a step of 100 ms becomes 110 ms by recompute and waits, and copies take 20 ms
+        each way: 10 + 2 * 20 = 50 ms.
         """
         copies_s = 0.0
         for link, nbytes in ((self.profile.link, schedule.host_bytes), (self.profile.disk, schedule.disk_bytes)):

@@ -68,7 +68,8 @@ class Operands:
     tensors : list of tensor
         The tensors among them, as `tensors_in` finds them.
     told : hashable or None
-        Layouts of the tensors, values and types of the others: calls of an operation with equal ones have equal keys.
+        What tells one call from another, layouts of the tensors, values and types of the others: calls of an operation
+        with equal ones have equal keys (`op_key`).
         None if there are others than dense tensors and plain values.
     """
 

@@ -829,7 +829,8 @@ class _Tracing:
             ops = list_ops(runs[kind], rerun, written, held.__contains__, seconds)
             total_s = sum(op.seconds for op in ops)
             out[kind] = choose(front(ops), total_s, min(own[g] for g in segments))
-            if all_s := sum(seconds.get(op.key, 0.0) for op in runs[kind][0]):
+            keys = [op.key for op in runs[kind][0]]
+            if all(key in seconds for key in keys) and (all_s := sum(seconds[key] for key in keys)):
                 self.rerun_shares[kind, ()] = total_s / all_s
                 self.rerun_shares.update(((kind, c.ops), (total_s - c.saved_s) / all_s) for c in out[kind])
         return out

@@ -55,7 +55,7 @@ class Traced:
         Segment -> positions of its storages, as indices into `storages`.
     rerun_shares : dict
         Kind of a stage with a menu, and operations whose outputs a recompute finds saved -> share of the forward's time
-        that the recompute runs again, from each operation's time by itself.
+        that the recompute runs again, from each operation's time by itself. Only where all of them could be timed.
     """
 
     stages: tuple[TracedStage, ...]

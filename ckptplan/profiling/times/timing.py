@@ -55,8 +55,10 @@ COMPUTE, LAUNCH = range(2)
 _LEAST_SHARES = 0.02, 0.1
 """Least time of a recompute with saved outputs and without, as shares of forward; noise may make the measured one 0."""
 _LEAST_OF_OPS = 0.8
-"""The same as a share of what its operations take by themselves, which is nearly always less: a recompute has Python's
-part besides. A search takes what looks cheapest, and so finds the one that noise has made too cheap.
+"""Least time of a recompute as a share of the sum of its operations' own times, scaled to the measured forward.
+
+A recompute nearly always takes more than that sum, since it runs Python too. A search takes what looks cheapest, so
+without this it would take the option that noise has made too cheap.
 """
 _LEAST_RUNS = 3  # timings of each way; the errors of a kind's medians are estimated from those of all its ways
 _GPU_WARM_UPS = 2  # further ones of each way, which aren't counted
@@ -222,9 +224,9 @@ class _Timing:
             yield from ((way, False) for way in [*ways] * _GPU_WARM_UPS)
             warms = ()
         elif not self.runs[kind]:
-            # For memory and code that are used the first time; a second run at once is also what shows a graph that the
-            # first has left where nothing looks for it, and run backward.
-            yield from ((way, False) for way in ways[:_CPU_WARM_WAYS])
+            # For memory and code that are used the first time, plain last, so that its time is a warm one; a second run
+            # at once is also what shows a graph that the first has left where nothing looks for it, and run backward.
+            yield from ((way, False) for way in reversed(ways[:_CPU_WARM_WAYS]))
             warms = ways[_CPU_WARM_WAYS:]
         if self.plain_s[kind] < _SHORT_S:
             yield from ((way, False) for way in warms)
