@@ -46,7 +46,7 @@ def test_what_runs_in_a_sweep_take_is_measured(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(SegmentFrame, "fill", slow)
     # Each stage of the segment is filled once. 0.02: as busy as the machine may make the thread besides.
-    assert 0.002 < overheads._Steps(1, 256, CPU).rerun_s() < 0.02
+    assert 0.002 < overheads._measured(CPU, None).rerun_s < 0.02
 
 
 @pytest.mark.parametrize("measured", [NO_OVERHEADS, Overheads(call_s=1e-6, rerun_s=5.0)], ids=["frame", "measured"])

@@ -11,6 +11,7 @@ one byte. The runtime's code is the host's there, and its time that until all is
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 import time
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from ckptplan.core.link import Tier
+from ckptplan.core.option import Action
 from ckptplan.core.overheads import Overheads
 from ckptplan.core.plan import Decision, Decisions
 from ckptplan.core.segment import Segment
@@ -36,7 +38,7 @@ _TINY_BYTES = 256
 _LARGE_BYTES = 1 << 19  # as activations have them, and in all more than a core's own caches
 _LARGE_COUNT = 4
 _WARM_UPS = 2
-_STEPS = 9  # timed with each plan, of which the median counts
+_TINY_ROUNDS, _LARGE_ROUNDS = 9, 15  # in each of which the steps to compare run one after the other
 _BANDWIDTH_BYTES = 64 << 20
 
 
@@ -52,25 +54,57 @@ def measure_overheads(device: torch.device, swap_dir: str | Path | None = None) 
 
 
 def _measured(device: torch.device, swap_dir: str | Path | None) -> Overheads:
-    many = _Steps(_MANY, _TINY_BYTES, device)
-    few = _Steps(_FEW, _TINY_BYTES, device)
-    large = _Steps(_LARGE_COUNT, _LARGE_BYTES, device)
-    capacity = max(steps.count * steps.nbytes for steps in (many, large)) * _STAGES
+    capacity = max(_MANY * _TINY_BYTES, _LARGE_COUNT * _LARGE_BYTES) * _STAGES
     store = make_store(device, capacity_bytes=capacity, directory=swap_dir, limit_bytes=None)
     try:
-        with torch.enable_grad():
-            many_s, few_s = many.swap_s({"host": store}), few.swap_s({"host": store})
-            storage_s = max(many_s - few_s, 0.0) / (_MANY - _FEW)
-            swap_s = max(few_s - _FEW * storage_s, 0.0)
-            call_s, rerun_s = many.call_s(), few.rerun_s()
+        with torch.enable_grad(), contextlib.ExitStack() as stack:
+
+            def steps(count: int, nbytes: int, action: Action | None, *segments: Segment) -> _Steps:
+                return stack.enter_context(_Steps(count, nbytes, device, action, {"host": store}, segments))
+
+            actions: tuple[Action | None, ...] = (None, "keep", "swap")
+            many, few, large = (
+                [steps(count, nbytes, action) for action in actions]
+                for count, nbytes in ((_MANY, _TINY_BYTES), (_FEW, _TINY_BYTES), (_LARGE_COUNT, _LARGE_BYTES))
+            )
+            again = steps(_FEW, _TINY_BYTES, "recompute", Segment(0, _STAGES - 1))
+            plain, kept, swapped, kept_few, swapped_few, reran, forward = _in_turn(
+                device, _TINY_ROUNDS, *(s.step for s in (*many, *few[1:], again)), few[0].forward
+            )
+            call_s = _beyond(kept, plain)
+            swapping_s, few_swapping_s = _beyond(swapped, kept), _beyond(swapped_few, kept_few)
+            storage_s = max(swapping_s - few_swapping_s, 0.0) / (_MANY - _FEW)
+            swap_s = max(few_swapping_s - _FEW * storage_s, 0.0)
+            rerun_s = _beyond(reran, [a + b for a, b in zip(kept_few, forward, strict=True)])
             if is_accelerator(device):
                 byte_s = _bandwidth_s(device)
             else:
-                runtime_s = swap_s + _LARGE_COUNT * storage_s
-                byte_s = max(large.swap_s({"host": store}) - runtime_s, 0.0) / (_LARGE_COUNT * _LARGE_BYTES)
+                kept, swapped = _in_turn(device, _LARGE_ROUNDS, *(s.step for s in large[1:]))
+                copies_s = _beyond(swapped, kept) - swap_s - _LARGE_COUNT * storage_s
+                byte_s = max(copies_s, 0.0) / (_LARGE_COUNT * _LARGE_BYTES)
     finally:
         store.close()
     return Overheads(call_s, swap_s, storage_s, byte_s, rerun_s)
+
+
+def _in_turn(device: torch.device, rounds: int, *runs: Callable[[], object]) -> list[list[float]]:
+    """Seconds of a stage in each of `runs`, per round in which they ran one after the other."""
+    clock = time.perf_counter if is_accelerator(device) else time.thread_time
+    found: list[list[float]] = [[] for _ in runs]
+    for number in range(-_WARM_UPS, rounds):
+        for took_s, run in zip(found, runs, strict=True):
+            synchronize(device)
+            begin = clock()
+            run()
+            if number >= 0:
+                took_s.append((clock() - begin) / _STAGES)
+    synchronize(device)
+    return found
+
+
+def _beyond(longer_s: list[float], shorter_s: list[float]) -> float:
+    """The median of the differences between two runs of each round; at least 0."""
+    return max(statistics.median(a - b for a, b in zip(longer_s, shorter_s, strict=True)), 0.0)
 
 
 class _Stage(nn.Module):
@@ -88,60 +122,37 @@ class _Stage(nn.Module):
         return x
 
 
-class _Steps:
-    """Training steps of stages that each save `count` storages of `nbytes`; all times are those of one stage."""
+class _Steps(contextlib.AbstractContextManager["_Steps"]):
+    """Training steps of stages that each save `count` storages of `nbytes`; inside, all take one action of a plan."""
 
-    def __init__(self, count: int, nbytes: int, device: torch.device) -> None:
-        self.count, self.nbytes, self._device = count, nbytes, device
+    def __init__(
+        self,
+        count: int,
+        nbytes: int,
+        device: torch.device,
+        action: Action | None,
+        stores: dict[Tier, Store],
+        segments: tuple[Segment, ...],
+    ) -> None:
         self._model = nn.Sequential(*(_Stage(count, device) for _ in range(_STAGES)))
         self._x = torch.ones(nbytes // 4, device=device, requires_grad=True)
+        self._controller = None
+        if action is not None:
+            last = _STAGES - 1
+            decision = Decision("swap", tuple(range(count)), last, last) if action == "swap" else Decision(action)
+            decisions = Decisions(tuple(map(str, range(_STAGES))), (decision,) * _STAGES, segments)
+            self._controller = Controller(self._model, decisions, stores, device, counters=Counters())
+            self._controller.install()
 
-    @functools.cached_property
-    def _kept_s(self) -> float:
-        return self._planned_s(Decision("keep"))
+    def __exit__(self, *_: object) -> None:
+        if self._controller is not None:
+            self._controller.remove()
 
-    def call_s(self) -> float:
-        """A kept stage's time beyond its time without a plan."""
-        return max(self._kept_s - self._median_s(self._step), 0.0)
-
-    def swap_s(self, stores: dict[Tier, Store]) -> float:
-        """A stage's time beyond that of a kept one, if all that it saves moves."""
-        swap = Decision("swap", tuple(range(self.count)), _STAGES - 1, _STAGES - 1)
-        return max(self._planned_s(swap, stores) - self._kept_s, 0.0)
-
-    def rerun_s(self) -> float:
-        """A stage's time in a segment of all of them, beyond that of a kept one and of another forward."""
-        again_s = self._planned_s(Decision("recompute"), segments=(Segment(0, _STAGES - 1),))
-        return max(again_s - self._kept_s - self._median_s(self._forward), 0.0)
-
-    def _forward(self) -> torch.Tensor:
+    def forward(self) -> torch.Tensor:
         return self._model(self._x).sum()
 
-    def _step(self) -> None:
-        self._forward().backward()
-
-    def _planned_s(
-        self, decision: Decision, stores: dict[Tier, Store] | None = None, segments: tuple[Segment, ...] = ()
-    ) -> float:
-        decisions = Decisions(tuple(map(str, range(_STAGES))), (decision,) * _STAGES, segments)
-        controller = Controller(self._model, decisions, stores or {}, self._device, counters=Counters())
-        controller.install()
-        try:
-            return self._median_s(self._step)
-        finally:
-            controller.remove()
-
-    def _median_s(self, run: Callable[[], object]) -> float:
-        clock = time.perf_counter if is_accelerator(self._device) else time.thread_time
-        found = []
-        for number in range(-_WARM_UPS, _STEPS):
-            synchronize(self._device)
-            begin = clock()
-            run()
-            if number >= 0:
-                found.append(clock() - begin)
-        synchronize(self._device)
-        return statistics.median(found) / _STAGES
+    def step(self) -> None:
+        self.forward().backward()
 
 
 def _bandwidth_s(device: torch.device) -> float:
