@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
+from ckptplan.core.budget import Budget
+from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError, PlanMismatchError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits, SearchKeywords, SolveKeywords, Training, require_known
-from ckptplan.core.units import GIB, budget_to_bytes
+from ckptplan.core.units import GIB, format_bytes
 from ckptplan.planning.job import Job, job_of_profile
+from ckptplan.referee.validate import examine
 from ckptplan.report.explain import Explanation, Worth
 from ckptplan.report.explain import explain as explanation
 from ckptplan.solving.bound.pricing import lower_bound
@@ -25,12 +27,15 @@ if TYPE_CHECKING:  # it imports torch
 
 FRONTIER_TIME_LIMIT_S = 60.0
 """For all plans of a frontier together, where no limit is given."""
+RANGE_TIME_LIMIT_S = 0.5
+"""For the smallest peak that a plan's output names."""
 
 
 def solve(
     model_or_profile: nn.Module | Profile,
     budget_gb: float | None = None,
     *,
+    budget: str | None = None,
     inputs: Any = None,
     max_overhead: float | None = None,
     swap_dir: str | Path | None = None,
@@ -47,6 +52,9 @@ def solve(
     budget_gb : float, optional
         Everything the step may hold on the device at any moment, in units of 2**30 bytes; rounded down to bytes. None:
         what the device has free, and what the model holds there already.
+    budget : str, optional
+        The budget in words, in place of `budget_gb`: "12 GiB" or "800 MB"; "50%" of the way from the smallest peak to
+        everything kept; "auto" for what the device has free, and what the model holds, less 5 %.
     inputs : tensor, tuple, dict, optional
         Positional or keyword inputs of the forward, as in `profile`.
     max_overhead : float, optional
@@ -70,27 +78,41 @@ def solve(
     InvalidInputError, UnsupportedModelError
     """
     require_known(solve, options, SolveKeywords)
-    if budget_gb is not None and max_overhead is not None:
+    wanted = Budget.of(budget_gb, budget)
+    if (budget_gb, budget) != (None, None) and max_overhead is not None:
+        given = f"budget_gb={budget_gb!r}" if budget is None else f"budget={budget!r}"
         raise InvalidInputError(
-            f"budget_gb={budget_gb!r} and max_overhead={max_overhead!r} are both given; pass one: the budget to be as "
+            f"{given} and max_overhead={max_overhead!r} are both given; pass one: the budget to be as "
             "fast as possible within it, or the slowdown to need as little memory as possible"
         )
-    budget_bytes = None if budget_gb is None else budget_to_bytes(budget_gb)
     training, limits = Training.of(options, inputs), Limits.of(options)
-    if budget_bytes is None and max_overhead is None:
+    notes: tuple[str, ...] = ()
+    budget_bytes = wanted.nbytes
+    if budget_bytes is None and wanted.share is None and max_overhead is None:
         if isinstance(model_or_profile, Profile):
-            raise InvalidInputError("a profile says nothing of free memory; pass budget_gb= or max_overhead=")
+            raise InvalidInputError("a profile says nothing of free memory; pass budget_gb=, budget= or max_overhead=")
         from ckptplan.planning.model_job import default_budget
 
-        budget_bytes = default_budget(model_or_profile, training.device)
+        free = default_budget(model_or_profile, training.device)
+        budget_bytes = int(free * (1 - wanted.margin))
+        notes = (f"the budget is the free memory, {format_bytes(free)}, less {format_bytes(free - budget_bytes)}",)
     job = _job(model_or_profile, training, swap_dir, limits)
+    if wanted.share is not None:
+        least, most = job.needed_range_bytes()
+        budget_bytes = least + int(wanted.share * (most - least))
     if budget_bytes is not None:
-        return job.solved(budget_bytes)
+        return replace(_with_range(job, job.solved(budget_bytes)), notes=(*notes, *job.profile.notes))
     assert max_overhead is not None
     plan = job.sound(smallest_within(job.profile, max_overhead, job.handing_out))
     # No budget was named that a replay could exceed, so the plan names the one it keeps.
     plan = job.reserving(plan)
-    return replace(plan, budget_bytes=max(plan.budget_bytes, job.needs(plan)))
+    return _with_range(job, replace(plan, budget_bytes=max(plan.budget_bytes, job.needs(plan))))
+
+
+def _with_range(job: Job, plan: Plan) -> Plan:
+    """Return `plan` with the range of peaks between which a budget makes a difference."""
+    least, most = job.range_bytes(min(RANGE_TIME_LIMIT_S, job.limits.time_limit_s))
+    return replace(plan, least_peak_bytes=min(least, plan.peak_bytes), most_peak_bytes=most)
 
 
 def frontier(
@@ -173,6 +195,7 @@ def explain(profile: Profile, plan: Plan, **options: Unpack[SearchKeywords]) -> 
     require_known(explain, options, SearchKeywords)
     limits = Limits.of(options)
     plan.require_profile(profile)
+    _require_made_from(profile, plan)
     bound = lower_bound(
         profile,
         menus_of(profile, limits.actions),
@@ -185,6 +208,16 @@ def explain(profile: Profile, plan: Plan, **options: Unpack[SearchKeywords]) -> 
     found = bound.prices
     worth = None if found is None else Worth(found.budget_s_per_byte * GIB, found.out_s, found.in_s)
     return explanation(profile, plan, worth=worth, actions=limits.actions)
+
+
+def _require_made_from(profile: Profile, plan: Plan) -> None:
+    """Raise `PlanMismatchError` unless the profile gives what the plan predicts."""
+    broken, _ = examine(profile, plan, plan.budget_bytes, host_bytes=plan.host_bytes, disk_bytes=plan.disk_bytes)
+    if broken:
+        raise PlanMismatchError(
+            f"the plan was made from another profile of this model ({broken[0].detail}); give the profile that it was "
+            "solved from, or solve this one again"
+        )
 
 
 def _job(model_or_profile: nn.Module | Profile, training: Training, swap_dir: str | Path | None, limits: Limits) -> Job:

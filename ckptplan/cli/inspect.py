@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ckptplan.cli.arguments import ModelSource, PlanFile, ProfileFile, to_bytes
-from ckptplan.cli.output import terminal, writing
+from ckptplan.cli.output import check_writable, terminal, writing
 from ckptplan.cli.subject import model_of
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.files import read_json
@@ -101,6 +101,7 @@ def trace(
 
     Example: [bold]ckptplan trace train:build plan.json --profile profile.json -o trace.json[/bold]
     """
+    check_writable(output, "the trace")
     plan = Plan.load(plan_file)
     profile = None if profile_file is None else Profile.load(profile_file)
     model, inputs = model_of(source)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +17,26 @@ from rich.markup import escape
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Plan
 
+_OURS = str(Path(__file__).parent.parent)
+_NOT_USERS = (_OURS, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<")
+"""Where this package, Python and installed packages lie."""
+
 
 def show_error(text: str) -> None:
     """Print an error in one line."""
     Console(stderr=True).print(f"[red]error:[/red] {escape(text)}", soft_wrap=True, highlight=False)
+
+
+def show_users_error(error: Exception) -> bool:
+    """Print an error that was raised below the user's own code, from there on; return False for any other."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [i for i, frame in enumerate(frames) if not frame.filename.startswith(_NOT_USERS)]
+    if not theirs or any(frame.filename.startswith(_OURS) for frame in frames[theirs[-1] :]):
+        return False
+    show_error("your code raised an error:")
+    lines = traceback.format_list(frames[theirs[0] :]) + traceback.format_exception_only(error)
+    Console(stderr=True).print(escape("".join(lines).rstrip()), soft_wrap=True, highlight=False)
+    return True
 
 
 def terminal() -> Console:
@@ -32,6 +51,19 @@ def writing(what: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise InvalidInputError(f"{what} can't be written to {path}: {error}") from error
+
+
+def check_writable(path: Path | None, what: str) -> None:
+    """Raise `InvalidInputError` before any work if `what` can't be written to the file `path`."""
+    if path is None:
+        return
+    folder = path.parent
+    if not folder.is_dir():
+        raise InvalidInputError(f"{what} can't be written to {path}: there is no folder {folder}; make it first")
+    if path.is_dir():
+        raise InvalidInputError(f"{what} can't be written to {path}: it is a folder; give a file's name")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise InvalidInputError(f"{what} can't be written to {path}: no permission")
 
 
 def save_plan(plan: Plan, path: Path) -> None:

@@ -35,7 +35,7 @@ from ckptplan.cli.arguments import (
     to_actions,
     to_bytes,
 )
-from ckptplan.cli.output import save_plan, terminal, writing
+from ckptplan.cli.output import check_writable, save_plan, terminal, writing
 from ckptplan.cli.subject import profile_of, subject_of
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import KEEP, Plan
@@ -52,6 +52,14 @@ OURS = "ckptplan"
 def solve(
     source: Source,
     budget_gb: Budget = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WORDS",
+            help="The budget in words instead: '12 GiB', '800 MB', '50%' of the way from the smallest peak to "
+            "everything kept, 'auto' for the free memory less a margin.",
+        ),
+    ] = None,
     max_overhead: Annotated[
         float | None,
         typer.Option(metavar="X", help="Find the smallest peak within this slowdown instead, 0.1 for 10 per cent."),
@@ -73,17 +81,21 @@ def solve(
 
     Example: [bold]ckptplan solve profile.json --budget-gb 12 -o plan.json[/bold]
     """
-    if (budget_gb is None) == (max_overhead is None):
-        raise InvalidInputError("give either --budget-gb, in units of 2**30 bytes, or --max-overhead, 0.1 for 10 %")
+    if sum(value is not None for value in (budget_gb, budget, max_overhead)) != 1:
+        raise InvalidInputError(
+            "give one of --budget-gb, in units of 2**30 bytes, --budget, in words such as '12 GiB' or '50%', and "
+            "--max-overhead, 0.1 for 10 %"
+        )
+    check_writable(output, "the plan")
     options = _options(host_gb, disk_gb, actions, segments, accumulate, time_limit, gap, cache)
-    budget = number(budget_gb, "--budget-gb")
+    budget_in_gb = number(budget_gb, "--budget-gb")
     subject, inputs = subject_of(source)
     from ckptplan.api import solve as solve_subject
 
     with Console(stderr=True).status("solving") as status:
         options["on_progress"] = status.update
         options["on_plan"] = functools.partial(_show, status.console)
-        plan = solve_subject(subject, budget, inputs=inputs, max_overhead=max_overhead, **options)
+        plan = solve_subject(subject, budget_in_gb, budget=budget, inputs=inputs, max_overhead=max_overhead, **options)
     typer.echo(str(plan))
     if output is not None:
         save_plan(plan, output)
@@ -140,6 +152,7 @@ def frontier(
 
     Example: [bold]ckptplan frontier profile.json --points 8 --plot frontier.png[/bold]
     """
+    check_writable(plot, "the plot")
     options = _options(host_gb, disk_gb, actions, segments, accumulate, time_limit, gap, cache)
     subject, inputs = subject_of(source)
     from ckptplan.api import frontier as frontier_of
@@ -205,6 +218,7 @@ def compare(
 
     Example: [bold]ckptplan compare profile.json --budgets 20,40,60 --planners ckptplan,pooch,rotor[/bold]
     """
+    check_writable(json_file, "the rows")
     wanted = _planners(planners)
     if (budget_gb is None) == (budgets is None):
         raise InvalidInputError("give either --budget-gb, in units of 2**30 bytes, or --budgets, in percent")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 from collections.abc import Callable
@@ -21,6 +22,8 @@ def subject_of(source: str) -> tuple[Any, Any]:
     path = Path(source)
     module, colon, name = source.partition(":")
     if path.exists() or not colon or "/" in source or not name.replace(".", "").isidentifier():
+        if not path.exists():
+            raise InvalidInputError(f"No such file: {source}; {_hint(source)}")
         return Profile.load(path), None
     found = _import(source, module, name)
     # Imported here: it imports torch, which no profile needs.
@@ -34,6 +37,18 @@ def subject_of(source: str) -> tuple[Any, Any]:
             "alone or with its inputs"
         )
     return model, inputs
+
+
+def _hint(source: str) -> str:
+    """Return what may have been meant by a name that is neither a file nor `module:name`."""
+    beside = [p.name for p in Path(source).parent.glob("*") if p.is_file()] if Path(source).parent.is_dir() else []
+    near = difflib.get_close_matches(Path(source).name, beside, n=1)
+    if near:
+        return f"did you mean {Path(source).with_name(near[0])}?"
+    module, dot, name = source.rpartition(".")
+    if dot and source.replace(".", "").isidentifier():
+        return f"a model is named as package.module:name, so maybe {module}:{name}"
+    return "give a profile's file, or package.module:name of a model or of a function that makes one"
 
 
 def model_of(source: str) -> tuple[Any, Any]:

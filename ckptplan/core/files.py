@@ -33,8 +33,11 @@ class Saved:
 
     def save(self, path: str | Path) -> None:
         """Write the fields as JSON (docs/formats.md)."""
-        text = json.dumps({"schema": self.SCHEMA, **dataclasses.asdict(self)}, indent=1)  # type: ignore[call-overload]
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    def to_json(self) -> str:
+        """Return the fields as JSON."""
+        return json.dumps({"schema": self.SCHEMA, **dataclasses.asdict(self)}, indent=1)  # type: ignore[call-overload]
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -45,14 +48,22 @@ class Saved:
         InvalidInputError
             If the file doesn't have this schema, a field is missing or unknown, or a value is impossible.
         """
-        data = read_json(path, cls.SCHEMA)
-        del data["schema"]
         try:
-            return decoded(cls, data)  # type: ignore[no-any-return]
+            return cls._of(read_json(path, cls.SCHEMA))
         except (AttributeError, TypeError, RecursionError) as error:
             raise InvalidInputError(
                 f"{path} is not a complete {cls.__name__.lower()}: {error}; docs/formats.md lists the fields"
             ) from error
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` of this version returned."""
+        return cls._of(json.loads(text))
+
+    @classmethod
+    def _of(cls, data: dict[str, Any]) -> Self:
+        del data["schema"]
+        return decoded(cls, data)  # type: ignore[no-any-return]
 
 
 def read_json(path: str | Path, *schemas: str) -> dict[str, Any]:

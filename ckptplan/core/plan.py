@@ -99,7 +99,7 @@ class Decisions:
     saved_bytes: tuple[tuple[int, ...], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Plan(Saved):
     """A decision for every stage of a profile, with predictions and a proven bound.
 
@@ -141,6 +141,11 @@ class Plan(Saved):
         to decide whether tensors that a loop holds of the forward before fit too. None: not known.
     outside : tuple of str or None
         Modules that the profiled step called outside all stages; None: not known.
+    least_peak_bytes, most_peak_bytes : int or None
+        The smallest peak that was found for the profile, and the one with everything kept: budgets between them make a
+        difference. None: not known.
+    notes : tuple of str
+        Those of the profile: inputs and loss that were guessed, stages that can't be recomputed.
     """
 
     SCHEMA = "ckptplan.plan/3"
@@ -169,6 +174,9 @@ class Plan(Saved):
     forward_peak_bytes: int | None = None
     between_bytes: int | None = None
     outside: tuple[str, ...] | None = None
+    least_peak_bytes: int | None = None
+    most_peak_bytes: int | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def decided(self) -> Decisions:
@@ -227,6 +235,12 @@ class Plan(Saved):
                     raise InvalidInputError(f"stage {name!r}: no stage has index {point}; there are {len(self.stages)}")
         check_segments(self.segments, self.choices, self.stages)
 
+    def __repr__(self) -> str:
+        return (
+            f"<Plan for {len(self.stages)} stages: peak {format_bytes(self.peak_bytes)} of "
+            f"{format_bytes(self.budget_bytes)}, {self.overhead:+.1%}, gap {self.gap:.2%}>"
+        )
+
     def __str__(self) -> str:
         """Return a table: totals first, then runs of equal decisions."""
         rows = [("stages", "decision", "release after", "prefetch before")]
@@ -262,8 +276,16 @@ class Plan(Saved):
                 f"        the host takes longer to launch it: expect {format_seconds(self.launch_s)}, with everything "
                 f"kept {format_seconds(self.expected_baseline_step_s)}",
             )
+        if self.least_peak_bytes is not None and self.most_peak_bytes is not None:
+            gain = "" if counts["keep"] < len(self.choices) else "; this plan keeps everything: nothing to gain"
+            head.insert(
+                2,
+                f"        budgets from {format_bytes(self.least_peak_bytes)}, the smallest peak found, to "
+                f"{format_bytes(self.most_peak_bytes)}, everything kept, make a difference{gain}",
+            )
         if self.peak_bound_bytes is not None:
             head.insert(2, f"        no plan this fast has a peak below {format_bytes(self.peak_bound_bytes)}")
+        head += [f"note    {note}" for note in self.notes]
         return "\n".join([*head, "", *format_table(rows)])
 
 
@@ -303,6 +325,7 @@ def plan_of(
         launch_s=launch_s(profile, choices, segments),
         baseline_launch_s=profile.baseline_launch_s,
         outside=profile.outside,
+        notes=profile.notes,
         **fields,
     )
 

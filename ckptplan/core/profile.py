@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 class Fingerprint:
     """What a profile, and every plan made from it, is bound to.
 
-    `accumulates`: whether the step starts with a gradient for each parameter that requires one.
+    `accumulates`: whether the step starts with a gradient for each parameter that requires one. `optimizer`: the class
+    whose state and update count, empty without one; applying a plan asks for no optimizer, so it isn't compared.
     """
 
     model: str
@@ -34,6 +35,7 @@ class Fingerprint:
     device: str
     torch_version: str
     accumulates: bool = False
+    optimizer: str = ""
 
     def __post_init__(self) -> None:
         check_fields("fingerprint", self)
@@ -48,11 +50,23 @@ class Fingerprint:
         """
         for field in dataclasses.fields(self):
             want, have = getattr(self, field.name), getattr(found, field.name)
-            if field.name not in ignore and want != have:
-                raise PlanMismatchError(
-                    f"the plan was made for {field.name} = {want!r}, this is {have!r}; "
-                    f"solve again for this {field.name}"
+            if field.name not in (*ignore, "optimizer") and want != have:
+                raise PlanMismatchError(f"{self._difference(field.name, want, have)}; solve again for this model")
+
+    @staticmethod
+    def _difference(name: str, want: object, have: object) -> str:
+        if name == "parameters":
+            want, have = (str(text).partition(" in ")[0] for text in (want, have))
+            if want == have:
+                return (
+                    f"the plan was made for {want} parameters with other names, shapes, types or requires_grad than "
+                    "here: a layer was frozen, added or converted since"
                 )
+            return f"the plan was made for {want} parameters, this model has {have}"
+        if name == "training":
+            want, have = ("training mode" if value else "evaluation mode" for value in (want, have))
+            return f"the plan was made in {want}, the model is in {have}; call model.train() before solve and apply"
+        return f"the plan was made for {name.replace('_', ' ')} = {want!r}, this is {have!r}"
 
 
 MOST_ERROR = 1.0
@@ -62,7 +76,7 @@ NO_MODEL = Fingerprint("", "", True, "", "", "")
 """Fingerprint of a profile written by hand: such plans can be simulated, not applied."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Profile(Saved):
     """The chain of one step with measured bytes and times.
 
@@ -170,6 +184,13 @@ class Profile(Saved):
     def baseline_launch_s(self) -> float:
         """Time in which the host launches that step; 0 where it is no lane of its own."""
         return sum(stage.forward_launch_s + stage.backward_launch_s for stage in self.stages)
+
+    def __repr__(self) -> str:
+        made_for = f" of {self.fingerprint.model}" if self.fingerprint.model else ""
+        return (
+            f"<Profile{made_for}: {len(self.stages)} stages, {len(self.storages)} storages, "
+            f"{format_seconds(self.baseline_step_s)} a step>"
+        )
 
     def __str__(self) -> str:
         error = f" ± {self.step_error:.1%}" if self.step_error else ""

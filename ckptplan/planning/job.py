@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ckptplan.core.checks import MOST_BYTES
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.link import STAGING_BYTES
 from ckptplan.core.measured import DeviceBytes
@@ -14,7 +15,7 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits
 from ckptplan.core.units import GIB, format_bytes, format_seconds
 from ckptplan.referee.validate import examine
-from ckptplan.solving.planner import solve_profile
+from ckptplan.solving.planner import smallest_peak, solve_profile
 from ckptplan.solving.tiers import check_disk
 
 _TIGHTENINGS = 6  # attempts with a smaller limit before the plan with the smallest peak is tried
@@ -115,6 +116,18 @@ class Job:
             stage=error.stage,
             phase=error.phase,
         ) from error
+
+    def range_bytes(self, time_limit_s: float) -> tuple[int, int]:
+        """Return the smallest peak found within a time, and the peak with everything kept."""
+        limits = replace(self.limits, time_limit_s=time_limit_s, on_plan=None)
+        everything = solve_profile(self.profile, MOST_BYTES - 1, limits)
+        return smallest_peak(self.profile, limits).peak_bytes, everything.peak_bytes
+
+    def needed_range_bytes(self) -> tuple[int, int]:
+        """Return the bytes that the plans with these two peaks need on the device."""
+        limits = replace(self.limits, on_plan=None)
+        least, most = (self._within(peak, limits) for peak in self.range_bytes(limits.time_limit_s))
+        return max(least.peak_bytes, self.needs(least)), max(most.peak_bytes, self.needs(most))
 
     def reserving(self, plan: Plan) -> Plan:
         """Return `plan` with the allocator's predicted bytes, on CUDA and if there is a model to replay."""

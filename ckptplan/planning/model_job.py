@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 from torch import nn
@@ -15,6 +15,7 @@ from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.planning.job import Job, staged
 from ckptplan.profiling.profiler import profile_step, replayed_bytes, training_step
 from ckptplan.profiling.target import DeviceLike, Target, find_target
+from ckptplan.profiling.workload.inputs import padded
 from ckptplan.profiling.workload.optimizers import OptimizerLike
 from ckptplan.runtime import accelerator
 from ckptplan.runtime.observe.measure import held_tensors, unique_bytes
@@ -60,14 +61,23 @@ def job_of_step(
 
 
 def replaying(job: Job, step: TrainingStep, sizes: TrainingBytes) -> Job:
-    """Return `job` with a replay of each plan on `step`, from which its profile was made."""
-    target = sizes.target
+    """Return `job` with a replay of each plan on `step`, from which its profile was made.
 
-    def replayed(plan: Plan) -> DeviceBytes:
+    A mask without a zero makes many models leave it out, and those with padding take another path. So a step with such
+    a mask is replayed once more with one zero in it, and the larger bytes count.
+    """
+    target = sizes.target
+    steps = [step, *padded(step)]
+
+    def needs(step: TrainingStep, plan: Plan) -> DeviceBytes:
         if target.is_cuda:
             return sizes.peaks(step, plan)
-        needs = job.profile.resident_bytes + replayed_bytes(step, plan, target)
-        return DeviceBytes(needs, needs, needs)
+        nbytes = job.profile.resident_bytes + replayed_bytes(step, plan, target)
+        return DeviceBytes(nbytes, nbytes, nbytes)
+
+    def replayed(plan: Plan) -> DeviceBytes:
+        found = [astuple(needs(step, plan)) for step in steps]
+        return DeviceBytes(*map(max, zip(*found, strict=True)))
 
     return replace(job, replayed=replayed, on_cuda=target.is_cuda)
 

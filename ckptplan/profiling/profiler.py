@@ -14,6 +14,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ckptplan.core.device import Device
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
@@ -25,6 +26,7 @@ from ckptplan.core.profile import MOST_ERROR, Fingerprint, Profile
 from ckptplan.core.request import Report, StepKeywords, Training, ignore_progress, require_known
 from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
+from ckptplan.core.units import format_bytes
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.bytes.folding import UnlikeLayersError
 from ckptplan.profiling.bytes.real_storages import Places, RealStorages, with_real_sizes
@@ -145,6 +147,9 @@ def profile_step(
         rewind()
         with as_ours(training, "tracing"):
             found = _profile(training, optimizer, target, swap_dir, menus, list(notes), on_progress, rewind)
+    if optimizer is not None:
+        counted = type(make_optimizer(optimizer, training.model.parameters())).__name__
+        found = dataclasses.replace(found, fingerprint=dataclasses.replace(found.fingerprint, optimizer=counted))
     empty_cache(target.device)  # what stages took alone lies otherwise than what steps take
     values_count = target.answers is not None and (target.answers.phases or target.answers.compiled)
     if key is not None and not values_count and not any(note.startswith(DRAWS) for note in found.notes):
@@ -185,6 +190,12 @@ def training_step(model: nn.Module, training: Training, target: Target) -> tuple
         args, kwargs, source = find_inputs(model, target.device)
         step = dataclasses.replace(make_step(model, dataclasses.replace(training, inputs=())), args=args, kwargs=kwargs)
         notes = [f"inputs from {source}"]
+    if isinstance(model, DistributedDataParallel) and not model.gradient_as_bucket_view:
+        reduced = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        notes.append(
+            f"the buckets in which DistributedDataParallel reduces gradients, {format_bytes(reduced)} in all, aren't "
+            "in the plan's bytes: leave as much of the budget free, or wrap with gradient_as_bucket_view=True"
+        )
     if training.accumulate is None and step.accumulates:
         notes.append(
             "the model has gradients, so steps are meant that start with them; accumulate=False leaves them out"

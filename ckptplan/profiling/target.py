@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ckptplan.core.device import Device, find_device, known_devices, library_workspaces
-from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
 from ckptplan.profiling.bytes.kernels import real_choices
 from ckptplan.profiling.bytes.layouts import Layouts
 from ckptplan.profiling.bytes.operations import OpKeys
@@ -180,6 +180,8 @@ def find_target(model: nn.Module, device: DeviceLike = None) -> Target:
     ------
     InvalidInputError
         If the device is unknown or isn't the model's, or the model is on `meta` and no device is named.
+    UnsupportedModelError
+        If the model is on a device of another kind than CUDA and the CPU.
     """
     if isinstance(device, Target):
         return device
@@ -195,6 +197,10 @@ def find_target(model: nn.Module, device: DeviceLike = None) -> Target:
         raise InvalidInputError(
             "the model lies on 'meta', which is no device to run on; pass device= with the one it is meant for, "
             f"such as 'a100-40gb' (known: {', '.join(sorted(known_devices()))})"
+        )
+    if where.type != "cpu" and not accelerator.is_accelerator(where):
+        raise UnsupportedModelError(
+            f"the model is on {str(where)!r}; plans run on CUDA devices and on the CPU, so move it to one of them"
         )
     if device is not None and (device.type != where.type or device.index not in (None, where.index or 0)):
         raise InvalidInputError(

@@ -264,7 +264,21 @@ class Controller:
         return {} if self._session is None else self._session.states()
 
     def _active(self) -> bool:
-        return torch.is_grad_enabled() and self._model.training == self._training
+        """Return whether a forward follows the plan: with gradients, in the mode that the plan was made for.
+
+        Raises
+        ------
+        PlanMismatchError
+            In training mode, if the plan was made for evaluation mode.
+        """
+        if self._model.training != self._training and torch.is_grad_enabled():
+            if self._model.training:
+                raise PlanMismatchError(
+                    "the model is in training mode, and the plan was made for evaluation mode, in which dropout and "
+                    "batch statistics are off and hold no memory; call model.train() before solve and apply"
+                )
+            return False
+        return torch.is_grad_enabled()
 
     def _begin(self, *, by_call: bool = False) -> _Pass:
         if torch._C._functorch.peek_interpreter_stack() is not None:

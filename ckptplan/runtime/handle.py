@@ -20,10 +20,12 @@ from ckptplan.runtime.adviser import Adviser
 from ckptplan.runtime.applied import Applied, Replan
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.guard.check import WHEN, Checks, When
+from ckptplan.runtime.guard.checkpointing import Checkpointing
 from ckptplan.runtime.guard.engine import OldGraph
 from ckptplan.runtime.guard.fused_steps import STEPS
 from ckptplan.runtime.guard.gradients import GradientGuard
 from ckptplan.runtime.guard.held_over import HeldOver
+from ckptplan.runtime.guard.idle import noticing_idle
 from ckptplan.runtime.guard.larger import replace_for_larger
 from ckptplan.runtime.guard.retry import OnOom, Retry
 from ckptplan.runtime.guard.shapes import OnLarger
@@ -47,6 +49,7 @@ class Handle:
         self._config = contextlib.ExitStack()
         self._config.enter_context(training_config(applied.model))
         self._config.enter_context(STEPS.watched())
+        self._config.enter_context(noticing_idle(applied))
 
     @property
     def plan(self) -> Plan:
@@ -271,7 +274,12 @@ def apply(
                 one_forward=plan.fingerprint.inputs != "step()",
                 counters=Counters(meter=Meter(device)) if former is None else former.counters,
                 old_graph=old_graph,
-                observers=(HeldOver(plan), GradientGuard(model, plan), Unplanned(model, plan, device)),
+                observers=(
+                    HeldOver(plan),
+                    GradientGuard(model, plan),
+                    Unplanned(model, plan, device),
+                    Checkpointing(model),
+                ),
                 checks=checks,
             )
             controller.install()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from inspect import getclosurevars
 from types import FunctionType
@@ -229,6 +229,42 @@ _TURN_CHECKPOINTS_OFF = ("activation_checkpointing_disable", "gradient_checkpoin
 """Methods of models of the libraries, newest name first."""
 
 
+def check_not_checkpointing(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raise `UnsupportedModelError` if one of a model's `modules`, given with their names, checkpoints by itself."""
+    for name, module in modules:
+        if getattr(module, "gradient_checkpointing", False) is True:
+            method = next((name for name in _TURN_CHECKPOINTS_OFF if hasattr(model, name)), None)
+            remedy = f"call model.{method}()" if method else "set its gradient_checkpointing to False"
+            raise UnsupportedModelError(
+                f"{_where(name)} already checkpoints; {remedy} and let the plan decide; a training framework's own "
+                "option for it has to be off, too (activation_checkpointing, formerly gradient_checkpointing)"
+            )
+
+
+def _check_engine(model: nn.Module) -> None:
+    """Raise `UnsupportedModelError` for a wrapper or a placement that plans can't cover."""
+    places = getattr(model, "hf_device_map", None)
+    if isinstance(model, nn.DataParallel):
+        raise UnsupportedModelError(
+            "the model is in DataParallel, which copies it to several devices at each forward; run one process for "
+            "each device (torchrun), or show one device alone (CUDA_VISIBLE_DEVICES=0), and plan the model inside"
+        )
+    if type(model).__module__.partition(".")[0] == "deepspeed":
+        raise UnsupportedModelError(
+            "the model is in DeepSpeed's engine, which moves parameters, gradients and state by itself; plans don't "
+            "know these bytes; train it without DeepSpeed"
+        )
+    if isinstance(places, Mapping) and len(set(map(str, places.values()))) > 1:
+        raise UnsupportedModelError(
+            f"device_map has spread the model over {', '.join(sorted(set(map(str, places.values()))))}; planning "
+            "covers one device at a time, so load it with device_map=None and move it to one"
+        )
+
+
+def _where(name: str) -> str:
+    return f"module {name!r}" if name else "the model"
+
+
 def check_supported(model: nn.Module, *, checkpoints: bool = False) -> None:
     """Check that a plan can be applied to `model`.
 
@@ -240,15 +276,15 @@ def check_supported(model: nn.Module, *, checkpoints: bool = False) -> None:
     Raises
     ------
     UnsupportedModelError
-        If the model checkpoints by itself, is compiled as a whole, or has a sparse buffer or a lazy parameter.
+        If the model checkpoints by itself, is compiled as a whole, has a sparse buffer or a lazy parameter, or runs on
+        several devices of one process or in DeepSpeed's engine.
     """
+    _check_engine(model)
     check_compiled(model)
+    if not checkpoints:
+        check_not_checkpointing(model, model.named_modules())
     for name, module in model.named_modules():
-        where = f"module {name!r}" if name else "the model"
-        if not checkpoints and getattr(module, "gradient_checkpointing", False) is True:
-            method = next((name for name in _TURN_CHECKPOINTS_OFF if hasattr(model, name)), None)
-            remedy = f"call model.{method}()" if method else "set its gradient_checkpointing to False"
-            raise UnsupportedModelError(f"{where} already checkpoints; {remedy} and let the plan decide")
+        where = _where(name)
         sparse = next((n for n, t in module._buffers.items() if t is not None and t.layout is not torch.strided), None)
         if sparse is not None:
             raise UnsupportedModelError(

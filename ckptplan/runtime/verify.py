@@ -60,6 +60,8 @@ class Verification:
         only if a planned step differs.
     stats : Stats
         Counts of the first planned step.
+    not_counted : str
+        The optimizer's class, if the plan counts its state and `verify` was given no optimizer; empty otherwise.
     """
 
     budget_bytes: int
@@ -76,6 +78,7 @@ class Verification:
     differing: tuple[str, ...]
     plain_differing: tuple[str, ...]
     stats: Stats
+    not_counted: str = ""
 
     @property
     def other_paths(self) -> int:
@@ -142,6 +145,8 @@ class Verification:
                 _row("step", format_seconds(self.predicted_step_s), format_seconds(self.measured_step_s)),
                 _row("plain step", format_seconds(self.predicted_plain_step_s), plain_s),
                 f"gradients {equal[self.gradients_equal]}",
+                *([f"the plan counts the state of {self.not_counted}, and the measured bytes don't: pass optimizer="]
+                  if self.not_counted else []),
                 *([f"two plain steps differ in {', '.join(self.plain_differing)}: a kernel gives other bits each time; "
                    "compare under torch.use_deterministic_algorithms(True)"] if self.plain_differing else []),
                 *([f"{self.other_paths} runs of stages saved something else than profiled: the storages that leave the "
@@ -295,6 +300,7 @@ def verify(
         differing=differing,
         plain_differing=plain_differing,
         stats=stats,
+        not_counted=plan.fingerprint.optimizer if optimizer is None else "",
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from command_line import Run, assert_clean_error
 from rich.console import Console
 
+import ckptplan
 from ckptplan.cli.demo import Row, Size, verdict
 from ckptplan.cli.demo import run as demonstrate
 from ckptplan.core.estimate import Estimate
@@ -126,3 +127,39 @@ def test_estimate_takes_several_batches(run: Run, tmp_path: Path, monkeypatch: p
     assert_clean_error(run("estimate", "turns_model:build", "--batches", "4,x"), "--batches", "'x'")
     assert_clean_error(run("estimate", "turns_model:epoch", "--batches", "4"), "a list of 3 batches")
     assert_clean_error(run("solve", "turns_model:epoch", "--budget-gb", "1"), "a list of 3", "the largest batch")
+
+
+def test_names_that_are_no_files(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "profile.json").write_text("{}")
+    assert_clean_error(
+        run("solve", "profle.json", "--budget-gb", "1"), "No such file: profle.json; did you mean profile.json?"
+    )
+    assert_clean_error(run("solve", "mymodel.build", "--budget-gb", "1"), "No such file", "maybe mymodel:build")
+
+
+def test_a_file_that_can_not_be_written_is_an_error_before_the_work(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptplan.cli.plan.subject_of", lambda source: pytest.fail("it has begun"))
+    for option, command in (("-o", "solve"), ("--plot", "frontier")):
+        budget = ["--budget-gb", "1"] if command == "solve" else []
+        there = tmp_path / "absent" / "file.png"
+        assert_clean_error(run(command, "a:b", *budget, option, str(there)), "there is no folder", "make it first")
+    assert_clean_error(run("solve", "a:b", "--budget-gb", "1", "-o", str(tmp_path)), "it is a folder")
+
+
+def test_an_error_in_the_users_code_is_shown_from_there_on(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "users_model.py").write_text(
+        "import torch\n\ndef build():\n    return inner()\n\ndef inner():\n    return torch.zeros(2) @ torch.zeros(3)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    result = run("solve", "users_model:build", "--budget-gb", "1")
+    assert result.exit_code == 1
+    assert "your code raised an error" in result.stderr
+    assert "return inner()" in result.stderr
+    assert "inconsistent tensor size" in result.stderr
+    assert str(Path(ckptplan.__file__).parent) not in result.stderr
+    assert len(result.stderr.splitlines()) < 12

@@ -31,7 +31,7 @@ ADDED = {
     },
     "option": {"launch_s": 0.0, "overhead_s": 0.0},
     "link": {"copy_s": 0.0},
-    "fingerprint": {"accumulates": False},
+    "fingerprint": {"accumulates": False, "optimizer": ""},
     "plan": {
         "outside": None,
         "allocated_bytes": None,
@@ -40,6 +40,9 @@ ADDED = {
         "baseline_launch_s": 0.0,
         "forward_peak_bytes": None,
         "between_bytes": None,
+        "least_peak_bytes": None,
+        "most_peak_bytes": None,
+        "notes": [],
     },
 }
 """Fields that a file may lack since they were added later, and what their absence means."""

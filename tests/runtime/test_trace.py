@@ -141,7 +141,6 @@ def test_memory_is_drawn_at_its_time() -> None:
     assert simulate(measured("transformer"), plan).peak_phase in phases
 
 
-@pytest.mark.filterwarnings("ignore:.*Memory block of unknown size")
 def test_gradients_that_go_inside_hide_the_peak() -> None:
     """When they go isn't recorded, and a peak that is too high would make `refine` plan for memory that nobody uses."""
     model, inputs = build("mlp")

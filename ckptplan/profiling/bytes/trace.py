@@ -66,7 +66,7 @@ from ckptplan.runtime.recompute.call import cached_weights, shares_containers
 from ckptplan.runtime.state.cells import Snapshot, below
 from ckptplan.runtime.state.generators import Generators, SystemDraws
 from ckptplan.runtime.state.objects import tensors_in_objects
-from ckptplan.runtime.step import TrainingStep
+from ckptplan.runtime.step import TrainingStep, default_loss
 from ckptplan.runtime.swap.own import storages_of
 from ckptplan.runtime.swap.packing import unowned
 from ckptplan.runtime.swap.positions import has_position
@@ -112,6 +112,8 @@ class Replay:
         Storages of the model's output.
     results : dict
         The same of "output" and "loss", each alone.
+    has_loss : bool
+        Whether the loss is part of the output.
     rerun : dict
         Segment -> number of its forward's operations before the last tensor that autograd saves.
     copied_bytes : dict
@@ -149,6 +151,7 @@ class Replay:
     copied_bytes: dict[int, int] = field(default_factory=dict)
     end_bytes: int = 0
     left_bytes: int = 0
+    has_loss: bool = True
     draws: bool = False
     gradients: set[Sid] = field(default_factory=set)
     replaced_bytes: int = 0
@@ -463,6 +466,7 @@ def replay(
                     name: {sid for t in tensors_in(result) if (sid := tracker.sid(t))}
                     for name, result in (("output", output), ("loss", loss))
                 }
+                out.has_loss = bool(out.results["loss"] & out.results["output"])
                 if not holds_output:
                     output = None
                 out.sizes.update(returned)
@@ -748,6 +752,11 @@ class _Tracing:
         self.kept = self._run((KEEP,) * len(names))
         self.once = self._not_repeatable()  # not recomputed as wholes: some outputs have to be saved
         self._note_modifying()
+        if step.fn is None and step.loss_fn is default_loss and not self.kept.has_loss:
+            self.notes.append(
+                "the loss is the sum of the means of the output's tensors, since the output has no loss; pass loss_fn= "
+                "as your loop has it, whose bytes may differ"
+            )
         if self.kept.draws:
             self.notes.append(
                 f"{DRAWS}: where they decide what runs, as where layers are left out, what is said of memory holds for "

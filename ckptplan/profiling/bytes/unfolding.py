@@ -273,6 +273,7 @@ class _Unfolded:
             sizes=self._table(seen.sizes),
             dropped=self._table(seen.dropped),
             output=self._set(seen.output),
+            has_loss=seen.has_loss,
             rerun=self._as_is(seen.rerun),
             copied_bytes=self._as_is(seen.copied_bytes),
             end_bytes=end_bytes,

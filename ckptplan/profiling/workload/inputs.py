@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.runtime.observe.measure import tensors_in
+from ckptplan.runtime.step import TrainingStep
 
 _recorded: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = weakref.WeakKeyDictionary()
 
@@ -85,6 +87,25 @@ def resized(inputs: Any, n: int) -> Any:
         return tensor[torch.arange(n, device=tensor.device) % len(tensor)]
 
     return torch.utils._pytree.tree_map_only(torch.Tensor, resize, inputs)
+
+
+def padded(step: TrainingStep) -> list[TrainingStep]:
+    """Return a step like `step` whose masks have a zero at the end of the first row, if they have none; none otherwise.
+
+    Masks are the keyword inputs with "mask" in their name that have a row per sample and only ones (or True).
+    """
+    masks = {
+        name: mask
+        for name, mask in step.kwargs.items()
+        if "mask" in name and isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] > 1
+        and not mask.is_floating_point() and not mask.is_meta and bool(mask.all())
+    }  # fmt: skip
+    if not masks:
+        return []
+    changed = {name: mask.clone() for name, mask in masks.items()}
+    for mask in changed.values():
+        mask[0, -1] = 0
+    return [dataclasses.replace(step, kwargs={**step.kwargs, **changed})]
 
 
 def _to(tree: Any, device: torch.device) -> Any:

@@ -100,6 +100,8 @@ class Limits:
         for path, tensor in tensors_at((args, kwargs)):
             limit = planned.get(path)
             if limit is None:
+                if not tensor.shape:
+                    continue  # a number, such as a count of tokens that a training loop adds
                 return described(path, tensor), None
             whole, ndim, most, itemsize = limit
             shape = tensor.shape
@@ -123,10 +125,11 @@ class Limits:
         beyond = self.first_beyond(args, kwargs)
         if beyond is not None:
             tensor, limit = beyond
-            holds = "no tensor there" if limit is None else f"up to {limit}"
-            raise PlanMismatchError(
-                f"stage {stage!r} got {tensor}; the plan holds for {holds}; solve again with the largest shapes"
-            )
+            if limit is None:
+                holds, remedy = "no tensor there", "solve again with the inputs of this step, all of them"
+            else:
+                holds, remedy = f"up to {limit}", "solve again with the largest shapes, or apply on_larger='replan'"
+            raise PlanMismatchError(f"stage {stage!r} got {tensor}; the plan holds for {holds}; {remedy}")
 
 
 def _itemsize(dtype: str) -> int:

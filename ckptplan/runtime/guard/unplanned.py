@@ -84,7 +84,7 @@ class Unplanned(Observer):
         if self._inputs is None or "inputs" in self._warned.of:
             return
         beyond = self._inputs.first_beyond(*self._by_name(args, kwargs))
-        if beyond is not None and beyond[1] is None and beyond[0].shape != ():
+        if beyond is not None and beyond[1] is None:
             self._warned.once(
                 "inputs", f"the model gets {beyond[0]}, and the plan was made without it; solve with these inputs"
             )

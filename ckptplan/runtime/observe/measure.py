@@ -6,7 +6,11 @@ import bisect
 import contextlib
 import gc
 import itertools
+import os
+import sys
+import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -96,6 +100,25 @@ def collection_off() -> Iterator[None]:
             gc.enable()
 
 
+@contextlib.contextmanager
+def _without_kineto_lines() -> Iterator[None]:
+    """Drop the lines "USDT:..." that PyTorch's profiler writes to file descriptor 2 when it starts and stops."""
+    try:
+        stderr = os.dup(2)
+    except OSError:  # a process without one
+        yield
+        return
+    with tempfile.TemporaryFile() as lines:
+        os.dup2(lines.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            lines.seek(0)
+            os.write(2, b"".join(line for line in lines if not line.startswith(b"USDT:")))
+
+
 def recorded_allocations(run: Callable[[], Any]) -> tuple[list[tuple[int, int]], dict[str, tuple[int, int]]]:
     """Record the CPU allocations (+) and their releases (-) of the calling thread while `run` runs.
 
@@ -107,8 +130,17 @@ def recorded_allocations(run: Callable[[], Any]) -> tuple[list[tuple[int, int]],
         Begin and end, in ns, of every `torch.profiler.record_function` inside, by name.
     """
     # Not `torch.profiler.profile`, which makes more objects of each event: that takes longer than most steps here.
-    with collection_off(), profile(profile_memory=True) as recorded:
-        run()
+    recorded: Any = profile(profile_memory=True)
+    with collection_off(), warnings.catch_warnings():
+        # Blocks from before, which don't count.
+        warnings.filterwarnings("ignore", ".*Memory block of unknown size")
+        with _without_kineto_lines():
+            recorded.__enter__()
+        try:
+            run()
+        finally:
+            with _without_kineto_lines():
+                recorded.__exit__(*sys.exc_info())
     assert recorded.kineto_results is not None
     found: list[tuple[int, int, int]] = []
     spans: dict[str, tuple[int, int]] = {}

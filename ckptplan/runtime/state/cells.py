@@ -146,7 +146,10 @@ def _write_object(value: Any, contents: Mapping[str, Any]) -> None:
     slots = _slots_of(type(value))  # type: ignore[arg-type]
     for name in slots:
         if name in contents:
-            if getattr(value, name, contents) is not contents[name]:  # C's slots may be read-only
+            now = getattr(value, name, contents)
+            # C's slots may be read-only, and make a new number at each reading (those of a timedelta).
+            equal = type(now) in ATOMS and type(now) is type(contents[name]) and now == contents[name]
+            if now is not contents[name] and not equal:
                 object.__setattr__(value, name, contents[name])
         elif hasattr(value, name):
             object.__delattr__(value, name)

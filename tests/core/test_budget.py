@@ -1,0 +1,88 @@
+"""Budgets in words, the range in which a budget makes a difference, and plans of other profiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import ckptplan
+from ckptplan.core.budget import AUTO_MARGIN, Budget
+from ckptplan.core.errors import InvalidInputError, PlanMismatchError
+from ckptplan.core.plan import KEEP
+from ckptplan.core.profile import Profile
+from ckptplan.core.units import GIB
+from ckptplan.referee import simulate
+
+pytestmark = pytest.mark.planning
+
+
+def chain(mib: int = 4) -> Profile:
+    rates = {"out_bytes_per_s": 1e9, "in_bytes_per_s": 1e9}
+    return Profile.from_chain([0.01] * 5, [0.02] * 5, [1 << 20] * 5, [mib << 20] * 5, input_bytes=1 << 20, **rates)
+
+
+@pytest.mark.parametrize(
+    ("budget_gb", "budget", "found"),
+    [
+        (12, None, Budget(12 * GIB)),
+        (None, None, Budget()),
+        (None, "12 GiB", Budget(12 * GIB)),
+        (None, "1.5GB", Budget(1_500_000_000)),
+        (None, " 800 mib ", Budget(800 << 20)),
+        (None, "50%", Budget(share=0.5)),
+        (None, "0 %", Budget(share=0.0)),
+        (None, "auto", Budget(margin=AUTO_MARGIN)),
+    ],
+)
+def test_budgets_in_words(budget_gb: float | None, budget: str | None, found: Budget) -> None:
+    assert Budget.of(budget_gb, budget) == found
+
+
+@pytest.mark.parametrize("budget", ["12", "12 G", "-1 GiB", "101%", "50 %%", "", "0 GiB", "1e9 B", 12, "much"])
+def test_budgets_that_can_not_be_read(budget: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"can't be read; give bytes as '12 GiB'"):
+        Budget.of(None, budget)
+
+
+def test_a_budget_is_given_once() -> None:
+    with pytest.raises(InvalidInputError, match=r"budget_gb=1 and budget='1 GiB' are both given"):
+        ckptplan.solve(chain(), 1, budget="1 GiB")
+    with pytest.raises(InvalidInputError, match=r"budget='50%' and max_overhead=0\.1 are both given"):
+        ckptplan.solve(chain(), budget="50%", max_overhead=0.1)
+    with pytest.raises(InvalidInputError, match="a profile says nothing of free memory"):
+        ckptplan.solve(chain(), budget="auto")
+
+
+def test_a_share_of_the_way_from_the_smallest_peak_to_everything_kept() -> None:
+    profile = chain()
+    most = simulate(profile, (KEEP,) * 5).peak_bytes
+    least = ckptplan.solve(profile, budget="0%")
+    assert least.budget_bytes == least.peak_bytes < most
+    assert ckptplan.solve(profile, budget="100%").budget_bytes == most
+    half = ckptplan.solve(profile, budget="50%")
+    assert half.budget_bytes == least.peak_bytes + (most - least.peak_bytes) // 2
+    assert half.peak_bytes <= half.budget_bytes
+    assert (half.least_peak_bytes, half.most_peak_bytes) == (least.peak_bytes, most)
+
+
+def test_a_plan_says_between_which_budgets_it_makes_a_difference() -> None:
+    kept, planned = str(ckptplan.solve(chain(), 12)), str(ckptplan.solve(chain(), budget="50%"))
+    for text in (kept, planned):
+        assert "the smallest peak found, to" in text
+    assert "this plan keeps everything: nothing to gain" in kept
+    assert "nothing to gain" not in planned
+
+
+def test_a_plan_is_explained_by_its_own_profile_alone() -> None:
+    profile = chain()
+    plan = ckptplan.solve(profile, budget="50%")
+    assert str(ckptplan.explain(profile, plan))
+    with pytest.raises(PlanMismatchError, match="made from another profile of this model"):
+        ckptplan.explain(chain(5), plan)
+
+
+def test_profiles_and_plans_are_short_where_python_shows_them() -> None:
+    profile = chain()
+    assert repr(profile) == "<Profile: 5 stages, 10 storages, 150.0 ms a step>"
+    assert len(repr(ckptplan.solve(profile, budget="50%"))) < 120

@@ -1,0 +1,188 @@
+"""Plans that would silently not run, or beside the model's own checkpointing, and what they are given in passing."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptplan
+from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
+
+X = torch.randn(512, 16)
+
+
+class Layer(nn.Module):
+    gradient_checkpointing = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16))
+
+    def forward(self, x: torch.Tensor, count: torch.Tensor | int | None = None) -> torch.Tensor:
+        return self.inner(x) if count is None else self.inner(x) / count
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, **more: Any) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, **more)
+        return x
+
+
+def made(**how: Any) -> tuple[Model, Any]:
+    torch.manual_seed(0)
+    model = Model()
+    return model, ckptplan.solve(model, budget="20%", inputs=X, cache=False, **how)
+
+
+def test_a_plan_made_in_evaluation_mode_is_refused_in_training_mode() -> None:
+    torch.manual_seed(0)
+    model = Model().eval()
+    plan = ckptplan.solve(model, budget="20%", inputs=X, cache=False)
+    with ckptplan.apply(model, plan) as handle:
+        model(X).sum().backward()  # in the mode that it was made in
+        assert handle.stats().recomputed_stages + handle.stats().swapped_out_bytes > 0
+        model.train()
+        with pytest.raises(PlanMismatchError, match=r"made for evaluation mode.*call model\.train\(\) before solve"):
+            model(X)
+        with torch.no_grad():
+            model(X)
+    with pytest.raises(PlanMismatchError, match=r"made in evaluation mode, the model is in training mode"):
+        ckptplan.apply(model, plan)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(X).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_plan_that_has_not_acted_in_the_first_step_is_noticed() -> None:
+    model, plan = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ckptplan.apply(model, plan) as handle, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other = nn.Linear(16, 2)
+        train(other, torch.optim.SGD(other.parameters(), lr=0.1))  # that of another model
+        with handle.paused():
+            train(model, optimizer)
+        model.eval()
+        with pytest.raises(RuntimeWarning, match=r"no forward has followed the plan.*in training mode"):
+            train(model, optimizer)
+        train(model, optimizer)  # once is enough
+    with ckptplan.apply(model.train(), plan), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer)
+        model.eval()
+        train(model, optimizer)
+
+
+def test_checkpointing_that_is_switched_on_later_is_noticed() -> None:
+    model, plan = made()
+    with ckptplan.apply(model, plan):
+        model.layers[2].gradient_checkpointing = True
+        with pytest.raises(UnsupportedModelError, match=r"'layers\.2' already checkpoints; set its"):
+            model(X)
+
+
+@pytest.mark.parametrize("on_larger", ["raise", "replan"])
+def test_numbers_among_the_inputs_are_no_larger_inputs(on_larger: Any) -> None:
+    (model, plan), (plain, _) = made(), made()
+    count = torch.tensor(3.0)
+    with ckptplan.apply(model, plan, on_larger=on_larger) as handle, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.manual_seed(1)
+        loss = model(X, count=count).sum()
+        torch.manual_seed(1)
+        assert torch.equal(loss, plain(X, count=count).sum())
+        assert not handle.replans
+
+
+def test_advice_fits_what_is_larger() -> None:
+    model, plan = made()
+    with ckptplan.apply(model, plan):
+        with (
+            pytest.warns(RuntimeWarning, match="was made without it"),
+            pytest.raises(PlanMismatchError, match=r"solve again with the inputs of this step"),
+        ):
+            model(X, count=torch.ones(512, 16))
+        with pytest.raises(PlanMismatchError, match=r"with the largest shapes, or apply on_larger='replan'"):
+            model(torch.cat([X, X]))
+
+
+def test_what_is_guessed_is_said() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    text = str(ckptplan.solve(model, 1, cache=False))
+    assert "note    inputs from the model's first layer" in text
+    assert "note    the loss is the sum of the means of the output's tensors" in text
+    given = str(ckptplan.solve(model, 1, inputs=X, loss_fn=lambda output: output.sum(), cache=False))
+    assert "note" not in given
+
+
+def test_verify_says_that_the_optimizer_is_missing() -> None:
+    model, _ = made()
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = ckptplan.solve(model, 1, inputs=X, optimizer=optimizer, cache=False)
+    assert "the plan counts the state of AdamW" in str(ckptplan.verify(model, plan, X, repeats=1))
+    train(model, optimizer)
+    assert "the plan counts" not in str(ckptplan.verify(model, plan, X, optimizer=optimizer, repeats=1))
+
+
+def test_other_parameters_are_said_in_words() -> None:
+    model, plan = made()
+    model.layers[0].inner[0].weight.requires_grad_(False)
+    with pytest.raises(PlanMismatchError, match=r"parameters with other names, shapes, types or requires_grad"):
+        ckptplan.apply(model, plan)
+    model.layers[0].inner[0].weight.requires_grad_(True)
+    del model.layers[3]
+    with pytest.raises(PlanMismatchError, match=r"was made for 8512 parameters, this model has 6384"):
+        ckptplan.apply(model, plan)
+
+
+class Masked(nn.Module):
+    """Leaves its mask out where that has only ones, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        scores = None
+        if attention_mask is not None and not bool(attention_mask.all()):
+            scores = attention_mask[:, None, :, None].expand(-1, 64, -1, 64).float().exp()  # larger than all else
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x if scores is None else x * scores.mean()
+
+
+def test_a_mask_of_ones_is_planned_with_padding_too() -> None:
+    torch.manual_seed(0)
+    model, x, mask = Masked(), torch.randn(4, 64, 16), torch.ones(4, 64, dtype=torch.long)
+    plan = ckptplan.solve(model, 0.05, inputs={"x": x, "attention_mask": mask}, cache=False)
+    mask[1, -3:] = 0
+    found = ckptplan.verify(model, plan, {"x": x, "attention_mask": mask}, repeats=1)
+    assert found.within_budget
+    need = found.measured_peak_bytes
+    least = ckptplan.solve(model, budget="100%", inputs={"x": x, "attention_mask": torch.ones_like(mask)}, cache=False)
+    assert least.budget_bytes >= need
+
+
+def test_wrappers_that_plans_can_not_cover_are_refused_by_name() -> None:
+    model, _ = made()
+    with pytest.raises(UnsupportedModelError, match="DataParallel"):
+        ckptplan.solve(nn.DataParallel(model), 1, inputs=X)
+    model.hf_device_map = {"layers.0": 0, "layers.1": "cpu"}  # type: ignore[assignment]
+    with pytest.raises(UnsupportedModelError, match=r"device_map has spread the model over 0, cpu"):
+        ckptplan.solve(model, 1, inputs=X)
+    engine = type("DeepSpeedEngine", (Model,), {"__module__": "deepspeed.runtime.engine"})()
+    with pytest.raises(UnsupportedModelError, match="DeepSpeed"):
+        ckptplan.solve(engine, 1, inputs=X)
