@@ -114,6 +114,11 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "folding_drawn.json",
     ),
     Experiment(
+        "trainer_drawn",
+        "Training by transformers' Trainer with the callback against without it, on 30 model classes drawn by a seed",
+        "trainer_drawn.json",
+    ),
+    Experiment(
         "estimate_large",
         "Time and memory that estimates of models of 8 and 70 billion parameters take",
         "estimate_large.json",
@@ -215,6 +220,7 @@ AREAS = (
     "Estimates of memory",
     "Reports",
     "Command line",
+    "Training frameworks",
     "What is measured",
 )
 PURE = "Planning is pure: no torch in core, solving, baselines, referee, report and what plans a profile"
@@ -1048,6 +1054,32 @@ PROMISES: tuple[Promise, ...] = (
         "Comparing in some steps adds at most 1 % to a run of 1,000",
         _in("test_check", "test_sampled_steps", "test_a_checked_step_takes_no_more_memory"),
         ("check_overhead",),
+    ),
+    Promise(
+        "Training frameworks",
+        "Training with an integration is bitwise that without it and within the budget, and nothing is left behind",
+        _in(
+            "test_transformers",
+            "test_training_is_the_same_and_within_the_budget",
+            "test_batches_of_other_lengths",
+            "test_saving_and_resuming",
+            "test_an_interrupt_leaves_nothing_behind",
+            "test_a_loop_that_begins_again_with_a_smaller_batch_is_planned_again",
+        )
+        + _in(
+            "test_lightning",
+            "test_training_is_the_same",
+            "test_larger_batches_are_planned_for",
+            "test_an_error_leaves_nothing_behind",
+        ),
+        ("trainer_drawn",),
+    ),
+    Promise(
+        "Training frameworks",
+        "What an integration can't plan is refused by the setting's name",
+        _in("test_transformers", "test_what_cannot_be_planned_is_refused_by_name")
+        + _in("test_lightning", "test_strategies_without_bytes_are_refused")
+        + _in("test_modes", "test_wrappers_that_plans_can_not_cover_are_refused_by_name"),
     ),
     Promise(
         "What is measured",

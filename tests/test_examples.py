@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState
 
 ROOT = Path(__file__).parent.parent
 
@@ -15,6 +16,9 @@ PRINTED = {
     "hugging_face.py": ("plan by ckptplan", "gradients bitwise equal"),
     "frontier.py": ("proven gap", "memory    binds", "drawn in"),
     "sorted_epoch.py": ("emptied", "two longest steps", "long to short", "short to long"),
+    "trainer.py": ("ckptplan: ", " stages: peak", "5 forwards under it"),
+    "lightning_loop.py": ("ckptplan: ", " stages: peak", "5 forwards under it"),
+    "accelerate_loop.py": ("plan by ckptplan", "8 training forwards"),
     "absent_device.py": ("on NVIDIA GeForce RTX 4090", "fits with everything kept", "plan by ckptplan"),
 }
 """By example: text of its output, from its first print to its last."""
@@ -25,12 +29,14 @@ def test_every_example_is_tried() -> None:
 
 
 @pytest.mark.usefixtures("short_search")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's own
 @pytest.mark.parametrize("name", PRINTED)
 def test_example(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plot = tmp_path / "frontier.png"
     monkeypatch.chdir(tmp_path)
+    AcceleratorState._reset_state(reset_partial_state=True)  # which is the process's
     monkeypatch.setattr(sys, "argv", [name, *([str(plot)] if name == "frontier.py" else [])])
     runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
     out = capsys.readouterr().out

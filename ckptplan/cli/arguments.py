@@ -24,15 +24,14 @@ Source = Annotated[
 ]
 
 
-ModelSource = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="[bold]package.module:name[/bold] of a model, of a function that makes one, or of one that makes model "
-        "and inputs. A function may take the batch size, as [bold]n[/bold], [bold]batch[/bold] or "
-        "[bold]batch_size[/bold]; otherwise the inputs' first dimension is the batch.",
-    ),
-]
+_MODEL = typer.Argument(
+    metavar="MODEL",
+    help="[bold]package.module:name[/bold] of a model, of a function that makes one, or of one that makes model "
+    "and inputs. A function may take the batch size, as [bold]n[/bold], [bold]batch[/bold] or "
+    "[bold]batch_size[/bold]; otherwise the inputs' first dimension is the batch.",
+)
+ModelSource = Annotated[str, _MODEL]
+OptionalModel = Annotated[str | None, _MODEL]
 
 
 ProfileFile = Annotated[Path, typer.Argument(metavar="PROFILE.json", help="A profile (docs/formats.md).")]

@@ -10,9 +10,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ckptplan.cli.arguments import Accumulate, Autocast, ModelSource, OptimizerName, parts_of, to_bytes, to_counts
-from ckptplan.cli.output import terminal, writing
+from ckptplan.cli.arguments import (
+    Accumulate,
+    Autocast,
+    ModelSource,
+    OptimizerName,
+    OptionalModel,
+    parts_of,
+    to_bytes,
+    to_counts,
+)
+from ckptplan.cli.output import check_writable, terminal, writing
 from ckptplan.cli.subject import batches_of, model_of
+from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import Training
 from ckptplan.report.tables import fit_table
@@ -39,6 +49,7 @@ def calibrate(
 
     Example: [bold]ckptplan calibrate -o here.json --name workstation[/bold]
     """
+    check_writable(output, "the device")
     # Imported here: it imports torch.
     from ckptplan.profiling.times.calibrate import calibrate, summary
 
@@ -99,6 +110,7 @@ def estimate(
 
     Example: [bold]ckptplan estimate train:build --device a100-40gb --optimizer adamw --amp bfloat16[/bold]
     """
+    check_writable(json_file, "the estimate")
     plan = None if plan_file is None else Plan.load(plan_file)
     sizes = to_counts(batches, "--batches")
     if sizes:
@@ -131,7 +143,26 @@ def estimate(
 
 
 def fit(
-    source: ModelSource,
+    source: OptionalModel = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="A Hugging Face config, or its folder, in place of MODEL: nothing is downloaded, no code of it runs.",
+        ),
+    ] = None,
+    lora: Annotated[
+        str | None, typer.Option(metavar="r=16,targets=q_proj,v_proj", help="Train adapters alone (peft).")
+    ] = None,
+    seq: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Tokens of a sample; with --config: 2048.")
+    ] = None,
+    training_arguments: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="A TrainingArguments file: batch, precision, optimizer.")
+    ] = None,
+    axolotl: Annotated[
+        Path | None, typer.Option(metavar="FILE.yaml", help="An axolotl file: all of these; its base_model is a path.")
+    ] = None,
     device: Annotated[
         list[str] | None,
         typer.Option(metavar="D", help="Only this device, by name or by the file that describes it; may be repeated."),
@@ -149,14 +180,41 @@ def fit(
 ) -> None:
     """Show for each known device whether a batch fits, the largest batch, and the plan and slowdown for it.
 
-    Example: [bold]ckptplan fit train:build --optimizer adamw --amp bfloat16[/bold]
+    Example: [bold]ckptplan fit train:build --optimizer adamw --amp bfloat16[/bold], or
+    [bold]ckptplan fit --config llama/config.json --lora r=16,targets=q_proj,v_proj --seq 4096 --amp bfloat16[/bold]
     """
     from ckptplan.core.device import find_device, known_devices
 
     budget = None if budget_gb is None else to_bytes(budget_gb, "--budget-gb")
     wanted = [find_device(name) for name in device] if device else list(known_devices().values())
     wanted = list({found.name: found for found in wanted}.values())
-    model, make_inputs, given = batches_of(source)
+    settings = config, lora, training_arguments, axolotl
+    if (source is None) == (config is None and axolotl is None):
+        raise InvalidInputError("give a MODEL (package.module:name), or --config or --axolotl in its place")
+    if source is not None:
+        if any(value is not None for value in (*settings, seq)):
+            raise InvalidInputError("--config, --lora, --seq, --training-arguments and --axolotl go without a MODEL")
+        model, make_inputs, given = batches_of(source)
+    else:
+        from ckptplan.integrations import configs
+
+        job = configs.Job(config or "", batch, seq, optimizer, amp, accumulate, lora)
+        for path, read in (
+            (training_arguments, configs.read_training_arguments),
+            (axolotl, configs.read_axolotl),
+        ):
+            job = job if path is None else job.over(read(path))
+        model = configs.make_model(job)
+        make_inputs, given = configs.make_inputs(model, job.length or 2048), job.batch or 1
+        optimizer, amp, accumulate = job.optimizer, job.amp, job.accumulate
+        parameters = sum(p.numel() for p in model.parameters())
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        typer.echo(
+            f"{type(model).__name__}, {parameters / 1e6:,.1f} M parameters, {trained / 1e6:,.1f} M trained; "
+            f"{given} x {job.length or 2048} tokens; optimizer {optimizer or 'none'}, autocast {amp or 'off'}"
+        )
+        for note in job.notes:
+            typer.echo(f"note: {note}")
     from ckptplan.fitting.survey import survey
 
     with Console(stderr=True).status("estimating") as status:

@@ -1,0 +1,201 @@
+"""A callback that plans the memory of a Lightning `Trainer`.
+
+    L.Trainer(callbacks=[ActivationPlanner(budget_gb=20)])
+
+NOTE [In Lightning's loop]
+The first event with a batch is `on_train_batch_start`. There the step is profiled and planned: `training_step` with
+that batch under the trainer's precision, whose logging and progress are off meanwhile. A later batch that is larger
+than any before is planned for in the same way.
+
+With manual optimization, `training_step` runs backward itself, maybe several times. While it is profiled, its backwards
+record their losses and its optimizers do nothing; the losses' sum is the step's loss, so that all graphs count at once.
+
+Example: the training step of a GAN runs backward for the generator, steps, and runs backward for the discriminator. The
+plan is made for one step with the forwards of both and holds for each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Unpack
+from unittest import mock
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+
+from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
+from ckptplan.core.plan import Plan
+from ckptplan.core.request import PlanKeywords
+from ckptplan.integrations.training import Planning, say
+from ckptplan.runtime.guard.check import When
+from ckptplan.runtime.guard.shapes import Limits as InputLimits
+from ckptplan.runtime.guard.shapes import input_tensors
+from ckptplan.runtime.handle import Handle
+
+_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
+"""Strategies with which a plan can be applied; the buckets of the second one aren't in its bytes."""
+
+
+class ActivationPlanner(pl.Callback):
+    """Plans the activation memory of the training step on the first batch, and trains with the plan.
+
+    Gradients are those of training without it, bit for bit. The module is as before when training ends, by whatever
+    way. The plan is in the trainer's checkpoints, and a resumed training applies it without planning again.
+
+    Parameters
+    ----------
+    budget_gb, budget, swap_dir
+        As in `ckptplan.solve`; with neither budget, what the device has free.
+    check : "sampled", "always" or "off"
+        As in `ckptplan.apply`.
+    **options
+        What a plan may use, as in `ckptplan.solve` (`ckptplan.core.request.Limits`).
+
+    Raises
+    ------
+    InvalidInputError
+        If an option can't be used. In training, the errors of `solve` and `apply`, and `UnsupportedModelError` for
+        strategies that plans can't go with.
+    """
+
+    def __init__(
+        self,
+        budget_gb: float | None = None,
+        *,
+        budget: str | None = None,
+        swap_dir: str | Path | None = None,
+        check: When = "sampled",
+        **options: Unpack[PlanKeywords],
+    ) -> None:
+        self._planning = Planning(type(self), budget_gb, budget, swap_dir, check, options)
+        self._limits: InputLimits | None = None
+        self._applied: Handle | None = None
+        self._inputs = ""
+        self._saved: dict[str, Any] = {}
+
+    @property
+    def handle(self) -> Handle | None:
+        """The handle of the plan that is applied now, or was last; None before the first batch."""
+        return self._planning.handle
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that is applied now, or was last; None before the first batch."""
+        return None if self.handle is None else self.handle.plan
+
+    def summary(self) -> str:
+        """Return what was planned, and what ran since."""
+        return self._planning.summary()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Plan for the first batch, and for one that is larger than those before."""
+        if self._applied is not None and self._limits is not None:
+            if self._limits.first_beyond((batch,), {}) is None:
+                return
+            self._applied.remove()
+        inputs = input_tensors((batch,), {})
+        self._inputs = ", ".join(map(str, inputs))
+        self._applied = self._begin(trainer, pl_module, batch, batch_idx)
+        self._limits = InputLimits(inputs)
+
+    def _begin(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> Handle:
+        _check_strategy(trainer)
+        saved, self._saved = self._saved, {}
+        if saved and saved["budget"] == self._budget() and saved["inputs"] == self._inputs:
+            with contextlib.suppress(PlanMismatchError):  # another model: it is planned for
+                return self._planning.begin(module, Plan.from_json(saved["plan"]))
+
+        def step() -> torch.Tensor:
+            with _planning(trainer, module) as losses, trainer.precision_plugin.train_step_context():
+                output = module.training_step(*_arguments(module, batch, batch_idx))
+            if losses:
+                return torch.stack([loss.float() for loss in losses]).sum()
+            return output["loss"] if isinstance(output, dict) else output  # type: ignore[return-value]
+
+        optimizers = [getattr(o, "optimizer", o) for o in trainer.optimizers]
+        optimizer = optimizers[0] if len(optimizers) == 1 else _Together(optimizers) if optimizers else None
+        # Lightning's own loop, and most manual ones, drop the gradients of a step after the next one's forward.
+        return self._planning.begin(module, step=step, optimizer=optimizer, accumulate=True)
+
+    def _budget(self) -> list[Any]:
+        return [self._planning.budget_gb, self._planning.budget]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the plan, the budget and the batch that it was made for."""
+        if self.plan is None:
+            return {}
+        return {"plan": self.plan.to_json(), "budget": self._budget(), "inputs": self._inputs}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the plan of a checkpoint, which is applied if budget, batch and model are the same."""
+        self._saved = state_dict
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Restore the module."""
+        self._end()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Restore the module."""
+        self._end()
+
+    def _end(self) -> None:
+        applied, self._applied = self._applied, None
+        if applied is not None:
+            applied.remove()
+
+
+class _Together(torch.optim.Optimizer):
+    """Several optimizers that step one after the other; their groups and states are shared with them."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+        super().__init__([p for o in optimizers for g in o.param_groups for p in g["params"]], {})
+        self.param_groups = [group for o in optimizers for group in o.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step each of them."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+@contextlib.contextmanager
+def _planning(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[list[torch.Tensor]]:
+    """Inside, `training_step` logs nothing and updates nothing; yields the losses whose backwards it would run."""
+    losses: list[torch.Tensor] = []
+
+    def note(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        losses.append(loss)
+
+    nothing = mock.Mock(return_value=None)
+    with contextlib.ExitStack() as stack:
+        for name in ("log", "log_dict", "clip_gradients"):
+            stack.enter_context(mock.patch.object(type(module), name, nothing))
+        stack.enter_context(mock.patch.object(type(module), "manual_backward", lambda self, *a, **k: note(*a, **k)))
+        stack.enter_context(mock.patch.object(LightningOptimizer, "step", nothing))
+        for optimizer in trainer.optimizers:
+            stack.enter_context(mock.patch.object(optimizer, "step", nothing))
+        yield losses
+
+
+def _arguments(module: pl.LightningModule, batch: Any, batch_idx: int) -> list[Any]:
+    """Return what a module's `training_step` takes: not all take the batch's number."""
+    given = [batch, batch_idx]
+    names = [p for p in inspect.signature(module.training_step).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    return given if any(p.kind is p.VAR_POSITIONAL for p in names) else given[: len(names)]
+
+
+def _check_strategy(trainer: pl.Trainer) -> None:
+    """Raise `UnsupportedModelError` for a strategy that plans can't go with."""
+    name = type(trainer.strategy).__name__
+    if name not in _STRATEGIES:
+        raise UnsupportedModelError(
+            f"plans don't know the bytes of Lightning's {name}; use strategy='auto' on one device, or 'ddp'"
+        )
+    if name == "DDPStrategy":
+        say("ckptplan: the buckets in which DDP reduces gradients aren't in the plan; leave room in the budget")

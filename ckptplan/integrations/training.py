@@ -1,0 +1,125 @@
+"""Solve and apply for the first batch of a framework's loop, and say what was done."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ckptplan.api import solve
+from ckptplan.core.budget import Budget
+from ckptplan.core.option import Action
+from ckptplan.core.plan import Plan
+from ckptplan.core.request import ApplyKeywords, Limits, PlanKeywords, require_known
+from ckptplan.core.units import format_bytes, format_seconds
+from ckptplan.planning.applying import apply
+from ckptplan.runtime.guard.check import When
+from ckptplan.runtime.handle import Handle
+
+_LOG = logging.getLogger("ckptplan")
+
+
+class Planning:
+    """The options of an integration, and the plan that is applied with them.
+
+    Parameters
+    ----------
+    owner : type
+        The integration's class, which messages name.
+    budget_gb, budget, swap_dir, options
+        As in `ckptplan.solve`.
+    check : "sampled", "always" or "off"
+        As in `ckptplan.apply`.
+
+    Attributes
+    ----------
+    handle : Handle or None
+        That of the last plan; None before the first batch.
+
+    Raises
+    ------
+    InvalidInputError
+        If an option can't be used.
+    """
+
+    def __init__(
+        self,
+        owner: type,
+        budget_gb: float | None,
+        budget: str | None,
+        swap_dir: str | Path | None,
+        check: When,
+        options: PlanKeywords,
+    ) -> None:
+        require_known(owner, options, PlanKeywords)
+        Budget.of(budget_gb, budget)  # for their errors: a loop reaches its first batch late
+        Limits.of(options)
+        self.budget_gb, self.budget, self.swap_dir, self.check, self.options = (
+            budget_gb, budget, swap_dir, check, options,
+        )  # fmt: skip
+        self.handle: Handle | None = None
+        self.took_s = 0.0
+
+    def begin(self, model: nn.Module, plan: Plan | None = None, **training: Any) -> Handle:
+        """Apply a plan to `model`, by default a new one.
+
+        Parameters
+        ----------
+        **training
+            The step, as in `ckptplan.solve`. With `inputs`, larger ones are planned for when they come.
+        """
+        begin = time.perf_counter()
+        if plan is None:
+            plan = solve(
+                model, self.budget_gb, budget=self.budget, swap_dir=self.swap_dir, **training, **self.options
+            )  # fmt: skip
+        more: dict[str, Any] = {k: v for k, v in self.options.items() if k in ApplyKeywords.__optional_keys__}
+        if "inputs" in training:
+            more |= {"on_larger": "replan", "loss_fn": training.get("loss_fn"), "optimizer": training.get("optimizer")}
+        self.handle = apply(model, plan, swap_dir=self.swap_dir, check=self.check, **more)
+        self.took_s = time.perf_counter() - begin
+        say(in_words(plan, self.took_s))
+        return self.handle
+
+    def summary(self) -> str:
+        """Return what was planned, and what ran since."""
+        if self.handle is None:
+            return "ckptplan: no plan yet, it is made on the first batch of training"
+        stats = self.handle.stats()
+        return (
+            f"{in_words(self.handle.plan, self.took_s)}\n{stats.forwards} forwards under it: "
+            f"{stats.recomputed_stages} stages recomputed, {format_bytes(stats.swapped_out_bytes)} swapped, "
+            f"{len(self.handle.replans)} new plans for larger inputs"
+        )
+
+
+def in_words(plan: Plan, took_s: float) -> str:
+    """Return a plan in one sentence: what stages do, peak of the budget, slowdown, gap, seconds of planning."""
+    needs = plan.peak_bytes if plan.reserved_bytes is None else plan.reserved_bytes
+    within = f"peak {format_bytes(needs)} of {format_bytes(plan.budget_bytes)}"
+    planned = f"planned in {format_seconds(took_s)}"
+    counts = Counter(choice.action for choice in plan.choices)
+    if counts["keep"] == len(plan.choices):
+        return f"ckptplan: keeps everything, which fits: {within}, nothing to gain, {planned}"
+    done: dict[Action, str] = {
+        "recompute": f"recomputes {counts['recompute']}",
+        "swap": f"swaps {counts['swap']} ({format_bytes(plan.host_bytes + plan.disk_bytes)})",
+    }
+    what = " and ".join(text for action, text in done.items() if counts[action])
+    return (
+        f"ckptplan: {what} of {len(plan.choices)} stages: {within}, step {plan.overhead:+.1%} over keeping everything, "
+        f"within {plan.gap:.1%} of the best possible, {planned}"
+    )
+
+
+def say(text: str) -> None:
+    """Log a sentence, on stderr where no logging is set up."""
+    if _LOG.hasHandlers():
+        _LOG.info(text)
+    else:
+        print(text, file=sys.stderr)

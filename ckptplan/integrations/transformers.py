@@ -1,0 +1,308 @@
+"""A callback that plans the memory of a `transformers.Trainer`, and of TRL's trainers, which build on it.
+
+    Trainer(model, args, train_dataset=data, callbacks=[ActivationPlanCallback(budget_gb=20)])
+
+NOTE [In a Trainer's loop]
+A callback gets neither the batch nor the loss, so this one replaces methods of the Trainer, on the instance, from
+`on_train_begin` to the end of training:
+
+1. `compute_loss`. Its first call in training has the true batch, labels and precision, so there the step is profiled
+   and planned, before it runs. The call of the model is recorded, and the loss is what `compute_loss` makes of the
+   model's output: label smoothing and functions of the user's count. A `compute_loss` that calls the model several
+   times is planned as one step (`step=`).
+2. `_run_epoch` and `_finalize_training`, between which the plan is applied: an error that leaves them, a
+   `KeyboardInterrupt` too, removes the plan, for which callbacks have no event.
+
+Batches that are larger than any before are planned for before they run. If nothing but the model's inputs is needed,
+the plan then holds for a quarter more (`apply(on_larger="replan")`).
+
+Example, with dynamic padding: batches of 4 x 100, 4 x 80 and 4 x 130 tokens come in turn. The first is planned for, the
+second runs under the same plan, and before the third another plan is made, which holds up to 4 x 163 tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
+from ckptplan.core.plan import Plan
+from ckptplan.core.request import PlanKeywords
+from ckptplan.integrations.training import Planning, say
+from ckptplan.runtime.guard.check import When
+from ckptplan.runtime.guard.shapes import Limits as InputLimits
+from ckptplan.runtime.guard.shapes import input_tensors
+from ckptplan.runtime.handle import Handle
+from ckptplan.runtime.patching import PatchedForward, installed
+from ckptplan.runtime.state.restore import beside
+
+_REPLACED = ("compute_loss", "_run_epoch", "_finalize_training")
+"""Methods of a Trainer that are replaced on the instance (NOTE [In a Trainer's loop])."""
+
+
+class ActivationPlanCallback(TrainerCallback):
+    """Plans the activation memory of the training step on the first batch, and trains with the plan.
+
+    Gradients are those of training without it, bit for bit. The model and the Trainer are as before when training
+    ends, by whatever way. The Trainer's own activation checkpointing is off while the plan is applied.
+
+    Parameters
+    ----------
+    budget_gb, budget, swap_dir
+        As in `ckptplan.solve`; with neither budget, what the device has free.
+    check : "sampled", "always" or "off"
+        As in `ckptplan.apply`.
+    **options
+        What a plan may use, as in `ckptplan.solve` (`ckptplan.core.request.Limits`).
+
+    Raises
+    ------
+    InvalidInputError
+        If an option can't be used. In training, the errors of `solve` and `apply`, and `UnsupportedModelError` for
+        settings of the Trainer that plans can't go with; the message names the setting.
+    """
+
+    def __init__(
+        self,
+        budget_gb: float | None = None,
+        *,
+        budget: str | None = None,
+        swap_dir: str | Path | None = None,
+        check: When = "sampled",
+        **options: Unpack[PlanKeywords],
+    ) -> None:
+        self._planning = Planning(type(self), budget_gb, budget, swap_dir, check, options)
+        self._run: _Run | None = None
+
+    @property
+    def handle(self) -> Handle | None:
+        """The handle of the plan that is applied now, or was last; None before the first batch."""
+        return self._planning.handle
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that is applied now, or was last; None before the first batch."""
+        return None if self.handle is None else self.handle.plan
+
+    @property
+    def took_s(self) -> float:
+        """Seconds in which the first batch's plan was made and applied."""
+        return self._planning.took_s
+
+    def summary(self) -> str:
+        """Return what was planned, and what ran since."""
+        return self._planning.summary()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Prepare for the first batch; also where a loop begins again after it ran out of memory."""
+        self.end()
+        trainer = _trainer_above()
+        _check_settings(trainer)
+        self._run = _Run(trainer, self._planning, self.end)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Restore model and Trainer."""
+        self.end()
+
+    def end(self) -> None:
+        """Restore model and Trainer; calling it again does nothing."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.close()
+
+
+class _SecondForward(Exception):
+    """Raised where a `compute_loss` calls the model more than once."""
+
+
+class _Recorded(Exception):
+    """Raised in place of the model's forward, whose arguments have been recorded."""
+
+
+class _Run:
+    """One run of a Trainer's loop."""
+
+    def __init__(self, trainer: Trainer, planning: Planning, end: Callable[[], None]) -> None:
+        self.trainer, self.planning, self.end = trainer, planning, end
+        self.handle: Handle | None = None
+        self._batch: tuple[Any, ...] = ()
+        self._limits: InputLimits | None = None
+        self._undo = contextlib.ExitStack()
+        self.compute_loss: Callable[..., Any] = trainer.compute_loss
+        self._replace("compute_loss", self._compute_loss)
+        for name in _REPLACED[1:]:
+            self._replace(name, functools.partial(self._guarded, getattr(trainer, name)))
+        self._undo.enter_context(_checkpointing_off(_model_of(trainer)))
+
+    def close(self) -> None:
+        """Undo everything."""
+        if self.handle is not None:
+            self.handle.remove()
+        self._undo.close()
+
+    def _replace(self, name: str, by: Callable[..., Any]) -> None:
+        attributes = vars(self.trainer)
+        own = name in attributes, attributes.get(name)
+        setattr(self.trainer, name, by)
+
+        def back() -> None:
+            if own[0]:
+                setattr(self.trainer, name, own[1])
+            else:
+                attributes.pop(name, None)
+
+        self._undo.callback(back)
+
+    def _guarded(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except BaseException:
+            self.end()
+            raise
+
+    def _compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if model.training and torch.is_grad_enabled():
+            self._batch = (model, copy.copy(inputs), args, kwargs)
+            beyond = self._limits is not None and self._limits.first_beyond((), dict(inputs)) is not None
+            if self.handle is None or beyond:
+                self._plan()
+            self._batch = (model, copy.copy(inputs), args, kwargs)
+        return self.compute_loss(model, inputs, *args, **kwargs)
+
+    def _loss(self) -> torch.Tensor:
+        """Return what the Trainer computes for the present batch."""
+        model, inputs, args, kwargs = self._batch
+        found = self.compute_loss(model, copy.copy(inputs), *args, **kwargs)
+        loss: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        return loss
+
+    def _plan(self) -> None:
+        """Plan for the present batch, and apply the plan."""
+        trainer, model = self.trainer, _model_of(self.trainer)
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        accumulate = trainer.args.gradient_accumulation_steps > 1
+        more: dict[str, Any] = {"optimizer": optimizer, "accumulate": accumulate}
+
+        def loss_fn(output: Any) -> torch.Tensor:
+            given = iter([output])
+
+            def give(*_: Any) -> Any:
+                for output in given:
+                    return output
+                raise _SecondForward
+
+            with installed([PatchedForward(model, give)]):
+                return self._loss()
+
+        def step() -> torch.Tensor:
+            return self._loss()
+
+        own = _loss_of_model if _is_the_models(trainer) else loss_fn
+        try:
+            self.handle = self.planning.begin(model, inputs=self._inputs(model), loss_fn=own, **more)
+        except CkptPlanError as error:
+            if not isinstance(error.__cause__, _SecondForward):
+                raise
+            self.handle = self.planning.begin(model, step=step, **more)
+            self._limits = InputLimits(input_tensors((), dict(self._batch[1])))
+
+    def _inputs(self, model: nn.Module) -> dict[str, Any]:
+        """Return the inputs, by name, with which the present batch's loss calls the model."""
+        found: list[Any] = []
+
+        def record(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            names = inspect.signature(model.forward).parameters
+            found.append({**dict(zip(names, args, strict=False)), **kwargs})
+            raise _Recorded
+
+        with beside(model, [self.trainer]), contextlib.suppress(_Recorded), installed([PatchedForward(model, record)]):
+            self._loss()
+        if not found:
+            raise UnsupportedModelError(
+                f"{type(self.trainer).__name__}.compute_loss doesn't call the model, so there is no forward to plan"
+            )
+        return dict(found[0])
+
+
+def _model_of(trainer: Trainer) -> nn.Module:
+    """Return a Trainer's model, without the wrapper in which it trains."""
+    model = trainer.model
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _loss_of_model(output: Any) -> torch.Tensor:
+    return output["loss"] if isinstance(output, dict) else output[0]  # type: ignore[no-any-return]
+
+
+def _is_the_models(trainer: Trainer) -> bool:
+    """Return whether a Trainer's loss is the one in the model's output."""
+    plain = type(trainer).compute_loss is Trainer.compute_loss
+    return plain and trainer.label_smoother is None and trainer.compute_loss_func is None
+
+
+def _trainer_above() -> Trainer:
+    """Return the Trainer whose method has called the callback: callbacks aren't given it."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("self",) and isinstance(found := frame.f_locals["self"], Trainer):
+            return found
+        frame = frame.f_back  # type: ignore[assignment]
+    raise InvalidInputError(
+        "ActivationPlanCallback plans for transformers.Trainer and its subclasses; no such one runs"
+    )
+
+
+def _check_settings(trainer: Trainer) -> None:
+    """Raise `UnsupportedModelError` for settings of a Trainer that no plan can go with."""
+    args = trainer.args
+    kind = str(getattr(trainer.accelerator.distributed_type, "value", trainer.accelerator.distributed_type))
+    refused = {
+        "torch_compile=True compiles the whole model, into which no plan can reach; leave it out and compile the "
+        "layers (for layer in model.model.layers: layer.compile())": getattr(args, "torch_compile", False),
+        "activation_offloading=True moves activations by itself; leave it out, a plan swaps what pays": getattr(
+            args, "activation_offloading", False
+        ),
+        f"the model is in DataParallel on {args.n_gpu} devices; run torchrun, or show one device alone "
+        "(CUDA_VISIBLE_DEVICES=0)": args.n_gpu > 1,
+        f"training is distributed by {kind}, whose bytes plans don't know; train on one device or under DDP": kind
+        not in ("NO", "MULTI_GPU", "MULTI_CPU"),
+    }
+    for why, applies in refused.items():
+        if applies:
+            raise UnsupportedModelError(why)
+    missing = [name for name in _REPLACED if not hasattr(trainer, name)]
+    if missing:
+        raise UnsupportedModelError(
+            f"this version of transformers has no Trainer.{missing[0]}, which the callback needs; use 5.23 or later"
+        )
+    if kind != "NO":
+        say("ckptplan: the buckets in which DDP reduces gradients aren't in the plan; leave room in the budget")
+
+
+@contextlib.contextmanager
+def _checkpointing_off(model: nn.Module) -> Iterator[None]:
+    """Turn a model's own checkpointing off inside, since the plan decides."""
+    found = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    if found:
+        say(f"ckptplan: the checkpointing of {len(found)} modules is off in training, since the plan decides")
+    for module in found:
+        setattr(module, "gradient_checkpointing", False)  # noqa: B010 (an attribute of only some modules)
+    try:
+        yield
+    finally:
+        for module in found:
+            setattr(module, "gradient_checkpointing", True)  # noqa: B010

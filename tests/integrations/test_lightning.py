@@ -1,0 +1,188 @@
+"""Lightning's Trainer with the callback against without it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.integrations.lightning import ActivationPlanner
+from ckptplan.runtime.observe.measure import optimizer_tensors, peak_above_start, tensors_in, unique_bytes
+
+STEPS = 4
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+)  # Lightning's own, about workers, intervals of logging and pytree
+
+
+def layers() -> nn.Sequential:
+    block = [nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32)]
+    return nn.Sequential(*(layer for _ in range(3) for layer in block), nn.Linear(32, 10))
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers()
+        self.losses: list[float] = []
+        self.peaks: list[int] = []
+        self.batch: Any = None
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.batch = batch
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        """Measure the step: what is there before it, and the most that it adds."""
+        given = [*self.parameters(), *self.buffers(), *optimizer_tensors(optimizer.optimizer), *tensors_in(self.batch)]
+        held = unique_bytes([*given, *(p.grad for p in self.parameters() if p.grad is not None)])
+        del given
+        step = super().optimizer_step
+        self.peaks.append(held + peak_above_start(lambda: step(epoch, batch_idx, optimizer, closure)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = F.cross_entropy(self.layers(x), y)
+        self.log("loss", loss, prog_bar=True)
+        return {"loss": loss}
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("val", F.cross_entropy(self.layers(batch[0]), batch[1]))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if outputs:
+            self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Manual(Module):
+    """Two parts with an optimizer each, as a GAN has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.judge = layers()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        first, second = self.optimizers()
+        loss = F.cross_entropy(self.layers(x), y)
+        first.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        other = F.cross_entropy(self.judge(x + 1), y) + F.mse_loss(self.judge(x), self.layers(x).detach())
+        second.zero_grad()
+        self.manual_backward(other)
+        second.step()
+        self.log("loss", loss)
+        self.losses += [float(loss), float(other)]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.layers.parameters()), torch.optim.SGD(self.judge.parameters(), 0.1, momentum=0.9)
+
+
+def fit(
+    folder: Path, *callbacks: L.Callback, kind: type[Module] = Module, batches: list[int] | None = None, **how: Any
+) -> tuple[Module, L.Trainer]:
+    L.seed_everything(0, verbose=False)
+    module = kind()
+    data = [(torch.randn(n, 32), torch.randint(10, (n,))) for n in batches or [64] * 8]
+    path = how.pop("ckpt_path", None)
+    options: dict[str, Any] = {"max_steps": STEPS, "enable_checkpointing": False, "logger": False, **how}
+    trainer = L.Trainer(
+        accelerator="cpu", default_root_dir=folder, callbacks=list(callbacks), enable_progress_bar=False,
+        enable_model_summary=False, **options,
+    )  # fmt: skip
+    loader, few = (torch.utils.data.DataLoader(rows, batch_size=None) for rows in (data, data[:1]))
+    trainer.fit(module, loader, few if kind is Module else None, ckpt_path=path)
+    return module, trainer
+
+
+def assert_same(a: Module, b: Module) -> None:
+    assert a.losses == b.losses
+    ours, theirs = a.state_dict(), b.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"accumulate_grad_batches": 2},
+    "bf16": {"precision": "bf16-mixed"},
+    "clipping": {"gradient_clip_val": 0.5},
+    "validation": {"val_check_interval": 2},
+    "manual": {"kind": Manual, "max_steps": 2 * STEPS},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_is_the_same(way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ckptplan")
+    planner = ActivationPlanner(budget="20%", time_limit_s=2, check="always", cache=False)
+    plain, _ = fit(tmp_path, **WAYS[way])
+    planned, trainer = fit(tmp_path, planner, **WAYS[way])
+    assert_same(planned, plain)
+    assert planner.handle is not None
+    assert all(peak <= planner.handle.plan.budget_bytes for peak in planned.peaks)
+    assert bool(planned.peaks) == (way != "manual")
+    stats = planner.handle.stats()
+    assert stats.recomputed_stages + stats.swapped_out_bytes > 0
+    assert "of the best possible" in next(r.message for r in caplog.records if r.name == "ckptplan")
+    assert not any("forward" in vars(m) for m in planned.modules())
+    assert trainer.callback_metrics.keys() >= {"loss"}
+
+
+def test_larger_batches_are_planned_for(tmp_path: Path) -> None:
+    batches = [32, 16, 64, 48]
+    planner = ActivationPlanner(budget_gb=0.05, time_limit_s=2, cache=False)
+    plain, _ = fit(tmp_path, batches=batches)
+    planned, _ = fit(tmp_path, planner, batches=batches)
+    assert_same(planned, plain)
+    assert "[64, 32]" in planner.state_dict()["inputs"]
+
+
+def test_the_plan_is_in_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = fit(tmp_path)
+    _, trainer = fit(tmp_path, ActivationPlanner(budget="20%", time_limit_s=2), max_steps=2)
+    path = str(tmp_path / "half.ckpt")
+    trainer.save_checkpoint(path)
+    planner = ActivationPlanner(budget="20%", time_limit_s=2)
+    monkeypatch.setattr("ckptplan.integrations.training.solve", lambda *a, **k: pytest.fail("it has a plan"))
+    planned, _ = fit(tmp_path, planner, ckpt_path=path)
+    assert planner.handle is not None
+    assert planner.handle.stats().forwards > 0
+    assert [p.shape for p in planned.parameters()] == [p.shape for p in plain.parameters()]
+
+
+def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
+    class Fails(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise ValueError
+
+    made: list[Module] = []
+
+    class Noted(Module):
+        def configure_optimizers(self) -> Any:
+            made.append(self)
+            return super().configure_optimizers()
+
+    with pytest.raises(ValueError):  # noqa: PT011
+        fit(tmp_path, ActivationPlanner(budget="20%", time_limit_s=2), Fails(), kind=Noted)
+    assert not any("forward" in vars(m) for m in made[0].modules())
+
+
+def test_strategies_without_bytes_are_refused(tmp_path: Path) -> None:
+    planner = ActivationPlanner(1)
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.strategy.__class__ = type("FSDPStrategy", (type(trainer.strategy),), {})
+    with pytest.raises(UnsupportedModelError, match="FSDPStrategy"):
+        planner.on_train_batch_start(trainer, Module(), (torch.ones(2, 32),), 0)

@@ -1,0 +1,126 @@
+"""The plugin for pytest, in runs of pytest of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = """
+import pytest
+import torch
+from torch import nn
+
+def model(width=64):
+    return nn.Sequential(nn.Linear(width, 256), nn.ReLU(), nn.Linear(256, width))
+
+DEVICE = {"device": "a100-40gb", "optimizer": "adamw"}
+
+@pytest.fixture
+def width():
+    return 64
+
+@pytest.mark.max_training_memory("10 GiB", **DEVICE)
+def test_fits(width):
+    return model(width), torch.zeros(8, width)
+
+@pytest.mark.max_training_memory(0.0001, **DEVICE)
+def test_is_too_large():
+    return model(), torch.zeros(8, 64)
+
+closed = []
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.max_training_memory("10 GiB", **DEVICE)
+def test_yields(n):
+    yield model(), torch.zeros(n, 64)
+    closed.append(n)
+
+def test_was_closed():
+    assert closed == [1, 2]
+
+@pytest.mark.max_training_memory("10 GiB", **DEVICE)
+def test_gives_nothing():
+    pass
+
+@pytest.mark.max_training_memory("50%", **DEVICE)
+def test_limit():
+    return model(), torch.zeros(8, 64)
+
+@pytest.mark.max_training_memory(**DEVICE)
+def test_no_limit():
+    return model(), torch.zeros(8, 64)
+
+def test_fixture(training_memory):
+    found = training_memory(model(), torch.zeros(8, 64), **DEVICE)
+    assert found.categories["weights"] > 0
+"""
+
+BASELINE = """
+import pytest
+import torch
+from torch import nn
+
+@pytest.mark.max_training_memory(baseline="memory.json", device="a100-40gb")
+def test_baseline():
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.zeros({batch}, 64)
+"""
+
+
+def run(folder: Path, *args: str) -> str:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-rA", *args]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
+    if "ckptplan" not in _entry_points():
+        command[3:3] = ["-p", "ckptplan.integrations.pytest_plugin"]  # a source tree that isn't installed
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=environment)
+    return done.stdout + done.stderr
+
+
+def _entry_points() -> set[str]:
+    from importlib.metadata import entry_points
+
+    return {point.name for point in entry_points(group="pytest11")}
+
+
+def test_limits(tmp_path: Path) -> None:
+    (tmp_path / "test_memory.py").write_text(TESTS)
+    out = run(tmp_path)
+    passed = ("test_fits", "test_yields[1]", "test_yields[2]", "test_was_closed", "test_fixture")
+    failed = ("test_is_too_large", "test_gives_nothing", "test_limit", "test_no_limit")
+    for name in passed:
+        assert f"PASSED test_memory.py::{name}" in out, out
+    for name in failed:
+        assert f"FAILED test_memory.py::{name}" in out, out
+    assert "more than the limit of 104.86 KiB" in out
+    assert "weight" in out  # the tensors at the peak
+    assert "a pair of a model and its inputs, this one gave NoneType" in out
+    assert "the limit '50%' isn't a number of bytes" in out
+    assert "needs a limit ('10 GiB') or a baseline" in out
+    assert "Traceback" not in out
+
+
+def test_a_recorded_baseline(tmp_path: Path) -> None:
+    file = tmp_path / "test_memory.py"
+    file.write_text(BASELINE.format(batch=64))
+    assert "memory.json has no bytes of test_baseline; record them" in run(tmp_path)
+    assert "1 passed" in run(tmp_path, "--record-training-memory")
+    assert json.loads((tmp_path / "memory.json").read_text()).keys() == {"test_baseline"}
+    assert "1 passed" in run(tmp_path)
+    file.write_text(BASELINE.format(batch=1 << 16))
+    out = run(tmp_path)
+    assert "more than the recorded" in out
+    assert "if that is meant, record it" in out
+
+
+def test_unused_it_loads_nothing(tmp_path: Path) -> None:
+    (tmp_path / "test_nothing.py").write_text(
+        "import sys\n\ndef test_nothing():\n    assert not {'torch', 'numpy', 'ortools'} & set(sys.modules)\n"
+    )
+    out = run(tmp_path)
+    if "unrecognized" in out:
+        pytest.fail(out)
+    assert "1 passed" in out, out

@@ -1,0 +1,220 @@
+"""Trainer with the callback against Trainer without it: the same bits, within the budget, and as before afterwards."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from measured_trainer import MeasuredTrainer
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError, UnsupportedModelError
+from ckptplan.integrations.transformers import ActivationPlanCallback
+
+STEPS = 4
+Sample = dict[str, torch.Tensor]
+
+
+def model() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=96, n_positions=64, n_embd=32, n_layer=3, n_head=2)
+    return GPT2LMHeadModel(config).eval()  # as from_pretrained returns it
+
+
+def samples(lengths: list[int]) -> list[Sample]:
+    torch.manual_seed(1)
+    rows = [torch.randint(96, (n,)) for n in lengths]
+    return [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in rows]
+
+
+def padded(rows: list[Sample]) -> Sample:
+    most = max(len(row["input_ids"]) for row in rows)
+    filled = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    return {
+        name: torch.stack([nn.functional.pad(row[name], (0, most - len(row[name])), value=value) for row in rows])
+        for name, value in filled.items()
+    }
+
+
+class Twice(MeasuredTrainer):
+    """Its loss needs two forwards."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        other = {**inputs, "input_ids": inputs["input_ids"].flip(1)}
+        loss = model(**inputs).loss + 0.5 * model(**other).loss
+        return (loss, {}) if return_outputs else loss
+
+
+def trained(
+    folder: Path,
+    *callbacks: TrainerCallback,
+    kind: type[Trainer] = MeasuredTrainer,
+    lengths: list[int] | None = None,
+    options: dict[str, Any] | None = None,
+    resume: bool = False,
+) -> Trainer:
+    more: dict[str, Any] = {"max_steps": STEPS, "save_strategy": "no", "report_to": [], **(options or {})}
+    loss_func = more.pop("compute_loss_func", None)
+    args = TrainingArguments(
+        str(folder), per_device_train_batch_size=4, use_cpu=True, disable_tqdm=True, logging_steps=1, **more
+    )
+    data = samples(lengths or [24] * 64)
+    trainer = kind(
+        model(), args, train_dataset=data, eval_dataset=data[:4], data_collator=padded, callbacks=list(callbacks),
+        compute_loss_func=loss_func,
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def assert_same(a: Trainer, b: Trainer) -> None:
+    assert losses(a) == losses(b)
+    ours, theirs = a.model.state_dict(), b.model.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def weighted(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    logits = outputs["logits"]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"options": {"gradient_accumulation_steps": 2}},
+    "bf16": {"options": {"bf16": True}},
+    "label smoothing": {"options": {"label_smoothing_factor": 0.1}},
+    "loss function": {"options": {"compute_loss_func": weighted}},
+    "evaluation": {"options": {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}},
+    "checkpointing": {"options": {"activation_checkpointing": True}},
+    "two forwards": {"kind": Twice},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_is_the_same_and_within_the_budget(way: str, tmp_path: Path) -> None:
+    how = WAYS[way]
+    without = dict(how)
+    if way == "checkpointing":
+        without["options"] = {}  # dropout's numbers are drawn as without it
+    callback = ActivationPlanCallback(budget="30%", time_limit_s=2, check="always", cache=False)
+    plain = trained(tmp_path, **without)
+    planned = trained(tmp_path, callback, **how)
+    assert_same(planned, plain)
+    plan, handle = callback.plan, callback.handle
+    assert plan is not None
+    assert handle is not None
+    stats = handle.stats()
+    assert stats.recomputed_stages + stats.swapped_out_bytes > 0
+    assert max(planned.peaks) <= plan.budget_bytes < max(plain.peaks)
+    assert f"of {len(plan.choices)} stages" in callback.summary()
+    # As before, but for checkpointing, which the Trainer itself leaves on.
+    assert not any(name in vars(planned) for name in ("compute_loss", "_run_epoch", "_finalize_training"))
+    assert not any("forward" in vars(m) for m in planned.model.transformer.modules())
+    on = any(getattr(m, "gradient_checkpointing", False) for m in planned.model.modules())
+    assert on == (way == "checkpointing")
+
+
+@pytest.mark.parametrize("option", ["none", "smoothing"])
+def test_batches_of_other_lengths(option: str, tmp_path: Path) -> None:
+    """Shorter ones run under the plan, longer ones get a new one."""
+    lengths = [20] * 4 + [16] * 4 + [40] * 4 + [44] * 4
+    options = {"label_smoothing_factor": 0.1} if option == "smoothing" else {}
+    options |= {"train_sampling_strategy": "sequential"}
+    callback = ActivationPlanCallback(budget_gb=1e-2, time_limit_s=2, cache=False)
+    plain = trained(tmp_path, lengths=lengths, options=options)
+    with pytest.warns(RuntimeWarning, match="planned again"):
+        planned = trained(tmp_path, callback, lengths=lengths, options=options)
+    assert_same(planned, plain)
+    assert callback.handle is not None
+    assert callback.handle.replans
+    assert max(planned.peaks) <= callback.plan.budget_bytes  # type: ignore[union-attr]
+
+
+class Stops(TrainerCallback):
+    """Ends the training after two steps, which are saved."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= state.global_step == 2
+
+
+def test_saving_and_resuming(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 2}
+    plain = trained(tmp_path / "plain", options=options)
+    first, second = (ActivationPlanCallback(budget="30%", time_limit_s=2) for _ in range(2))
+    trained(tmp_path / "planned", first, Stops(), options=options)
+    again = trained(tmp_path / "planned", second, options=options, resume=True)
+    assert_same(again, plain)
+
+
+class Interrupts(TrainerCallback):
+    def __init__(self, event: str) -> None:
+        setattr(self, event, self.interrupt)
+
+    def interrupt(self, *_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_pre_optimizer_step", "on_epoch_end"])
+def test_an_interrupt_leaves_nothing_behind(event: str, tmp_path: Path) -> None:
+    callback = ActivationPlanCallback(budget="30%", time_limit_s=2)
+    made: list[Trainer] = []
+
+    class Noted(Trainer):
+        def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+            made.append(self)
+            return super().create_optimizer(*args, **kwargs)
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path, callback, Interrupts(event), kind=Noted)
+    assert not any(name in vars(made[0]) for name in ("compute_loss", "_run_epoch", "_finalize_training"))
+    assert not any("forward" in vars(m) for m in made[0].model.transformer.modules())
+
+
+def test_a_loop_that_begins_again_with_a_smaller_batch_is_planned_again(tmp_path: Path) -> None:
+    class Short(MeasuredTrainer):
+        failed = False
+
+        def training_step(self, model: nn.Module, inputs: Any, *args: Any) -> torch.Tensor:
+            loss = super().training_step(model, inputs, *args)
+            if not self.failed:
+                self.failed = True
+                raise RuntimeError("CUDA out of memory.")
+            return loss
+
+    callback = ActivationPlanCallback(budget="30%", time_limit_s=2)
+    planned = trained(tmp_path, callback, kind=Short, options={"auto_find_batch_size": True})
+    assert planned.state.global_step == STEPS
+    assert callback.plan is not None
+    assert "[3, 24]" in callback.plan.fingerprint.inputs
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, where it imports its compiler
+def test_what_cannot_be_planned_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="did you mean 'budget_gb'"):
+        ActivationPlanCallback(budget_gbs=12)  # type: ignore[call-arg]
+    with pytest.raises(InvalidInputError, match="are both given"):
+        ActivationPlanCallback(12, budget="50%")
+    with pytest.raises(InfeasibleBudgetError, match="is below"):
+        trained(tmp_path, ActivationPlanCallback(budget_gb=1e-4, time_limit_s=2))
+    with pytest.raises(UnsupportedModelError, match="torch_compile=True"):
+        trained(tmp_path, ActivationPlanCallback(1), options={"torch_compile": True})
+    with pytest.raises(InvalidInputError, match=r"transformers\.Trainer"):
+        ActivationPlanCallback(1).on_train_begin(None, None, None)
+
+
+def test_the_sentence_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ckptplan")
+    trained(tmp_path, ActivationPlanCallback(budget_gb=4, time_limit_s=2, cache=False))
+    trained(tmp_path, ActivationPlanCallback(budget="10%", time_limit_s=2, cache=False))
+    kept, planned = (record.message for record in caplog.records if record.name == "ckptplan")
+    assert "keeps everything, which fits" in kept
+    assert "of the best possible" in planned
