@@ -3,10 +3,13 @@
     python experiments/trainer_drawn.py --out experiments/results
 
 Thirty classes drawn by a seed from all of `transformers` (drawn_models.py), each in its own process, on one thread.
-Each is trained for four steps by a `Trainer` with dropout, AdamW and a loss of its output's tensors, without and with
-`ActivationPlanCallback(budget="30%")`. Held against each other: every loss and the state at the end, bit for bit; the
-measured peak of each step against the budget; recomputed stages and swapped bytes, which must not be 0. What can't be
-built is a row of the table, and counts neither way. Prints PASS or FAIL. `--seed` draws others, `--models` names some.
+Each is trained for four steps by a `Trainer` with dropout and its own loss or that of its output's tensors, without and
+with `ActivationPlanCallback(budget="30%")`. Held against each other: every loss and the state at the end, bit for bit;
+the measured peak of each step against the budget; recomputed stages and swapped bytes, which must not be 0. The
+optimizer is SGD: with AdamW the update of small models takes more memory than their steps, and nothing is to gain.
+
+Classes that can't be made from their configs, or don't train without a plan, are rows of the table; the first thirty
+of the draw that train count. Prints PASS or FAIL. `--seed` draws others, `--models` names some.
 """
 
 from __future__ import annotations
@@ -86,7 +89,7 @@ def trained(recipe: Recipe, *callbacks: TrainerCallback) -> tuple[list[float], d
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
             folder, max_steps=STEPS, per_device_train_batch_size=1, use_cpu=True, report_to=[], disable_tqdm=True,
-            logging_steps=1, save_strategy="no", remove_unused_columns=False, log_level="error",
+            logging_steps=1, optim="sgd", save_strategy="no", remove_unused_columns=False, log_level="error",
         )  # fmt: skip
         trainer = _Trainer(
             model, args, train_dataset=[inputs] * STEPS, data_collator=lambda rows: dict(rows[0]),
@@ -133,14 +136,15 @@ def table(rows: Sequence[Row]) -> Table:
 
 def checks(rows: Sequence[Row]) -> list[tuple[bool, str]]:
     """The promises, and whether each is kept."""
+    rows = [row for row in rows if row.built][:COUNT]
     good = sum(row.good for row in rows)
     ran = [row for row in rows if row.built and not row.failed]
     over = [row.name for row in ran if row.peak_bytes > row.budget_bytes]
     wrong = [row.name for row in ran if not row.bitwise]
     return [
         (
-            good >= LEAST * len(rows) / COUNT,
-            f"at least {LEAST} of {COUNT} bitwise, within the budget and acting: {good}",
+            good >= LEAST * len(rows) / COUNT > 0,
+            f"at least {LEAST} of {COUNT} bitwise, within the budget and acting: {good} of {len(rows)}",
         ),
         (not wrong, f"none differs: {', '.join(wrong) or 'none'}"),
         (not over, f"none is over its budget: {', '.join(over) or 'none'}"),
