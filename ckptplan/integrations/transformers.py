@@ -211,13 +211,14 @@ class _Run:
             return self._loss()
 
         own = _loss_of_model if _is_the_models(trainer) else loss_fn
-        try:
-            self.handle = self.planning.begin(model, inputs=self._inputs(model), loss_fn=own, **more)
-        except CkptPlanError as error:
-            if not isinstance(error.__cause__, _SecondForward):
-                raise
-            self.handle = self.planning.begin(model, step=step, **more)
-            self._limits = InputLimits(input_tensors((), dict(self._batch[1])))
+        with _no_layer_left_out(model):
+            try:
+                self.handle = self.planning.begin(model, inputs=self._inputs(model), loss_fn=own, **more)
+            except CkptPlanError as error:
+                if not isinstance(error.__cause__, _SecondForward):
+                    raise
+                self.handle = self.planning.begin(model, step=step, **more)
+                self._limits = InputLimits(input_tensors((), dict(self._batch[1])))
 
     def _inputs(self, model: nn.Module) -> dict[str, Any]:
         """Return the inputs, by name, with which the present batch's loss calls the model."""
@@ -306,3 +307,20 @@ def _checkpointing_off(model: nn.Module) -> Iterator[None]:
     finally:
         for module in found:
             setattr(module, "gradient_checkpointing", True)  # noqa: B010
+
+
+@contextlib.contextmanager
+def _no_layer_left_out(model: nn.Module) -> Iterator[None]:
+    """Set the chances of leaving layers out to 0 inside: a plan for all layers holds for steps with fewer."""
+    holders: list[Any] = [*model.modules()]
+    holders += {id(c): c for m in holders if (c := getattr(m, "config", None)) is not None}.values()
+    found = [
+        (h, name, value) for h in holders for name, value in vars(h).items() if name.endswith("layerdrop") and value
+    ]
+    for holder, name, _ in found:
+        setattr(holder, name, 0.0)
+    try:
+        yield
+    finally:
+        for holder, name, value in found:
+            setattr(holder, name, value)

@@ -16,7 +16,7 @@ from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.integrations.lightning import ActivationPlanner
 from ckptplan.runtime.observe.measure import optimizer_tensors, peak_above_start, tensors_in, unique_bytes
 
-STEPS = 4
+STEPS = 20
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError, UnsupportedModelError
 from ckptplan.integrations.transformers import ActivationPlanCallback
 
-STEPS = 4
+STEPS = 20
 Sample = dict[str, torch.Tensor]
 
 

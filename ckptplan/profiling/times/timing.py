@@ -390,11 +390,15 @@ class _Timing:
                 if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                     m.__dict__[name] = value.detach().requires_grad_()
                     parameters.append(m.__dict__[name])
+        # An object among the arguments, such as a cache of keys and values, is as before the stage in each run.
+        start = None
+        if any(attributes_of(leaf) is not None for leaf in pytree.tree_leaves(call.arguments)):
+            start = Snapshot(below(module), call.arguments, changing=Changing(), searches=True, graphs=True)
         for way, counts in self._runs_of(kind, ways):
             leaves.clear()
             made.clear()
             # State that the run before has left on the module would lead into its graph, which is gone.
-            Snapshot(below(module), changing=Changing()).put()
+            (start or Snapshot(below(module), changing=Changing())).put()
             new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, cut, call.arguments)
             stage = None
             if way is not None:

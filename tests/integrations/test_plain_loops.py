@@ -1,0 +1,124 @@
+"""Adapters of PEFT, diffusion models, and loops of accelerate, with `solve` and `apply`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from diffusers import DiTTransformer2DModel, UNet2DConditionModel
+from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import ckptplan
+
+# PEFT's use of a deprecated name of transformers.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+TOKENS = torch.arange(4 * 48).reshape(4, 48) % 96
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2
+    )  # fmt: skip
+    return LlamaForCausalLM(config).train()
+
+
+ADAPTERS: dict[str, Callable[[], Any]] = {
+    "lora": lambda: LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM"),
+    "dora": lambda: LoraConfig(r=4, use_dora=True, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"),
+    "ia3": lambda: IA3Config(
+        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
+    ),
+    "prompt": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=8),
+}
+
+
+def assert_sound(model: nn.Module, inputs: Any, loss_fn: Any = None, budget: str = "30%") -> None:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    plan = ckptplan.solve(
+        model, budget=budget, inputs=inputs, loss_fn=loss_fn, optimizer=optimizer, time_limit_s=2, cache=False
+    )
+    found = ckptplan.verify(model, plan, inputs, loss_fn, optimizer=optimizer, repeats=1)
+    assert found.gradients_equal, found
+    assert found.within_budget, found
+    assert not found.other_paths
+    assert found.stats.recomputed_stages + found.stats.swapped_out_bytes > 0
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters(name: str) -> None:
+    model = get_peft_model(llama(), ADAPTERS[name]())
+    assert_sound(model, {"input_ids": TOKENS, "labels": TOKENS})
+
+
+def squared(output: Any) -> torch.Tensor:
+    loss: torch.Tensor = output.sample.square().mean()
+    return loss
+
+
+def test_a_diffusion_unet() -> None:
+    torch.manual_seed(0)
+    model = UNet2DConditionModel(
+        sample_size=16, block_out_channels=(32, 64), layers_per_block=1, cross_attention_dim=32, norm_num_groups=8,
+        attention_head_dim=8, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    ).train()  # fmt: skip
+    inputs = {"sample": torch.randn(2, 4, 16, 16), "timestep": 7, "encoder_hidden_states": torch.randn(2, 8, 32)}
+    assert_sound(model, inputs, squared)
+
+
+def test_a_diffusion_transformer() -> None:
+    torch.manual_seed(0)
+    model = DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=16, num_layers=3, sample_size=16, num_embeds_ada_norm=10,
+        norm_num_groups=4,
+    ).train()  # fmt: skip
+    inputs = {
+        "hidden_states": torch.randn(2, 4, 16, 16), "timestep": torch.tensor([3, 7]),
+        "class_labels": torch.tensor([1, 2]),
+    }  # fmt: skip
+    assert_sound(model, inputs, squared)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_loop_of_accelerate(precision: str) -> None:
+    def train(*, planned: bool) -> tuple[list[float], nn.Module]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=precision)
+        rows = [{"input_ids": row, "labels": row} for row in TOKENS.repeat(10, 1)]
+        made = llama()
+        model, optimizer, loader = accelerator.prepare(
+            made, torch.optim.AdamW(made.parameters()), torch.utils.data.DataLoader(rows, batch_size=4)
+        )
+        handle = None
+        if planned:
+            plan = ckptplan.solve(
+                model, budget="30%", inputs=next(iter(loader)), optimizer=optimizer.optimizer, accumulate=True,
+                time_limit_s=2, cache=False,
+            )  # fmt: skip
+            handle = ckptplan.apply(model, plan)
+        losses = []
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        if handle is not None:
+            stats = handle.stats()
+            assert stats.recomputed_stages + stats.swapped_out_bytes > 0
+            handle.remove()
+        return losses, copy.deepcopy(accelerator.unwrap_model(model))
+
+    (ours, model), (theirs, plain) = train(planned=True), train(planned=False)
+    assert ours == theirs
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))

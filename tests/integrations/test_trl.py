@@ -1,0 +1,79 @@
+"""TRL's trainer for supervised fine-tuning with the callback against without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from test_transformers import assert_same
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.integrations.transformers import ActivationPlanCallback
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {name: i for i, name in enumerate(["<pad>", "<eos>", *(f"t{i}" for i in range(94))])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+
+
+def made(folder: Path, *callbacks: Any, **options: Any) -> SFTTrainer:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2,
+        pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    peft = options.pop("peft_config", None)
+    rows = [{"input_ids": torch.randint(2, 96, (24,)).tolist()} for _ in range(48)]
+    args = SFTConfig(
+        str(folder), max_steps=6, per_device_train_batch_size=4, use_cpu=True, bf16=False, disable_tqdm=True,
+        logging_steps=1, report_to=[], save_strategy="no", **options,
+    )  # fmt: skip
+    return SFTTrainer(
+        LlamaForCausalLM(config), args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer(),
+        callbacks=list(callbacks), peft_config=peft,
+    )  # fmt: skip
+
+
+def trained(*args: Any, **options: Any) -> SFTTrainer:
+    trainer = made(*args, **options)
+    trainer.train()
+    return trainer
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "defaults": {},  # checkpointing is on
+    "whole logits": {"loss_type": "nll"},
+    "lora": {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])},
+    "packing": {"packing": True, "max_length": 32},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_is_the_same(way: str, tmp_path: Path) -> None:
+    callback = ActivationPlanCallback(budget="20%", time_limit_s=2, check="always", cache=False)
+    plain = trained(tmp_path, **WAYS[way])
+    planned = trained(tmp_path, callback, **WAYS[way])
+    assert_same(planned, plain)
+    logged = [[{k: v for k, v in entry.items() if "runtime" not in k and "per_second" not in k}
+               for entry in trainer.state.log_history] for trainer in (planned, plain)]  # fmt: skip
+    assert logged[0] == logged[1]  # TRL's own metrics, too
+    assert callback.handle is not None
+    stats = callback.handle.stats()
+    assert stats.recomputed_stages + stats.swapped_out_bytes > 0
+
+
+def test_offloading_of_its_own_is_refused(tmp_path: Path) -> None:
+    trainer = made(tmp_path, ActivationPlanCallback(1))
+    trainer.args.activation_offloading = True  # which its constructor takes with a GPU alone
+    with pytest.raises(UnsupportedModelError, match="activation_offloading=True"):
+        trainer.train()
