@@ -95,7 +95,8 @@ def solve(
 
         free = default_budget(model_or_profile, training.device)
         budget_bytes = int(free * (1 - wanted.margin))
-        notes = (f"the budget is the free memory, {format_bytes(free)}, less {format_bytes(free - budget_bytes)}",)
+        less = f", less {format_bytes(free - budget_bytes)}" if wanted.margin else ""
+        notes = (f"the budget is the device's free memory, {format_bytes(free)}{less}",)
     job = _job(model_or_profile, training, swap_dir, limits)
     if wanted.share is not None:
         least, most = job.needed_range_bytes()

@@ -262,7 +262,7 @@ def _profile(
     # Measuring takes two blocks on the device: at most half of the bytes that the largest stage adds in any plan.
     largest = max(stage.keep.forward_bytes for stage in traced.stages)
     block = max(min(_MOST_BLOCK_BYTES, largest // 4), _LEAST_BLOCK_BYTES)
-    link, shared = measure_links(target.device, block, swap_dir)
+    link, shared = measure_links(target.device, block, swap_dir, together=is_accelerator(target.device))
     if costs is not None:
         link = dataclasses.replace(link, latency_s=costs.latency_s, copy_s=costs.copy_s)
     notes = [*notes, *filter(None, [sharing_note("host", link, shared)])] if is_accelerator(target.device) else notes

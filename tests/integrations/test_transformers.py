@@ -218,3 +218,14 @@ def test_the_sentence_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     kept, planned = (record.message for record in caplog.records if record.name == "ckptplan")
     assert "keeps everything, which fits" in kept
     assert "of the best possible" in planned
+
+
+def test_a_second_training_finds_the_profile_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ckptplan")
+    monkeypatch.setenv("CKPTPLAN_CACHE", str(tmp_path / "cache"))
+    first = trained(tmp_path, ActivationPlanCallback(budget="30%", time_limit_s=2), kind=Trainer)
+    monkeypatch.setattr("ckptplan.profiling.profiler._profile", lambda *a: pytest.fail("it isn't in the cache"))
+    second = trained(tmp_path, ActivationPlanCallback(budget="30%", time_limit_s=2), kind=Trainer)
+    assert_same(first, second)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -186,3 +187,10 @@ def test_wrappers_that_plans_can_not_cover_are_refused_by_name() -> None:
     engine = type("DeepSpeedEngine", (Model,), {"__module__": "deepspeed.runtime.engine"})()
     with pytest.raises(UnsupportedModelError, match="DeepSpeed"):
         ckptplan.solve(engine, 1, inputs=X)
+
+
+def test_the_free_memory_as_budget_is_said() -> None:
+    model, _ = made()
+    assert "note    the budget is the device's free memory, " in str(ckptplan.solve(model, inputs=X, cache=False))
+    text = str(ckptplan.solve(model, budget="auto", inputs=X, cache=False))
+    assert re.search(r"the device's free memory, [\d.]+ GiB, less [\d.]+ [GM]iB", text)

@@ -25,12 +25,22 @@ _MOST_PRODUCTS = 64
 
 
 def measure_links(
-    device: torch.device, block_bytes: int, swap_dir: str | Path | None = None, tier: Tier = "host"
+    device: torch.device,
+    block_bytes: int,
+    swap_dir: str | Path | None = None,
+    tier: Tier = "host",
+    *,
+    together: bool = True,
 ) -> tuple[Link, Link]:
     """Measure each direction alone with blocks of `block_bytes`, out in forward and in in backward, and both at once.
 
     The first round is a warm-up without compute: pages of a new file and registered memory are slow at first touch. In
     the others, compute is busy for the time that the first one took.
+
+    Parameters
+    ----------
+    together : bool
+        Whether to measure both directions at once; if not, they count as independent.
 
     Returns
     -------
@@ -71,14 +81,15 @@ def measure_links(
                 store.finish_in(ticket)
             end = _now(device)
             more = []
-            for ticket in tickets:
-                more.append(store.start_out(source))
-                store.start_in(ticket, target)
-            compute()
-            for ticket, written in zip(tickets, more, strict=True):
-                store.finish_in(ticket)
-                store.finish_out(written)
-            both_s.append(_now(device) - end)
+            if together:
+                for ticket in tickets:
+                    more.append(store.start_out(source))
+                    store.start_in(ticket, target)
+                compute()
+                for ticket, written in zip(tickets, more, strict=True):
+                    store.finish_in(ticket)
+                    store.finish_out(written)
+                both_s.append(_now(device) - end)
             for ticket in (*tickets, *more):
                 store.free(ticket)
             out_s.append(middle - begin)
@@ -86,8 +97,10 @@ def measure_links(
     finally:
         store.close()
     total = _BLOCKS * block_bytes
-    out_rate, in_rate, both_rate = (total / statistics.median(times[1:]) for times in (out_s, in_s, both_s))
-    return Link(out_rate, in_rate), Link(both_rate, both_rate)
+    out_rate, in_rate = (total / statistics.median(times[1:]) for times in (out_s, in_s))
+    alone = Link(out_rate, in_rate)
+    both_rate = total / statistics.median(both_s[1:]) if together else None
+    return alone, alone if both_rate is None else Link(both_rate, both_rate)
 
 
 def busy_for(seconds: float, device: torch.device, most_bytes: int) -> Callable[[], None]:
