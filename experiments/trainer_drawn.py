@@ -44,7 +44,7 @@ from ckptplan.integrations.transformers import ActivationPlanCallback
 PACKAGES = ("transformers",)
 COUNT, SEED = 30, 18
 STEPS = 4
-TIMES = 8
+TIMES = 4
 """Factor of the samples, so that activations are more than the gradients of these small models."""
 BUDGET = "30%"
 LEAST = 26

@@ -17,6 +17,7 @@ plan is made for one step with the forwards of both and holds for each.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,9 +31,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import PlanKeywords
-from ckptplan.integrations.training import Planning, say
+from ckptplan.integrations.training import PlannedBatch, Planning, say, unchanged
 from ckptplan.runtime.guard.check import When
-from ckptplan.runtime.guard.shapes import Limits as InputLimits
 from ckptplan.runtime.guard.shapes import input_tensors
 from ckptplan.runtime.handle import Handle
 
@@ -72,7 +72,7 @@ class ActivationPlanner(pl.Callback):
         **options: Unpack[PlanKeywords],
     ) -> None:
         self._planning = Planning(type(self), budget_gb, budget, swap_dir, check, options)
-        self._limits: InputLimits | None = None
+        self._batch: PlannedBatch | None = None
         self._applied: Handle | None = None
         self._inputs = ""
         self._saved: dict[str, Any] = {}
@@ -95,14 +95,14 @@ class ActivationPlanner(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Plan for the first batch, and for one that is larger than those before."""
-        if self._applied is not None and self._limits is not None:
-            if self._limits.first_beyond((batch,), {}) is None:
+        if self._applied is not None and self._batch is not None:
+            if self._batch.holds_for(batch):
                 return
             self._applied.remove()
-        inputs = input_tensors((batch,), {})
-        self._inputs = ", ".join(map(str, inputs))
-        self._applied = self._begin(trainer, pl_module, batch, batch_idx)
-        self._limits = InputLimits(inputs)
+        self._inputs = f"{trainer.precision}: {', '.join(map(str, input_tensors((batch,), {})))}"
+        with unchanged(batch):
+            self._applied = self._begin(trainer, pl_module, batch, batch_idx)
+        self._batch = PlannedBatch(batch)
 
     def _begin(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> Handle:
         _check_strategy(trainer)
@@ -177,10 +177,16 @@ def _planning(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[list[
         for name in ("log", "log_dict", "clip_gradients"):
             stack.enter_context(mock.patch.object(type(module), name, nothing))
         stack.enter_context(mock.patch.object(type(module), "manual_backward", lambda self, *a, **k: note(*a, **k)))
-        stack.enter_context(mock.patch.object(LightningOptimizer, "step", nothing))
+        stack.enter_context(mock.patch.object(LightningOptimizer, "step", _runs_closure))
         for optimizer in trainer.optimizers:
-            stack.enter_context(mock.patch.object(optimizer, "step", nothing))
+            stack.enter_context(mock.patch.object(optimizer, "step", functools.partial(_runs_closure, optimizer)))
+        for config in trainer.lr_scheduler_configs:
+            stack.enter_context(mock.patch.object(config.scheduler, "step", nothing))
         yield losses
+
+
+def _runs_closure(optimizer: Any, closure: Any = None, **kwargs: Any) -> Any:
+    return None if closure is None else closure()
 
 
 def _arguments(module: pl.LightningModule, batch: Any, batch_idx: int) -> list[Any]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.unittest import TestCaseFunction
 
 _MARK = "max_training_memory"
 
@@ -46,10 +47,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_pycollect_makeitem(collector: Any, name: str, obj: Any) -> Any:
     """Collect a marked test that yields, which pytest itself doesn't."""
-    marks = getattr(obj, "pytestmark", [])
-    if not (inspect.isgeneratorfunction(obj) and any(mark.name == _MARK for mark in marks)):
+    if not inspect.isgeneratorfunction(obj):
+        return None
+    marks = [*getattr(obj, "pytestmark", []), *collector.iter_markers(_MARK)]
+    if not any(mark.name == _MARK for mark in marks):
         return None
     return list(collector._genfunctions(name, obj)) if collector.istestfunction(obj, name) else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse the mark on a method of `unittest.TestCase`, whose result unittest drops."""
+    for item in items:
+        if item.get_closest_marker(_MARK) is not None and isinstance(item, TestCaseFunction):
+            raise pytest.UsageError(
+                f"{item.nodeid}: {_MARK} doesn't work on a method of unittest.TestCase; use a function, or a class "
+                "without that base"
+            )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -106,7 +119,7 @@ def _check(
 def _compare(item: pytest.Function, found: Any, path: Path, tolerance: float) -> None:
     from ckptplan.core.units import format_bytes
 
-    name = item.nodeid.partition("::")[2]
+    name = f"{Path(item.path).name}::{item.nodeid.partition('::')[2]}"
     recorded: dict[str, int] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if item.config.getoption("--record-training-memory"):
         recorded[name] = found.total_bytes

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ckptplan.api import solve
 from ckptplan.core.budget import Budget
 from ckptplan.core.option import Action
 from ckptplan.core.plan import Plan
-from ckptplan.core.request import ApplyKeywords, Limits, PlanKeywords, require_known
+from ckptplan.core.request import ApplyKeywords, PlanKeywords, require_known
+from ckptplan.core.request import Limits as PlanLimits
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.planning.applying import apply
 from ckptplan.runtime.guard.check import When
+from ckptplan.runtime.guard.shapes import Limits, input_tensors, tensors_at
 from ckptplan.runtime.handle import Handle
 
 _LOG = logging.getLogger("ckptplan")
@@ -58,7 +63,7 @@ class Planning:
     ) -> None:
         require_known(owner, options, PlanKeywords)
         Budget.of(budget_gb, budget)  # for their errors: a loop reaches its first batch late
-        Limits.of(options)
+        PlanLimits.of(options)
         self.budget_gb, self.budget, self.swap_dir, self.check, self.options = (
             budget_gb, budget, swap_dir, check, options,
         )  # fmt: skip
@@ -96,6 +101,44 @@ class Planning:
             f"{stats.recomputed_stages} stages recomputed, {format_bytes(stats.swapped_out_bytes)} swapped, "
             f"{len(self.handle.replans)} new plans for larger inputs"
         )
+
+
+class PlannedBatch:
+    """The batch that a step was planned for, whose plan holds for batches that are no larger.
+
+    A mask without a zero makes many models leave it out, so a batch with the first padding counts as larger.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._limits = Limits(input_tensors((batch,), {}))
+        self._full = _full_masks(batch)
+
+    def holds_for(self, batch: Any) -> bool:
+        """Return whether a batch is no larger."""
+        return self._limits.first_beyond((batch,), {}) is None and self._full <= _full_masks(batch, self._full)
+
+
+def _full_masks(batch: Any, among: set[str] | None = None) -> set[str]:
+    """Return the paths of masks with only ones, of those in `among` alone if it is given."""
+    return {
+        path
+        for path, tensor in (tensors_at((batch,)) if among is None or among else ())
+        if (path in among if among is not None else "mask" in path and tensor.dim() == 2)
+        and not tensor.is_floating_point() and bool(tensor.all())
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def unchanged(batch: Any) -> Iterator[None]:
+    """Restore the values of a batch's tensors at the end: a step that is planned runs several times."""
+    saved = [(tensor, tensor._version, tensor.detach().clone()) for _, tensor in tensors_at((batch,))]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, version, value in saved:
+                if tensor._version != version:
+                    tensor.copy_(value)
 
 
 def in_words(plan: Plan, took_s: float) -> str:

@@ -10,8 +10,9 @@ A callback gets neither the batch nor the loss, so this one replaces methods of 
    and planned, before it runs. The call of the model is recorded, and the loss is what `compute_loss` makes of the
    model's output: label smoothing and functions of the user's count. A `compute_loss` that calls the model several
    times is planned as one step (`step=`).
-2. `_run_epoch` and `_finalize_training`, between which the plan is applied: an error that leaves them, a
-   `KeyboardInterrupt` too, removes the plan, for which callbacks have no event.
+2. `_run_epoch`, `_evaluate`, `_finalize_training` and the handler's `call_event`: an error that leaves them, a
+   `KeyboardInterrupt` too, undoes everything, for which callbacks have no event. `compute_loss` is replaced, and the
+   model's checkpointing is off, from the first `_run_epoch` on.
 
 Batches that are larger than any before are planned for before they run. If nothing but the model's inputs is needed,
 the plan then holds for a quarter more (`apply(on_larger="replan")`).
@@ -27,6 +28,7 @@ import copy
 import functools
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Unpack
@@ -38,16 +40,14 @@ from transformers import Trainer, TrainerCallback
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import PlanKeywords
-from ckptplan.integrations.training import Planning, say
+from ckptplan.integrations.training import PlannedBatch, Planning, say, unchanged
 from ckptplan.runtime.guard.check import When
-from ckptplan.runtime.guard.shapes import Limits as InputLimits
-from ckptplan.runtime.guard.shapes import input_tensors
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.state.restore import beside
 
-_REPLACED = ("compute_loss", "_run_epoch", "_finalize_training")
-"""Methods of a Trainer that are replaced on the instance (NOTE [In a Trainer's loop])."""
+_GUARDED = ("_run_epoch", "_evaluate", "_finalize_training")
+"""Methods of a Trainer that are guarded on the instance (NOTE [In a Trainer's loop])."""
 
 
 class ActivationPlanCallback(TrainerCallback):
@@ -110,6 +110,11 @@ class ActivationPlanCallback(TrainerCallback):
         _check_settings(trainer)
         self._run = _Run(trainer, self._planning, self.end)
 
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Warn if the first step is over and nothing was planned."""
+        if self._run is not None:
+            self._run.check_planned()
+
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore model and Trainer."""
         self.end()
@@ -136,13 +141,26 @@ class _Run:
         self.trainer, self.planning, self.end = trainer, planning, end
         self.handle: Handle | None = None
         self._batch: tuple[Any, ...] = ()
-        self._limits: InputLimits | None = None
+        self._planned_batch: PlannedBatch | None = None
         self._undo = contextlib.ExitStack()
+        self._begun = self._warned = False
         self.compute_loss: Callable[..., Any] = trainer.compute_loss
-        self._replace("compute_loss", self._compute_loss)
-        for name in _REPLACED[1:]:
-            self._replace(name, functools.partial(self._guarded, getattr(trainer, name)))
-        self._undo.enter_context(_checkpointing_off(_model_of(trainer)))
+        self._replace(trainer, "_run_epoch", functools.partial(self._epoch, trainer._run_epoch))
+        for name in _GUARDED:
+            self._replace(trainer, name, functools.partial(self._guarded, getattr(trainer, name)))
+        handler = trainer.callback_handler
+        self._replace(handler, "call_event", functools.partial(self._guarded, handler.call_event))
+
+    def check_planned(self) -> None:
+        """Warn, once, if a step was trained and no call of `compute_loss` was seen."""
+        if self.handle is None and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{type(self.trainer).__name__} has trained a step without calling compute_loss, so nothing is "
+                "planned: steps take as much memory as without the callback; call self.compute_loss in training_step",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def close(self) -> None:
         """Undo everything."""
@@ -150,14 +168,14 @@ class _Run:
             self.handle.remove()
         self._undo.close()
 
-    def _replace(self, name: str, by: Callable[..., Any]) -> None:
-        attributes = vars(self.trainer)
+    def _replace(self, of: Any, name: str, by: Callable[..., Any]) -> None:
+        attributes = vars(of)
         own = name in attributes, attributes.get(name)
-        setattr(self.trainer, name, by)
+        setattr(of, name, by)
 
         def back() -> None:
             if own[0]:
-                setattr(self.trainer, name, own[1])
+                setattr(of, name, own[1])
             else:
                 attributes.pop(name, None)
 
@@ -170,17 +188,25 @@ class _Run:
             self.end()
             raise
 
+    def _epoch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._begun:
+            self._begun = True
+            self.compute_loss = self.trainer.compute_loss
+            self._replace(self.trainer, "compute_loss", self._compute_loss)
+            self._undo.enter_context(_checkpointing_off(_model_of(self.trainer)))
+        return original(*args, **kwargs)
+
     def _compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if model.training and torch.is_grad_enabled():
             self._batch = (model, copy.copy(inputs), args, kwargs)
-            beyond = self._limits is not None and self._limits.first_beyond((), dict(inputs)) is not None
-            if self.handle is None or beyond:
-                self._plan()
-            self._batch = (model, copy.copy(inputs), args, kwargs)
+            planned = self._planned_batch
+            if self.handle is None or (planned is not None and not planned.holds_for(dict(inputs))):
+                with unchanged(dict(inputs)):
+                    self._plan()
         return self.compute_loss(model, inputs, *args, **kwargs)
 
-    def _loss(self) -> torch.Tensor:
-        """Return what the Trainer computes for the present batch."""
+    def _loss(self, code: Callable[..., Any] | None = None) -> torch.Tensor:
+        """Return the Trainer's loss of the present batch; `code`, its function, is among the variables of callers."""
         model, inputs, args, kwargs = self._batch
         found = self.compute_loss(model, copy.copy(inputs), *args, **kwargs)
         loss: torch.Tensor = found[0] if isinstance(found, tuple) else found
@@ -196,6 +222,8 @@ class _Run:
         accumulate = trainer.args.gradient_accumulation_steps > 1
         more: dict[str, Any] = {"optimizer": optimizer, "accumulate": accumulate}
 
+        code = getattr(self.compute_loss, "__func__", self.compute_loss)  # what it names is put back, too
+
         def loss_fn(output: Any) -> torch.Tensor:
             given = iter([output])
 
@@ -205,23 +233,31 @@ class _Run:
                 raise _SecondForward
 
             with installed([PatchedForward(model, give)]):
-                return self._loss()
+                return self._loss(code)
 
         def step() -> torch.Tensor:
-            return self._loss()
+            return self._loss(code)
 
-        own = _loss_of_model if _is_the_models(trainer) else loss_fn
         with _no_layer_left_out(model):
-            try:
-                self.handle = self.planning.begin(model, inputs=self._inputs(model), loss_fn=own, **more)
-            except CkptPlanError as error:
-                if not isinstance(error.__cause__, _SecondForward):
-                    raise
-                self.handle = self.planning.begin(model, step=step, **more)
-                self._limits = InputLimits(input_tensors((), dict(self._batch[1])))
+            inputs = self._inputs(model, code)
+            if inputs is not None:
+                try:
+                    own = _loss_of_model if self._is_the_models() else loss_fn
+                    self.handle = self.planning.begin(model, inputs=inputs, loss_fn=own, **more)
+                    return
+                except CkptPlanError as error:
+                    if not isinstance(error.__cause__, _SecondForward):
+                        raise
+            self.handle = self.planning.begin(model, step=step, **more)
+            self._planned_batch = PlannedBatch(dict(self._batch[1]))
 
-    def _inputs(self, model: nn.Module) -> dict[str, Any]:
-        """Return the inputs, by name, with which the present batch's loss calls the model."""
+    def _is_the_models(self) -> bool:
+        """Return whether the Trainer's loss is the one in the model's output."""
+        plain = getattr(self.compute_loss, "__func__", None) is Trainer.compute_loss
+        return plain and self.trainer.label_smoother is None and self.trainer.compute_loss_func is None
+
+    def _inputs(self, model: nn.Module, code: Callable[..., Any]) -> dict[str, Any] | None:
+        """Return the inputs, by name, with which the present batch's loss calls the model; None if it doesn't."""
         found: list[Any] = []
 
         def record(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -229,13 +265,10 @@ class _Run:
             found.append({**dict(zip(names, args, strict=False)), **kwargs})
             raise _Recorded
 
-        with beside(model, [self.trainer]), contextlib.suppress(_Recorded), installed([PatchedForward(model, record)]):
+        patch = PatchedForward(model, record)
+        with beside(model, [self.trainer, code]), contextlib.suppress(_Recorded), installed([patch]):
             self._loss()
-        if not found:
-            raise UnsupportedModelError(
-                f"{type(self.trainer).__name__}.compute_loss doesn't call the model, so there is no forward to plan"
-            )
-        return dict(found[0])
+        return dict(found[0]) if found else None
 
 
 def _model_of(trainer: Trainer) -> nn.Module:
@@ -247,12 +280,6 @@ def _model_of(trainer: Trainer) -> nn.Module:
 
 def _loss_of_model(output: Any) -> torch.Tensor:
     return output["loss"] if isinstance(output, dict) else output[0]  # type: ignore[no-any-return]
-
-
-def _is_the_models(trainer: Trainer) -> bool:
-    """Return whether a Trainer's loss is the one in the model's output."""
-    plain = type(trainer).compute_loss is Trainer.compute_loss
-    return plain and trainer.label_smoother is None and trainer.compute_loss_func is None
 
 
 def _trainer_above() -> Trainer:
@@ -285,7 +312,7 @@ def _check_settings(trainer: Trainer) -> None:
     for why, applies in refused.items():
         if applies:
             raise UnsupportedModelError(why)
-    missing = [name for name in _REPLACED if not hasattr(trainer, name)]
+    missing = [name for name in _GUARDED if not hasattr(trainer, name)]
     if missing:
         raise UnsupportedModelError(
             f"this version of transformers has no Trainer.{missing[0]}, which the callback needs; use 5.23 or later"

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 
 from torch import nn
 
+from ckptplan.core.errors import PlanMismatchError
 from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.plan import Plan
+from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits, Training
+from ckptplan.core.stage import InputTensor
 from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.planning.job import Job, staged
-from ckptplan.profiling.profiler import profile_step, replayed_bytes, training_step
+from ckptplan.profiling.profiler import profile_step, replayed_bytes, stage_inputs, training_step
 from ckptplan.profiling.target import DeviceLike, Target, find_target
 from ckptplan.profiling.workload.inputs import padded
 from ckptplan.profiling.workload.optimizers import OptimizerLike
@@ -55,6 +58,8 @@ def job_of_step(
         cache=cache,
     )
     check_disk(measured, limits.host_bytes, limits.disk_bytes)
+    for other in padded(training):
+        measured = holding_for(measured, stage_inputs(other, measured, target))
     return replaying(
         Job(measured, limits), training, TrainingBytes(training.model, target, Training(optimizer=optimizer))
     )
@@ -64,10 +69,10 @@ def replaying(job: Job, step: TrainingStep, sizes: TrainingBytes) -> Job:
     """Return `job` with a replay of each plan on `step`, from which its profile was made.
 
     A mask without a zero makes many models leave it out, and those with padding take another path. So a step with such
-    a mask is replayed once more with one zero in it, and the larger bytes count.
+    a mask is replayed once more with one zero in it, and the larger bytes count. There a stage whose operations are
+    others than those that the plan saves runs again as a whole, as in training.
     """
     target = sizes.target
-    steps = [step, *padded(step)]
 
     def needs(step: TrainingStep, plan: Plan) -> DeviceBytes:
         if target.is_cuda:
@@ -76,10 +81,31 @@ def replaying(job: Job, step: TrainingStep, sizes: TrainingBytes) -> Job:
         return DeviceBytes(nbytes, nbytes, nbytes)
 
     def replayed(plan: Plan) -> DeviceBytes:
-        found = [astuple(needs(step, plan)) for step in steps]
-        return DeviceBytes(*map(max, zip(*found, strict=True)))
+        found = [needs(step, plan)]
+        for other in padded(step):
+            try:
+                found.append(needs(other, plan))
+            except PlanMismatchError:
+                whole = (replace(c, ops=(), option=c.action) if c.ops else c for c in plan.choices)
+                found.append(needs(other, replace(plan, choices=tuple(whole))))
+        return DeviceBytes(*map(max, zip(*map(astuple, found), strict=True)))
 
     return replace(job, replayed=replayed, on_cuda=target.is_cuda)
+
+
+def holding_for(profile: Profile, inputs: Mapping[str, tuple[InputTensor, ...]]) -> Profile:
+    """Return `profile` with stages whose plans hold for these inputs as well as for their own."""
+    stages = []
+    for stage in profile.stages:
+        found = {t.path: t for t in stage.inputs or ()}
+        for tensor in inputs.get(stage.name, ()) if stage.inputs is not None else ():
+            own = found.get(tensor.path)
+            if own is None:
+                found[tensor.path] = tensor
+            elif len(own.shape) == len(tensor.shape):
+                found[tensor.path] = replace(own, shape=tuple(map(max, own.shape, tensor.shape)))
+        stages.append(stage if stage.inputs is None else replace(stage, inputs=tuple(found.values())))
+    return replace(profile, stages=tuple(stages))
 
 
 def default_budget(model: nn.Module, device: DeviceLike) -> int:

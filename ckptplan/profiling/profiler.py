@@ -21,10 +21,10 @@ from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedMo
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
 from ckptplan.core.overheads import NO_OVERHEADS, Overheads
-from ckptplan.core.plan import Plan
+from ckptplan.core.plan import KEEP, Plan
 from ckptplan.core.profile import MOST_ERROR, Fingerprint, Profile
 from ckptplan.core.request import Report, StepKeywords, Training, ignore_progress, require_known
-from ckptplan.core.stage import Stage
+from ckptplan.core.stage import InputTensor, Stage
 from ckptplan.core.storage import Storage
 from ckptplan.core.units import format_bytes
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
@@ -222,6 +222,21 @@ def replayed_bytes(step: TrainingStep, plan: Plan, target: Target) -> int:
             return tracker.peak_bytes
 
         return answered(peak_bytes, step, target, rewind)
+
+
+@in_own_context
+def stage_inputs(step: TrainingStep, profile: Profile, target: Target) -> dict[str, tuple[InputTensor, ...]]:
+    """The tensors with which a step calls the stages of a profile, by a replay that keeps everything."""
+    stages = tuple(stage.name for stage in profile.stages if not stage.is_glue)
+    with training_config(step.model), restored(step.model, step.reached(), runs=False) as rewind:
+        rewind()
+
+        def arguments() -> dict[int, tuple[InputTensor, ...]]:
+            rewind()
+            return replay(step, stages, (KEEP,) * len(stages), target).arguments
+
+        found = answered(arguments, step, target, rewind)
+    return {stages[position // 2]: tensors for position, tensors in found.items() if position // 2 < len(stages)}
 
 
 def _profile(

@@ -106,9 +106,9 @@ def test_limits(tmp_path: Path) -> None:
 def test_a_recorded_baseline(tmp_path: Path) -> None:
     file = tmp_path / "test_memory.py"
     file.write_text(BASELINE.format(batch=64))
-    assert "memory.json has no bytes of test_baseline; record them" in run(tmp_path)
+    assert "memory.json has no bytes of test_memory.py::test_baseline; record them" in run(tmp_path)
     assert "1 passed" in run(tmp_path, "--record-training-memory")
-    assert json.loads((tmp_path / "memory.json").read_text()).keys() == {"test_baseline"}
+    assert json.loads((tmp_path / "memory.json").read_text()).keys() == {"test_memory.py::test_baseline"}
     assert "1 passed" in run(tmp_path)
     file.write_text(BASELINE.format(batch=1 << 16))
     out = run(tmp_path)

@@ -229,3 +229,96 @@ def test_a_second_training_finds_the_profile_in_the_cache(
     monkeypatch.setattr("ckptplan.profiling.profiler._profile", lambda *a: pytest.fail("it isn't in the cache"))
     second = trained(tmp_path, ActivationPlanCallback(budget="30%", time_limit_s=2), kind=Trainer)
     assert_same(first, second)
+
+
+@pytest.mark.parametrize("kind", [MeasuredTrainer, Twice])
+def test_padding_that_comes_later(kind: type[Trainer], tmp_path: Path) -> None:
+    """The first batches' masks have only ones, and are left out by the model; later ones have zeros."""
+    lengths = ([24] * 8 + [24, 24, 24, 20]) * 8
+    options = {"train_sampling_strategy": "sequential", "max_steps": 8}
+    callback = ActivationPlanCallback(budget="30%", time_limit_s=2, cache=False)
+    plain = trained(tmp_path, kind=kind, lengths=lengths, options=options)
+    planned = trained(tmp_path, callback, kind=kind, lengths=lengths, options=options)
+    assert_same(planned, plain)
+    assert max(planned.peaks) <= callback.plan.budget_bytes  # type: ignore[union-attr]
+
+
+CALLS = {"count": 0}
+
+
+class Counting(MeasuredTrainer):
+    """Its loss depends on how often it was computed, and it writes to its batch."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        CALLS["count"] += 1
+        inputs["input_ids"].remainder_(50)
+        inputs["input_ids"].add_(1)
+        loss = model(**inputs).loss * CALLS["count"]
+        return (loss, {}) if return_outputs else loss
+
+
+def test_what_a_loss_changes_is_put_back_after_planning(tmp_path: Path) -> None:
+    CALLS["count"] = 0
+    plain = trained(tmp_path, kind=Counting)
+    CALLS["count"] = 0
+    assert_same(trained(tmp_path, ActivationPlanCallback(budget="30%", time_limit_s=2), kind=Counting), plain)
+
+
+class Heavy(MeasuredTrainer):
+    """Gets another loss on the instance, with more memory than the model's own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.compute_loss = self.heavy  # type: ignore[method-assign]
+
+    def heavy(self, model: nn.Module, inputs: Any, **_: Any) -> torch.Tensor:
+        logits = model(**inputs).logits
+        found = [
+            nn.functional.cross_entropy((logits * (i + 1)).sin().exp().flatten(0, 1), inputs["labels"].flatten())
+            for i in range(8)
+        ]
+        return torch.stack(found).sum()
+
+
+def test_a_loss_on_the_instance_is_planned_with(tmp_path: Path) -> None:
+    callback = ActivationPlanCallback(budget="10%", time_limit_s=2)
+    plain, planned = trained(tmp_path, kind=Heavy), trained(tmp_path, callback, kind=Heavy)
+    assert_same(planned, plain)
+    assert max(planned.peaks) <= callback.plan.budget_bytes  # type: ignore[union-attr]
+
+
+class Raises(TrainerCallback):
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        raise ValueError("planted")
+
+
+@pytest.mark.parametrize("where", ["on_epoch_begin", "evaluation"])
+def test_errors_outside_of_an_epoch_leave_nothing_behind(where: str, tmp_path: Path) -> None:
+    made: list[Trainer] = []
+
+    class Noted(Trainer):
+        def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+            made.append(self)
+            return super().create_optimizer(*args, **kwargs)
+
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            raise ValueError("planted")
+
+    options = {"activation_checkpointing": True, "eval_strategy": "steps", "eval_on_start": where == "evaluation"}
+    others = [] if where == "evaluation" else [Raises()]
+    with pytest.raises(ValueError, match="planted"):
+        trained(tmp_path, ActivationPlanCallback(budget="30%"), *others, kind=Noted, options=options)
+    assert not any(name in vars(made[0]) for name in ("compute_loss", "_run_epoch", "_evaluate", "_finalize_training"))
+    assert "call_event" not in vars(made[0].callback_handler)
+    assert all(layer.gradient_checkpointing for layer in made[0].model.transformer.h)
+
+
+def test_a_step_that_does_not_compute_the_loss_is_noticed(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def training_step(self, model: nn.Module, inputs: Any, *args: Any) -> torch.Tensor:
+            loss = model(**inputs).loss
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    with pytest.warns(RuntimeWarning, match="Own has trained a step without calling compute_loss"):
+        trained(tmp_path, ActivationPlanCallback(budget="30%"), kind=Own)

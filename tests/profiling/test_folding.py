@@ -318,7 +318,7 @@ def without_clocks() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(profiler, "time_stages", time_stages)
         patch.setattr(Target, "workspaces", workspaces)
         patch.setattr(profiler, "measure_costs", lambda *args: Link(1e9, 1e9))
-        patch.setattr(profiler, "measure_links", lambda *args: (Link(1e9, 1e9), Link(1e9, 1e9)))
+        patch.setattr(profiler, "measure_links", lambda *args, **how: (Link(1e9, 1e9), Link(1e9, 1e9)))
         yield patch
 
 
