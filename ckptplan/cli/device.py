@@ -205,13 +205,14 @@ def fit(
         ):
             job = job if path is None else job.over(read(path))
         model = configs.make_model(job)
-        make_inputs, given = configs.make_inputs(model, job.length or 2048), job.batch or 1
+        (make_inputs, length), given = configs.make_inputs(model, job.length), job.batch or 1
         optimizer, amp, accumulate = job.optimizer, job.amp, job.accumulate
         parameters = sum(p.numel() for p in model.parameters())
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         typer.echo(
             f"{type(model).__name__}, {parameters / 1e6:,.1f} M parameters, {trained / 1e6:,.1f} M trained; "
-            f"{given} x {job.length or 2048} tokens; optimizer {optimizer or 'none'}, autocast {amp or 'off'}"
+            f"{given} x {f'{length} tokens' if length else 'one image'}; optimizer {optimizer or 'none'}, "
+            f"autocast {amp or 'off'}"
         )
         for note in job.notes:
             typer.echo(f"note: {note}")

@@ -6,6 +6,7 @@ code that a config names in `auto_map` is never imported.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -104,7 +105,7 @@ def read_axolotl(path: Path) -> Job:
         targets = data.get("lora_target_modules") or ("all-linear" if data.get("lora_target_linear") else None)
         names = targets if isinstance(targets, list) else [targets] if targets else []
         job = replace(
-            job, lora=",".join([f"r={data.get('lora_r', 8)}", *([f"targets={','.join(names)}"] if names else [])])
+            job, lora=",".join([f"r={data.get('lora_r') or 8}", *([f"targets={','.join(names)}"] if names else [])])
         )
     elif data.get("adapter"):
         job = replace(job, notes=(*job.notes, f"adapter: {data['adapter']} isn't planned for; counted without it"))
@@ -125,8 +126,13 @@ def _mapping(path: Path, read: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def _job(data: Mapping[str, Any], known: Mapping[str, str]) -> Job:
-    fields = {field: data[name] for name, field in known.items() if field and data.get(name) is not None}
-    notes = []
+    notes: list[str] = []
+    fields: dict[str, Any] = {}
+    for name, of_job in known.items():
+        if of_job == "config" and data.get(name) is not None:
+            fields[of_job] = str(data[name])
+        elif of_job and (number := _whole(data, name, notes)) is not None:
+            fields[of_job] = number
     unknown = [n for n, v in data.items() if n not in known and v not in (None, False) and not n.startswith(_NO_BYTES)]
     if unknown:
         notes.append(f"not understood, and not counted: {', '.join(sorted(unknown))}")
@@ -141,11 +147,24 @@ def _job(data: Mapping[str, Any], known: Mapping[str, str]) -> Job:
     for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
         if data.get(name) in (True, "true", "auto"):
             fields.setdefault("amp", dtype)
-    if int(data.get("gradient_accumulation_steps") or 1) > 1:
+    if (_whole(data, "gradient_accumulation_steps", notes) or 1) > 1:
         fields["accumulate"] = True
     if data.get("gradient_checkpointing") or data.get("activation_checkpointing"):
         notes.append("checkpointing is left to the plan, so the files' own is off")
     return Job(**fields, notes=tuple(notes))
+
+
+def _whole(data: Mapping[str, Any], name: str, notes: list[str]) -> int | None:
+    """Return a setting that is a whole number, or None, with a note if it is "auto"."""
+    value = data.get(name)
+    if value is None:
+        return None
+    if value == "auto":
+        notes.append(f"{name} is 'auto', which isn't known here; give a number")
+        return None
+    if isinstance(value, bool) or not str(value).isdigit() or int(value) < 1:
+        raise InvalidInputError(f"{name}: {value!r} is not a whole number, 1 or more")
+    return int(value)
 
 
 def make_model(job: Job) -> nn.Module:
@@ -159,8 +178,14 @@ def make_model(job: Job) -> nn.Module:
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    if not job.config:
+        raise InvalidInputError("no config is named: give --config, or base_model in the axolotl file")
     path = Path(job.config)
     path = path / "config.json" if path.is_dir() else path
+    if not path.exists():
+        raise InvalidInputError(
+            f"{path} can't be read: there is no such file; nothing is downloaded, so name a config here"
+        )
     data = _mapping(path, json.loads)
     kind = str(data.get("model_type"))
     if kind not in CONFIG_MAPPING:
@@ -212,14 +237,56 @@ def _with_lora(model: nn.Module, text: str) -> nn.Module:
         raise InvalidInputError(f"--lora {text!r}: {error}") from error
 
 
-def make_inputs(model: nn.Module, length: int) -> Callable[[int], dict[str, torch.Tensor]]:
-    """Return a function from a batch size to inputs of `length` tokens, with labels where the model takes them."""
-    import inspect
+def positions(model: nn.Module) -> int | None:
+    """Return the largest length of a model's inputs by its config; None if that has none."""
+    config = model.config
+    config = getattr(config, "text_config", None) or config
+    found = getattr(config, "n_positions", None) or getattr(config, "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
 
-    names = inspect.signature(getattr(model, "get_base_model", lambda: model)().forward).parameters
+
+def make_inputs(model: nn.Module, length: int | None) -> tuple[Callable[[int], dict[str, torch.Tensor]], int]:
+    """Return a function from a batch size to inputs, and their length in tokens (0: images).
+
+    Parameters
+    ----------
+    length : int, optional
+        By default 2048, or fewer if the model has fewer positions.
+
+    Raises
+    ------
+    InvalidInputError
+        If the model takes neither tokens nor images, or has fewer positions.
+    """
+    inner = getattr(model, "get_base_model", lambda: model)()
+    names = inspect.signature(inner.forward).parameters
+    most = positions(model)
+    if length is not None and most is not None and length > most:
+        raise InvalidInputError(
+            f"the model has {most} positions, and {length} tokens are given; give --seq {most} or less"
+        )
+    tokens = length or min(2048, most or 2048)
+    kind = type(inner).__name__
+    images = getattr(inner, "main_input_name", "") == "pixel_values"
+    if not images and "input_ids" not in names:
+        raise InvalidInputError(
+            f"inputs for {kind} don't follow from its config; name a function that makes model and inputs: "
+            "ckptplan fit package.module:build"
+        )
+    of_samples = "SequenceClassification" in kind or "ImageClassification" in kind
+    of_tokens = any(word in kind for word in ("LM", "ConditionalGeneration", "TokenClassification"))
 
     def make(batch: int) -> dict[str, torch.Tensor]:
-        ids = torch.zeros(batch, length, dtype=torch.long)
-        return {name: ids for name in ("input_ids", "labels", "decoder_input_ids") if name in names}
+        if images:
+            size = getattr(inner.config, "image_size", 224)
+            height, width = (size, size) if isinstance(size, int) else tuple(size)
+            channels = getattr(inner.config, "num_channels", 3)
+            found = {"pixel_values": torch.zeros(batch, channels, height, width, device="meta")}
+        else:
+            ids = torch.zeros(batch, tokens, dtype=torch.long)
+            found = {name: ids for name in ("input_ids", "decoder_input_ids") if name in names}
+        if "labels" in names and (of_samples or (of_tokens and not images)):
+            found["labels"] = torch.zeros(batch, *([] if of_samples else [tokens]), dtype=torch.long)
+        return found
 
-    return make
+    return make, 0 if images else tokens

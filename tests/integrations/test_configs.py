@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import Run, assert_clean_error
-from transformers import LlamaConfig
+from transformers import BertConfig, LlamaConfig, ViTConfig
 
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.integrations import configs
@@ -54,7 +54,9 @@ def test_a_model_is_made_of_its_config(folder: Path) -> None:
     assert type(model).__name__ == "LlamaForCausalLM"
     assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
     assert model.training
-    inputs = configs.make_inputs(model, 16)(3)
+    make, length = configs.make_inputs(model, 16)
+    inputs = make(3)
+    assert length == 16
     assert {name: tuple(t.shape) for name, t in inputs.items()} == {"input_ids": (3, 16), "labels": (3, 16)}
     adapted = configs.make_model(configs.Job(str(folder / "model"), lora="r=4,targets=q_proj,v_proj"))
     trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
@@ -73,6 +75,33 @@ def test_a_model_is_made_of_its_config(folder: Path) -> None:
 def test_what_can_not_be_made(job: dict[str, Any], message: str, folder: Path) -> None:
     with pytest.raises(InvalidInputError, match=message):
         configs.make_model(configs.Job(**{"config": str(folder / "model"), **job}))
+
+
+KINDS: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
+    "image": (
+        ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32,
+                  architectures=["ViTForImageClassification"]),
+        {"pixel_values": (3, 3, 32, 32), "labels": (3,)},
+    ),
+    "sequence": (
+        BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=96,
+                   max_position_embeddings=48, architectures=["BertForSequenceClassification"]),
+        {"input_ids": (3, 48), "labels": (3,)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_follow_from_the_head(kind: str, run: Run, tmp_path: Path) -> None:
+    config, shapes = KINDS[kind]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config.to_dict()))
+    make, _ = configs.make_inputs(configs.make_model(configs.Job(str(path))), None)
+    assert {name: tuple(t.shape) for name, t in make(3).items()} == shapes
+    found = run("fit", "--config", str(path), "--device", "a100-40gb", "--optimizer", "adamw")
+    assert found.exit_code == 0, found.output
+    if kind == "sequence":
+        assert_clean_error(run("fit", "--config", str(path), "--seq", "64"), "the model has 48 positions")
 
 
 def test_code_of_a_config_is_not_imported(folder: Path) -> None:
@@ -106,6 +135,19 @@ def test_training_arguments(tmp_path: Path) -> None:
     job = configs.read_training_arguments(path)
     assert (job.batch, job.optimizer, job.amp, job.accumulate) == (3, "adafactor", "float16", None)
     assert job.notes == ("not understood, and not counted: neftune_noise",)
+
+
+def test_numbers_in_files(tmp_path: Path) -> None:
+    path = tmp_path / "args.json"
+    path.write_text(json.dumps({"per_device_train_batch_size": "4", "gradient_accumulation_steps": "auto"}))
+    job = configs.read_training_arguments(path)
+    assert job.batch == 4
+    assert job.notes == ("gradient_accumulation_steps is 'auto', which isn't known here; give a number",)
+    path.write_text(json.dumps({"per_device_train_batch_size": "many"}))
+    with pytest.raises(InvalidInputError, match="per_device_train_batch_size: 'many' is not a whole number"):
+        configs.read_training_arguments(path)
+    with pytest.raises(InvalidInputError, match="give --config, or base_model"):
+        configs.make_model(configs.Job())
 
 
 def test_fit_takes_files(run: Run, folder: Path) -> None:
