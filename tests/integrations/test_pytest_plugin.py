@@ -60,14 +60,27 @@ def test_fixture(training_memory):
     assert found.categories["weights"] > 0
 """
 
-BASELINE = """
+BASELINES = """
 import pytest
 import torch
 from torch import nn
 
-@pytest.mark.max_training_memory(baseline="memory.json", device="a100-40gb")
-def test_baseline():
-    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.zeros({batch}, 64)
+def made():
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.zeros(64, 64)
+
+baseline = pytest.mark.max_training_memory(baseline="memory.json", device="a100-40gb")
+
+@baseline
+def test_same():
+    return made()
+
+@baseline
+def test_grown():
+    return made()
+
+@baseline
+def test_new():
+    return made()
 """
 
 
@@ -104,16 +117,19 @@ def test_limits(tmp_path: Path) -> None:
 
 
 def test_a_recorded_baseline(tmp_path: Path) -> None:
-    file = tmp_path / "test_memory.py"
-    file.write_text(BASELINE.format(batch=64))
-    assert "memory.json has no bytes of test_memory.py::test_baseline; record them" in run(tmp_path)
-    assert "1 passed" in run(tmp_path, "--record-training-memory")
-    assert json.loads((tmp_path / "memory.json").read_text()).keys() == {"test_memory.py::test_baseline"}
-    assert "1 passed" in run(tmp_path)
-    file.write_text(BASELINE.format(batch=1 << 16))
+    (tmp_path / "test_memory.py").write_text(BASELINES)
+    assert "3 passed" in run(tmp_path, "--record-training-memory")
+    path = tmp_path / "memory.json"
+    recorded = json.loads(path.read_text())
+    assert recorded.keys() == {f"test_memory.py::{name}" for name in ("test_same", "test_grown", "test_new")}
+    del recorded["test_memory.py::test_new"]
+    recorded["test_memory.py::test_grown"] //= 2
+    path.write_text(json.dumps(recorded))
     out = run(tmp_path)
-    assert "more than the recorded" in out
+    assert "PASSED test_memory.py::test_same" in out, out
+    assert "100.0% more than the recorded" in out
     assert "if that is meant, record it" in out
+    assert "memory.json has no bytes of test_memory.py::test_new; record them" in out
 
 
 def test_unused_it_loads_nothing(tmp_path: Path) -> None:
