@@ -46,7 +46,7 @@ def _hint(source: str) -> str:
     if near:
         return f"did you mean {Path(source).with_name(near[0])}?"
     module, dot, name = source.rpartition(".")
-    if dot and source.replace(".", "").isidentifier():
+    if dot and source.replace(".", "").isidentifier() and Path(source).suffix != ".json":
         return f"a model is named as package.module:name, so maybe {module}:{name}"
     return "give a profile's file, or package.module:name of a model or of a function that makes one"
 

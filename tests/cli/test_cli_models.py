@@ -135,6 +135,7 @@ def test_names_that_are_no_files(run: Run, tmp_path: Path, monkeypatch: pytest.M
     assert_clean_error(
         run("solve", "profle.json", "--budget-gb", "1"), "No such file: profle.json; did you mean profile.json?"
     )
+    assert_clean_error(run("solve", "absent.json", "--budget-gb", "1"), "No such file", "give a profile's file, or")
     assert_clean_error(run("solve", "mymodel.build", "--budget-gb", "1"), "No such file", "maybe mymodel:build")
 
 
