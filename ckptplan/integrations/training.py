@@ -115,17 +115,14 @@ class PlannedBatch:
 
     def holds_for(self, batch: Any) -> bool:
         """Return whether a batch is no larger."""
-        return self._limits.first_beyond((batch,), {}) is None and self._full <= _full_masks(batch, self._full)
+        fits = self._limits.first_beyond((batch,), {}) is None
+        return fits and (not self._full or self._full <= _full_masks(batch))
 
 
-def _full_masks(batch: Any, among: set[str] | None = None) -> set[str]:
-    """Return the paths of masks with only ones, of those in `among` alone if it is given."""
-    return {
-        path
-        for path, tensor in (tensors_at((batch,)) if among is None or among else ())
-        if (path in among if among is not None else "mask" in path and tensor.dim() == 2)
-        and not tensor.is_floating_point() and bool(tensor.all())
-    }  # fmt: skip
+def _full_masks(batch: Any) -> set[str]:
+    """Return the paths of a batch's masks that have only ones."""
+    masks = ((path, t) for path, t in tensors_at((batch,)) if "mask" in path and t.dim() == 2)
+    return {path for path, mask in masks if not mask.is_floating_point() and bool(mask.all())}
 
 
 @contextlib.contextmanager
