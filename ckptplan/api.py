@@ -98,11 +98,13 @@ def solve(
         less = f", less {format_bytes(free - budget_bytes)}" if wanted.margin else ""
         notes = (f"the budget is the device's free memory, {format_bytes(free)}{less}",)
     job = _job(model_or_profile, training, swap_dir, limits)
+    range_bytes = None
     if wanted.share is not None:
-        least, most = job.needed_range_bytes()
+        range_bytes = job.range_bytes(limits.time_limit_s)
+        least, most = job.needed_range_bytes(range_bytes)
         budget_bytes = least + int(wanted.share * (most - least))
     if budget_bytes is not None:
-        return replace(_with_range(job, job.solved(budget_bytes)), notes=(*notes, *job.profile.notes))
+        return replace(_with_range(job, job.solved(budget_bytes), range_bytes), notes=(*notes, *job.profile.notes))
     assert max_overhead is not None
     plan = job.sound(smallest_within(job.profile, max_overhead, job.handing_out))
     # No budget was named that a replay could exceed, so the plan names the one it keeps.
@@ -110,9 +112,9 @@ def solve(
     return _with_range(job, replace(plan, budget_bytes=max(plan.budget_bytes, job.needs(plan))))
 
 
-def _with_range(job: Job, plan: Plan) -> Plan:
+def _with_range(job: Job, plan: Plan, known: tuple[int, int] | None = None) -> Plan:
     """Return `plan` with the range of peaks between which a budget makes a difference."""
-    least, most = job.range_bytes(min(RANGE_TIME_LIMIT_S, job.limits.time_limit_s))
+    least, most = known or job.range_bytes(min(RANGE_TIME_LIMIT_S, job.limits.time_limit_s))
     return replace(plan, least_peak_bytes=min(least, plan.peak_bytes), most_peak_bytes=most)
 
 

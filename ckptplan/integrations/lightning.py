@@ -20,8 +20,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 from unittest import mock
 
 import lightning.pytorch as pl
@@ -30,9 +29,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Plan
-from ckptplan.core.request import PlanKeywords
-from ckptplan.integrations.training import PlannedBatch, Planning, say, unchanged
-from ckptplan.runtime.guard.check import When
+from ckptplan.integrations.training import PlannedBatch, PlanningCallback, say, unchanged
 from ckptplan.runtime.guard.shapes import input_tensors
 from ckptplan.runtime.handle import Handle
 
@@ -40,7 +37,7 @@ _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 """Strategies with which a plan can be applied; the buckets of the second one aren't in its bytes."""
 
 
-class ActivationPlanner(pl.Callback):
+class ActivationPlanner(PlanningCallback, pl.Callback):
     """Plans the activation memory of the training step on the first batch, and trains with the plan.
 
     Gradients are those of training without it, bit for bit. The module is as before when training ends, by whatever
@@ -62,34 +59,12 @@ class ActivationPlanner(pl.Callback):
         strategies that plans can't go with.
     """
 
-    def __init__(
-        self,
-        budget_gb: float | None = None,
-        *,
-        budget: str | None = None,
-        swap_dir: str | Path | None = None,
-        check: When = "sampled",
-        **options: Unpack[PlanKeywords],
-    ) -> None:
-        self._planning = Planning(type(self), budget_gb, budget, swap_dir, check, options)
+    def __init__(self, budget_gb: float | None = None, **options: Any) -> None:
+        super().__init__(budget_gb, **options)
         self._batch: PlannedBatch | None = None
         self._applied: Handle | None = None
         self._inputs = ""
         self._saved: dict[str, Any] = {}
-
-    @property
-    def handle(self) -> Handle | None:
-        """The handle of the plan that is applied now, or was last; None before the first batch."""
-        return self._planning.handle
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan that is applied now, or was last; None before the first batch."""
-        return None if self.handle is None else self.handle.plan
-
-    def summary(self) -> str:
-        """Return what was planned, and what ran since."""
-        return self._planning.summary()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

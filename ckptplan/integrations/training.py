@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -101,6 +101,40 @@ class Planning:
             f"{stats.recomputed_stages} stages recomputed, {format_bytes(stats.swapped_out_bytes)} swapped, "
             f"{len(self.handle.replans)} new plans for larger inputs"
         )
+
+
+class PlanningCallback:
+    """Base of the frameworks' callbacks: their options, the plan and its handle. Parameters as in `Planning`."""
+
+    def __init__(
+        self,
+        budget_gb: float | None = None,
+        *,
+        budget: str | None = None,
+        swap_dir: str | Path | None = None,
+        check: When = "sampled",
+        **options: Unpack[PlanKeywords],
+    ) -> None:
+        self._planning = Planning(type(self), budget_gb, budget, swap_dir, check, options)
+
+    @property
+    def handle(self) -> Handle | None:
+        """The handle of the plan that is applied now, or was last; None before the first batch."""
+        return self._planning.handle
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that is applied now, or was last; None before the first batch."""
+        return None if self.handle is None else self.handle.plan
+
+    @property
+    def took_s(self) -> float:
+        """Seconds in which that plan was made and applied."""
+        return self._planning.took_s
+
+    def summary(self) -> str:
+        """Return what was planned, and what ran since."""
+        return self._planning.summary()
 
 
 class PlannedBatch:

@@ -30,18 +30,14 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
-from ckptplan.core.plan import Plan
-from ckptplan.core.request import PlanKeywords
-from ckptplan.integrations.training import PlannedBatch, Planning, say, unchanged
-from ckptplan.runtime.guard.check import When
+from ckptplan.integrations.training import PlannedBatch, Planning, PlanningCallback, say, unchanged
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.state.restore import beside
@@ -50,7 +46,7 @@ _GUARDED = ("_run_epoch", "_evaluate", "_finalize_training")
 """Methods of a Trainer that are guarded on the instance (NOTE [In a Trainer's loop])."""
 
 
-class ActivationPlanCallback(TrainerCallback):
+class ActivationPlanCallback(PlanningCallback, TrainerCallback):
     """Plans the activation memory of the training step on the first batch, and trains with the plan.
 
     Gradients are those of training without it, bit for bit. The model and the Trainer are as before when training
@@ -72,36 +68,7 @@ class ActivationPlanCallback(TrainerCallback):
         settings of the Trainer that plans can't go with; the message names the setting.
     """
 
-    def __init__(
-        self,
-        budget_gb: float | None = None,
-        *,
-        budget: str | None = None,
-        swap_dir: str | Path | None = None,
-        check: When = "sampled",
-        **options: Unpack[PlanKeywords],
-    ) -> None:
-        self._planning = Planning(type(self), budget_gb, budget, swap_dir, check, options)
-        self._run: _Run | None = None
-
-    @property
-    def handle(self) -> Handle | None:
-        """The handle of the plan that is applied now, or was last; None before the first batch."""
-        return self._planning.handle
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan that is applied now, or was last; None before the first batch."""
-        return None if self.handle is None else self.handle.plan
-
-    @property
-    def took_s(self) -> float:
-        """Seconds in which the first batch's plan was made and applied."""
-        return self._planning.took_s
-
-    def summary(self) -> str:
-        """Return what was planned, and what ran since."""
-        return self._planning.summary()
+    _run: _Run | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Prepare for the first batch; also where a loop begins again after it ran out of memory."""

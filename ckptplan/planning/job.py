@@ -123,10 +123,10 @@ class Job:
         everything = solve_profile(self.profile, MOST_BYTES - 1, limits)
         return smallest_peak(self.profile, limits).peak_bytes, everything.peak_bytes
 
-    def needed_range_bytes(self) -> tuple[int, int]:
+    def needed_range_bytes(self, range_bytes: tuple[int, int]) -> tuple[int, int]:
         """Return the bytes that the plans with these two peaks need on the device."""
         limits = replace(self.limits, on_plan=None)
-        least, most = (self._within(peak, limits) for peak in self.range_bytes(limits.time_limit_s))
+        least, most = (self._within(peak, limits) for peak in range_bytes)
         return max(least.peak_bytes, self.needs(least)), max(most.peak_bytes, self.needs(most))
 
     def reserving(self, plan: Plan) -> Plan:

@@ -72,7 +72,7 @@ def replaying(job: Job, step: TrainingStep, sizes: TrainingBytes) -> Job:
     a mask is replayed once more with one zero in it, and the larger bytes count. There a stage whose operations are
     others than those that the plan saves runs again as a whole, as in training.
     """
-    target = sizes.target
+    target, others = sizes.target, padded(step)
 
     def needs(step: TrainingStep, plan: Plan) -> DeviceBytes:
         if target.is_cuda:
@@ -82,7 +82,7 @@ def replaying(job: Job, step: TrainingStep, sizes: TrainingBytes) -> Job:
 
     def replayed(plan: Plan) -> DeviceBytes:
         found = [needs(step, plan)]
-        for other in padded(step):
+        for other in others:
             try:
                 found.append(needs(other, plan))
             except PlanMismatchError:

@@ -99,8 +99,10 @@ def measure_links(
     total = _BLOCKS * block_bytes
     out_rate, in_rate = (total / statistics.median(times[1:]) for times in (out_s, in_s))
     alone = Link(out_rate, in_rate)
-    both_rate = total / statistics.median(both_s[1:]) if together else None
-    return alone, alone if both_rate is None else Link(both_rate, both_rate)
+    if not together:
+        return alone, alone
+    both_rate = total / statistics.median(both_s[1:])
+    return alone, Link(both_rate, both_rate)
 
 
 def busy_for(seconds: float, device: torch.device, most_bytes: int) -> Callable[[], None]:
