@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +43,21 @@ def write(document: dict[str, Any] | list[dict[str, Any]], path: Path) -> None:
         document = {"date": time.strftime("%Y-%m-%d"), **document}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def finish(
+    rows: list[Any], results: list[tuple[bool, str]], table: Any, console: Any, out: Path | None, name: str
+) -> None:
+    """Print table and promises, write them to the file `name` in `out`, and exit with 1 if a promise is broken."""
+    console.print(table)
+    for passed, text in results:
+        console.print(f"{'PASS' if passed else 'FAIL'}  {text}", soft_wrap=True, highlight=False)
+    if out is not None:
+        document = {
+            "command": command(),
+            "environment": environment(1),
+            "checks": [{"passed": passed, "what": text} for passed, text in results],
+            "rows": [asdict(row) for row in rows],
+        }
+        write(document, out / name)
+    sys.exit(0 if all(passed for passed, _ in results) else 1)

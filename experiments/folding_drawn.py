@@ -14,10 +14,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -193,18 +192,7 @@ def main() -> None:
             f"layers are left out: in {len(folded)}, with one changed in {sum(bool(row.change) for row in folded)}",
         ),
     ]
-    console.print(table(rows))
-    for passed, text in results:
-        console.print(f"{'PASS' if passed else 'FAIL'}  {text}", soft_wrap=True, highlight=False)
-    if given.out is not None:
-        document = {
-            "command": documents.command(),
-            "environment": documents.environment(1),
-            "checks": [{"passed": passed, "what": text} for passed, text in results],
-            "rows": [asdict(row) for row in rows],
-        }
-        documents.write(document, given.out / "folding_drawn.json")
-    sys.exit(0 if all(passed for passed, _ in results) else 1)
+    documents.finish(rows, results, table(rows), console, given.out, "folding_drawn.json")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -188,19 +188,7 @@ def main() -> None:
 
     with ThreadPoolExecutor(given.jobs) as pool:
         rows = list(pool.map(one, names))
-    results = checks(rows)
-    console.print(table(rows))
-    for passed, text in results:
-        console.print(f"{'PASS' if passed else 'FAIL'}  {text}", soft_wrap=True, highlight=False)
-    if given.out is not None:
-        document = {
-            "command": documents.command(),
-            "environment": documents.environment(1),
-            "checks": [{"passed": passed, "what": text} for passed, text in results],
-            "rows": [asdict(row) for row in rows],
-        }
-        documents.write(document, given.out / "trainer_drawn.json")
-    sys.exit(0 if all(passed for passed, _ in results) else 1)
+    documents.finish(rows, checks(rows), table(rows), console, given.out, "trainer_drawn.json")
 
 
 if __name__ == "__main__":
