@@ -38,7 +38,7 @@ _TINY_BYTES = 256
 _LARGE_BYTES = 1 << 19  # as activations have them, and in all more than a core's own caches
 _LARGE_COUNT = 4
 _WARM_UPS = 2
-_TINY_ROUNDS, _LARGE_ROUNDS = 9, 15  # in each of which the steps to compare run one after the other
+_ROUNDS = 9  # in each of which the steps to compare run one after the other
 _BANDWIDTH_BYTES = 64 << 20
 
 
@@ -69,7 +69,7 @@ def _measured(device: torch.device, swap_dir: str | Path | None) -> Overheads:
             )
             again = steps(_FEW, _TINY_BYTES, "recompute", Segment(0, _STAGES - 1))
             plain, kept, swapped, kept_few, swapped_few, reran, forward = _in_turn(
-                device, _TINY_ROUNDS, *(s.step for s in (*many, *few[1:], again)), few[0].forward
+                device, *(s.step for s in (*many, *few[1:], again)), few[0].forward
             )
             call_s = _beyond(kept, plain)
             swapping_s, few_swapping_s = _beyond(swapped, kept), _beyond(swapped_few, kept_few)
@@ -79,7 +79,7 @@ def _measured(device: torch.device, swap_dir: str | Path | None) -> Overheads:
             if is_accelerator(device):
                 byte_s = _bandwidth_s(device)
             else:
-                kept, swapped = _in_turn(device, _LARGE_ROUNDS, *(s.step for s in large[1:]))
+                kept, swapped = _in_turn(device, *(s.step for s in large[1:]))
                 copies_s = _beyond(swapped, kept) - swap_s - _LARGE_COUNT * storage_s
                 byte_s = max(copies_s, 0.0) / (_LARGE_COUNT * _LARGE_BYTES)
     finally:
@@ -87,11 +87,11 @@ def _measured(device: torch.device, swap_dir: str | Path | None) -> Overheads:
     return Overheads(call_s, swap_s, storage_s, byte_s, rerun_s)
 
 
-def _in_turn(device: torch.device, rounds: int, *runs: Callable[[], object]) -> list[list[float]]:
+def _in_turn(device: torch.device, *runs: Callable[[], object]) -> list[list[float]]:
     """Seconds of a stage in each of `runs`, per round in which they ran one after the other."""
     clock = time.perf_counter if is_accelerator(device) else time.thread_time
     found: list[list[float]] = [[] for _ in runs]
-    for number in range(-_WARM_UPS, rounds):
+    for number in range(-_WARM_UPS, _ROUNDS):
         for took_s, run in zip(found, runs, strict=True):
             synchronize(device)
             begin = clock()

@@ -65,7 +65,7 @@ _GPU_WARM_UPS = 2  # further ones of each way, which aren't counted
 _CPU_WARM_WAYS = 2  # ways that run once more, which isn't counted: plain and recompute take the most memory
 _SHORT_S = 2e-3  # a shorter stage runs a first time in each round: cold caches would be much of its time
 _MOST_RUNS = 30
-_MORE_S = 0.5  # most time for rounds beyond the least number; none that would take longer is begun
+_MORE_S = 0.25  # most time for rounds beyond the least number; none that would take longer is begun
 _ERROR = 0.01  # of the step, below which it is timed no more
 
 

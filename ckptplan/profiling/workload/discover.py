@@ -1,19 +1,18 @@
 """Find the stages of a model: the repeated blocks, and what is worth a decision around them.
 
-One forward without memory records the tree of calls, a `networkx.DiGraph` with edges from caller to callee, and what
-autograd saves inside each call. Candidates are the ways to cut that tree at the members of its containers
-(`ModuleList`, `Sequential`, `ModuleDict`, `_no_split_modules`), one per depth of nesting. The cut with the least memory
-under full recompute wins: the largest saved set of a stage, plus every stage's inputs.
+One forward without memory records the tree of calls, and what autograd saves inside each call. Candidates are the ways
+to cut that tree at the members of its containers (`ModuleList`, `Sequential`, `ModuleDict`, `_no_split_modules`), one
+per depth of nesting. The cut with the least memory under full recompute wins: the largest saved set of a stage, plus
+every stage's inputs.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import networkx as nx
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -29,10 +28,11 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 @dataclass(eq=False)
 class Call:
-    """One call of one module in the tree of calls."""
+    """One call of one module in the tree of calls; the model's own has no caller."""
 
     name: str
     member: bool
+    caller: Call | None = None
     saved: dict[int, int] = field(default_factory=dict)
     inputs: dict[int, int] = field(default_factory=dict)
 
@@ -77,9 +77,8 @@ def discover_stages(step: TrainingStep, world: Callable[[], contextlib.AbstractC
         If no submodule saves anything for backward.
     """
     calls = _record(step, world)
-    root = next(iter(calls))
-    cuts = _cuts(calls, root, lambda call: call.member) or _cuts(calls, root, lambda call: True)[:3]
-    total = root.saved_bytes
+    cuts = _cuts(calls, lambda call: call.member) or _cuts(calls, lambda call: True)[:3]
+    total = calls[0].saved_bytes
     best: list[Call] = []
     for cut in cuts:
         worthy = {call.module for call in cut if call.saved and (call.member or call.saved_bytes >= _WORTH * total)}
@@ -89,7 +88,7 @@ def discover_stages(step: TrainingStep, world: Callable[[], contextlib.AbstractC
     if not best:
         raise UnsupportedModelError("no submodule of the model saves anything for backward; there is nothing to plan")
     modules = {call.module for call in best}
-    called = dict.fromkeys(call.module for _, call in nx.dfs_edges(calls, root))
+    called = dict.fromkeys(call.module for call in calls[1:])
     outside = (name for name in called if not any(name == m or name.startswith(f"{m}.") for m in modules))
     return Found(tuple(call.name for call in best), tuple(outside))
 
@@ -101,34 +100,33 @@ def _cost(stages: list[Call]) -> int:
     return max(call.saved_bytes for call in stages) + sum(held.values())
 
 
-def _cuts(calls: nx.DiGraph, root: Call, counts: Callable[[Call], bool]) -> list[list[Call]]:
-    """Cuts of the tree below `root`, per level from 1 on.
+def _cuts(calls: Sequence[Call], counts: Callable[[Call], bool]) -> list[list[Call]]:
+    """Cuts of the tree below the model's own call, per level from 1 on.
 
     Of each path, the first call with that many counted ones down to it, itself included, or with none below.
     """
-    tree = list(nx.dfs_edges(calls, root))
-    above, below = {root: 0}, dict.fromkeys(calls, 0)
+    above, below = {calls[0]: 0}, dict.fromkeys(calls, 0)
+    tree = [(call.caller, call) for call in calls if call.caller is not None]
     for caller, call in tree:
         above[call] = above[caller] + counts(call)
     for caller, call in reversed(tree):
         below[caller] = max(below[caller], below[call] + counts(call))
     cuts = []
-    for level in range(1, below[root] + 1):
+    for level in range(1, below[calls[0]] + 1):
         reached = {call for call in calls if above[call] >= level or not below[call]}
         cuts.append([call for caller, call in tree if call in reached and caller not in reached])
     return cuts
 
 
-def _record(step: TrainingStep, world: Callable[[], contextlib.AbstractContextManager[Any]]) -> nx.DiGraph:
-    """The tree of calls, the model's own first."""
+def _record(step: TrainingStep, world: Callable[[], contextlib.AbstractContextManager[Any]]) -> list[Call]:
+    """The tree of calls in their order: each after its caller, the model's own first."""
     model = step.model
     no_split = set(getattr(model, "_no_split_modules", None) or ())
     modules = dict(model.named_modules())
     # With the storages themselves, since forward may give a parameter other data.
     own = {s._cdata: s for s in (t.untyped_storage() for t in (*model.parameters(), *model.buffers()))}
-    stack = [Call("", member=False)]
-    calls = nx.DiGraph()
-    calls.add_node(stack[0])
+    calls = [Call("", member=False)]
+    stack = calls[:]
     counts: dict[str, int] = {}
     met: dict[int, torch.UntypedStorage] = {}  # held, so that they stay distinct
 
@@ -154,9 +152,9 @@ def _record(step: TrainingStep, world: Callable[[], contextlib.AbstractContextMa
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
             counts[name] = count = counts.get(name, 0) + 1
-            call = Call(name if count == 1 else f"{name}#{count}", member)
+            call = Call(name if count == 1 else f"{name}#{count}", member, stack[-1])
             call.inputs = sizes(pytree.tree_leaves((args, kwargs)))
-            calls.add_edge(stack[-1], call)
+            calls.append(call)
             stack.append(call)
             try:
                 return original(*args, **kwargs)
