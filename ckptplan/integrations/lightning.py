@@ -3,9 +3,12 @@
     L.Trainer(callbacks=[ActivationPlanner(budget_gb=20)])
 
 NOTE [In Lightning's loop]
-The first event with a batch is `on_train_batch_start`. There the step is profiled and planned: `training_step` with
-that batch under the trainer's precision, whose logging and progress are off meanwhile. A later batch that is larger
-than any before is planned for in the same way.
+Every batch of training goes through the strategy's `training_step`, which is replaced on the instance: after all hooks
+that see the batch, before the precision's context, with the arguments that the module will get. At its first call the
+step is profiled and planned: the module's `training_step` under the trainer's precision, whose logging and progress are
+off meanwhile. A later batch that is larger than any before is planned for in the same way.
+
+A step without a loss (`training_step` returned None) has nothing to plan. It runs as it is, and the next is planned.
 
 With manual optimization, `training_step` runs backward itself, maybe several times. While it is profiled, its backwards
 record their losses and its optimizers do nothing; the losses' sum is the step's loss, so that all graphs count at once.
@@ -19,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -27,10 +30,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 
-from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
+from ckptplan.core.errors import CkptPlanError, PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Plan
-from ckptplan.integrations.training import PlannedBatch, PlanningCallback, say, unchanged
-from ckptplan.runtime.guard.shapes import input_tensors
+from ckptplan.integrations.training import PlannedBatch, PlanningCallback, replace, say, unchanged
 from ckptplan.runtime.handle import Handle
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
@@ -63,52 +65,82 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
         super().__init__(budget_gb, **options)
         self._batch: PlannedBatch | None = None
         self._applied: Handle | None = None
-        self._inputs = ""
+        self._asked: dict[str, Any] = {}
         self._saved: dict[str, Any] = {}
+        self._undo = contextlib.ExitStack()
+        self._warned = False
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Prepare for the first batch."""
+        self._end()
+        _check(trainer, pl_module)
+        original = trainer.strategy.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            if self._batch is None or not self._batch.holds_for((args, kwargs)):
+                self._plan(trainer, pl_module, args, kwargs)
+            return original(*args, **kwargs)
+
+        replace(self._undo, trainer.strategy, "training_step", training_step)
+
+    def _plan(
+        self, trainer: pl.Trainer, module: pl.LightningModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Plan for the first batch, and for one that is larger than those before."""
-        if self._applied is not None and self._batch is not None:
-            if self._batch.holds_for(batch):
+        """Plan for a step with these arguments, and apply the plan."""
+        self._remove()
+        batch = PlannedBatch((args, kwargs))
+        self._asked = self._request(trainer, batch)
+        with unchanged((args, kwargs)):
+            try:
+                self._applied = self._begin(trainer, module, args, kwargs)
+            except CkptPlanError as error:
+                if not isinstance(error.__cause__, _NoLossError):
+                    raise
+                if not self._warned:
+                    self._warned = True
+                    say("ckptplan: training_step ran no backward and returned no loss; the next batch is planned for")
                 return
-            self._applied.remove()
-        self._inputs = f"{trainer.precision}: {', '.join(map(str, input_tensors((batch,), {})))}"
-        with unchanged(batch):
-            self._applied = self._begin(trainer, pl_module, batch, batch_idx)
-        self._batch = PlannedBatch(batch)
+        self._batch = batch
 
-    def _begin(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> Handle:
-        _check_strategy(trainer)
+    def _begin(
+        self, trainer: pl.Trainer, module: pl.LightningModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Handle:
         saved, self._saved = self._saved, {}
-        if saved and saved["budget"] == self._budget() and saved["inputs"] == self._inputs:
+        if saved and saved["asked"] == self._asked:
             with contextlib.suppress(PlanMismatchError):  # another model: it is planned for
                 return self._planning.begin(module, Plan.from_json(saved["plan"]))
 
         def step() -> torch.Tensor:
             with _planning(trainer, module) as losses, trainer.precision_plugin.train_step_context():
-                output = module.training_step(*_arguments(module, batch, batch_idx))
+                output = module.training_step(*args, **kwargs)
             if losses:
                 return torch.stack([loss.float() for loss in losses]).sum()
-            return output["loss"] if isinstance(output, dict) else output  # type: ignore[return-value]
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if loss is None:
+                raise _NoLossError
+            return loss
 
         optimizers = [getattr(o, "optimizer", o) for o in trainer.optimizers]
         optimizer = optimizers[0] if len(optimizers) == 1 else _Together(optimizers) if optimizers else None
         # Lightning's own loop, and most manual ones, drop the gradients of a step after the next one's forward.
         return self._planning.begin(module, step=step, optimizer=optimizer, accumulate=True)
 
-    def _budget(self) -> list[Any]:
-        return [self._planning.budget_gb, self._planning.budget]
+    def _request(self, trainer: pl.Trainer, batch: PlannedBatch) -> dict[str, Any]:
+        """Return what a plan is made for beside the model, in a form that a checkpoint keeps."""
+        optimizers = [f"{type(o).__name__}({o.defaults})" for o in trainer.optimizers]
+        return {
+            "options": self._planning.in_text(),
+            "precision": str(trainer.precision),
+            "optimizers": optimizers,
+            "inputs": [str(tensor) for tensor in batch.tensors],
+        }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the plan, the budget and the batch that it was made for."""
-        if self.plan is None:
-            return {}
-        return {"plan": self.plan.to_json(), "budget": self._budget(), "inputs": self._inputs}
+        """Return the plan and what it was made for."""
+        return {} if self.plan is None else {"plan": self.plan.to_json(), "asked": self._asked}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the plan of a checkpoint, which is applied if budget, batch and model are the same."""
+        """Take the plan of a checkpoint, which is applied if options, optimizers, batch and model are the same."""
         self._saved = state_dict
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -120,9 +152,17 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
         self._end()
 
     def _end(self) -> None:
-        applied, self._applied = self._applied, None
+        self._undo.close()
+        self._remove()
+
+    def _remove(self) -> None:
+        applied, self._applied, self._batch = self._applied, None, None
         if applied is not None:
             applied.remove()
+
+
+class _NoLossError(Exception):
+    """Raised where a step that is planned has no loss."""
 
 
 class _Together(torch.optim.Optimizer):
@@ -151,6 +191,7 @@ def _planning(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[list[
     with contextlib.ExitStack() as stack:
         for name in ("log", "log_dict", "clip_gradients"):
             stack.enter_context(mock.patch.object(type(module), name, nothing))
+        stack.enter_context(mock.patch.object(torch.Tensor, "backward", note))
         stack.enter_context(mock.patch.object(type(module), "manual_backward", lambda self, *a, **k: note(*a, **k)))
         stack.enter_context(mock.patch.object(LightningOptimizer, "step", _runs_closure))
         for optimizer in trainer.optimizers:
@@ -164,15 +205,13 @@ def _runs_closure(optimizer: Any, closure: Any = None, **kwargs: Any) -> Any:
     return None if closure is None else closure()
 
 
-def _arguments(module: pl.LightningModule, batch: Any, batch_idx: int) -> list[Any]:
-    """Return what a module's `training_step` takes: not all take the batch's number."""
-    given = [batch, batch_idx]
-    names = [p for p in inspect.signature(module.training_step).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    return given if any(p.kind is p.VAR_POSITIONAL for p in names) else given[: len(names)]
-
-
-def _check_strategy(trainer: pl.Trainer) -> None:
-    """Raise `UnsupportedModelError` for a strategy that plans can't go with."""
+def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Raise `UnsupportedModelError` for what plans can't go with."""
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise UnsupportedModelError(
+            "training_step takes the iterator of batches (dataloader_iter), of which planning would take some; "
+            "let it take a batch: training_step(self, batch)"
+        )
     name = type(trainer.strategy).__name__
     if name not in _STRATEGIES:
         raise UnsupportedModelError(

@@ -13,6 +13,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ckptplan.api import solve
 from ckptplan.core.budget import Budget
@@ -25,6 +26,7 @@ from ckptplan.planning.applying import apply
 from ckptplan.runtime.guard.check import When
 from ckptplan.runtime.guard.shapes import Limits, input_tensors, tensors_at
 from ckptplan.runtime.handle import Handle
+from ckptplan.runtime.state.objects import attributes_of
 
 _LOG = logging.getLogger("ckptplan")
 
@@ -91,6 +93,10 @@ class Planning:
         say(in_words(plan, self.took_s))
         return self.handle
 
+    def in_text(self) -> str:
+        """Return all that was asked of a plan."""
+        return repr((self.budget_gb, self.budget, str(self.swap_dir), sorted(self.options.items())))
+
     def summary(self) -> str:
         """Return what was planned, and what ran since."""
         if self.handle is None:
@@ -144,25 +150,38 @@ class PlannedBatch:
     """
 
     def __init__(self, batch: Any) -> None:
-        self._limits = Limits(input_tensors((batch,), {}))
-        self._full = _full_masks(batch)
+        opened = _opened(batch)
+        self.tensors = input_tensors((opened,), {})
+        self._limits = Limits(self.tensors)
+        self._full = _full_masks(opened)
 
     def holds_for(self, batch: Any) -> bool:
         """Return whether a batch is no larger."""
-        fits = self._limits.first_beyond((batch,), {}) is None
-        return fits and (not self._full or self._full <= _full_masks(batch))
+        opened = _opened(batch)
+        fits = self._limits.first_beyond((opened,), {}) is None
+        return fits and (not self._full or self._full <= _full_masks(opened))
 
 
-def _full_masks(batch: Any) -> set[str]:
+def _opened(batch: Any, above: tuple[int, ...] = ()) -> Any:
+    """Return a batch with the attributes of plain objects, such as a dataclass's, as dictionaries."""
+
+    def opened(leaf: Any) -> Any:
+        attributes = None if id(leaf) in above else attributes_of(leaf)
+        return leaf if attributes is None else _opened(dict(attributes), (*above, id(leaf)))
+
+    return pytree.tree_map(opened, batch)
+
+
+def _full_masks(opened: Any) -> set[str]:
     """Return the paths of a batch's masks that have only ones."""
-    masks = ((path, t) for path, t in tensors_at((batch,)) if "mask" in path and t.dim() == 2)
+    masks = ((path, t) for path, t in tensors_at((opened,)) if "mask" in path and t.dim() == 2)
     return {path for path, mask in masks if not mask.is_floating_point() and bool(mask.all())}
 
 
 @contextlib.contextmanager
 def unchanged(batch: Any) -> Iterator[None]:
     """Restore the values of a batch's tensors at the end: a step that is planned runs several times."""
-    saved = [(tensor, tensor._version, tensor.detach().clone()) for _, tensor in tensors_at((batch,))]
+    saved = [(tensor, tensor._version, tensor.detach().clone()) for _, tensor in tensors_at((_opened(batch),))]
     try:
         yield
     finally:
@@ -170,6 +189,21 @@ def unchanged(batch: Any) -> Iterator[None]:
             for tensor, version, value in saved:
                 if tensor._version != version:
                     tensor.copy_(value)
+
+
+def replace(undo: contextlib.ExitStack, of: Any, name: str, by: Any) -> None:
+    """Set an attribute of an instance until `undo` is closed."""
+    attributes = vars(of)
+    own = name in attributes, attributes.get(name)
+    setattr(of, name, by)
+
+    def back() -> None:
+        if own[0]:
+            setattr(of, name, own[1])
+        else:
+            attributes.pop(name, None)
+
+    undo.callback(back)
 
 
 def in_words(plan: Plan, took_s: float) -> str:

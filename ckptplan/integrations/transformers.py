@@ -37,7 +37,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
-from ckptplan.integrations.training import PlannedBatch, Planning, PlanningCallback, say, unchanged
+from ckptplan.integrations.training import PlannedBatch, Planning, PlanningCallback, replace, say, unchanged
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.state.restore import beside
@@ -112,11 +112,11 @@ class _Run:
         self._undo = contextlib.ExitStack()
         self._begun = self._warned = False
         self.compute_loss: Callable[..., Any] = trainer.compute_loss
-        self._replace(trainer, "_run_epoch", functools.partial(self._epoch, trainer._run_epoch))
+        replace(self._undo, trainer, "_run_epoch", functools.partial(self._epoch, trainer._run_epoch))
         for name in _GUARDED:
-            self._replace(trainer, name, functools.partial(self._guarded, getattr(trainer, name)))
+            replace(self._undo, trainer, name, functools.partial(self._guarded, getattr(trainer, name)))
         handler = trainer.callback_handler
-        self._replace(handler, "call_event", functools.partial(self._guarded, handler.call_event))
+        replace(self._undo, handler, "call_event", functools.partial(self._guarded, handler.call_event))
 
     def check_planned(self) -> None:
         """Warn, once, if a step was trained and no call of `compute_loss` was seen."""
@@ -135,19 +135,6 @@ class _Run:
             self.handle.remove()
         self._undo.close()
 
-    def _replace(self, of: Any, name: str, by: Callable[..., Any]) -> None:
-        attributes = vars(of)
-        own = name in attributes, attributes.get(name)
-        setattr(of, name, by)
-
-        def back() -> None:
-            if own[0]:
-                setattr(of, name, own[1])
-            else:
-                attributes.pop(name, None)
-
-        self._undo.callback(back)
-
     def _guarded(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
@@ -159,7 +146,7 @@ class _Run:
         if not self._begun:
             self._begun = True
             self.compute_loss = self.trainer.compute_loss
-            self._replace(self.trainer, "compute_loss", self._compute_loss)
+            replace(self._undo, self.trainer, "compute_loss", self._compute_loss)
             self._undo.enter_context(_checkpointing_off(_model_of(self.trainer)))
         return original(*args, **kwargs)
 

@@ -336,6 +336,7 @@ class Controller:
         index = None if current is None else self._next_call(current, module)
         # If the first stage is called more often than planned, the call is the first of the next step.
         if index is None and (current is None or current.backward_begun or self._indices[module][0] == self._first):
+            current = None  # the graph of the pass before holds it alone
             current = self._begin(by_call=True)
             index = self._next_call(current, module)
         if current is None or index is None:

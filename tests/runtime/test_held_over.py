@@ -164,6 +164,14 @@ def test_forwards_that_were_thrown_away_hold_nothing(
         del kept
 
 
+def test_a_planned_step_that_was_thrown_away_holds_nothing(no_warning: None) -> None:
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(BATCH, WIDTH)
+    plan = ckptplan.solve(model, 1, step=lambda: loss_of(model(x)))
+    with ckptplan.apply(model, dataclasses.replace(plan, budget_bytes=plan.peak_bytes)):
+        thrown_away(model, x)
+
+
 def test_two_forwards_planned_as_one_step() -> None:
     torch.manual_seed(0)
     model, x = Model(), torch.randn(BATCH, WIDTH)
