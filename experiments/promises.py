@@ -119,6 +119,11 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "trainer_drawn.json",
     ),
     Experiment(
+        "integrations",
+        "Twenty steps in each framework with what its users switch on: bits, budget, what acts, what planning takes",
+        "integrations.json",
+    ),
+    Experiment(
         "estimate_large",
         "Time and memory that estimates of models of 8 and 70 billion parameters take",
         "estimate_large.json",
@@ -672,6 +677,13 @@ PROMISES: tuple[Promise, ...] = (
             "test_no_key_with_an_implementation_of_an_operator_of_ones_own",
             "test_what_depends_on_values_or_chance_is_not_stored",
             "test_an_equal_step_is_measured_once",
+        )
+        + _in(
+            "test_loops",
+            "test_what_the_loss_reads_counts",
+            "test_code_that_the_loss_runs_counts",
+            "test_a_loop_in_other_variables_counts_as_a_whole",
+            "test_the_loop_that_a_framework_keeps_in_the_model",
         ),
         ("planning_time",),
     ),
@@ -1070,15 +1082,23 @@ PROMISES: tuple[Promise, ...] = (
             "test_lightning",
             "test_training_is_the_same",
             "test_larger_batches_are_planned_for",
+            "test_the_plan_is_in_the_checkpoint",
             "test_an_error_leaves_nothing_behind",
-        ),
-        ("trainer_drawn",),
+        )
+        + _in("test_trl", "test_training_is_the_same")
+        + _in("test_plain_loops", "test_a_loop_of_accelerate"),
+        ("trainer_drawn", "integrations"),
     ),
     Promise(
         "Training frameworks",
         "What an integration can't plan is refused by the setting's name",
         _in("test_transformers", "test_what_cannot_be_planned_is_refused_by_name")
-        + _in("test_lightning", "test_strategies_without_bytes_are_refused")
+        + _in(
+            "test_lightning",
+            "test_strategies_without_bytes_are_refused",
+            "test_optimizers_that_run_the_step_are_refused",
+            "test_batches_that_no_plan_can_see_are_refused",
+        )
         + _in("test_modes", "test_wrappers_that_plans_can_not_cover_are_refused_by_name"),
     ),
     Promise(

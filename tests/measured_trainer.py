@@ -6,10 +6,9 @@ import copy
 from typing import Any
 
 import torch
+from measured_step import measured
 from torch import nn
 from transformers import Trainer
-
-from ckptplan.runtime.observe.measure import optimizer_tensors, peak_above_start, tensors_in, unique_bytes
 
 
 class MeasuredTrainer(Trainer):
@@ -28,13 +27,8 @@ class MeasuredTrainer(Trainer):
         super().training_step(model, copy.copy(inputs), *args)
         for p, gradient in before:
             p.grad = gradient
-        given = [*model.parameters(), *model.buffers(), *optimizer_tensors(self.optimizer.optimizer)]
-        given += [gradient for _, gradient in before if gradient is not None]
-        del before
-        held = unique_bytes([*given, *tensors_in(inputs)])
-        del given
-        found: list[torch.Tensor] = []
+        before.clear()
         step = super().training_step
-        above = peak_above_start(lambda: found.append(step(model, inputs, *args)))
-        self.__dict__.setdefault("peaks", []).append(held + above)
-        return found[0]
+        loss, peak = measured(lambda: step(model, inputs, *args), model, [self.optimizer.optimizer], inputs)
+        self.__dict__.setdefault("peaks", []).append(peak)
+        return loss

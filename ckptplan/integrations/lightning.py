@@ -33,6 +33,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from ckptplan.core.errors import CkptPlanError, PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Plan
 from ckptplan.integrations.training import PlannedBatch, PlanningCallback, replace, say, unchanged
+from ckptplan.profiling.loops import Loop
 from ckptplan.runtime.handle import Handle
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
@@ -110,8 +111,10 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
             with contextlib.suppress(PlanMismatchError):  # another model: it is planned for
                 return self._planning.begin(module, Plan.from_json(saved["plan"]))
 
+        of, precision = Loop(trainer, holders=frozenset()), trainer.precision_plugin
+
         def step() -> torch.Tensor:
-            with _planning(trainer, module) as losses, trainer.precision_plugin.train_step_context():
+            with _planning(of.value, module) as losses, precision.train_step_context():
                 output = module.training_step(*args, **kwargs)
             if losses:
                 return torch.stack([loss.float() for loss in losses]).sum()

@@ -25,19 +25,22 @@ import pytest
 from _pytest.unittest import TestCaseFunction
 
 _MARK = "max_training_memory"
+_RECORD = "--record-training-memory"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that records baselines."""
     parser.getgroup("ckptplan").addoption(
-        "--record-training-memory",
+        _RECORD,
         action="store_true",
         help="record the training memory of tests marked max_training_memory(baseline=...) in their files",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the marker."""
+    """Declare the marker; refuse to record from several processes, which would write over each other's figures."""
+    if config.getoption(_RECORD) and config.getoption("numprocesses", None):
+        raise pytest.UsageError(f"{_RECORD} writes files that all tests share; run it in one process (-n 0)")
     config.addinivalue_line(
         "markers",
         f"{_MARK}(limit, device, baseline, tolerance, **options): the test returns a model and its inputs; a training "
@@ -56,13 +59,19 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse the mark on a method of `unittest.TestCase`, whose result unittest drops."""
+    """Refuse the mark on a method of `unittest.TestCase`, whose result unittest drops, and on coroutines."""
     for item in items:
-        if item.get_closest_marker(_MARK) is not None and isinstance(item, TestCaseFunction):
+        if item.get_closest_marker(_MARK) is None:
+            continue
+        if isinstance(item, TestCaseFunction):
             raise pytest.UsageError(
                 f"{item.nodeid}: {_MARK} doesn't work on a method of unittest.TestCase; use a function, or a class "
                 "without that base"
             )
+        if isinstance(item, pytest.Function) and (
+            inspect.iscoroutinefunction(item.obj) or inspect.isasyncgenfunction(item.obj)
+        ):
+            raise pytest.UsageError(f"{item.nodeid}: {_MARK} doesn't work on a coroutine; use a plain function")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -120,21 +129,24 @@ def _compare(item: pytest.Function, found: Any, path: Path, tolerance: float) ->
     from ckptplan.core.units import format_bytes
 
     name = f"{Path(item.path).name}::{item.nodeid.partition('::')[2]}"
-    recorded: dict[str, int] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if item.config.getoption("--record-training-memory"):
+    try:
+        recorded: dict[str, int] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as error:
+        pytest.fail(f"{path} isn't JSON ({error}); delete it and record it anew: pytest {_RECORD}", pytrace=False)
+    if item.config.getoption(_RECORD):
         recorded[name] = found.total_bytes
         text = json.dumps(dict(sorted(recorded.items())), indent=1)
         path.write_text(text + "\n", encoding="utf-8")
         return
     if name not in recorded:
-        pytest.fail(f"{path.name} has no bytes of {name}; record them: pytest --record-training-memory", pytrace=False)
+        pytest.fail(f"{path.name} has no bytes of {name}; record them: pytest {_RECORD}", pytrace=False)
     if found.total_bytes > recorded[name] * (1 + tolerance):
         more = found.total_bytes / recorded[name] - 1
         _fail(
             found,
             f"training needs {format_bytes(found.total_bytes)}, {more:.1%} more than the recorded "
             f"{format_bytes(recorded[name])} (tolerance {tolerance:.1%}); if that is meant, record it: "
-            "pytest --record-training-memory",
+            f"pytest {_RECORD}",
         )
 
 

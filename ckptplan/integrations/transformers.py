@@ -30,14 +30,16 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
+from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
 from ckptplan.integrations.training import PlannedBatch, Planning, PlanningCallback, replace, say, unchanged
+from ckptplan.profiling.loops import Loop
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.state.restore import beside
@@ -93,12 +95,21 @@ class ActivationPlanCallback(PlanningCallback, TrainerCallback):
             run.close()
 
 
-class _SecondForward(Exception):
-    """Raised where a `compute_loss` calls the model more than once."""
+@dataclass
+class _Batch:
+    """The present batch: the arguments with which the Trainer calls `compute_loss`."""
 
+    model: Any = None
+    inputs: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
-class _Recorded(Exception):
-    """Raised in place of the model's forward, whose arguments have been recorded."""
+    def loss(self, code: Callable[..., Any], of: Loop | None) -> torch.Tensor:
+        """Return its loss by `code`, a function or a method of the Trainer `of`."""
+        given = (self.model,) if of is None else (of.value, self.model)
+        found = code(*given, copy.copy(self.inputs), *self.args, **self.kwargs)
+        loss: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        return loss
 
 
 class _Run:
@@ -107,7 +118,7 @@ class _Run:
     def __init__(self, trainer: Trainer, planning: Planning, end: Callable[[], None]) -> None:
         self.trainer, self.planning, self.end = trainer, planning, end
         self.handle: Handle | None = None
-        self._batch: tuple[Any, ...] = ()
+        self._batch = _Batch()
         self._planned_batch: PlannedBatch | None = None
         self._undo = contextlib.ExitStack()
         self._begun = self._warned = False
@@ -152,19 +163,12 @@ class _Run:
 
     def _compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if model.training and torch.is_grad_enabled():
-            self._batch = (model, copy.copy(inputs), args, kwargs)
+            vars(self._batch).update(model=model, inputs=copy.copy(inputs), args=args, kwargs=kwargs)
             planned = self._planned_batch
             if self.handle is None or (planned is not None and not planned.holds_for(dict(inputs))):
                 with unchanged(dict(inputs)):
                     self._plan()
         return self.compute_loss(model, inputs, *args, **kwargs)
-
-    def _loss(self, code: Callable[..., Any] | None = None) -> torch.Tensor:
-        """Return the Trainer's loss of the present batch; `code`, its function, is among the variables of callers."""
-        model, inputs, args, kwargs = self._batch
-        found = self.compute_loss(model, copy.copy(inputs), *args, **kwargs)
-        loss: torch.Tensor = found[0] if isinstance(found, tuple) else found
-        return loss
 
     def _plan(self) -> None:
         """Plan for the present batch, and apply the plan."""
@@ -175,54 +179,48 @@ class _Run:
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         accumulate = trainer.args.gradient_accumulation_steps > 1
         more: dict[str, Any] = {"optimizer": optimizer, "accumulate": accumulate}
-
-        code = getattr(self.compute_loss, "__func__", self.compute_loss)  # what it names is put back, too
+        # The function, among whose variables are those that are put back, and the Trainer, of which it sees a part.
+        code, of, batch = self.compute_loss, None, self._batch
+        if getattr(code, "__self__", None) is trainer:
+            code, of = code.__func__, Loop(trainer, frozenset(("compute_loss",)))  # type: ignore[attr-defined]
 
         def loss_fn(output: Any) -> torch.Tensor:
-            given = iter([output])
-
-            def give(*_: Any) -> Any:
-                for output in given:
-                    return output
-                raise _SecondForward
-
-            with installed([PatchedForward(model, give)]):
-                return self._loss(code)
+            with installed([PatchedForward(model, lambda *_: output)]):
+                return batch.loss(code, of)
 
         def step() -> torch.Tensor:
-            return self._loss(code)
+            return batch.loss(code, of)
 
         with _no_layer_left_out(model):
-            inputs = self._inputs(model, code)
-            if inputs is not None:
-                try:
-                    own = _loss_of_model if self._is_the_models() else loss_fn
-                    self.handle = self.planning.begin(model, inputs=inputs, loss_fn=own, **more)
-                    return
-                except CkptPlanError as error:
-                    if not isinstance(error.__cause__, _SecondForward):
-                        raise
-            self.handle = self.planning.begin(model, step=step, **more)
-            self._planned_batch = PlannedBatch(dict(self._batch[1]))
+            forwards = self._forwards(model, step, code)
+            if len(forwards) == 1:
+                own = _loss_of_model if self._is_the_models() else loss_fn
+                self.handle = self.planning.begin(model, inputs=forwards[0], loss_fn=own, **more)
+            else:
+                self.handle = self.planning.begin(model, step=step, **more)
+                self._planned_batch = PlannedBatch(dict(batch.inputs))
 
     def _is_the_models(self) -> bool:
         """Return whether the Trainer's loss is the one in the model's output."""
         plain = getattr(self.compute_loss, "__func__", None) is Trainer.compute_loss
         return plain and self.trainer.label_smoother is None and self.trainer.compute_loss_func is None
 
-    def _inputs(self, model: nn.Module, code: Callable[..., Any]) -> dict[str, Any] | None:
-        """Return the inputs, by name, with which the present batch's loss calls the model; None if it doesn't."""
-        found: list[Any] = []
+    def _forwards(
+        self, model: nn.Module, step: Callable[[], torch.Tensor], code: Callable[..., Any]
+    ) -> list[dict[str, Any]]:
+        """Return the arguments, by name, of each call of the model that the present batch's loss makes."""
+        found: list[dict[str, Any]] = []
 
         def record(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             names = inspect.signature(model.forward).parameters
             found.append({**dict(zip(names, args, strict=False)), **kwargs})
-            raise _Recorded
+            return original(*args, **kwargs)
 
         patch = PatchedForward(model, record)
-        with beside(model, [self.trainer, code]), contextlib.suppress(_Recorded), installed([patch]):
-            self._loss()
-        return dict(found[0]) if found else None
+        # An error that isn't due to the missing graph comes again when the step is profiled.
+        with beside(model, [self.trainer, code]), contextlib.suppress(Exception), installed([patch]), torch.no_grad():
+            step()
+        return found
 
 
 def _model_of(trainer: Trainer) -> nn.Module:

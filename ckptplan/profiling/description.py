@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from ckptplan.profiling.installed import Installed, NoKeyError, found_as
+from ckptplan.profiling.loops import Loop, held_loops
 
 _TEXT: frozenset[type] = frozenset((
     bool, float, complex, str, bytes, bytearray, type(None), type(...), type(NotImplemented), range, torch.dtype,
@@ -94,6 +95,8 @@ class Description:
         self._searched: set[int] = set()
         """Identities of what was searched for others' functions."""
         self._modules: dict[int, _Variables] = {}
+        self._loops: list[tuple[Loop, set[str]]] = []
+        """Loops, and the names of their attributes that are described."""
         self._reach(vars(builtins), "builtins")
 
     @property
@@ -113,7 +116,7 @@ class Description:
 
     def finish(self) -> None:
         """Describe classes, and the variables that any code names, until there are no more; then patches, versions."""
-        while self._finish_classes() or self._finish_variables() or self._finish_replaced():
+        while self._finish_classes() or self._finish_variables() or self._finish_replaced() or self._finish_loops():
             pass
         self._say(*self._installed.versions())
 
@@ -147,6 +150,24 @@ class Description:
             self._say("in place of", name)
             self._value(value)
         return bool(found)
+
+    def _finish_loops(self) -> bool:
+        found = False
+        for loop, done in list(self._loops):
+            for name in sorted(loop.names(self._names) - done):
+                found = True
+                done.add(name)
+                own = (member for member in loop.members(name) if self._installed.lacks(member))
+                self.add("of the loop", name, loop.read(name), *own)
+        return found
+
+    def _loop(self, loop: Loop) -> None:
+        for kind in type(loop.value).__mro__[:-1]:
+            if self._installed.has_class(kind):
+                self._value(kind)
+            else:
+                self._say(str(kind.__module__), kind.__qualname__)
+        self._loops.append((loop, set()))
 
     def _say(self, *words: str) -> None:
         for word in words:
@@ -186,7 +207,11 @@ class Description:
         if package in sys.stdlib_module_names - _WALKED or _is_opaque(kind, base):
             raise NoKeyError(f"it has a {kind.__module__}.{kind.__qualname__}")
         self._value(kind)
-        self._items(_attributes(value))
+        attributes, loops = _attributes(value), held_loops(value)
+        self._items({name: value for name, value in attributes.items() if name not in loops} if loops else attributes)
+        for name, reached_by in loops.items():
+            if attributes.get(name) is not None:
+                self._loop(Loop(attributes[name], holders=reached_by))
         for cls, name, slot in _slots(kind, base):
             try:
                 self.add(cls.__qualname__, name, slot.__get__(value))
@@ -597,12 +622,13 @@ _DESCRIBED: dict[type, Callable[[Description, Any], None]] = {
     threading.local: _by(lambda value: (value.__dict__,)),
     type: Description._class,
     types.ModuleType: Description._module,
+    Loop: Description._loop,
     weakref.ref: _by(lambda value: (value(), value.__callback__)),
     ContextVar: _by(lambda value: (value.name, _of_context(value))),
 }
 """How values are described by the first of these types that they are of; their classes and attributes are added."""
 _BY_THEMSELVES = frozenset((
     type, types.ModuleType, torch.Tensor, np.ndarray, np.dtype, np.generic, torch._ops.OpOverload,
-    torch._ops.OpOverloadPacket,
+    torch._ops.OpOverloadPacket, Loop,
 ))  # fmt: skip
 """Types whose description is all, also for subclasses."""

@@ -10,12 +10,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from measured_step import measured
 from torch import nn
 from torch.nn import functional as F
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.integrations.lightning import ActivationPlanner
-from ckptplan.runtime.observe.measure import optimizer_tensors, peak_above_start, tensors_in, unique_bytes
 
 STEPS = 20
 
@@ -27,6 +27,16 @@ pytestmark = pytest.mark.filterwarnings(
 def layers() -> nn.Sequential:
     blocks = [[nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32)] for _ in range(3)]
     return nn.Sequential(*(layer for block in blocks for layer in block), nn.Linear(32, 10))
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def tensors_of(batch: Any) -> Any:
+    return vars(batch) if isinstance(batch, Batch) else batch
 
 
 class Module(L.LightningModule):
@@ -42,13 +52,11 @@ class Module(L.LightningModule):
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
         """Measure the step: what is there before it, and the most that it adds."""
-        if self.trainer.accumulate_grad_batches == 1:
-            optimizer.zero_grad()  # which Lightning does within the step, where it isn't seen
-        given = [*self.parameters(), *self.buffers(), *optimizer_tensors(optimizer.optimizer), *tensors_in(self.batch)]
-        held = unique_bytes([*given, *(p.grad for p in self.parameters() if p.grad is not None)])
-        del given
         step = super().optimizer_step
-        self.peaks.append(held + peak_above_start(lambda: step(epoch, batch_idx, optimizer, closure)))
+        _, peak = measured(
+            lambda: step(epoch, batch_idx, optimizer, closure), self, [optimizer.optimizer], tensors_of(self.batch)
+        )
+        self.peaks.append(peak)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -138,12 +146,6 @@ class Direct(Manual):
         loss.backward()
 
 
-@dataclass
-class Batch:
-    x: torch.Tensor
-    y: torch.Tensor
-
-
 class Measured(L.Callback):
     """Measures the peak of a manual step, planning apart: added first, it runs within what the planner has replaced."""
 
@@ -154,19 +156,9 @@ class Measured(L.Callback):
         original = trainer.strategy.training_step
 
         def step(*args: Any) -> Any:
-            states = [t for o in trainer.optimizers for t in optimizer_tensors(o)]
-            held = unique_bytes([*module.parameters(), *module.buffers(), *states, *tensors_in(args)])
-            del states
-            found: list[Any] = []
-
-            def anew() -> None:
-                """Run the step with gradients whose memory was seen to be taken, so that it is seen to go."""
-                for p in module.parameters():
-                    p.grad = None if p.grad is None else p.grad.clone()
-                found.append(original(*args))
-
-            self.peaks.append(held + peak_above_start(anew))
-            return found[0]
+            result, peak = measured(lambda: original(*args), module, trainer.optimizers, args)
+            self.peaks.append(peak)
+            return result
 
         trainer.strategy.training_step = step  # type: ignore[method-assign]
 
@@ -242,16 +234,37 @@ def test_larger_batches_are_planned_for(tmp_path: Path) -> None:
 
 
 def test_the_plan_is_in_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, _ = fit(tmp_path)
     _, trainer = fit(tmp_path, ActivationPlanner(budget="20%", time_limit_s=2), max_steps=2)
     path = str(tmp_path / "half.ckpt")
     trainer.save_checkpoint(path)
+    plain, _ = fit(tmp_path, ckpt_path=path)
     planner = ActivationPlanner(budget="20%", time_limit_s=2)
     monkeypatch.setattr("ckptplan.integrations.training.solve", lambda *a, **k: pytest.fail("it has a plan"))
     planned, _ = fit(tmp_path, planner, ckpt_path=path)
     assert planner.handle is not None
     assert planner.handle.stats().forwards > 0
-    assert [p.shape for p in planned.parameters()] == [p.shape for p in plain.parameters()]
+    assert_same(planned, plain)
+
+
+def test_the_plan_of_another_request_is_not_taken(tmp_path: Path) -> None:
+    _, trainer = fit(tmp_path, ActivationPlanner(budget="20%", time_limit_s=2), max_steps=2)
+    path = str(tmp_path / "half.ckpt")
+    trainer.save_checkpoint(path)
+    planner = ActivationPlanner(budget="20%", actions=("keep", "recompute"), time_limit_s=2)
+    fit(tmp_path, planner, ckpt_path=path)
+    assert planner.handle is not None
+    assert not planner.handle.stats().swapped_out_bytes
+
+
+def test_a_second_training_finds_the_profile_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTPLAN_CACHE", str(tmp_path / "cache"))
+    fit(tmp_path, max_steps=1)  # a process's first training has PyTorch change classes of optimizers
+    first, _ = fit(tmp_path, ActivationPlanner(budget="20%", time_limit_s=2))
+    monkeypatch.setattr("ckptplan.profiling.profiler._profile", lambda *a: pytest.fail("it isn't in the cache"))
+    second, _ = fit(tmp_path, ActivationPlanner(budget="20%", time_limit_s=2))
+    assert_same(first, second)
+    with pytest.raises(pytest.fail.Exception, match="it isn't in the cache"):
+        fit(tmp_path, ActivationPlanner(budget="20%", time_limit_s=2), precision="bf16-mixed")
 
 
 def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:

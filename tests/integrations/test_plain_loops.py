@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +11,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from diffusers import DiTTransformer2DModel, UNet2DConditionModel
+from measured_step import measured
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckptplan
+from ckptplan.runtime.handle import Handle
 
 # PEFT's use of a deprecated name of transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -88,37 +90,42 @@ def test_a_diffusion_transformer() -> None:
     assert_sound(model, inputs, squared)
 
 
+def accelerated(precision: str, **options: Any) -> tuple[list[float], nn.Module, list[int], Handle | None]:
+    """Losses, model and peaks of a loop of twenty batches, two for each update; with options of a plan its handle."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=precision)
+    rows = [{"input_ids": row, "labels": row} for row in TOKENS.repeat(20, 1)]
+    made = llama()
+    model, optimizer, loader = accelerator.prepare(
+        made, torch.optim.AdamW(made.parameters()), torch.utils.data.DataLoader(rows, batch_size=4)
+    )
+    handle = None
+    if options:
+        inputs = next(iter(loader))
+        plan = ckptplan.solve(model, inputs=inputs, optimizer=optimizer.optimizer, accumulate=True, **options)
+        handle = ckptplan.apply(model, plan)
+
+    def step(batch: Any) -> float:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return float(loss.detach())
+
+    found = [measured(functools.partial(step, batch), model, [optimizer.optimizer], batch) for batch in loader]
+    if handle is not None:
+        handle.remove()
+    return [loss for loss, _ in found], accelerator.unwrap_model(model), [peak for _, peak in found], handle
+
+
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_a_loop_of_accelerate(precision: str) -> None:
-    def train(*, planned: bool) -> tuple[list[float], nn.Module]:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=precision)
-        rows = [{"input_ids": row, "labels": row} for row in TOKENS.repeat(10, 1)]
-        made = llama()
-        model, optimizer, loader = accelerator.prepare(
-            made, torch.optim.AdamW(made.parameters()), torch.utils.data.DataLoader(rows, batch_size=4)
-        )
-        handle = None
-        if planned:
-            plan = ckptplan.solve(
-                model, budget="30%", inputs=next(iter(loader)), optimizer=optimizer.optimizer, accumulate=True,
-                time_limit_s=2, cache=False,
-            )  # fmt: skip
-            handle = ckptplan.apply(model, plan)
-        losses = []
-        for batch in loader:
-            with accelerator.accumulate(model):
-                loss = model(**batch).loss
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            losses.append(loss.item())
-        if handle is not None:
-            stats = handle.stats()
-            assert stats.recomputed_stages + stats.swapped_out_bytes > 0
-            handle.remove()
-        return losses, copy.deepcopy(accelerator.unwrap_model(model))
-
-    (ours, model), (theirs, plain) = train(planned=True), train(planned=False)
+    theirs, plain, plain_peaks, _ = accelerated(precision)
+    ours, model, peaks, handle = accelerated(precision, budget="30%", time_limit_s=2, cache=False)
     assert ours == theirs
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert handle is not None
+    assert max(peaks) <= handle.plan.budget_bytes < max(plain_peaks)
+    stats = handle.stats()
+    assert stats.recomputed_stages + stats.swapped_out_bytes > 0

@@ -85,7 +85,7 @@ def test_new():
 
 
 def run(folder: Path, *args: str) -> str:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-rA", *args]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", *(args or ("-p", "no:xdist"))]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
     if "ckptplan" not in _entry_points():
         command[3:3] = ["-p", "ckptplan.integrations.pytest_plugin"]  # a source tree that isn't installed
@@ -130,6 +130,22 @@ def test_a_recorded_baseline(tmp_path: Path) -> None:
     assert "100.0% more than the recorded" in out
     assert "if that is meant, record it" in out
     assert "memory.json has no bytes of test_memory.py::test_new; record them" in out
+
+
+def test_baselines_are_recorded_in_one_process(tmp_path: Path) -> None:
+    (tmp_path / "test_memory.py").write_text(BASELINES)
+    assert "run it in one process (-n 0)" in run(tmp_path, "--record-training-memory", "-n", "2")
+    (tmp_path / "memory.json").write_text("{")
+    out = run(tmp_path)
+    assert "memory.json isn't JSON" in out
+    assert "3 failed" in out
+
+
+def test_coroutines_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "test_memory.py").write_text(
+        "import pytest\n\n@pytest.mark.max_training_memory('1 GiB')\nasync def test_waits():\n    return None\n"
+    )
+    assert "test_memory.py::test_waits: max_training_memory doesn't work on a coroutine" in run(tmp_path)
 
 
 def test_unused_it_loads_nothing(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from measured_trainer import MeasuredTrainer
 from peft import LoraConfig
 from test_transformers import assert_same
 from tokenizers import Tokenizer, models
@@ -26,25 +27,29 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
 
 
-def made(folder: Path, *callbacks: Any, **options: Any) -> SFTTrainer:
+class MeasuredSFTTrainer(MeasuredTrainer, SFTTrainer):
+    """An SFTTrainer whose steps are measured."""
+
+
+def made(folder: Path, *callbacks: Any, **options: Any) -> MeasuredSFTTrainer:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2,
         pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
     peft = options.pop("peft_config", None)
-    rows = [{"input_ids": torch.randint(2, 96, (24,)).tolist()} for _ in range(48)]
+    rows = [{"input_ids": torch.randint(2, 96, (24,)).tolist()} for _ in range(80)]
     args = SFTConfig(
-        str(folder), max_steps=6, per_device_train_batch_size=4, use_cpu=True, bf16=False, disable_tqdm=True,
+        str(folder), max_steps=20, per_device_train_batch_size=4, use_cpu=True, bf16=False, disable_tqdm=True,
         logging_steps=1, report_to=[], save_strategy="no", **options,
     )  # fmt: skip
-    return SFTTrainer(
+    return MeasuredSFTTrainer(
         LlamaForCausalLM(config), args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer(),
         callbacks=list(callbacks), peft_config=peft,
     )  # fmt: skip
 
 
-def trained(*args: Any, **options: Any) -> SFTTrainer:
+def trained(*args: Any, **options: Any) -> MeasuredSFTTrainer:
     trainer = made(*args, **options)
     trainer.train()
     return trainer
@@ -70,6 +75,7 @@ def test_training_is_the_same(way: str, tmp_path: Path) -> None:
     assert callback.handle is not None
     stats = callback.handle.stats()
     assert stats.recomputed_stages + stats.swapped_out_bytes > 0
+    assert max(planned.peaks) <= callback.handle.plan.budget_bytes
 
 
 def test_offloading_of_its_own_is_refused(tmp_path: Path) -> None:

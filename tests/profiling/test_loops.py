@@ -1,0 +1,100 @@
+"""Of a framework's loop, a profile's key has what a step can see, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transformers import Trainer
+
+from ckptplan.profiling.description import Description
+from ckptplan.profiling.installed import NoKeyError
+from ckptplan.profiling.loops import Loop
+
+LOSS = frozenset(("compute_loss",))
+
+
+class Settings:
+    def __init__(self, given: int) -> None:
+        self.given, self.batches = given, iter([])
+
+
+def helped(loop: Any) -> Any:
+    return loop.given
+
+
+class Own(Trainer):
+    """Its loss reads attributes by itself, by a method, by a property and by a function."""
+
+    def __init__(self) -> None:
+        self.scale, self.width, self.depth, self.given, self.unread = 1.0, 2, 3, 4, 5
+        self.batches = iter([])  # can't be described
+        self.args = None
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return self.scale + self.helper() + self.deep + helped(self)
+
+    def helper(self) -> Any:
+        return self.width
+
+    @property
+    def deep(self) -> Any:
+        return self.depth
+
+    def elsewhere(self) -> Any:
+        return next(self.batches)
+
+
+class Framework:
+    """Stands for Lightning's module, which keeps its trainer."""
+
+
+Framework.__module__, Framework.__qualname__ = "lightning.pytorch.core.module", "LightningModule"
+
+
+def key(value: Any) -> str:
+    text = Description()
+    text.add(value)
+    text.finish()
+    return text.digest
+
+
+@pytest.mark.parametrize("name", ["scale", "width", "depth", "given", "unread", "batches"])
+def test_what_the_loss_reads_counts(name: str) -> None:
+    loop, other = Own(), Own()
+    other.__dict__[name] = 100 if name != "batches" else iter([1])
+    assert (key(Loop(loop, LOSS)) == key(Loop(other, LOSS))) == (name in ("unread", "batches"))
+
+
+@pytest.mark.parametrize("name", ["compute_loss", "helper", "deep", "elsewhere"])
+def test_code_that_the_loss_runs_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = key(Loop(Own(), LOSS))
+
+    def other(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.scale + self.width + 1
+
+    monkeypatch.setattr(Own, name, property(other) if name == "deep" else other)
+    assert (key(Loop(Own(), LOSS)) == before) == (name == "elsewhere")
+
+
+def test_a_loop_in_other_variables_counts_as_a_whole() -> None:
+    loop = Own()
+
+    def step() -> Any:
+        return loop.scale
+
+    with pytest.raises(NoKeyError, match="iterator"):
+        key(step)
+
+
+@pytest.mark.parametrize(
+    ("own", "counts"), [(lambda module: module.scale, False), (lambda module: module.trainer.given, True)]
+)
+def test_the_loop_that_a_framework_keeps_in_the_model(own: Callable[[Any], Any], counts: bool) -> None:
+    def module(given: int) -> Framework:
+        made = Framework()
+        made.__dict__ |= {"_trainer": Settings(given), "scale": 1.0, "own": own}
+        return made
+
+    assert (key(module(1)) != key(module(2))) == counts
