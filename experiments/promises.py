@@ -679,7 +679,7 @@ PROMISES: tuple[Promise, ...] = (
             "test_an_equal_step_is_measured_once",
         )
         + _in(
-            "test_loops",
+            "test_framework_loops",
             "test_what_the_loss_reads_counts",
             "test_code_that_the_loss_runs_counts",
             "test_a_loop_in_other_variables_counts_as_a_whole",
