@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from peft import LoraConfig
 from test_transformers import assert_same
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.integrations.transformers import ActivationPlanCallback
@@ -31,12 +32,21 @@ class MeasuredSFTTrainer(MeasuredTrainer, SFTTrainer):
     """An SFTTrainer whose steps are measured."""
 
 
-def made(folder: Path, *callbacks: Any, **options: Any) -> MeasuredSFTTrainer:
+class MeasuredDPOTrainer(MeasuredTrainer, DPOTrainer):
+    """A DPOTrainer whose steps are measured."""
+
+
+def llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2,
         pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def made(folder: Path, *callbacks: Any, **options: Any) -> MeasuredSFTTrainer:
+    model = llama()
     peft = options.pop("peft_config", None)
     rows = [{"input_ids": torch.randint(2, 96, (24,)).tolist()} for _ in range(80)]
     args = SFTConfig(
@@ -44,7 +54,7 @@ def made(folder: Path, *callbacks: Any, **options: Any) -> MeasuredSFTTrainer:
         logging_steps=1, report_to=[], save_strategy="no", **options,
     )  # fmt: skip
     return MeasuredSFTTrainer(
-        LlamaForCausalLM(config), args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer(),
+        model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer(),
         callbacks=list(callbacks), peft_config=peft,
     )  # fmt: skip
 
@@ -76,6 +86,31 @@ def test_training_is_the_same(way: str, tmp_path: Path) -> None:
     stats = callback.handle.stats()
     assert stats.recomputed_stages + stats.swapped_out_bytes > 0
     assert max(planned.peaks) <= callback.handle.plan.budget_bytes
+
+
+def test_preferences(tmp_path: Path) -> None:
+    def train(*callbacks: Any) -> MeasuredDPOTrainer:
+        model = llama()
+        texts = {name: [" ".join(f"t{(7 * i + j + k) % 94}" for j in range(12)) for i in range(16)]
+                 for k, name in enumerate(("prompt", "chosen", "rejected"))}  # fmt: skip
+        args = DPOConfig(
+            str(tmp_path), max_steps=4, per_device_train_batch_size=4, use_cpu=True, bf16=False, disable_tqdm=True,
+            logging_steps=1, report_to=[], save_strategy="no", gradient_checkpointing=False,
+        )  # fmt: skip
+        trainer = MeasuredDPOTrainer(
+            model, ref_model=copy.deepcopy(model), args=args, train_dataset=Dataset.from_dict(texts),
+            processing_class=tokenizer(), callbacks=list(callbacks),
+        )  # fmt: skip
+        trainer.train()
+        return trainer
+
+    callback = ActivationPlanCallback(budget="20%", time_limit_s=2, check="always", cache=False)
+    plain, planned = train(), train(callback)
+    assert_same(planned, plain)
+    assert callback.handle is not None
+    assert max(planned.peaks) <= callback.handle.plan.budget_bytes < max(plain.peaks)
+    stats = callback.handle.stats()
+    assert stats.recomputed_stages + stats.swapped_out_bytes > 0
 
 
 def test_offloading_of_its_own_is_refused(tmp_path: Path) -> None:
