@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from ckptplan.profiling.installed import Installed, NoKeyError, found_as
-from ckptplan.profiling.loops import Loop, held_loops
+from ckptplan.profiling.loops import ANY_NAME, Loop, held_loops
 
 _TEXT: frozenset[type] = frozenset((
     bool, float, complex, str, bytes, bytearray, type(None), type(...), type(NotImplemented), range, torch.dtype,
@@ -57,8 +57,6 @@ _OF_MODULES = frozenset((
     "__builtins__", "__cached__", "__doc__", "__file__", "__loader__", "__name__", "__package__", "__path__",
     "__spec__", "__warningregistry__",
 ))  # fmt: skip
-_ANY_NAME = frozenset(("getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "methodcaller"))
-"""Names that code has which may name any variable of a module that it holds."""
 _ANY_CODE = frozenset(("globals", "eval", "exec", "__import__"))
 """Built-in functions that lead to code or variables which no name shows."""
 _OPERATORS = (type(torch.ops), type(torch.ops.aten), torch._ops.OpOverload, torch._ops.OpOverloadPacket)
@@ -408,7 +406,7 @@ class _Variables:
     def todo(self, names: set[str]) -> list[str]:
         """Return the variables that code may read, by these names, and that aren't described."""
         found = self.variables.keys() - self.done
-        if self.installed or not self.held or not names & _ANY_NAME:
+        if self.installed or not self.held or not names & ANY_NAME:
             return sorted(found & names)
         return sorted(found - _OF_MODULES)
 

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+ANY_NAME = frozenset(("getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "methodcaller"))
+"""Names that code has which may name any attribute of what it holds."""
 _PARTS = frozenset(("accelerate.accelerator.Accelerator", "transformers.training_args.TrainingArguments"))
 """Classes of a loop's parts, of which as much counts as of the loop."""
 _HOLDERS = {"lightning.pytorch.core.module.LightningModule": {"_trainer": frozenset(("trainer", "_trainer"))}}
@@ -46,6 +48,8 @@ class Loop:
         found = set(self.entry)
         if self.holders is None or self.holders & others:
             found |= others
+            if others & ANY_NAME:
+                found |= vars(self.value).keys()
         todo = list(found)
         while todo:
             codes = (code for part in self.members(todo.pop()) for code in _codes_of(part))

@@ -78,6 +78,12 @@ def test_code_that_the_loss_runs_counts(name: str, monkeypatch: pytest.MonkeyPat
     assert (key(Loop(Own(), LOSS)) == before) == (name == "elsewhere")
 
 
+def test_a_computed_name_may_be_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Own, "helper", lambda self: getattr(self, self.helper.__name__[1:]))
+    with pytest.raises(NoKeyError, match="iterator"):
+        key(Loop(Own(), LOSS))
+
+
 def test_a_loop_in_other_variables_counts_as_a_whole() -> None:
     loop = Own()
 
