@@ -8,7 +8,8 @@ that see the batch, before the precision's context, with the arguments that the 
 step is profiled and planned: the module's `training_step` under the trainer's precision, whose logging and progress are
 off meanwhile. A later batch that is larger than any before is planned for in the same way.
 
-A step without a loss (`training_step` returned None) has nothing to plan. It runs as it is, and the next is planned.
+A step without a loss (`training_step` returned None), or with one that doesn't depend on the model, has nothing to
+plan. It runs as it is, and the next is planned.
 
 With manual optimization, `training_step` runs backward itself, maybe several times. While it is profiled, its backwards
 record their losses and its optimizers do nothing; the losses' sum is the step's loss, so that all graphs count at once.
@@ -22,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -34,7 +36,9 @@ from ckptplan.core.errors import CkptPlanError, PlanMismatchError, UnsupportedMo
 from ckptplan.core.plan import Plan
 from ckptplan.integrations.training import PlannedBatch, PlanningCallback, replace, say, unchanged
 from ckptplan.profiling.loops import Loop
+from ckptplan.profiling.workload.discover import NothingSavedError
 from ckptplan.runtime.handle import Handle
+from ckptplan.runtime.observe.measure import tensors_in
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 """Strategies with which a plan can be applied; the buckets of the second one aren't in its bytes."""
@@ -68,6 +72,7 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
         self._applied: Handle | None = None
         self._asked: dict[str, Any] = {}
         self._saved: dict[str, Any] = {}
+        self._made: list[tuple[PlannedBatch, Plan]] = []
         self._undo = contextlib.ExitStack()
         self._warned = False
 
@@ -87,27 +92,37 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
     def _plan(
         self, trainer: pl.Trainer, module: pl.LightningModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Plan for a step with these arguments, and apply the plan."""
+        """Apply a plan for a step with these arguments: one that was made before and holds, or a new one."""
         self._remove()
+        for batch, plan in self._made:
+            if batch.holds_for((args, kwargs)):
+                self._applied, self._batch = self._planning.begin(module, plan), batch
+                return
         batch = PlannedBatch((args, kwargs))
-        self._asked = self._request(trainer, batch)
+        asked = self._request(trainer, module, batch)
         with unchanged((args, kwargs)):
             try:
-                self._applied = self._begin(trainer, module, args, kwargs)
+                self._applied = self._begin(trainer, module, args, kwargs, asked)
             except CkptPlanError as error:
-                if not isinstance(error.__cause__, _NoLossError):
+                if not isinstance(error, NothingSavedError) and not isinstance(error.__cause__, _NoLossError):
                     raise
                 if not self._warned:
                     self._warned = True
-                    say("ckptplan: training_step ran no backward and returned no loss; the next batch is planned for")
+                    say("ckptplan: training_step has no loss that depends on the model; the next batch is planned for")
                 return
-        self._batch = batch
+        self._batch, self._asked = batch, asked
+        self._made.append((batch, self._applied.plan))
 
     def _begin(
-        self, trainer: pl.Trainer, module: pl.LightningModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        asked: dict[str, Any],
     ) -> Handle:
         saved, self._saved = self._saved, {}
-        if saved and saved["asked"] == self._asked:
+        if saved and saved["asked"] == asked:
             with contextlib.suppress(PlanMismatchError):  # another model: it is planned for
                 return self._planning.begin(module, Plan.from_json(saved["plan"]))
 
@@ -121,6 +136,9 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if loss is None:
                 raise _NoLossError
+            if isinstance(output, Mapping):  # what else is returned, the loop holds during backward
+                held = [t.detach() for k, v in output.items() if k != "loss" for t in tensors_in(v)]
+                vars(loss)["held"] = held
             return loss
 
         optimizers = [getattr(o, "optimizer", o) for o in trainer.optimizers]
@@ -128,14 +146,15 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
         # Lightning's own loop, and most manual ones, drop the gradients of a step after the next one's forward.
         return self._planning.begin(module, step=step, optimizer=optimizer, accumulate=True)
 
-    def _request(self, trainer: pl.Trainer, batch: PlannedBatch) -> dict[str, Any]:
-        """Return what a plan is made for beside the model, in a form that a checkpoint keeps."""
+    def _request(self, trainer: pl.Trainer, module: pl.LightningModule, batch: PlannedBatch) -> dict[str, Any]:
+        """Return what a plan is made for beside the model's modules, in a form that a checkpoint keeps."""
         optimizers = [f"{type(o).__name__}({o.defaults})" for o in trainer.optimizers]
         return {
             "options": self._planning.in_text(),
             "precision": str(trainer.precision),
             "optimizers": optimizers,
             "inputs": [str(tensor) for tensor in batch.tensors],
+            "settings": [_settings_of(m) for m in module.modules()],
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -156,12 +175,22 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
 
     def _end(self) -> None:
         self._undo.close()
+        self._made.clear()
         self._remove()
 
     def _remove(self) -> None:
         applied, self._applied, self._batch = self._applied, None, None
         if applied is not None:
             applied.remove()
+
+
+def _settings_of(module: torch.nn.Module) -> str:
+    """Return a module's attributes that are numbers, texts and containers of these."""
+    found = {}
+    for name, value in vars(module).items():
+        with contextlib.suppress(TypeError, ValueError):
+            found[name] = json.dumps(dict(value) if isinstance(value, Mapping) else value, sort_keys=True)
+    return json.dumps(found, sort_keys=True)
 
 
 class _NoLossError(Exception):
@@ -190,11 +219,16 @@ def _planning(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[list[
     def note(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         losses.append(loss)
 
+    def note_all(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        losses.extend([tensors] if isinstance(tensors, torch.Tensor) else tensors)
+
     nothing = mock.Mock(return_value=None)
     with contextlib.ExitStack() as stack:
         for name in ("log", "log_dict", "clip_gradients"):
             stack.enter_context(mock.patch.object(type(module), name, nothing))
-        stack.enter_context(mock.patch.object(torch.Tensor, "backward", note))
+        stack.enter_context(mock.patch.object(type(module), "logger", mock.MagicMock()))
+        if not module.automatic_optimization:
+            stack.enter_context(mock.patch.object(torch.autograd, "backward", note_all))
         stack.enter_context(mock.patch.object(type(module), "manual_backward", lambda self, *a, **k: note(*a, **k)))
         stack.enter_context(mock.patch.object(LightningOptimizer, "step", _runs_closure))
         for optimizer in trainer.optimizers:

@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the marker; refuse to record from several processes, which would write over each other's figures."""
-    if config.getoption(_RECORD) and config.getoption("numprocesses", None):
+    if config.getoption(_RECORD) and (config.getoption("numprocesses", None) or config.getoption("tx", None)):
         raise pytest.UsageError(f"{_RECORD} writes files that all tests share; run it in one process (-n 0)")
     config.addinivalue_line(
         "markers",
@@ -59,19 +59,13 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse the mark on a method of `unittest.TestCase`, whose result unittest drops, and on coroutines."""
+    """Refuse the mark on a method of `unittest.TestCase`, whose result unittest drops."""
     for item in items:
-        if item.get_closest_marker(_MARK) is None:
-            continue
-        if isinstance(item, TestCaseFunction):
+        if item.get_closest_marker(_MARK) is not None and isinstance(item, TestCaseFunction):
             raise pytest.UsageError(
                 f"{item.nodeid}: {_MARK} doesn't work on a method of unittest.TestCase; use a function, or a class "
                 "without that base"
             )
-        if isinstance(item, pytest.Function) and (
-            inspect.iscoroutinefunction(item.obj) or inspect.isasyncgenfunction(item.obj)
-        ):
-            raise pytest.UsageError(f"{item.nodeid}: {_MARK} doesn't work on a coroutine; use a plain function")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -80,6 +74,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     mark = pyfuncitem.get_closest_marker(_MARK)
     if mark is None:
         return None
+    if inspect.iscoroutinefunction(pyfuncitem.obj) or inspect.isasyncgenfunction(pyfuncitem.obj):
+        pytest.fail(f"{_MARK} doesn't work on a coroutine; use a plain function", pytrace=False)
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     made = pyfuncitem.obj(**arguments)
     if not inspect.isgenerator(made):
@@ -131,8 +127,10 @@ def _compare(item: pytest.Function, found: Any, path: Path, tolerance: float) ->
     name = f"{Path(item.path).name}::{item.nodeid.partition('::')[2]}"
     try:
         recorded: dict[str, int] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if not isinstance(recorded, dict) or not all(type(nbytes) is int for nbytes in recorded.values()):
+            raise ValueError("it has to be a table of names and bytes")
     except ValueError as error:
-        pytest.fail(f"{path} isn't JSON ({error}); delete it and record it anew: pytest {_RECORD}", pytrace=False)
+        pytest.fail(f"{path} can't be read ({error}); delete it and record it anew: pytest {_RECORD}", pytrace=False)
     if item.config.getoption(_RECORD):
         recorded[name] = found.total_bytes
         text = json.dumps(dict(sorted(recorded.items())), indent=1)

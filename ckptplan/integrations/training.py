@@ -162,12 +162,20 @@ class PlannedBatch:
         return fits and (not self._full or self._full <= _full_masks(opened))
 
 
-def _opened(batch: Any, above: tuple[int, ...] = ()) -> Any:
-    """Return a batch with the attributes of plain objects, such as a dataclass's, as dictionaries."""
+_MOST_OBJECTS = 1 << 10
+"""Objects of a batch whose attributes are compared; it may lead to the whole data set."""
+
+
+def _opened(batch: Any, met: set[int] | None = None) -> Any:
+    """Return a batch with the attributes of plain objects, such as a dataclass's, as dictionaries; each object once."""
+    met = set() if met is None else met
 
     def opened(leaf: Any) -> Any:
-        attributes = None if id(leaf) in above else attributes_of(leaf)
-        return leaf if attributes is None else _opened(dict(attributes), (*above, id(leaf)))
+        attributes = None if id(leaf) in met or len(met) >= _MOST_OBJECTS else attributes_of(leaf)
+        if attributes is None:
+            return leaf
+        met.add(id(leaf))
+        return _opened(dict(attributes), met)
 
     return pytree.tree_map(opened, batch)
 

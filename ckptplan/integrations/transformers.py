@@ -37,7 +37,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
+from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
 from ckptplan.integrations.training import PlannedBatch, Planning, PlanningCallback, replace, say, unchanged
 from ckptplan.profiling.loops import Loop
 from ckptplan.runtime.handle import Handle
@@ -93,6 +93,10 @@ class ActivationPlanCallback(PlanningCallback, TrainerCallback):
         run, self._run = self._run, None
         if run is not None:
             run.close()
+
+
+class _SecondForward(Exception):
+    """Raised where a `compute_loss` calls the model more often than was seen."""
 
 
 @dataclass
@@ -185,7 +189,14 @@ class _Run:
             code, of = code.__func__, Loop(trainer, frozenset(("compute_loss",)))  # type: ignore[attr-defined]
 
         def loss_fn(output: Any) -> torch.Tensor:
-            with installed([PatchedForward(model, lambda *_: output)]):
+            given = iter([output])
+
+            def give(*_: Any) -> Any:
+                for output in given:
+                    return output
+                raise _SecondForward
+
+            with installed([PatchedForward(model, give)]):
                 return batch.loss(code, of)
 
         def step() -> torch.Tensor:
@@ -195,10 +206,14 @@ class _Run:
             forwards = self._forwards(model, step, code)
             if len(forwards) == 1:
                 own = _loss_of_model if self._is_the_models() else loss_fn
-                self.handle = self.planning.begin(model, inputs=forwards[0], loss_fn=own, **more)
-            else:
-                self.handle = self.planning.begin(model, step=step, **more)
-                self._planned_batch = PlannedBatch(dict(batch.inputs))
+                try:
+                    self.handle = self.planning.begin(model, inputs=forwards[0], loss_fn=own, **more)
+                    return
+                except CkptPlanError as error:  # one that runs with a graph alone
+                    if not isinstance(error.__cause__, _SecondForward):
+                        raise
+            self.handle = self.planning.begin(model, step=step, **more)
+            self._planned_batch = PlannedBatch(dict(batch.inputs))
 
     def _is_the_models(self) -> bool:
         """Return whether the Trainer's loss is the one in the model's output."""

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from ckptplan.profiling.installed import Installed, NoKeyError, found_as
-from ckptplan.profiling.loops import ANY_NAME, Loop, held_loops
+from ckptplan.profiling.loops import ANY_NAME, Loop, held_loops, properties_of_loops
 
 _TEXT: frozenset[type] = frozenset((
     bool, float, complex, str, bytes, bytearray, type(None), type(...), type(NotImplemented), range, torch.dtype,
@@ -95,6 +95,8 @@ class Description:
         self._modules: dict[int, _Variables] = {}
         self._loops: list[tuple[Loop, set[str]]] = []
         """Loops, and the names of their attributes that are described."""
+        self._keepers: list[tuple[Any, set[str]]] = []
+        """Objects that keep a loop, and the names of their properties that are described."""
         self._reach(vars(builtins), "builtins")
 
     @property
@@ -155,8 +157,17 @@ class Description:
             for name in sorted(loop.names(self._names) - done):
                 found = True
                 done.add(name)
-                own = (member for member in loop.members(name) if self._installed.lacks(member))
-                self.add("of the loop", name, loop.read(name), *own)
+                own = (
+                    member
+                    for kind, member in loop.members(name)
+                    if not self._installed.has_class(kind) or self._installed.lacks(member)
+                )
+                self.add("of the loop", name, loop.read(name, self._names), *own)
+        for keeper, done in list(self._keepers):
+            for name, value in properties_of_loops(keeper, self._names - done).items():
+                found = True
+                done.add(name)
+                self.add("of the loop", name, value)
         return found
 
     def _loop(self, loop: Loop) -> None:
@@ -207,6 +218,8 @@ class Description:
         self._value(kind)
         attributes, loops = _attributes(value), held_loops(value)
         self._items({name: value for name, value in attributes.items() if name not in loops} if loops else attributes)
+        if loops:
+            self._keepers.append((value, set()))
         for name, reached_by in loops.items():
             if attributes.get(name) is not None:
                 self._loop(Loop(attributes[name], holders=reached_by))

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ckptplan.profiling.installed import NoKeyError
+
 ANY_NAME = frozenset(("getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "methodcaller"))
 """Names that code has which may name any attribute of what it holds."""
 _PARTS = frozenset(("accelerate.accelerator.Accelerator", "transformers.training_args.TrainingArguments"))
@@ -44,41 +46,65 @@ class Loop:
     holders: frozenset[str] | None = None
 
     def names(self, others: set[str]) -> set[str]:
-        """Return the names of attributes that a step may read, if its own code has the names `others`."""
+        """Return the names of attributes that a step may read, if its own code has the names `others`.
+
+        Raises
+        ------
+        NoKeyError
+            If these may be any.
+        """
         found = set(self.entry)
         if self.holders is None or self.holders & others:
+            if any_names := others & ANY_NAME:
+                raise NoKeyError(f"it has code that may read any attribute of a loop ({', '.join(sorted(any_names))})")
             found |= others
-            if others & ANY_NAME:
-                found |= vars(self.value).keys()
         todo = list(found)
         while todo:
-            codes = (code for part in self.members(todo.pop()) for code in _codes_of(part))
+            codes = (code for _, part in self.members(todo.pop()) for code in _codes_of(part))
             more = {name for code in codes for name in code.co_names} - found
             found |= more
             todo.extend(more)
         return found
 
-    def members(self, name: str) -> list[Any]:
-        """Return what the loop's class and its bases have under a name."""
-        return [vars(base)[name] for base in type(self.value).__mro__ if name in vars(base)]
+    def members(self, name: str) -> list[tuple[type, Any]]:
+        """Return what the loop's class and its bases have under a name, each with the class."""
+        return [(base, vars(base)[name]) for base in type(self.value).__mro__ if name in vars(base)]
 
-    def read(self, name: str) -> Any:
-        """Return an attribute's value, or a `Loop` if it is a part of this one; None if it is in the class alone.
+    def read(self, name: str, others: set[str]) -> Any:
+        """Return an attribute, or a `Loop` if it is a part of this one of which only installed code reads.
 
         The methods that the step calls may be replaced on the instance; what they were is in the step.
         """
-        if name in self.entry:
-            return None
-        if any(isinstance(member, property) for member in self.members(name)[:1]):
-            found = getattr(self.value, name, None)
-        else:
-            found = vars(self.value).get(name)
-        return Loop(found) if _named(type(found)) & _PARTS else found
+        found = None if name in self.entry else vars(self.value).get(name)
+        return Loop(found) if name not in others and _named(type(found)) & _PARTS else found
 
 
 def held_loops(value: Any) -> dict[str, frozenset[str]]:
     """Return the attributes in which a framework keeps its loop, and the names by which code reaches it."""
     return {k: v for kind in _named(type(value)) & _HOLDERS.keys() for k, v in _HOLDERS[kind].items()}
+
+
+def properties_of_loops(value: Any, names: set[str]) -> dict[str, Any]:
+    """Return by name what an object tells of the loop that a framework keeps in it, by properties of the framework's.
+
+    Raises
+    ------
+    NoKeyError
+        If one fails.
+    """
+    holders = set().union(*held_loops(value).values())
+    found: dict[str, Any] = {}
+    for kind in type(value).__mro__:
+        if f"{kind.__module__}.{kind.__qualname__}" not in _HOLDERS:
+            continue
+        for name in sorted(names & vars(kind).keys() - holders):
+            member = vars(kind)[name]
+            if isinstance(member, property) and any(set(code.co_names) & holders for code in _codes_of(member)):
+                try:
+                    found[name] = member.__get__(value)
+                except Exception as error:
+                    raise NoKeyError(f"its {name} can't be read: {error}") from error
+    return found
 
 
 def _named(kind: type) -> set[str]:

@@ -49,6 +49,16 @@ class Twice(MeasuredTrainer):
         return (loss, {}) if return_outputs else loss
 
 
+class Again(MeasuredTrainer):
+    """Its loss needs a second forward where there is a graph."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        loss = model(**inputs).loss
+        if loss.requires_grad:
+            loss = loss + model(**{**inputs, "input_ids": inputs["input_ids"].flip(1)}).loss
+        return (loss, {}) if return_outputs else loss
+
+
 def trained(
     folder: Path,
     *callbacks: TrainerCallback,
@@ -96,6 +106,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "evaluation": {"options": {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}},
     "checkpointing": {"options": {"activation_checkpointing": True}},
     "two forwards": {"kind": Twice},
+    "another with a graph": {"kind": Again},
 }
 
 

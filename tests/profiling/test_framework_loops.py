@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from lightning.pytorch import LightningModule
 from transformers import Trainer
 
 from ckptplan.profiling.description import Description
@@ -15,9 +17,15 @@ from ckptplan.profiling.loops import Loop
 LOSS = frozenset(("compute_loss",))
 
 
-class Settings:
+class Loader:
+    """Stands for Lightning's trainer."""
+
     def __init__(self, given: int) -> None:
         self.given, self.batches = given, iter([])
+
+    @property
+    def current_epoch(self) -> int:
+        return self.given
 
 
 def helped(loop: Any) -> Any:
@@ -25,15 +33,17 @@ def helped(loop: Any) -> Any:
 
 
 class Own(Trainer):
-    """Its loss reads attributes by itself, by a method, by a property and by a function."""
+    """Its loss reads attributes by itself, by a method, by properties and by a function."""
+
+    times = 1
 
     def __init__(self) -> None:
-        self.scale, self.width, self.depth, self.given, self.unread = 1.0, 2, 3, 4, 5
+        self.scale, self.width, self.depth, self.given, self.unread, self.cached = 1.0, 2, 3, 4, 5, 6
         self.batches = iter([])  # can't be described
         self.args = None
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return self.scale + self.helper() + self.deep + helped(self)
+        return self.scale * self.times + self.helper() + self.deep + helped(self) + self.once
 
     def helper(self) -> Any:
         return self.width
@@ -42,15 +52,16 @@ class Own(Trainer):
     def deep(self) -> Any:
         return self.depth
 
+    @functools.cached_property
+    def once(self) -> Any:
+        return self.cached
+
+    @property
+    def fails(self) -> Any:
+        raise RuntimeError
+
     def elsewhere(self) -> Any:
         return next(self.batches)
-
-
-class Framework:
-    """Stands for Lightning's module, which keeps its trainer."""
-
-
-Framework.__module__, Framework.__qualname__ = "lightning.pytorch.core.module", "LightningModule"
 
 
 def key(value: Any) -> str:
@@ -60,27 +71,28 @@ def key(value: Any) -> str:
     return text.digest
 
 
-@pytest.mark.parametrize("name", ["scale", "width", "depth", "given", "unread", "batches"])
+@pytest.mark.parametrize("name", ["scale", "width", "depth", "given", "unread", "cached", "batches"])
 def test_what_the_loss_reads_counts(name: str) -> None:
     loop, other = Own(), Own()
     other.__dict__[name] = 100 if name != "batches" else iter([1])
     assert (key(Loop(loop, LOSS)) == key(Loop(other, LOSS))) == (name in ("unread", "batches"))
 
 
-@pytest.mark.parametrize("name", ["compute_loss", "helper", "deep", "elsewhere"])
+@pytest.mark.parametrize("name", ["compute_loss", "helper", "deep", "once", "times", "elsewhere"])
 def test_code_that_the_loss_runs_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = key(Loop(Own(), LOSS))
 
     def other(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.scale + self.width + 1
 
-    monkeypatch.setattr(Own, name, property(other) if name == "deep" else other)
+    made = {"deep": property(other), "once": functools.cached_property(other), "times": 2}
+    monkeypatch.setattr(Own, name, made.get(name, other))
     assert (key(Loop(Own(), LOSS)) == before) == (name == "elsewhere")
 
 
 def test_a_computed_name_may_be_any(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Own, "helper", lambda self: getattr(self, self.helper.__name__[1:]))
-    with pytest.raises(NoKeyError, match="iterator"):
+    with pytest.raises(NoKeyError, match="any attribute of a loop"):
         key(Loop(Own(), LOSS))
 
 
@@ -95,12 +107,17 @@ def test_a_loop_in_other_variables_counts_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "counts"), [(lambda module: module.scale, False), (lambda module: module.trainer.given, True)]
+    ("own", "counts"),
+    [
+        (lambda module: module.scale, False),
+        (lambda module: module.trainer.given, True),
+        (lambda module: module.current_epoch, True),
+    ],
 )
 def test_the_loop_that_a_framework_keeps_in_the_model(own: Callable[[Any], Any], counts: bool) -> None:
-    def module(given: int) -> Framework:
-        made = Framework()
-        made.__dict__ |= {"_trainer": Settings(given), "scale": 1.0, "own": own}
-        return made
+    def module(given: int) -> LightningModule:
+        made: Any = LightningModule()
+        made._trainer, made.scale, made.own = Loader(given), 1.0, own
+        return made  # type: ignore[no-any-return]
 
     assert (key(module(1)) != key(module(2))) == counts

@@ -47,6 +47,10 @@ class Call:
         return sum(self.saved.values())
 
 
+class NothingSavedError(UnsupportedModelError):
+    """No submodule of a model saves anything for backward: the loss doesn't depend on it."""
+
+
 class Found(NamedTuple):
     """What a forward calls.
 
@@ -73,7 +77,7 @@ def discover_stages(step: TrainingStep, world: Callable[[], contextlib.AbstractC
 
     Raises
     ------
-    UnsupportedModelError
+    NothingSavedError
         If no submodule saves anything for backward.
     """
     calls = _record(step, world)
@@ -86,7 +90,7 @@ def discover_stages(step: TrainingStep, world: Callable[[], contextlib.AbstractC
         if stages and (not best or _cost(stages) < _cost(best)):
             best = stages
     if not best:
-        raise UnsupportedModelError("no submodule of the model saves anything for backward; there is nothing to plan")
+        raise NothingSavedError("no submodule of the model saves anything for backward; there is nothing to plan")
     modules = {call.module for call in best}
     called = dict.fromkeys(call.module for call in calls[1:])
     outside = (name for name in called if not any(name == m or name.startswith(f"{m}.") for m in modules))
