@@ -119,7 +119,7 @@ class Manual(Module):
         first.step()
         other = F.cross_entropy(self.judge(x + 1), y) + F.mse_loss(self.judge(x), self.layers(x).detach())
         second.zero_grad()
-        self.manual_backward(other)
+        other.backward()
         second.step()
         self.log("loss", loss)
         self.losses += [float(loss), float(other)]
@@ -148,13 +148,6 @@ class Skipping(Module):
             return torch.zeros((), requires_grad=True)
         hidden = self.layers(batch[0])
         return {"loss": F.cross_entropy(hidden, batch[1]), "all": hidden.repeat(1, 40), "text": "t"}
-
-
-class Direct(Manual):
-    """Runs backward by itself."""
-
-    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        loss.backward()
 
 
 class Measured(L.Callback):
@@ -209,7 +202,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "validation": {"val_check_interval": 2},
     "manual": {"kind": Manual, "max_steps": 2 * STEPS},
     "scheduled": {"kind": Scheduled},
-    "direct": {"kind": Direct, "max_steps": 2 * STEPS},
     "prepared": {"kind": Prepared},
     "skipping": {"kind": Skipping},
 }
@@ -288,17 +280,6 @@ def test_the_plan_of_another_request_is_not_taken(tmp_path: Path) -> None:
     fit(tmp_path, planner, ckpt_path=path)
     assert planner.handle is not None
     assert not planner.handle.stats().swapped_out_bytes
-
-
-def test_a_second_training_finds_the_profile_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPTPLAN_CACHE", str(tmp_path / "cache"))
-    fit(tmp_path, max_steps=1)  # a process's first training has PyTorch change classes of optimizers
-    first, _ = fit(tmp_path, ActivationPlanner(budget="20%", time_limit_s=2))
-    monkeypatch.setattr("ckptplan.profiling.profiler._profile", lambda *a: pytest.fail("it isn't in the cache"))
-    second, _ = fit(tmp_path, ActivationPlanner(budget="20%", time_limit_s=2))
-    assert_same(first, second)
-    with pytest.raises(pytest.fail.Exception, match="it isn't in the cache"):
-        fit(tmp_path, ActivationPlanner(budget="20%", time_limit_s=2), precision="bf16-mixed")
 
 
 def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:

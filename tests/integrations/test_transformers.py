@@ -231,23 +231,6 @@ def test_the_sentence_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "of the best possible" in planned
 
 
-@pytest.mark.parametrize("way", ["plain", "label smoothing", "loss function", "two forwards"])
-def test_a_second_training_finds_the_profile_in_the_cache(
-    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CKPTPLAN_CACHE", str(tmp_path / "cache"))
-    how = {"kind": Trainer, **WAYS[way]}
-    trained(tmp_path, **how)  # the first training of a process changes what later ones find of PyTorch
-    first = trained(tmp_path, ActivationPlanCallback(budget="30%", time_limit_s=2), **how)
-    monkeypatch.setattr("ckptplan.profiling.profiler._profile", lambda *a: pytest.fail("it isn't in the cache"))
-    second = trained(tmp_path, ActivationPlanCallback(budget="30%", time_limit_s=2), **how)
-    assert_same(first, second)
-    if way == "label smoothing":
-        how["options"] = {"label_smoothing_factor": 0.2}
-        with pytest.raises(pytest.fail.Exception, match="it isn't in the cache"):
-            trained(tmp_path, ActivationPlanCallback(budget="30%", time_limit_s=2), **how)
-
-
 @pytest.mark.parametrize("kind", [MeasuredTrainer, Twice])
 def test_padding_that_comes_later(kind: type[Trainer], tmp_path: Path) -> None:
     """The first batches' masks have only ones, and are left out by the model; later ones have zeros."""

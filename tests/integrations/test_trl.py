@@ -48,9 +48,9 @@ def llama() -> LlamaForCausalLM:
 def made(folder: Path, *callbacks: Any, **options: Any) -> MeasuredSFTTrainer:
     model = llama()
     peft = options.pop("peft_config", None)
-    rows = [{"input_ids": torch.randint(2, 96, (24,)).tolist()} for _ in range(80)]
+    rows = [{"input_ids": torch.randint(2, 96, (24,)).tolist()} for _ in range(40)]
     args = SFTConfig(
-        str(folder), max_steps=20, per_device_train_batch_size=4, use_cpu=True, bf16=False, disable_tqdm=True,
+        str(folder), max_steps=10, per_device_train_batch_size=4, use_cpu=True, bf16=False, disable_tqdm=True,
         logging_steps=1, report_to=[], save_strategy="no", **options,
     )  # fmt: skip
     return MeasuredSFTTrainer(

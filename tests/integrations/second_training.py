@@ -1,0 +1,64 @@
+"""Trainings that fill the cache of profiles, or with an argument find all they need in it; run in its own process."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import test_lightning
+import test_transformers
+from transformers import Trainer
+
+from ckptplan.integrations.lightning import ActivationPlanner
+from ckptplan.integrations.transformers import ActivationPlanCallback
+from ckptplan.profiling import profiler
+
+WAYS = ("plain", "label smoothing", "loss function", "two forwards")
+
+
+class NotFoundError(BaseException):
+    """Raised where something is profiled that should be in the cache."""
+
+
+def in_a_trainer(folder: Path, **how: Any) -> None:
+    callback = ActivationPlanCallback(budget="30%", time_limit_s=1)
+    test_transformers.trained(folder, callback, **how)
+
+
+def in_lightning(folder: Path, **how: Any) -> None:
+    test_lightning.fit(folder, ActivationPlanner(budget="20%", time_limit_s=1), max_steps=2, **how)
+
+
+def refuse(*_: Any) -> None:
+    raise NotFoundError
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    if len(sys.argv) > 1:
+        profiler._profile = refuse  # type: ignore[assignment]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for way in WAYS:
+            how = test_transformers.WAYS[way]
+            in_a_trainer(folder, **{"kind": Trainer, **how, "options": {**how.get("options", {}), "max_steps": 2}})
+        in_lightning(folder)
+        if len(sys.argv) == 1:
+            return
+        others: list[Any] = [
+            lambda: in_a_trainer(folder, kind=Trainer, options={"label_smoothing_factor": 0.2}),
+            lambda: in_lightning(folder, precision="bf16-mixed"),
+        ]
+        for other in others:
+            try:
+                other()
+            except NotFoundError:
+                continue
+            sys.exit("a profile of another step was found")
+
+
+if __name__ == "__main__":
+    main()
