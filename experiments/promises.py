@@ -684,7 +684,8 @@ PROMISES: tuple[Promise, ...] = (
             "test_code_that_the_loss_runs_counts",
             "test_a_loop_in_other_variables_counts_as_a_whole",
             "test_the_loop_that_a_framework_keeps_in_the_model",
-        ),
+        )
+        + _in("test_second_training", "test_a_second_training_finds_its_profiles"),
         ("planning_time",),
     ),
     Promise(

@@ -72,7 +72,7 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
         self._applied: Handle | None = None
         self._asked: dict[str, Any] = {}
         self._saved: dict[str, Any] = {}
-        self._made: list[tuple[PlannedBatch, Plan]] = []
+        self._made: list[tuple[PlannedBatch, Plan, dict[str, Any]]] = []
         self._undo = contextlib.ExitStack()
         self._warned = False
 
@@ -94,9 +94,10 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
     ) -> None:
         """Apply a plan for a step with these arguments: one that was made before and holds, or a new one."""
         self._remove()
-        for batch, plan in self._made:
+        for batch, plan, asked in self._made:
             if batch.holds_for((args, kwargs)):
-                self._applied, self._batch = self._planning.begin(module, plan), batch
+                self._applied = self._planning.begin(module, plan)
+                self._batch, self._asked = batch, asked
                 return
         batch = PlannedBatch((args, kwargs))
         asked = self._request(trainer, module, batch)
@@ -111,7 +112,7 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
                     say("ckptplan: training_step has no loss that depends on the model; the next batch is planned for")
                 return
         self._batch, self._asked = batch, asked
-        self._made.append((batch, self._applied.plan))
+        self._made.append((batch, self._applied.plan, asked))
 
     def _begin(
         self,

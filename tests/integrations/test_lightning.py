@@ -253,10 +253,14 @@ def test_a_plan_that_was_made_serves_again(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         "ckptplan.integrations.training.solve", lambda *a, **k: solved.append(solve(*a, **k)) or solved[-1]
     )
-    plain, _ = fit(tmp_path, kind=Shaped)
-    planned, _ = fit(tmp_path, ActivationPlanner(budget_gb=0.05, time_limit_s=2, cache=False), kind=Shaped)
+    plain, _ = fit(tmp_path, kind=Shaped, max_steps=STEPS - 1)
+    planner = ActivationPlanner(budget_gb=0.05, time_limit_s=2, cache=False)
+    planned, _ = fit(tmp_path, planner, kind=Shaped, max_steps=STEPS - 1)
     assert_same(planned, plain)
     assert len(solved) == 2
+    saved = planner.state_dict()
+    assert saved["plan"] == solved[0].to_json()
+    assert "[64, 32]" in str(saved["asked"]["inputs"])
 
 
 def test_the_plan_is_in_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
