@@ -42,7 +42,7 @@ from ckptplan.integrations.training import PlannedBatch, Planning, PlanningCallb
 from ckptplan.profiling.loops import Loop
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.patching import PatchedForward, installed
-from ckptplan.runtime.state.restore import beside
+from ckptplan.runtime.state.restore import restored
 
 _GUARDED = ("_run_epoch", "_evaluate", "_finalize_training")
 """Methods of a Trainer that are guarded on the instance (NOTE [In a Trainer's loop])."""
@@ -233,7 +233,7 @@ class _Run:
 
         patch = PatchedForward(model, record)
         # An error that isn't due to the missing graph comes again when the step is profiled.
-        with beside(model, [self.trainer, code]), contextlib.suppress(Exception), installed([patch]), torch.no_grad():
+        with restored(model, [self.trainer, code]), contextlib.suppress(Exception), installed([patch]), torch.no_grad():
             step()
         return found
 
