@@ -7,6 +7,7 @@ import dataclasses
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ckptplan.core.errors import InvalidInputError
@@ -26,11 +27,19 @@ def folder() -> Path | None:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ckptplan"
 
 
-def find(key: str) -> Profile | None:
-    """Return the profile under `key`, with a note that says when it was measured; None if there is none."""
+def find(key: str, path_of: Callable[[], str] | None = None) -> Profile | None:
+    """Return the profile under `key`, with a note that says when it was measured; None if there is none.
+
+    Parameters
+    ----------
+    path_of : callable, optional
+        Returns the path that the step takes; called if there are profiles for single paths under the key.
+    """
     where = folder()
     if where is None:
         return None
+    if path_of is not None and next(where.glob(f"{key}-*.json"), None) is not None:
+        key = _name(key, path_of())
     path = where / f"{key}.json"
     try:
         measured = path.stat().st_mtime
@@ -42,8 +51,8 @@ def find(key: str) -> Profile | None:
     return dataclasses.replace(profile, notes=(f"from the cache, measured on {when}", *profile.notes))
 
 
-def put(key: str, profile: Profile) -> None:
-    """Store a profile; without effect where the folder can't be written to."""
+def put(key: str, profile: Profile, path: str = "") -> None:
+    """Store a profile, for one path of the step's if one is given; no effect where the folder can't be written to."""
     where = folder()
     if where is None:
         return
@@ -51,8 +60,12 @@ def put(key: str, profile: Profile) -> None:
         where.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=where) as beside:  # renamed, so that no process reads half a file
             profile.save(Path(beside) / "profile.json")
-            os.replace(Path(beside) / "profile.json", where / f"{key}.json")
+            os.replace(Path(beside) / "profile.json", where / f"{_name(key, path)}.json")
         _shrink(where)
+
+
+def _name(key: str, path: str) -> str:
+    return f"{key}-{path}" if path else key
 
 
 def _shrink(where: Path) -> None:

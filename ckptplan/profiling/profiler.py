@@ -8,7 +8,7 @@ import functools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -41,7 +41,7 @@ from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.times.links import measure_costs, measure_links, sharing_note
 from ckptplan.profiling.times.overheads import measure_overheads
 from ckptplan.profiling.times.timing import Again, Times, time_stages
-from ckptplan.profiling.values.real_run import answered
+from ckptplan.profiling.values.real_run import answered, path_of
 from ckptplan.profiling.workload.inputs import find_inputs
 from ckptplan.profiling.workload.optimizers import OptimizerLike, make_optimizer, traced_updates
 from ckptplan.profiling.workload.stand_ins import StandIns
@@ -139,21 +139,37 @@ def profile_step(
     cache: bool = False,
 ) -> Profile:
     """`profile` of a given step; `notes` go into the profile."""
+
+    @contextlib.contextmanager
+    def undone() -> Iterator[Callable[[], None]]:
+        runs = target.spec is None
+        with training_config(training.model), restored(training.model, training.reached(), runs=runs) as rewind:
+            rewind()
+            with as_ours(training, "tracing"):
+                yield rewind
+
+    def path() -> str:
+        on_progress("running the step for real, since its profile holds for one path")
+        with undone() as rewind:
+            return path_of(training, target, rewind)
+
     key = _cache_key(training, optimizer, target, swap_dir, menus, notes) if cache else None
-    if key is not None and (known := find(key)) is not None:
+    if key is not None and (known := find(key, path if training.has_values else None)) is not None:
         return known
-    runs = target.spec is None
-    with training_config(training.model), restored(training.model, training.reached(), runs=runs) as rewind:
-        rewind()
-        with as_ours(training, "tracing"):
-            found = _profile(training, optimizer, target, swap_dir, menus, list(notes), on_progress, rewind)
+    with undone() as rewind:
+        found = _profile(training, optimizer, target, swap_dir, menus, list(notes), on_progress, rewind)
     if optimizer is not None:
         counted = type(make_optimizer(optimizer, training.model.parameters())).__name__
         found = dataclasses.replace(found, fingerprint=dataclasses.replace(found.fingerprint, optimizer=counted))
     empty_cache(target.device)  # what stages took alone lies otherwise than what steps take
-    values_count = target.answers is not None and (target.answers.phases or target.answers.compiled)
-    if key is not None and not values_count and not any(note.startswith(DRAWS) for note in found.notes):
+    answers = target.answers
+    if key is None or (answers is not None and ("backward" in answers.phases or answers.compiled)):
+        return found
+    drawn = any(note.startswith(DRAWS) for note in found.notes)
+    if not drawn and (answers is None or not answers.phases):
         put(key, found)
+    elif training.has_values:
+        put(key, found, path() if drawn or answers is None else answers.path)
     return found
 
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import test_lightning
 import test_transformers
+import test_trl
 from transformers import Trainer
 
 from ckptplan.integrations.lightning import ActivationPlanner
 from ckptplan.integrations.transformers import ActivationPlanCallback
 from ckptplan.profiling import profiler
 
-WAYS = ("plain", "label smoothing", "loss function", "two forwards")
+WAYS = ("label smoothing", "two forwards")
 
 
 class NotFoundError(BaseException):
@@ -42,6 +43,9 @@ def main() -> None:
         profiler._profile = refuse  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        # The first two read values.
+        test_trl.trained(folder, ActivationPlanCallback(budget="30%", time_limit_s=1), **test_trl.WAYS["lora"])
+        in_lightning(folder, kind=test_lightning.Scheduled)
         for way in WAYS:
             how = test_transformers.WAYS[way]
             in_a_trainer(folder, **{"kind": Trainer, **how, "options": {**how.get("options", {}), "max_steps": 2}})

@@ -535,23 +535,94 @@ def test_an_equal_step_is_measured_once(folder: Path, measured: list[int]) -> No
     assert len(measured) == 4
 
 
-def test_what_depends_on_values_or_chance_is_not_stored(folder: Path, measured: list[int]) -> None:
-    class Reading(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = super().forward(x)
-            return y * 2 if y.sum().item() > 1e9 else y
+class Reading(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y * 2 if y.mean().item() > 1 else y
 
-    class Skipping(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for module in self:
-                x = module(x) if random.random() < 2 else x
-            return x
 
-    for kind in (Reading, Skipping):
-        for _ in range(2):
-            ckptplan.profile(kind(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(32, 64))
-    assert len(measured) == 4
+class Indexing(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y[y[:, 0] > 1]
+
+
+class Skipping(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self:
+            x = module(x) if random.random() < 0.5 else x
+        return x
+
+
+class ReadingInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2 if gradient.sum().item() < 1e9 else gradient.sin()
+
+
+def squares(bias: float = 0.0) -> list[nn.Module]:
+    """Layers of random weights, whose output is about `bias`."""
+    modules = nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)
+    nn.init.constant_(modules[2].bias, bias)
+    return list(modules)
+
+
+@pytest.mark.parametrize("kind", [Reading, Indexing, Skipping])
+def test_what_depends_on_values_or_chance_is_found_for_its_path(
+    kind: type[nn.Sequential], folder: Path, measured: list[int]
+) -> None:
+    def profiled(bias: float, seed: int = 0) -> ckptplan.Profile:
+        random.seed(seed)
+        return ckptplan.profile(kind(*squares(bias)), torch.randn(32, 64))
+
+    first = profiled(-9.0)
+    drawn = random.getstate()
+    again = profiled(-9.0)  # other weights, but the same path
+    assert len(measured) == 1
+    assert again.notes[0].startswith("from the cache")
+    assert (again.stages, again.storages) == (first.stages, first.storages)
+    assert random.getstate() == drawn
+    other = profiled(9.0, seed=1)
+    assert len(measured) == 2
+    assert not other.notes[0].startswith("from the cache")
+    assert profiled(9.0, seed=1).storages == other.storages
+    assert profiled(-9.0).storages == first.storages
+    assert len(measured) == 2
+
+
+def test_what_reads_values_in_backward_is_not_stored(folder: Path, measured: list[int]) -> None:
+    class Model(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(ReadingInBackward.apply(x * 1))
+
+    for _ in range(2):
+        ckptplan.profile(Model(*squares()), torch.randn(32, 64, requires_grad=True))
+    assert len(measured) == 2
     assert not list(folder.glob("*.json"))
+
+
+def test_the_path_of_a_step_leaves_nothing_behind(folder: Path) -> None:
+    class Counting(Reading):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = getattr(self, "calls", 0) + 1
+            return super().forward(x)
+
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = Counting(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.5), nn.Linear(64, 64))
+        x = torch.randn(32, 64)
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        state = torch.get_rng_state()
+        found = ckptplan.profile(model, x)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+        assert not hasattr(model, "calls")
+        assert all(p.grad is None for p in model.parameters())
+    assert found.notes[0].startswith("from the cache")
 
 
 def test_a_damaged_file_is_replaced(folder: Path, measured: list[int]) -> None:

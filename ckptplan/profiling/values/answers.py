@@ -230,6 +230,8 @@ class Answers:
         Key of a call of a compiled module -> the `Noted` of it (compiled.py).
     draws : bool
         Forward was seen to draw numbers from Python's or numpy's generators.
+    path : str
+        Digest of the operations that forward ran for real (`path_of` in real_run.py); empty before it ran.
     storages : dict
         Key of an operation whose results have larger storages on the device than traced -> their bytes, in order.
     """
@@ -243,6 +245,7 @@ class Answers:
     compiled: dict[Hashable, Any] = field(default_factory=dict)
     storages: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
     draws: bool = False
+    path: str = ""
 
     @property
     def path_is_drawn(self) -> bool:
@@ -255,7 +258,7 @@ class Answers:
         if step is not self.step:
             for known in (self.failed, self.phases, self.used, self.queues, self.compiled, self.storages):
                 known.clear()
-            self.draws = False
+            self.draws, self.path = False, ""
             self.step = step
 
     def wants(self, func: Any, args: tuple[Any, ...]) -> bool:

@@ -7,6 +7,7 @@ backward need values too, the step runs with every stage recomputed that can be,
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -121,6 +122,18 @@ def _learn(need: NeedsValues, step: TrainingStep, target: Target, rewind: Callab
             rewind()
 
 
+def path_of(step: TrainingStep, target: Target, rewind: Callable[[], None]) -> str:
+    """Return a digest of the operations that a step's forward runs, with the sizes of their tensors and the parameters.
+
+    Steps that are equal but for floating values take the same memory if these are the same.
+    """
+    answers = Answers()
+    rewind()
+    _witness("forward", answers, step, target, rewind)
+    rewind()
+    return answers.path
+
+
 def _witness(phase: Phase, answers: Answers, step: TrainingStep, target: Target, rewind: Callable[[], None]) -> None:
     """Run one phase for real and note its answers."""
     witness = _Witness(phase, answers, target.device if target.spec is None else torch.device("cpu"), step.model)
@@ -167,6 +180,8 @@ class _Witness(TorchDispatchMode):
         self._made: set[int] = set()
         self._outside: set[int] = set()
         self._written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._path = hashlib.sha256()
+        self._names = {t.untyped_storage()._cdata: name for name, t in model.named_parameters()}
 
     def watch(self, run: Callable[[], Any]) -> None:
         """Call `run` and note its answers; tensors from before that it writes to get their values back."""
@@ -189,6 +204,8 @@ class _Witness(TorchDispatchMode):
             peak = peaks.get(_label(number), answer.peak_bytes)
             noted = Answer(answer.sizes, answer.result, answer.values, peak)
             self._answers.queues.setdefault(question, []).append(noted)
+        if self._phase == "forward":
+            self._answers.path = self._path.hexdigest()
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[None]:
@@ -230,6 +247,8 @@ class _Witness(TorchDispatchMode):
                 result, peak = func(*args, **kwargs), 0
         else:
             result, peak = func(*args, **kwargs), 0
+        outlines = (self._outline(tree) for tree in (args, kwargs, result))
+        self._path.update(repr((str(func), *outlines)).encode())
         self._made.update(_storages(result) - self._outside)
         if wanted:
             values = (None, result[1].detach().clone()) if func is PACK else None
@@ -240,6 +259,15 @@ class _Witness(TorchDispatchMode):
             noted = Answer(sizes_of((args, kwargs)), _as_layouts(result, (args, kwargs)), values)
             self._found.append((Question.now(self._phase, func), noted))
         return result
+
+    def _outline(self, tree: Any) -> list[Any]:
+        """Sizes of tensors, names of parameters, whole numbers; of other values, which may be computed, the types."""
+        return [
+            (tuple(x.shape), x.dtype, self._names.get(x.untyped_storage()._cdata, ""))
+            if isinstance(x, torch.Tensor)
+            else (x if type(x) in (int, bool) else type(x))
+            for x in pytree.tree_leaves(tree)
+        ]
 
     def _keep_written(self, func: Any, args: Any, kwargs: Any) -> None:
         """Copy what was there before the run, before an operation writes to it."""
