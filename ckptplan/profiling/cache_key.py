@@ -12,8 +12,8 @@ NOTE [What a profile depends on]
    the machine and its device.
 
 A step that reads floating values, or whose path is drawn at random, is not determined by these. Its profile is stored
-for the path that it took: a digest of the operations of its forward, with their sizes (`path_of` in values/real_run.py).
-A profile of an equal step is taken if a real forward takes the same path.
+for the path that it took, a digest of the operations of its forward with their sizes (`path_of` in real_run.py), and is
+taken for an equal step if a real forward takes the same path.
 
 Anything that isn't described so (an iterator, a file, a random generator, a filled cache of a function, an object or
 operator of an extension module, code that is found by `eval` or `globals`) makes the step one without a key. Files that
