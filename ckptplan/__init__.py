@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckptplan.api import explain, frontier, solve
     from ckptplan.core.allocator_settings import AllocatorSettings
+    from ckptplan.core.ddp import DDP
     from ckptplan.core.device import Device
     from ckptplan.core.errors import (
         CheckError,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from ckptplan.core.profile import Profile
     from ckptplan.core.trace import Trace
     from ckptplan.fitting.batch import BatchFit, max_batch_size
-    from ckptplan.memory.estimate import DDP, estimate
+    from ckptplan.memory.estimate import estimate
     from ckptplan.planning.applying import apply, trace
     from ckptplan.profiling.profiler import profile
     from ckptplan.profiling.workload.inputs import record_forward
@@ -74,6 +75,7 @@ __all__ = [
 _NAMES = {
     "api": "explain frontier solve",
     "core.allocator_settings": "AllocatorSettings",
+    "core.ddp": "DDP",
     "core.device": "Device",
     "core.errors": "CheckError CkptPlanError InfeasibleBudgetError InvalidInputError OutOfMemoryError "
     "PlanMismatchError SwapError UnsupportedModelError",
@@ -82,7 +84,7 @@ _NAMES = {
     "core.profile": "Profile",
     "core.trace": "Trace",
     "fitting.batch": "BatchFit max_batch_size",
-    "memory.estimate": "DDP estimate",
+    "memory.estimate": "estimate",
     "planning.applying": "apply trace",
     "profiling.profiler": "profile",
     "profiling.workload.inputs": "record_forward",

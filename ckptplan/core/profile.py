@@ -26,6 +26,7 @@ class Fingerprint:
 
     `accumulates`: whether the step starts with a gradient for each parameter that requires one. `optimizer`: the class
     whose state and update count, empty without one; applying a plan asks for no optimizer, so it isn't compared.
+    `parallel`: what runs the model on several devices, and counts (`DDP.kind`); empty: nothing does.
     """
 
     model: str
@@ -36,6 +37,7 @@ class Fingerprint:
     torch_version: str
     accumulates: bool = False
     optimizer: str = ""
+    parallel: str = ""
 
     def __post_init__(self) -> None:
         check_fields("fingerprint", self)
@@ -66,6 +68,9 @@ class Fingerprint:
         if name == "training":
             want, have = ("training mode" if value else "evaluation mode" for value in (want, have))
             return f"the plan was made in {want}, the model is in {have}; call model.train() before solve and apply"
+        if name == "parallel":
+            want, have = (f"in {value!r}" if value else "for one device alone" for value in (want, have))
+            return f"the plan was made for a model {want}, this one is {have}, whose buckets take other bytes"
         return f"the plan was made for {name.replace('_', ' ')} = {want!r}, this is {have!r}"
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from ckptplan.core.checks import MOST_BYTES, is_int, is_number
+from ckptplan.core.ddp import DDP
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.units import budget_to_bytes
@@ -57,6 +58,7 @@ class TrainingKeywords(LossKeywords, total=False):
 
     device: DeviceLike
     accumulate: bool | None
+    ddp: DDP | bool | None
 
 
 class StepKeywords(TrainingKeywords, total=False):
@@ -141,6 +143,9 @@ class Training:
     accumulate : bool, optional
         Whether steps start with gradients, which then count from the start: `zero_grad(set_to_none=False)` keeps them,
         or a step has several micro-batches. Default: whether a parameter that requires a gradient has one now.
+    ddp : DDP or bool, optional
+        Whether the model is trained in `DistributedDataParallel`, whose buckets count. Default: as the model is wrapped
+        now.
 
     Raises
     ------
@@ -155,6 +160,7 @@ class Training:
     step: Callable[[], torch.Tensor] | None = None
     amp: torch.dtype | str | None = None
     accumulate: bool | None = None
+    ddp: DDP | bool | None = None
 
     def __post_init__(self) -> None:
         if self.step is not None:
@@ -172,6 +178,8 @@ class Training:
             )
         if self.accumulate not in (None, False, True):
             raise InvalidInputError(f"accumulate={self.accumulate!r}; it is True, False or None")
+        if self.ddp is not None and not isinstance(self.ddp, (bool, DDP)):
+            raise InvalidInputError(f"ddp={self.ddp!r}; it is True, False, None or a ckptplan.DDP")
 
     @classmethod
     def of(cls, options: Mapping[str, Any], inputs: Any = None) -> Training:

@@ -106,7 +106,7 @@ def require_planned(plan: Plan, steps: Sequence[TrainingStep], target: Target) -
     for number, step in enumerate(steps, 1):
         made_for = fingerprint(step, target.name)
         seen = step.fn is None and plan.fingerprint.inputs != "step()"
-        ignored = ("device", "torch_version", "accumulates", *(["inputs"] if seen else []))
+        ignored = ("device", "torch_version", "accumulates", "parallel", *(["inputs"] if seen else []))
         plan.fingerprint.require(made_for, ignore=ignored)
         if not seen or plan.fingerprint.inputs == made_for.inputs:
             continue

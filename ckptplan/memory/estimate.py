@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ckptplan.core.allocator_settings import AllocatorSettings, allocator_conf
+from ckptplan.core.ddp import DDP
 from ckptplan.core.device import library_workspaces
 from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
 from ckptplan.core.estimate import CATEGORIES, KEPT, Estimate, Phase
@@ -30,7 +31,8 @@ from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.values.answers import Answers
 from ckptplan.profiling.values.real_run import answered
 from ckptplan.profiling.workload.optimizers import make_optimizer
-from ckptplan.runtime.guard.gradients import made_gradient_bytes
+from ckptplan.runtime.guard.gradients import accumulates, made_gradient_bytes
+from ckptplan.runtime.replicated import buckets
 from ckptplan.runtime.state.compiled import refuse_compiled
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
@@ -44,49 +46,12 @@ _UNKNOWN_ON_CUDA = (
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear")
 
 
-@dataclass(frozen=True, slots=True)
-class DDP:
-    """Memory of distributed data parallel (Li et al., VLDB 2020).
-
-    Gradients are copied into buckets or, with `gradient_as_bucket_view`, are views of buckets from the start. NCCL's
-    own memory is outside PyTorch's allocator and not part of an estimate.
-
-    Parameters
-    ----------
-    bucket_cap_mb, first_bucket_mb : float
-        Size of a full bucket and of the first one, in units of 2**20 bytes.
-    gradient_as_bucket_view : bool
-        As in `torch.nn.parallel.DistributedDataParallel`.
-    """
-
-    bucket_cap_mb: float = 25.0
-    first_bucket_mb: float = 1.0
-    gradient_as_bucket_view: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("bucket_cap_mb", "first_bucket_mb"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1 << 20:
-                raise InvalidInputError(f"ddp: {name}={value!r} must be a number above 0, in units of 2**20 bytes")
-
-    def buckets(self, parameters: Iterable[torch.Tensor]) -> list[int]:
-        """Return the bytes of each bucket: gradients in reverse order, by data type, until a bucket is full."""
-        sizes: list[int] = []
-        filling: dict[torch.dtype, int] = {}
-        for p in reversed([p for p in parameters if p.requires_grad]):
-            filling[p.dtype] = filling.get(p.dtype, 0) + p.numel() * p.element_size()
-            if filling[p.dtype] >= (self.bucket_cap_mb if sizes else self.first_bucket_mb) * 2**20:
-                sizes.append(filling.pop(p.dtype))
-        return [*sizes, *filling.values()]
-
-
 @in_own_context
 def estimate(
     model: nn.Module,
     inputs: Any = None,
     *,
     grad_scaler: bool | None = None,
-    ddp: DDP | bool = False,
     accumulation_steps: int = 1,
     set_to_none: bool = True,
     checkpoint_on_device: bool = False,
@@ -117,8 +82,6 @@ def estimate(
         As in `profile`; a list has the batches that run in turn.
     grad_scaler : bool, optional
         Whether a `GradScaler` is used; default: with float16.
-    ddp : DDP or bool
-        Whether gradients are reduced in buckets.
     accumulation_steps : int
         Micro-batches per update: each as large as `inputs`, or so many of the list's batches in turn.
     set_to_none : bool
@@ -140,10 +103,10 @@ def estimate(
     empty_cache : bool
         Whether the loop calls `torch.cuda.empty_cache()` after each step, when what isn't in `keeps` has been freed.
     **training
-        `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate` (see `ckptplan.core.request.Training`). Without an
-        optimizer there is no update, and the phase "zero_grad" takes its place. With `accumulate` gradients exist from
-        the start and are never dropped, as with `set_to_none=False` after the first step, or where `zero_grad` comes
-        after the forward; default: whether the model has gradients now, or `plan` is for such steps.
+        `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate`, `ddp` (see `ckptplan.core.request.Training`).
+        Without an optimizer there is no update, and the phase "zero_grad" takes its place. With `accumulate` gradients
+        exist from the start and are never dropped, as with `set_to_none=False` after the first step, or where
+        `zero_grad` comes after the forward; default: whether the model has gradients now, or `plan` is for such steps.
 
     Returns
     -------
@@ -165,6 +128,8 @@ def estimate(
     if request.accumulate is None and plan is not None and plan.fingerprint.accumulates:
         request = replace(request, accumulate=True)
     steps, notes = batch_steps(model, request, target, accumulation_steps)
+    model = steps[0].model
+    steps = [replace(step, accumulates=accumulates(model, request.accumulate)) for step in steps]  # besides buckets
     if caching(model):
         as_given = "as in the model's configuration; in training it is mostly off"
         notes.append(f"use_cache is {as_given if plan is None else 'off, as the plan turns it off in training'}")
@@ -173,7 +138,6 @@ def estimate(
         target,
         None if request.optimizer is None else make_optimizer(request.optimizer, model.parameters()),
         scaler=_in_float16(steps[0]) if grad_scaler is None else grad_scaler,
-        ddp=DDP() if ddp is True else (ddp or None),
         accumulation_steps=accumulation_steps,
         set_to_none=set_to_none,
         checkpoint_on_device=checkpoint_on_device,
@@ -367,7 +331,6 @@ class _Run:
     target: Target
     optimizer: torch.optim.Optimizer | None
     scaler: bool = False
-    ddp: DDP | None = None
     accumulation_steps: int = 1
     set_to_none: bool = True
     checkpoint_on_device: bool = False
@@ -514,8 +477,12 @@ class _Run:
         return self.steps[0].model
 
     @property
+    def _ddp(self) -> DDP | None:
+        return self.steps[0].ddp
+
+    @property
     def _in_buckets(self) -> bool:
-        return self.ddp is not None and self.ddp.gradient_as_bucket_view
+        return self._ddp is not None and self._ddp.gradient_as_bucket_view
 
     def _load(self, ledger: Ledger, *, training: bool = True) -> None:
         """Allocate the tensors that are on the device before the first step."""
@@ -537,8 +504,8 @@ class _Run:
             for name, parameter in model.named_parameters():
                 if nbytes := made_gradient_bytes([parameter]):
                     ledger.allocate(_block(nbytes, "gradients", name, parameter))
-        if training and self.ddp is not None:
-            for n, nbytes in enumerate(self.ddp.buckets(model.parameters())):
+        if training and self._ddp is not None:
+            for n, nbytes in enumerate(buckets(model, self._ddp)):
                 ledger.allocate(Block(nbytes, "gradients", f"DDP bucket {n}"))
         if training and self.scaler:
             for what in ("scale", "growth tracker"):

@@ -29,6 +29,7 @@ from ckptplan.runtime.guard.retry import OnOom
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.handle import apply as apply_plan
 from ckptplan.runtime.observe.measure import run_step, unique_bytes
+from ckptplan.runtime.replicated import bucket_bytes_beside, ddp_under, unwrapped
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
@@ -139,7 +140,8 @@ def apply(
     rule = None if on_oom == "raise" else OnOom(adviser, retries if on_oom == "replan" else 0)
     enlarger = None
     if on_larger == "replan":
-        enlarger = Enlarger(model, plan, limits, adviser, training, swap_dir)
+        training = replace(training, ddp=ddp_under(model, plan))
+        enlarger = Enlarger(unwrapped(model), plan, limits, adviser, training, swap_dir)
     return apply_plan(
         model,
         plan,
@@ -203,7 +205,8 @@ def trace(
     require_plan(plan)
     if accumulate is None:
         accumulate = plan.fingerprint.accumulates
-    training = make_step(model, Training(inputs, loss_fn, step=step, accumulate=accumulate))
+    options = Training(inputs, loss_fn, step=step, accumulate=accumulate, ddp=ddp_under(model, plan))
+    training = make_step(model, options)
     plan.fingerprint.require(fingerprint(training), ignore=("accumulates",))
     with (
         ParameterState(model.parameters()).restored(),
@@ -241,7 +244,8 @@ def _arrived(model: nn.Module, plan: Plan, training: Training) -> Plan:
             f"the plan was made for {planned_for!r} on another machine; pass inputs= (and loss_fn=, optimizer=, step=, "
             "amp= as given to solve) to check it on this device"
         )
-    step, _ = training_step(model, replace(training, accumulate=plan.fingerprint.accumulates), target)
+    training = replace(training, accumulate=plan.fingerprint.accumulates, ddp=ddp_under(model, plan))
+    step, _ = training_step(model, training, target)
     here = fingerprint(step)
     plan.fingerprint.require(here, ignore=("device", "torch_version"))
     bound = replace(plan, fingerprint=here)
@@ -254,6 +258,7 @@ def _arrived(model: nn.Module, plan: Plan, training: Training) -> Plan:
         held = unique_bytes([*model.parameters(), *model.buffers(), *outside])
         if step.accumulates:
             held += made_gradient_bytes(model.parameters())
+        held += bucket_bytes_beside(step.model, step.ddp)
         needs = held + replayed_bytes(step, bound, target)
     allowed = max(plan.budget_bytes, plan.reserved_bytes or 0)
     has = target.capacity_bytes

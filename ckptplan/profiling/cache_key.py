@@ -82,7 +82,17 @@ def key_of(
         text.add(
             _settings(target.device), repr(target.spec), menus, tuple(notes), swap_dir and Path(swap_dir).resolve()
         )
-        text.add(step.autocast, step.accumulates, step.model, step.args, step.kwargs, step.loss_fn, step.fn, optimizer)
+        text.add(
+            step.autocast,
+            step.accumulates,
+            step.ddp,
+            step.model,
+            step.args,
+            step.kwargs,
+            step.loss_fn,
+            step.fn,
+            optimizer,
+        )
         for code in (module_code, optimizer_code):
             text.add({name: value for name, value in vars(code).items() if name.startswith("_global_")})
         text.add_installed(torch, torch.nn.functional, torch.Tensor)

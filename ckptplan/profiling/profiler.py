@@ -14,7 +14,6 @@ from typing import Any, Unpack
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ckptplan.core.device import Device
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
@@ -26,7 +25,6 @@ from ckptplan.core.profile import MOST_ERROR, Fingerprint, Profile
 from ckptplan.core.request import Report, StepKeywords, Training, ignore_progress, require_known
 from ckptplan.core.stage import InputTensor, Stage
 from ckptplan.core.storage import Storage
-from ckptplan.core.units import format_bytes
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.bytes.folding import UnlikeLayersError
 from ckptplan.profiling.bytes.real_storages import Places, RealStorages, with_real_sizes
@@ -46,8 +44,9 @@ from ckptplan.profiling.workload.inputs import find_inputs
 from ckptplan.profiling.workload.optimizers import OptimizerLike, make_optimizer, traced_updates
 from ckptplan.profiling.workload.stand_ins import StandIns
 from ckptplan.runtime.accelerator import empty_cache, is_accelerator
-from ckptplan.runtime.guard.gradients import made_gradient_bytes
+from ckptplan.runtime.guard.gradients import accumulates, made_gradient_bytes
 from ckptplan.runtime.observe.measure import Outside, collection_off, held_tensors, unique_bytes
+from ckptplan.runtime.replicated import bucket_bytes_beside
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
@@ -206,13 +205,7 @@ def training_step(model: nn.Module, training: Training, target: Target) -> tuple
         args, kwargs, source = find_inputs(model, target.device)
         step = dataclasses.replace(make_step(model, dataclasses.replace(training, inputs=())), args=args, kwargs=kwargs)
         notes = [f"inputs from {source}"]
-    if isinstance(model, DistributedDataParallel) and not model.gradient_as_bucket_view:
-        reduced = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-        notes.append(
-            f"the buckets in which DistributedDataParallel reduces gradients, {format_bytes(reduced)} in all, aren't "
-            "in the plan's bytes: leave as much of the budget free, or wrap with gradient_as_bucket_view=True"
-        )
-    if training.accumulate is None and step.accumulates:
+    if training.accumulate is None and accumulates(model, None):
         notes.append(
             "the model has gradients, so steps are meant that start with them; accumulate=False leaves them out"
         )
@@ -382,6 +375,7 @@ def _traced(
         resident = unique_bytes([*held_tensors(step.model), *outside], target.device)
         if step.accumulates:
             resident += made_gradient_bytes(step.model.parameters(), target.round_to)
+        resident += bucket_bytes_beside(step.model, step.ddp, target.round_to)
         state_bytes, update_bytes = _update_bytes(optimizer, step.model, outside, target)
         chain = functools.partial(
             trace_chain,

@@ -35,6 +35,7 @@ from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.meter import Meter
 from ckptplan.runtime.observe.refine import Refinement
 from ckptplan.runtime.observe.stats import Stats
+from ckptplan.runtime.replicated import ddp_under, unwrapped
 from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint, model_device, training_config
 from ckptplan.runtime.swap.stores import Store, close_all, make_stores
 
@@ -246,7 +247,9 @@ def apply(
         raise PlanMismatchError(
             "the plan comes from a profile written by hand, which belongs to no model; it can be simulated only"
         )
-    plan.fingerprint.require(fingerprint(TrainingStep(model)), ignore=("inputs", "accumulates"))
+    found = fingerprint(TrainingStep(unwrapped(model), ddp=ddp_under(model, plan)))
+    plan.fingerprint.require(found, ignore=("inputs", "accumulates"))
+    model = unwrapped(model)
     check_supported(model)
     host_limit = None if host_gb is None else budget_to_bytes(host_gb, name="host_gb")
     disk_limit = None if disk_gb is None else budget_to_bytes(disk_gb, name="disk_gb")

@@ -16,12 +16,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
+from ckptplan.core.ddp import DDP
 from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
 from ckptplan.core.profile import Fingerprint
 from ckptplan.core.request import Training
 from ckptplan.runtime import accelerator
 from ckptplan.runtime.guard.gradients import accumulates
 from ckptplan.runtime.guard.shapes import input_tensors
+from ckptplan.runtime.replicated import ddp_of, unwrapped
 from ckptplan.runtime.state.compiled import check_compiled, compiled_modules
 
 LossFn = Callable[[Any], torch.Tensor]
@@ -67,6 +69,8 @@ class TrainingStep:
         Device type and data type of the autocast context in which forward and loss run.
     accumulates : bool
         Whether gradients exist when the step starts (NOTE [Gradients from before] in runtime/guard/gradients.py).
+    ddp : DDP, optional
+        Settings of the `DistributedDataParallel` in which `model` is trained.
     """
 
     model: nn.Module
@@ -76,6 +80,7 @@ class TrainingStep:
     fn: Callable[[], torch.Tensor] | None = None
     autocast: tuple[str, torch.dtype] | None = None
     accumulates: bool = False
+    ddp: DDP | None = None
 
     def forward(self) -> tuple[Any, torch.Tensor]:
         """Run forward and loss.
@@ -171,14 +176,22 @@ def without_graph() -> Iterator[None]:
 def make_step(model: nn.Module, training: Training) -> TrainingStep:
     """Return the step that `training` describes: a callable, or inputs as a tensor, a tuple or a dict.
 
+    Of a model in `DistributedDataParallel` it is that of the model inside.
+
     Raises
     ------
     InvalidInputError
         If the inputs are none of these.
+    UnsupportedModelError
+        As `ddp_of`.
     """
-    starts_with_gradients = accumulates(model, training.accumulate)
+    ddp = ddp_of(model) if training.ddp is None or training.ddp is True else training.ddp or None
+    if ddp is None and training.ddp is True:
+        ddp = DDP()
+    model = unwrapped(model)
+    starts_with_gradients = accumulates(model, training.accumulate) or (ddp is not None and ddp.gradient_as_bucket_view)
     if training.step is not None:
-        return TrainingStep(model, fn=training.step, accumulates=starts_with_gradients)
+        return TrainingStep(model, fn=training.step, accumulates=starts_with_gradients, ddp=ddp)
     inputs = training.inputs
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
@@ -198,7 +211,9 @@ def make_step(model: nn.Module, training: Training) -> TrainingStep:
         raise InvalidInputError(
             f"inputs of type {type(inputs).__name__}; pass a tensor, a tuple (positional) or a dict (keywords)"
         )
-    return TrainingStep(model, args, kwargs, training.loss_fn or default_loss, accumulates=starts_with_gradients)
+    return TrainingStep(
+        model, args, kwargs, training.loss_fn or default_loss, accumulates=starts_with_gradients, ddp=ddp
+    )
 
 
 def model_device(model: nn.Module) -> torch.device:
@@ -348,4 +363,5 @@ def fingerprint(step: TrainingStep, device_name: str | None = None) -> Fingerpri
         device=name,
         torch_version=torch.__version__.partition("+")[0],
         accumulates=step.accumulates,
+        parallel="" if step.ddp is None else step.ddp.kind,
     )

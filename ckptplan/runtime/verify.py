@@ -23,6 +23,7 @@ from ckptplan.runtime.handle import apply
 from ckptplan.runtime.observe import measure
 from ckptplan.runtime.observe.measure import StepPeaks, run_step, same_bits, step_peaks, timed, unique_bytes
 from ckptplan.runtime.observe.stats import Stats
+from ckptplan.runtime.replicated import ddp_under, unseen_bucket_bytes
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
@@ -217,9 +218,10 @@ def verify(
     if accumulate is None and plan.fingerprint.accumulates:
         accumulate = True
     device = model_device(model)
-    options = Training(inputs, loss_fn, step=step, amp=amp, accumulate=accumulate)
+    options = Training(inputs, loss_fn, step=step, amp=amp, accumulate=accumulate, ddp=ddp_under(model, plan))
     training = make_step(model, options).under(amp, device.type)
     training.on_device(device)
+    is_wrapped, model = training.model is not model, training.model
     plan.fingerprint.require(fingerprint(training), ignore=("accumulates",))
     parameters = ParameterState(model.parameters())
     with (
@@ -237,7 +239,11 @@ def verify(
         rewind()
         outside = training.tensors() if step is None else _read_from_outside(training, rewind)
         held = [*measure.held_tensors(model), *measure.optimizer_tensors(optimizer), *outside]
-        held_bytes = unique_bytes(held, device)
+        # Buckets exist on the device, but no variable here refers to them; before the model is wrapped, these stand in.
+        bucket_bytes = unseen_bucket_bytes(training.model, training.ddp)
+        needed = bucket_bytes and not is_wrapped
+        _buckets = torch.empty(bucket_bytes, dtype=torch.uint8, device=device) if needed else None
+        held_bytes = unique_bytes(held, device) + bucket_bytes
         del outside, held
 
         def once() -> torch.Tensor:

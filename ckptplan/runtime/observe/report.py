@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ckptplan.core.ddp import DDP
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.trace import Trace
 from ckptplan.runtime.adviser import Adviser
@@ -19,6 +20,7 @@ from ckptplan.runtime.observe.measure import held_tensors, optimizer_tensors, te
 from ckptplan.runtime.observe.refine import Refinement, checked_threshold, measured_steps
 from ckptplan.runtime.observe.stats import Stats, stage_stats
 from ckptplan.runtime.observe.traced import record_step
+from ckptplan.runtime.replicated import unseen_bucket_bytes
 
 
 def stats(applied: Applied, adviser: Adviser | None) -> Stats:
@@ -41,6 +43,7 @@ def trace(
     model, device, plan = applied.model, applied.device, applied.plan
     # Not kept in a variable, so that the step can free the gradients that it drops.
     held = unique_bytes([*held_tensors(model), *optimizer_tensors(optimizer), *tensors_in(inputs)], device)
+    held += unseen_bucket_bytes(model, DDP.of_kind(plan.fingerprint.parallel))
     before = [StorageWeakRef(p.grad.untyped_storage()) for p in model.parameters() if p.grad is not None]
     step, notes = record_step(applied.controller.counters.meter, run, device, held, plan.stages)
     if device.type == "cpu":

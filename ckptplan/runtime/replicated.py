@@ -1,0 +1,98 @@
+"""Models in `DistributedDataParallel`: what it holds, and steps without its reduction.
+
+NOTE [Replicated models]
+A plan is for the model inside the wrapper, and may be applied on either side of it. What the wrapper adds:
+
+1. Buckets, as large as all gradients, which exist from its construction on. They count as resident.
+2. With `gradient_as_bucket_view`, gradients that backward makes are copied into the buckets, one by one, and freed. So
+   a step takes the memory of one that starts with gradients, and is planned as such (`TrainingStep.accumulates`). Not
+   with `static_graph`, whose first step copies them when backward is over.
+3. Collectives. Whatever runs the model and undoes what it did (`restored`) runs it without them: forward goes past the
+   wrapper, and then its hooks on gradients do nothing. So one rank can profile or verify while others do other things.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ckptplan.core.ddp import DDP
+from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.core.plan import Plan
+from ckptplan.runtime.guard.gradients import existing_gradient_bytes
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside `DistributedDataParallel`, or `model` itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def ddp_of(model: nn.Module) -> DDP | None:
+    """Return the settings of the `DistributedDataParallel` that `model` is; None if it is none.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If it makes tensors of which plans don't know: casts to another precision, or buffers of a communication hook.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return None
+    why = None
+    if model.mixed_precision is not None:
+        why = "its mixed_precision= casts parameters and inputs by itself; use torch.autocast"
+    elif model._comm_hooks:
+        name = getattr(model._comm_hooks[0][0], "__name__", "")
+        why = f"its communication hook {name!r} makes tensors of its own; plan and train without register_comm_hook"
+    if why is not None:
+        raise UnsupportedModelError(f"the model is in DistributedDataParallel, and plans can't go with it: {why}")
+    most, first = model.bucket_bytes_cap, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
+    return DDP(
+        most / 2**20,
+        (first if model.bucket_bytes_cap_default else most) / 2**20,
+        model.gradient_as_bucket_view and not model.static_graph,
+    )
+
+
+def buckets(model: nn.Module, ddp: DDP) -> list[int]:
+    """Return the bytes of each bucket for the gradients of `model`."""
+    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    return ddp.buckets(p for name, p in model.named_parameters() if name not in ignored)
+
+
+def bucket_bytes_beside(model: nn.Module, ddp: DDP | None, round_to: int = 1) -> int:
+    """Return the bytes of buckets, each rounded up to `round_to` bytes, that gradients don't lie in."""
+    if ddp is None or ddp.gradient_as_bucket_view:
+        return 0
+    return sum(-(-nbytes // round_to) * round_to for nbytes in buckets(model, ddp))
+
+
+def unseen_bucket_bytes(model: nn.Module, ddp: DDP | None) -> int:
+    """Return the bytes of buckets that no gradient of the model lies in now."""
+    if ddp is None or not ddp.gradient_as_bucket_view:
+        return bucket_bytes_beside(model, ddp)
+    gradients = (p.grad for p in model.parameters() if p.grad is not None)
+    return max(sum(buckets(model, ddp)) - existing_gradient_bytes(gradients), 0)
+
+
+def ddp_under(model: nn.Module, plan: Plan) -> DDP | None:
+    """Return `ddp_of` a model that a plan is applied to; what the plan was made for if it isn't wrapped yet."""
+    return ddp_of(model) if isinstance(model, DistributedDataParallel) else DDP.of_kind(plan.fingerprint.parallel)
+
+
+@contextlib.contextmanager
+def without_reduction() -> Iterator[None]:
+    """Inside, in this thread, forwards and backwards of replicated models don't communicate (NOTE, item 3)."""
+    here, forward = threading.get_ident(), DistributedDataParallel.forward
+
+    def alone(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        return (self.module if threading.get_ident() == here else forward.__get__(self))(*args, **kwargs)
+
+    with mock.patch.object(DistributedDataParallel, "forward", alone):
+        yield

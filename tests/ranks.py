@@ -1,0 +1,80 @@
+"""Processes of one group over gloo, each of which runs the same functions."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT_S = 120.0
+
+
+class Ranks:
+    """The processes; `run` calls a function in each."""
+
+    def __init__(self, pipes: list[Any], processes: list[Any]) -> None:
+        self._pipes, self.processes = pipes, processes
+
+    def run(self, function: Callable[..., Any], *args: Any, each: list[tuple[Any, ...]] | None = None) -> list[Any]:
+        """Return what `function` returns by rank, the exception where it raises one; `each` has a rank's arguments."""
+        for pipe, own in zip(self._pipes, each or [args] * len(self._pipes), strict=True):
+            pipe.send((function, own))
+        return [
+            pipe.recv() if pipe.poll(TIMEOUT_S) else TimeoutError(f"rank {k}") for k, pipe in enumerate(self._pipes)
+        ]
+
+    def good(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Return what `function` returns by rank; raise the first error."""
+        found = self.run(function, *args)
+        for result in found:
+            if isinstance(result, BaseException):
+                raise result
+        return found
+
+
+@contextmanager
+def ranks(count: int) -> Iterator[Ranks]:
+    """Start `count` processes."""
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        ends = [context.Pipe() for _ in range(count)]
+        processes = [
+            context.Process(target=_serve, args=(rank, count, folder, end[1], sys.path), daemon=True)
+            for rank, end in enumerate(ends)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            yield Ranks([end[0] for end in ends], processes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _serve(rank: int, count: int, folder: str, pipe: Any, path: list[str]) -> None:
+    sys.path[:] = path
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), count)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=count, timeout=datetime.timedelta(seconds=TIMEOUT_S)
+    )
+    while True:
+        function, args = pipe.recv()
+        try:
+            pipe.send(function(*args))
+        except Exception as error:
+            error.add_note("".join(traceback.format_exception(error)))
+            try:
+                pipe.send(error)
+            except Exception:
+                pipe.send(RuntimeError(traceback.format_exc()))
