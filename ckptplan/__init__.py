@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         InvalidInputError,
         OutOfMemoryError,
         PlanMismatchError,
+        RankError,
         SwapError,
         UnsupportedModelError,
     )
@@ -54,6 +55,7 @@ __all__ = [
     "Plan",
     "PlanMismatchError",
     "Profile",
+    "RankError",
     "SwapError",
     "Trace",
     "UnsupportedModelError",
@@ -78,7 +80,7 @@ _NAMES = {
     "core.ddp": "DDP",
     "core.device": "Device",
     "core.errors": "CheckError CkptPlanError InfeasibleBudgetError InvalidInputError OutOfMemoryError "
-    "PlanMismatchError SwapError UnsupportedModelError",
+    "PlanMismatchError RankError SwapError UnsupportedModelError",
     "core.estimate": "Estimate",
     "core.plan": "Decision Plan",
     "core.profile": "Profile",

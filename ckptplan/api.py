@@ -22,8 +22,10 @@ from ckptplan.solving.cost import menus as menus_of
 from ckptplan.solving.frontier import frontier_profile, smallest_within
 from ckptplan.solving.tiers import all_bytes
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # these import torch
     from torch import nn
+
+    from ckptplan.planning.model_job import Together
 
 FRONTIER_TIME_LIMIT_S = 60.0
 """For all plans of a frontier together, where no limit is given."""
@@ -86,25 +88,45 @@ def solve(
             "fast as possible within it, or the slowdown to need as little memory as possible"
         )
     training, limits = Training.of(options, inputs), Limits.of(options)
-    notes: tuple[str, ...] = ()
-    budget_bytes = wanted.nbytes
-    if budget_bytes is None and wanted.share is None and max_overhead is None:
-        if isinstance(model_or_profile, Profile):
-            raise InvalidInputError("a profile says nothing of free memory; pass budget_gb=, budget= or max_overhead=")
-        from ckptplan.planning.model_job import default_budget
 
-        free = default_budget(model_or_profile, training.device)
-        budget_bytes = int(free * (1 - wanted.margin))
-        less = f", less {format_bytes(free - budget_bytes)}" if wanted.margin else ""
-        notes = (f"the budget is the device's free memory, {format_bytes(free)}{less}",)
-    job = _job(model_or_profile, training, swap_dir, limits)
+    def alone(limits: Limits, together: Together | None = None) -> Plan:
+        notes: tuple[str, ...] = ()
+        budget_bytes = wanted.nbytes
+        if budget_bytes is None and wanted.share is None and max_overhead is None:
+            if isinstance(model_or_profile, Profile):
+                raise InvalidInputError(
+                    "a profile says nothing of free memory; pass budget_gb=, budget= or max_overhead="
+                )
+            from ckptplan.planning.model_job import default_budget
+
+            free = default_budget(model_or_profile, training.device)
+            budget_bytes = int(free * (1 - wanted.margin))
+            less = f", less {format_bytes(free - budget_bytes)}" if wanted.margin else ""
+            notes = (f"the budget is the device's free memory, {format_bytes(free)}{less}",)
+        job = _job(model_or_profile, training, swap_dir, limits)
+
+        def solved(budget_bytes: int | None) -> Plan:
+            plan = _solved(job, budget_bytes, wanted.share, max_overhead)
+            return replace(plan, notes=(*notes, *plan.notes))
+
+        return solved(budget_bytes) if together is None else together.planned(job, budget_bytes, solved)
+
+    if isinstance(model_or_profile, Profile):
+        return alone(limits)
+    from ckptplan.planning.model_job import solved_together
+
+    return solved_together(model_or_profile, training, limits, alone)
+
+
+def _solved(job: Job, budget_bytes: int | None, share: float | None, max_overhead: float | None) -> Plan:
+    """Return the plan for one of a budget, a share of the way to everything kept, and a slowdown."""
     range_bytes = None
-    if wanted.share is not None:
-        range_bytes = job.range_bytes(limits.time_limit_s)
+    if share is not None:
+        range_bytes = job.range_bytes(job.limits.time_limit_s)
         least, most = job.needed_range_bytes(range_bytes)
-        budget_bytes = least + int(wanted.share * (most - least))
+        budget_bytes = least + int(share * (most - least))
     if budget_bytes is not None:
-        return replace(_with_range(job, job.solved(budget_bytes), range_bytes), notes=(*notes, *job.profile.notes))
+        return replace(_with_range(job, job.solved(budget_bytes), range_bytes), notes=job.profile.notes)
     assert max_overhead is not None
     plan = job.sound(smallest_within(job.profile, max_overhead, job.handing_out))
     # No budget was named that a replay could exceed, so the plan names the one it keeps.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,13 +25,25 @@ class Ranks:
     def __init__(self, pipes: list[Any], processes: list[Any]) -> None:
         self._pipes, self.processes = pipes, processes
 
-    def run(self, function: Callable[..., Any], *args: Any, each: list[tuple[Any, ...]] | None = None) -> list[Any]:
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        each: list[tuple[Any, ...]] | None = None,
+        limit_s: float = TIMEOUT_S,
+    ) -> list[Any]:
         """Return what `function` returns by rank, the exception where it raises one; `each` has a rank's arguments."""
         for pipe, own in zip(self._pipes, each or [args] * len(self._pipes), strict=True):
             pipe.send((function, own))
-        return [
-            pipe.recv() if pipe.poll(TIMEOUT_S) else TimeoutError(f"rank {k}") for k, pipe in enumerate(self._pipes)
-        ]
+        end = time.monotonic() + limit_s
+        found: list[Any] = []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                answers = pipe.poll(max(end - time.monotonic(), 0.1))
+                found.append(pipe.recv() if answers else TimeoutError(f"rank {rank} doesn't answer"))
+            except EOFError:
+                found.append(RuntimeError(f"rank {rank} has ended"))
+        return found
 
     def good(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Return what `function` returns by rank; raise the first error."""
@@ -53,6 +66,8 @@ def ranks(count: int) -> Iterator[Ranks]:
         ]
         for process in processes:
             process.start()
+        for _, theirs in ends:
+            theirs.close()
         try:
             yield Ranks([end[0] for end in ends], processes)
         finally:
@@ -72,7 +87,7 @@ def _serve(rank: int, count: int, folder: str, pipe: Any, path: list[str]) -> No
         function, args = pipe.recv()
         try:
             pipe.send(function(*args))
-        except Exception as error:
+        except BaseException as error:  # pytest's own are none of Exception
             error.add_note("".join(traceback.format_exception(error)))
             try:
                 pipe.send(error)

@@ -51,6 +51,19 @@ class InfeasibleBudgetError(CkptPlanError):
         self.phase = phase
 
 
+class RankError(CkptPlanError):
+    """A rank of the model's process group has failed or ended in a call that all of them make.
+
+    Attributes
+    ----------
+    rank : int
+    """
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 class OutOfMemoryError(CkptPlanError, MemoryError):
     """A step ran out of memory although a plan is applied; the allocator's own error is the cause.
 

@@ -11,18 +11,21 @@ import torch
 from torch import nn
 
 from ckptplan.core.checks import is_int
-from ckptplan.core.errors import InvalidInputError, PlanMismatchError
+from ckptplan.core.ddp import DDP
+from ckptplan.core.errors import InvalidInputError, PlanMismatchError, RankError
 from ckptplan.core.plan import Plan, require_plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import ApplyKeywords, Limits, Training, require_known, tier_bytes
 from ckptplan.core.trace import Trace
-from ckptplan.core.units import format_bytes
+from ckptplan.core.units import GIB, format_bytes
 from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.planning.adviser import Adviser
 from ckptplan.planning.enlarging import Enlarger
 from ckptplan.planning.job import Job
+from ckptplan.planning.model_job import shared_by
 from ckptplan.profiling.profiler import outside_tensors, replayed_bytes, training_step
 from ckptplan.profiling.target import PLANNED, find_target
+from ckptplan.runtime.group import GroupCall, group_call
 from ckptplan.runtime.guard.check import When
 from ckptplan.runtime.guard.gradients import made_gradient_bytes, rewinding
 from ckptplan.runtime.guard.retry import OnOom
@@ -114,11 +117,59 @@ def apply(
     """
     require_known(apply, options, ApplyKeywords)
     require_plan(plan)
+    handle = None
+    try:
+        with group_call("apply", model, DDP.of_kind(plan.fingerprint.parallel)) as call:
+            if call is not None:
+                _require_one_plan(call, plan)
+            handle = _applied(
+                model, plan, profile, inputs, dict(options), 1 if call is None else call.local_count(), on_oom=on_oom,
+                retries=retries, on_larger=on_larger, swap_dir=swap_dir, checksums=checksums, synchronous=synchronous,
+                check=check,
+            )  # fmt: skip
+    except BaseException:
+        if handle is not None:  # here it went well
+            handle.remove()
+        raise
+    return handle
+
+
+def _require_one_plan(call: GroupCall, plan: Plan) -> None:
+    """Raise `RankError` if ranks apply different plans."""
+    plans = call.exchange(plan.to_json())
+    for rank, other in zip(call.ranks, plans, strict=True):
+        if other != plans[0]:
+            raise RankError(
+                f"rank {rank} applies another plan than rank {call.ranks[0]}; solve in one call of all ranks, or load "
+                "one file on all",
+                rank=rank,
+            )
+
+
+def _applied(
+    model: nn.Module,
+    plan: Plan,
+    profile: Profile | None,
+    inputs: Any,
+    options: dict[str, Any],
+    local_ranks: int,
+    *,
+    on_oom: str,
+    retries: int,
+    on_larger: str,
+    swap_dir: str | Path | None,
+    **how: Any,
+) -> Handle:
+    """Apply a plan on one of the `local_ranks` of this machine, which share host memory and disk; see `apply`."""
     if profile is not None and not isinstance(profile, Profile):
         raise InvalidInputError(f"profile is a {type(profile).__name__}; pass the Profile from ckptplan.profile")
-    host_gb, disk_gb = options.get("host_gb"), options.pop("disk_gb", None)
-    disk_bytes = (plan.disk_bytes or None) if disk_gb is None else tier_bytes("disk_gb", disk_gb)
-    limits = replace(Limits.of(options), disk_bytes=disk_bytes)
+    host_gb, disk_gb = (options.pop(name, None) for name in ("host_gb", "disk_gb"))
+    limits = Limits.of(options)
+    host_bytes, disk_bytes = (tier_bytes(*each) for each in (("host_gb", host_gb), ("disk_gb", disk_gb)))
+    limits = shared_by(replace(limits, host_bytes=host_bytes, disk_bytes=disk_bytes), local_ranks)
+    host_gb, disk_gb = (None if n is None else n / GIB for n in (limits.host_bytes, limits.disk_bytes))
+    if disk_gb is None:
+        limits = replace(limits, disk_bytes=plan.disk_bytes or None)
     training = Training.of(options, inputs)
     if plan.fingerprint.device.startswith(PLANNED):
         plan = _arrived(model, plan, training)
@@ -148,12 +199,10 @@ def apply(
         swap_dir=swap_dir,
         host_gb=host_gb,
         disk_gb=disk_gb,
-        checksums=checksums,
-        synchronous=synchronous,
-        check=check,
         on_oom=rule,
         adviser=adviser,
         on_larger=enlarger,
+        **how,
     )
 
 

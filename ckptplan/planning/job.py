@@ -117,11 +117,15 @@ class Job:
             phase=error.phase,
         ) from error
 
+    @property
+    def kept_peak_bytes(self) -> int:
+        """The peak with everything kept."""
+        return solve_profile(self.profile, MOST_BYTES - 1, replace(self.limits, on_plan=None)).peak_bytes
+
     def range_bytes(self, time_limit_s: float) -> tuple[int, int]:
         """Return the smallest peak found within a time, and the peak with everything kept."""
         limits = replace(self.limits, time_limit_s=time_limit_s, on_plan=None)
-        everything = solve_profile(self.profile, MOST_BYTES - 1, limits)
-        return smallest_peak(self.profile, limits).peak_bytes, everything.peak_bytes
+        return smallest_peak(self.profile, limits).peak_bytes, self.kept_peak_bytes
 
     def needed_range_bytes(self, range_bytes: tuple[int, int]) -> tuple[int, int]:
         """Return the bytes that the plans with these two peaks need on the device."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 
 from torch import nn
 
-from ckptplan.core.errors import PlanMismatchError
+from ckptplan.core.errors import PlanMismatchError, RankError
 from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.plan import Plan
-from ckptplan.core.profile import Profile
+from ckptplan.core.profile import Fingerprint, Profile
 from ckptplan.core.request import Limits, Training
 from ckptplan.core.stage import InputTensor
 from ckptplan.memory.estimate import TrainingBytes
@@ -21,6 +22,8 @@ from ckptplan.profiling.target import DeviceLike, Target, find_target
 from ckptplan.profiling.workload.inputs import padded
 from ckptplan.profiling.workload.optimizers import OptimizerLike
 from ckptplan.runtime import accelerator
+from ckptplan.runtime.group import GroupCall, group_call
+from ckptplan.runtime.guard.shapes import read_inputs
 from ckptplan.runtime.observe.measure import held_tensors, unique_bytes
 from ckptplan.runtime.step import TrainingStep, check_supported
 from ckptplan.solving.tiers import check_disk
@@ -106,6 +109,75 @@ def holding_for(profile: Profile, inputs: Mapping[str, tuple[InputTensor, ...]])
                 found[tensor.path] = replace(own, shape=tuple(map(max, own.shape, tensor.shape)))
         stages.append(stage if stage.inputs is None else replace(stage, inputs=tuple(found.values())))
     return replace(profile, stages=tuple(stages))
+
+
+def solved_together(
+    model: nn.Module, training: Training, limits: Limits, alone: Callable[[Limits, Together | None], Plan]
+) -> Plan:
+    """Return `alone(limits, together)`; for a replicated model the one plan of all its ranks (NOTE [One plan])."""
+    with group_call("solve", model, training.ddp) as call:
+        if call is None:
+            return alone(limits, None)
+        return alone(shared_by(limits, call.local_count()), Together(call))
+
+
+class Together:
+    """The ranks of a group that plan together.
+
+    NOTE [One plan]
+    Each rank profiles its own step, of its own batch. The rank whose step takes the most bytes with everything kept,
+    and whose inputs are the largest, plans, within the smallest of the budgets; the others get its plan.
+    """
+
+    def __init__(self, call: GroupCall) -> None:
+        self._call = call
+
+    def planned(self, job: Job, budget_bytes: int | None, solve: Callable[[int | None], Plan]) -> Plan:
+        """Return the plan of all ranks: `solve(smallest budget)` of the rank whose step is the largest.
+
+        Raises
+        ------
+        RankError
+            If ranks have other models, or none has the largest inputs.
+        """
+        call, own = self._call, job.profile.fingerprint
+        found: list[tuple[Fingerprint, int, int | None]] = call.exchange((own, job.kept_peak_bytes, budget_bytes))
+        for name, (other, _, _) in zip(call.ranks, found, strict=True):
+            try:
+                found[0][0].require(other, ignore=("inputs",))
+            except PlanMismatchError as error:
+                raise RankError(f"rank {name} has another step than rank {call.ranks[0]}: {error}", rank=name) from None
+        chosen = _largest([(read_inputs(f.inputs) if f.inputs != "step()" else (), peak) for f, peak, _ in found])
+        if chosen is None:
+            raise RankError(
+                "no rank's inputs are the largest in every dimension, and one plan has to hold for all: "
+                + "; ".join(f"rank {name} has {f.inputs}" for name, (f, _, _) in zip(call.ranks, found, strict=True))
+                + "; give each rank the largest inputs that any will have",
+                rank=call.ranks[0],
+            )
+        budgets = [budget for _, _, budget in found if budget is not None]
+        plan = solve(min(budgets) if budgets else None) if call.rank == chosen else None
+        return Plan.from_json(call.exchange(None if plan is None else plan.to_json())[chosen])
+
+
+def _largest(steps: Sequence[tuple[Sequence[InputTensor], int]]) -> int | None:
+    """Return which step has inputs that are nowhere smaller than those of any other, and of these the most bytes."""
+
+    def covers(ours: Sequence[InputTensor], theirs: Sequence[InputTensor]) -> bool:
+        sizes = {t.path: t.shape for t in ours}
+        return all(
+            len(t.shape) == len(sizes.get(t.path, ())) and all(map(operator.le, t.shape, sizes.get(t.path, ())))
+            for t in theirs
+        )
+
+    able = [k for k, (ours, _) in enumerate(steps) if all(covers(ours, theirs) for theirs, _ in steps)]
+    return max(able, key=lambda k: steps[k][1], default=None)
+
+
+def shared_by(limits: Limits, ranks: int) -> Limits:
+    """Return the limits of one of the `ranks` of a machine: they share its memory and its disk."""
+    host, disk = (None if n is None else n // ranks for n in (limits.host_bytes, limits.disk_bytes))
+    return replace(limits, host_bytes=host, disk_bytes=disk)
 
 
 def default_budget(model: nn.Module, device: DeviceLike) -> int:

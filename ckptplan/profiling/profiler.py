@@ -44,6 +44,7 @@ from ckptplan.profiling.workload.inputs import find_inputs
 from ckptplan.profiling.workload.optimizers import OptimizerLike, make_optimizer, traced_updates
 from ckptplan.profiling.workload.stand_ins import StandIns
 from ckptplan.runtime.accelerator import empty_cache, is_accelerator
+from ckptplan.runtime.group import on_all_ranks
 from ckptplan.runtime.guard.gradients import accumulates, made_gradient_bytes
 from ckptplan.runtime.observe.measure import Outside, collection_off, held_tensors, unique_bytes
 from ckptplan.runtime.replicated import bucket_bytes_beside
@@ -63,6 +64,7 @@ _MOST_BLOCK_BYTES = 64 << 20  # of a copy that measures a link: large enough tha
 _LEAST_BLOCK_BYTES = 1 << 16
 
 
+@on_all_ranks
 def profile(
     model: nn.Module,
     inputs: Any = None,

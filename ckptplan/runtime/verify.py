@@ -18,6 +18,7 @@ from ckptplan.core.plan import Plan, require_plan
 from ckptplan.core.request import Training
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.runtime.accelerator import empty_cache, is_accelerator
+from ckptplan.runtime.group import on_all_ranks
 from ckptplan.runtime.guard.gradients import rewinding
 from ckptplan.runtime.handle import apply
 from ckptplan.runtime.observe import measure
@@ -164,6 +165,7 @@ def _row(name: str, predicted: str, measured: str, remark: str = "") -> str:
     return f"{name:<16}{predicted:>14}{measured:>14}  {remark}".rstrip()
 
 
+@on_all_ranks
 @in_own_context
 def verify(
     model: nn.Module,

@@ -1,0 +1,245 @@
+"""Calls that all ranks of a group make together: they exchange values, and an error on one is an error on all.
+
+NOTE [Calls of a group]
+Ranks that hold different plans, or of which one has failed, wait for each other in collectives for ever. So `profile`,
+`solve`, `apply` and `verify` of a replicated model end alike on all ranks:
+
+1. Values go through the store by which the group was made, not through collectives. So it doesn't matter which backend
+   the group has, nothing is on the device, and a rank that waits can look at the others.
+2. A rank that raises stores its error, which those that wait raise as well. Every call ends with an exchange.
+3. Each rank stores a beat every second while it is in a call. One whose beats stop has ended or hangs, which the others
+   raise. One that hasn't begun yet may be late; after `ARRIVAL_S` that is an error, too.
+
+Example: the forward of rank 1 of 4 fails on its batch. The others, which have profiled theirs and wait for it, raise an
+`InvalidInputError` as well, "rank 1: ...", within a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import pickle
+import socket
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+from ckptplan.core.ddp import DDP
+from ckptplan.core.errors import CkptPlanError, RankError
+
+_LOG = logging.getLogger("ckptplan")
+_BEAT_S = 1.0
+_POLL_S = 0.05
+SILENT_S = 25.0
+"""A rank whose beats stop for so long has ended."""
+ARRIVAL_S = 600.0
+"""Longest wait for a rank to begin a call; it may load data or write a checkpoint meanwhile."""
+_PATIENT_S = 10.0
+
+_calls: Counter[tuple[int, ...]] = Counter()
+"""Ranks of a group -> calls that this process has begun in it."""
+_stored: dict[tuple[int, ...], list[tuple[Any, list[str]]]] = defaultdict(list)
+"""Ranks of a group -> this process's keys of its last calls."""
+
+
+class GroupCall:
+    """One call that all ranks of a group make.
+
+    Attributes
+    ----------
+    ranks : list of int
+    rank : int
+        This process's place among them.
+    """
+
+    def __init__(self, name: str, ranks: list[int], rank: int) -> None:
+        self.ranks, self.rank, self._name = ranks, rank, name
+        _calls[tuple(ranks)] += 1
+        number = _calls[tuple(ranks)]
+        whole: Any = dist.distributed_c10d._get_default_store()
+        place = f"ckptplan/{'-'.join(map(str, ranks))}/{number}"
+        self._store: Any = PrefixStore(place, whole)
+        self._beats: Any = PrefixStore(f"{place}/beat", whole.clone())
+        self._keys: list[str] = []
+        _stored[tuple(ranks)].append((self._store, self._keys))
+        self._round = itertools.count()
+        self._ended = threading.Event()
+        self._begun = time.monotonic()
+        self._last: dict[int, tuple[bytes, float]] = {}
+        self._said = False
+        self._beat = threading.Thread(target=self._keep_beating, name="ckptplan beats", daemon=True)
+
+    def __enter__(self) -> GroupCall:
+        self._beat.start()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        try:
+            if error is None:
+                self.exchange(None)
+                self._forget()
+            elif not isinstance(error, _Told):
+                with contextlib.suppress(Exception):  # the store may be gone with the rank that had it
+                    self._store.set(f"error/{self.rank}", _packed(error))
+        finally:
+            self._ended.set()
+            self._beat.join()
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the values that the ranks give, in order.
+
+        Raises
+        ------
+        RankError
+            If a rank has failed, has ended, or makes another call.
+        """
+        number = next(self._round)
+        self._keys.append(f"{number}/{self.rank}")
+        self._store.set(self._keys[-1], pickle.dumps((self._name, value)))
+        found = []
+        for rank in range(len(self.ranks)):
+            name, given = pickle.loads(self._wait(f"{number}/{rank}", rank))
+            if name != self._name:
+                raise RankError(
+                    f"rank {self.ranks[rank]} calls {name} where rank {self.ranks[self.rank]} calls {self._name}; make "
+                    "the same calls in the same order on all ranks",
+                    rank=self.ranks[rank],
+                )
+            found.append(given)
+        return found
+
+    def local_count(self) -> int:
+        """Return the number of ranks on this machine."""
+        return self.exchange(socket.gethostname()).count(socket.gethostname())
+
+    def _forget(self) -> None:
+        """Delete this rank's values of the call before: all ranks have begun this one, so they have read them."""
+        calls = _stored[tuple(self.ranks)]
+        for store, keys in calls[:-1]:
+            for key in keys:
+                store.delete_key(key)
+        del calls[:-1]
+
+    def _wait(self, key: str, rank: int) -> bytes:
+        try:
+            while not self._store.check([key]):
+                self._look_at_all()
+                time.sleep(_POLL_S)
+            return bytes(self._store.get(key))
+        except dist.DistError as error:
+            raise RankError(
+                f"{self._name}: the process group's store can't be reached ({error}); the rank that has it, mostly 0, "
+                "has ended",
+                rank=self.ranks[0],
+            ) from error
+
+    def _look_at_all(self) -> None:
+        """Raise if a rank has failed, has ended or doesn't come."""
+        now = time.monotonic()
+        for rank, name in enumerate(self.ranks):
+            if rank == self.rank:
+                continue
+            if self._store.check([f"error/{rank}"]):
+                raise _unpacked(bytes(self._store.get(f"error/{rank}")), name)
+            if self._store.check([f"beat/{rank}"]):
+                beat = bytes(self._store.get(f"beat/{rank}"))
+                before, since = self._last.get(rank, (b"", now))
+                self._last[rank] = (beat, since if beat == before else now)
+                if now - self._last[rank][1] > SILENT_S and beat != _DONE:
+                    raise RankError(
+                        f"{self._name}: rank {name} has given no sign for {SILENT_S:.0f} s: it has ended or hangs; see "
+                        "its own output",
+                        rank=name,
+                    )
+            elif now - self._begun > ARRIVAL_S:
+                raise RankError(
+                    f"rank {name} hasn't called {self._name} in {ARRIVAL_S:.0f} s; call it on all ranks of the model's "
+                    "group, or for the model inside (model.module) on one",
+                    rank=name,
+                )
+            elif now - self._begun > _PATIENT_S and not self._said:
+                self._said = True
+                _LOG.warning("ckptplan: %s waits for rank %d, which has to call it, too", self._name, name)
+
+    def _keep_beating(self) -> None:
+        with contextlib.suppress(Exception):  # without the store, the others will see no more beats
+            for number in itertools.count():
+                self._beats.set(f"{self.rank}", str(number))
+                if self._ended.wait(_BEAT_S):
+                    self._beats.set(f"{self.rank}", _DONE.decode())
+                    return
+
+
+_DONE = b"done"
+
+
+class _Told:
+    """Of an error that came from another rank, which needs no telling."""
+
+
+def _packed(error: BaseException) -> bytes:
+    """Return an error for the store, with its class and attributes if it is one of this package's."""
+    if isinstance(error, CkptPlanError):
+        with contextlib.suppress(Exception):
+            return pickle.dumps((type(error), str(error), vars(error)))
+    return pickle.dumps((None, f"{type(error).__name__}: {error}", {}))
+
+
+def _unpacked(data: bytes, rank: int) -> CkptPlanError:
+    """Return the error of another rank, with the rank in its message: a `RankError` if it isn't this package's."""
+    kind, text, attributes = pickle.loads(data)
+    if kind is None:
+        kind, attributes = RankError, {"rank": rank}
+    marked = type(kind.__name__, (_Told, kind), {})
+    told: CkptPlanError = marked.__new__(marked)
+    told.args = (f"rank {rank}: {text}",)
+    vars(told).update(attributes)
+    return told
+
+
+@contextlib.contextmanager
+def group_call(name: str, model: nn.Module, ddp: DDP | bool | None = None) -> Iterator[GroupCall | None]:
+    """A call of all ranks of the group in which a model is, or will be, replicated; None if there is none.
+
+    Parameters
+    ----------
+    name : str
+        The public call's.
+    ddp : DDP or bool, optional
+        The settings with which the model is to be wrapped, in the default group.
+    """
+    ranks: list[int] = []
+    if dist.is_available() and dist.is_initialized():
+        if isinstance(model, DistributedDataParallel):
+            ranks = dist.get_process_group_ranks(model.process_group)
+        elif ddp:
+            ranks = list(range(dist.get_world_size()))
+    if len(ranks) < 2:
+        yield None
+        return
+    with GroupCall(name, ranks, ranks.index(dist.get_rank())) as call:
+        yield call
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def on_all_ranks(function: Callable[Concatenate[nn.Module, P], T]) -> Callable[Concatenate[nn.Module, P], T]:
+    """Return a function of a model that is a call of all ranks if the model is replicated, and ends alike on all."""
+
+    @functools.wraps(function)
+    def run(model: nn.Module, *args: P.args, **kwargs: P.kwargs) -> T:
+        with group_call(function.__name__, model):
+            return function(model, *args, **kwargs)
+
+    return run  # type: ignore[return-value]
