@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckptplan.core.shortage import Shortage
@@ -10,6 +10,17 @@ if TYPE_CHECKING:
 
 class CkptPlanError(Exception):
     """Base class of all errors of this package."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remade, (type(self), self.args, vars(self))
+
+
+def _remade(kind: type[CkptPlanError], args: tuple[Any, ...], attributes: dict[str, Any]) -> CkptPlanError:
+    """Return an error that was pickled, whatever its constructor takes."""
+    found = kind.__new__(kind)
+    found.args = args
+    vars(found).update(attributes)
+    return found
 
 
 class InvalidInputError(CkptPlanError, ValueError):

@@ -87,7 +87,7 @@ class GroupCall:
             if error is None:
                 self.exchange(None)
                 self._forget()
-            elif not isinstance(error, _Told):
+            elif not hasattr(error, _TOLD):
                 with contextlib.suppress(Exception):  # the store may be gone with the rank that had it
                     self._store.set(f"error/{self.rank}", _packed(error))
         finally:
@@ -182,28 +182,25 @@ class GroupCall:
 _DONE = b"done"
 
 
-class _Told:
-    """Of an error that came from another rank, which needs no telling."""
+_TOLD = "_told"
+"""Attribute of an error that came from another rank, which needs no telling."""
 
 
 def _packed(error: BaseException) -> bytes:
-    """Return an error for the store, with its class and attributes if it is one of this package's."""
+    """Return an error for the store; one that isn't this package's becomes a text."""
     if isinstance(error, CkptPlanError):
         with contextlib.suppress(Exception):
-            return pickle.dumps((type(error), str(error), vars(error)))
-    return pickle.dumps((None, f"{type(error).__name__}: {error}", {}))
+            return pickle.dumps(error)
+    return pickle.dumps(f"{type(error).__name__}: {error}")
 
 
 def _unpacked(data: bytes, rank: int) -> CkptPlanError:
     """Return the error of another rank, with the rank in its message: a `RankError` if it isn't this package's."""
-    kind, text, attributes = pickle.loads(data)
-    if kind is None:
-        kind, attributes = RankError, {"rank": rank}
-    marked = type(kind.__name__, (_Told, kind), {})
-    told: CkptPlanError = marked.__new__(marked)
-    told.args = (f"rank {rank}: {text}",)
-    vars(told).update(attributes)
-    return told
+    found = pickle.loads(data)
+    error = found if isinstance(found, CkptPlanError) else RankError(found, rank=rank)
+    error.args = (f"rank {rank}: {error}",)
+    vars(error)[_TOLD] = True
+    return error
 
 
 @contextlib.contextmanager

@@ -169,6 +169,6 @@ def test_ranks_that_do_something_else(two: Ranks, what: str) -> None:
 @pytest.mark.parametrize("fails", ["killed", "stopped"])
 def test_a_rank_that_ends_in_a_call(fails: str) -> None:
     with ranks(2) as started:
-        ((told, took_s), _) = started.run(failing, "solve", fails, 3.0, limit_s=10)
+        (told, took_s), _ = started.run(failing, "solve", fails, 3.0, limit_s=SOON_S)
     assert took_s < SOON_S
     assert told.startswith("RankError: solve: rank 1 has given no sign for 3 s")

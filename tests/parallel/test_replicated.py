@@ -137,8 +137,10 @@ def either_side() -> tuple[int, int, int]:
         for each in (wrapped, model):
             ckptplan.apply(each, plan).remove()
             assert ckptplan.verify(each, plan, x, loss_fn, repeats=1).gradients_equal
+    own = [alone]
+    dist.broadcast_object_list(own)
     with pytest.raises(PlanMismatchError, match="for one device alone, this one is in 'ddp', whose buckets"):
-        ckptplan.apply(wrapped, alone)
+        ckptplan.apply(wrapped, own[0])
     with pytest.raises(PlanMismatchError, match="in 'ddp', this one is in 'ddp, gradients in buckets'"):
         ckptplan.apply(DistributedDataParallel(model, gradient_as_bucket_view=True), there)
     estimated = [
