@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,25 +24,23 @@ class Ranks:
     def __init__(self, pipes: list[Any], processes: list[Any]) -> None:
         self._pipes, self.processes = pipes, processes
 
-    def run(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        each: list[tuple[Any, ...]] | None = None,
-        limit_s: float = TIMEOUT_S,
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, each: list[tuple[Any, ...]] | None = None) -> list[Any]:
         """Return what `function` returns by rank, the exception where it raises one; `each` has a rank's arguments."""
-        for pipe, own in zip(self._pipes, each or [args] * len(self._pipes), strict=True):
+        self.send(function, each or [args] * len(self._pipes))
+        return [self.receive(rank) for rank in range(len(self._pipes))]
+
+    def send(self, function: Callable[..., Any], each: list[tuple[Any, ...]]) -> None:
+        """Have `function` called with a rank's arguments."""
+        for pipe, own in zip(self._pipes, each, strict=True):
             pipe.send((function, own))
-        end = time.monotonic() + limit_s
-        found: list[Any] = []
-        for rank, pipe in enumerate(self._pipes):
-            try:
-                answers = pipe.poll(max(end - time.monotonic(), 0.1))
-                found.append(pipe.recv() if answers else TimeoutError(f"rank {rank} doesn't answer"))
-            except EOFError:
-                found.append(RuntimeError(f"rank {rank} has ended"))
-        return found
+
+    def receive(self, rank: int, limit_s: float = TIMEOUT_S) -> Any:
+        """Return what a rank's call returned, or its exception."""
+        try:
+            found = self._pipes[rank]
+            return found.recv() if found.poll(limit_s) else TimeoutError(f"rank {rank} doesn't answer")
+        except EOFError:
+            return RuntimeError(f"rank {rank} has ended")
 
     def good(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Return what `function` returns by rank; raise the first error."""
