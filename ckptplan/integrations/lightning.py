@@ -34,14 +34,15 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 
 from ckptplan.core.errors import CkptPlanError, PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Plan
-from ckptplan.integrations.training import PlannedBatch, PlanningCallback, replace, say, unchanged
+from ckptplan.integrations.training import PlannedBatch, PlanningCallback, is_distributed, replace, say, unchanged
 from ckptplan.profiling.loops import Loop
 from ckptplan.profiling.workload.discover import NothingSavedError
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.observe.measure import tensors_in
+from ckptplan.runtime.replicated import ddp_of
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
-"""Strategies with which a plan can be applied; the buckets of the second one aren't in its bytes."""
+"""Strategies with which a plan can be applied."""
 
 
 class ActivationPlanner(PlanningCallback, pl.Callback):
@@ -96,7 +97,7 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
         self._remove()
         for batch, plan, asked in self._made:
             if batch.holds_for((args, kwargs)):
-                self._applied = self._planning.begin(module, plan)
+                self._applied = self._planning.begin(module, plan, again=True)
                 self._batch, self._asked = batch, asked
                 return
         batch = PlannedBatch((args, kwargs))
@@ -123,7 +124,8 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
         asked: dict[str, Any],
     ) -> Handle:
         saved, self._saved = self._saved, {}
-        if saved and saved["asked"] == asked:
+        # A checkpoint has the batch of one rank; the others would plan and wait for it.
+        if saved and saved["asked"] == asked and not is_distributed():
             with contextlib.suppress(PlanMismatchError):  # another model: it is planned for
                 return self._planning.begin(module, Plan.from_json(saved["plan"]))
 
@@ -145,7 +147,8 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
         optimizers = [getattr(o, "optimizer", o) for o in trainer.optimizers]
         optimizer = optimizers[0] if len(optimizers) == 1 else _Together(optimizers) if optimizers else None
         # Lightning's own loop, and most manual ones, drop the gradients of a step after the next one's forward.
-        return self._planning.begin(module, step=step, optimizer=optimizer, accumulate=True)
+        ddp, again = ddp_of(trainer.strategy.model or module), bool(self._made)
+        return self._planning.begin(module, again=again, step=step, optimizer=optimizer, accumulate=True, ddp=ddp)
 
     def _request(self, trainer: pl.Trainer, module: pl.LightningModule, batch: PlannedBatch) -> dict[str, Any]:
         """Return what a plan is made for beside the model's modules, in a form that a checkpoint keeps."""
@@ -255,5 +258,3 @@ def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         raise UnsupportedModelError(
             f"plans don't know the bytes of Lightning's {name}; use strategy='auto' on one device, or 'ddp'"
         )
-    if name == "DDPStrategy":
-        say("ckptplan: the buckets in which DDP reduces gradients aren't in the plan; leave room in the budget")

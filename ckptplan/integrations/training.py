@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -23,6 +24,8 @@ from ckptplan.core.request import ApplyKeywords, PlanKeywords, require_known
 from ckptplan.core.request import Limits as PlanLimits
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.planning.applying import apply
+from ckptplan.planning.model_job import NoLargestStepError
+from ckptplan.runtime.group import alone
 from ckptplan.runtime.guard.check import When
 from ckptplan.runtime.guard.shapes import Limits, input_tensors, tensors_at
 from ckptplan.runtime.handle import Handle
@@ -72,14 +75,29 @@ class Planning:
         self.handle: Handle | None = None
         self.took_s = 0.0
 
-    def begin(self, model: nn.Module, plan: Plan | None = None, **training: Any) -> Handle:
+    def begin(self, model: nn.Module, plan: Plan | None = None, *, again: bool = False, **training: Any) -> Handle:
         """Apply a plan to `model`, by default a new one.
+
+        Under DDP the first plan is one for all ranks. A later one, for a larger batch, is a rank's own, since others
+        don't plan then; so is the first if no rank's batch is the largest in every dimension.
 
         Parameters
         ----------
+        again : bool
+            Whether there was a plan in this training.
         **training
             The step, as in `ckptplan.solve`. With `inputs`, larger ones are planned for when they come.
         """
+        if again:
+            with alone():
+                return self._begin(model, plan, training, is_told=True)
+        try:
+            return self._begin(model, plan, training, is_told=not is_distributed() or dist.get_rank() == 0)
+        except NoLargestStepError:
+            with alone():
+                return self._begin(model, plan, training, is_told=True)
+
+    def _begin(self, model: nn.Module, plan: Plan | None, training: dict[str, Any], *, is_told: bool) -> Handle:
         begin = time.perf_counter()
         if plan is None:
             plan = solve(
@@ -90,7 +108,8 @@ class Planning:
             more |= {"on_larger": "replan", "loss_fn": training.get("loss_fn"), "optimizer": training.get("optimizer")}
         self.handle = apply(model, plan, swap_dir=self.swap_dir, check=self.check, **more)
         self.took_s = time.perf_counter() - begin
-        say(in_words(plan, self.took_s))
+        if is_told:
+            say(in_words(plan, self.took_s))
         return self.handle
 
     def in_text(self) -> str:
@@ -231,6 +250,11 @@ def in_words(plan: Plan, took_s: float) -> str:
         f"ckptplan: {what} of {len(plan.choices)} stages: {within}, step {plan.overhead:+.1%} over keeping everything, "
         f"within {plan.gap:.1%} of the best possible, {planned}"
     )
+
+
+def is_distributed() -> bool:
+    """Return whether this process is one of a group."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def say(text: str) -> None:

@@ -42,6 +42,7 @@ from ckptplan.integrations.training import PlannedBatch, Planning, PlanningCallb
 from ckptplan.profiling.loops import Loop
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.patching import PatchedForward, installed
+from ckptplan.runtime.replicated import ddp_of
 from ckptplan.runtime.state.restore import restored
 
 _GUARDED = ("_run_epoch", "_evaluate", "_finalize_training")
@@ -177,12 +178,14 @@ class _Run:
     def _plan(self) -> None:
         """Plan for the present batch, and apply the plan."""
         trainer, model = self.trainer, _model_of(self.trainer)
+        again = self.handle is not None
         if self.handle is not None:
             self.handle.remove()
             self.handle = None
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         accumulate = trainer.args.gradient_accumulation_steps > 1
-        more: dict[str, Any] = {"optimizer": optimizer, "accumulate": accumulate}
+        more: dict[str, Any] = {"optimizer": optimizer, "accumulate": accumulate, "again": again}
+        more["ddp"] = ddp_of(self._batch.model)
         # The function, among whose variables are those that are put back, and the Trainer, of which it sees a part.
         code, of, batch = self.compute_loss, None, self._batch
         if getattr(code, "__self__", None) is trainer:
@@ -210,7 +213,7 @@ class _Run:
                     self.handle = self.planning.begin(model, inputs=forwards[0], loss_fn=own, **more)
                     return
                 except CkptPlanError as error:  # one that runs with a graph alone
-                    if not isinstance(error.__cause__, _SecondForward):
+                    if _SecondForward.__name__ not in str(error):  # of this rank or another
                         raise
             self.handle = self.planning.begin(model, step=step, **more)
             self._planned_batch = PlannedBatch(dict(batch.inputs))
@@ -284,8 +287,6 @@ def _check_settings(trainer: Trainer) -> None:
         raise UnsupportedModelError(
             f"this version of transformers has no Trainer.{missing[0]}, which the callback needs; use 5.23 or later"
         )
-    if kind != "NO":
-        say("ckptplan: the buckets in which DDP reduces gradients aren't in the plan; leave room in the budget")
 
 
 @contextlib.contextmanager

@@ -121,6 +121,10 @@ def solved_together(
         return alone(shared_by(limits, call.local_count()), Together(call))
 
 
+class NoLargestStepError(RankError):
+    """No rank's inputs are at least as large as all others' in every dimension."""
+
+
 class Together:
     """The ranks of a group that plan together.
 
@@ -149,7 +153,7 @@ class Together:
                 raise RankError(f"rank {name} has another step than rank {call.ranks[0]}: {error}", rank=name) from None
         chosen = _largest([(read_inputs(f.inputs) if f.inputs != "step()" else (), peak) for f, peak, _ in found])
         if chosen is None:
-            raise RankError(
+            raise NoLargestStepError(
                 "no rank's inputs are the largest in every dimension, and one plan has to hold for all: "
                 + "; ".join(f"rank {name} has {f.inputs}" for name, (f, _, _) in zip(call.ranks, found, strict=True))
                 + "; give each rank the largest inputs that any will have",

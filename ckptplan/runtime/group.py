@@ -26,6 +26,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
@@ -204,6 +205,19 @@ def _unpacked(data: bytes, rank: int) -> CkptPlanError:
 
 
 @contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside, in this thread, calls are of this rank alone: where others can't be expected to make them, too."""
+    before = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(before)
+
+
+_alone = ContextVar("alone", default=False)
+
+
+@contextlib.contextmanager
 def group_call(name: str, model: nn.Module, ddp: DDP | bool | None = None) -> Iterator[GroupCall | None]:
     """A call of all ranks of the group in which a model is, or will be, replicated; None if there is none.
 
@@ -215,7 +229,7 @@ def group_call(name: str, model: nn.Module, ddp: DDP | bool | None = None) -> It
         The settings with which the model is to be wrapped, in the default group.
     """
     ranks: list[int] = []
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_available() and dist.is_initialized() and not _alone.get():
         if isinstance(model, DistributedDataParallel):
             ranks = dist.get_process_group_ranks(model.process_group)
         elif ddp:
