@@ -53,6 +53,7 @@ from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
 from ckptplan.runtime.step import (
     TrainingStep,
+    check_not_sharded,
     check_supported,
     fingerprint,
     make_step,
@@ -199,6 +200,7 @@ def training_step(model: nn.Module, training: Training, target: Target) -> tuple
     ------
     InvalidInputError
     """
+    check_not_sharded(model)
     if training.has_forward:
         step, notes = make_step(model, training), []
         if target.spec is None:

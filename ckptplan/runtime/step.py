@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from inspect import getclosurevars
@@ -25,6 +26,7 @@ from ckptplan.runtime.guard.gradients import accumulates
 from ckptplan.runtime.guard.shapes import input_tensors
 from ckptplan.runtime.replicated import ddp_of, unwrapped
 from ckptplan.runtime.state.compiled import check_compiled, compiled_modules
+from ckptplan.runtime.swap.own import is_sharded_unit
 
 LossFn = Callable[[Any], torch.Tensor]
 
@@ -269,10 +271,28 @@ def _check_engine(model: nn.Module) -> None:
             "the model is in DeepSpeed's engine, which moves parameters, gradients and state by itself; plans don't "
             "know these bytes; train it without DeepSpeed"
         )
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise UnsupportedModelError(
+            "the model is in FullyShardedDataParallel (FSDP1), which keeps its parameters in flat tensors; shard it "
+            "with torch.distributed.fsdp.fully_shard, under which plans work"
+        )
     if isinstance(places, Mapping) and len(set(map(str, places.values()))) > 1:
         raise UnsupportedModelError(
             f"device_map has spread the model over {', '.join(sorted(set(map(str, places.values()))))}; planning "
             "covers one device at a time, so load it with device_map=None and move it to one"
+        )
+
+
+def check_not_sharded(model: nn.Module) -> None:
+    """Raise `UnsupportedModelError` if parameters of a model are distributed: their bytes aren't planned."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # not imported: there is none
+    found = () if tensors is None else model.named_parameters()
+    name = next((name for name, p in found if isinstance(p, tensors.DTensor)), None)  # type: ignore[union-attr]
+    if name is not None:
+        how = "sharded by fully_shard" if any(map(is_sharded_unit, model.modules())) else "parallelized"
+        raise UnsupportedModelError(
+            f"the parameter {name!r} is a DTensor: the model is {how}, and bytes of one rank aren't planned or "
+            "estimated; solve before that, with a budget for the whole model, and apply the plan before or after"
         )
 
 

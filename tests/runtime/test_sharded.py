@@ -10,8 +10,11 @@ import pytest
 import torch
 from small_models import Transformer, build, measured, plan_of, scheduled
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+import ckptplan
+from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import Plan
 from ckptplan.core.segment import Segment
 from ckptplan.runtime.handle import apply
@@ -163,6 +166,20 @@ def test_gathers(mesh: Any, where: str, what: str, monkeypatch: pytest.MonkeyPat
         if what == "recompute":  # in PyTorch 2.9 a unit frees after its forward in a recompute, too
             again = checkpointed - plain
     assert count[0] == plain + again
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching:UserWarning", "ignore:FSDP will no longer:FutureWarning")
+def test_bytes_of_a_rank_are_not_planned(mesh: Any) -> None:
+    model, inputs = sharded(mesh, "blocks"), build("transformer")[1]
+    for call in (ckptplan.solve, ckptplan.profile, ckptplan.estimate):
+        with pytest.raises(UnsupportedModelError, match=r"weight' is a DTensor: the model is sharded"):
+            call(model, inputs=inputs)
+    model, inputs = build("mlp")
+    parallelize_module(model, mesh, {"0.0": ColwiseParallel()})
+    with pytest.raises(UnsupportedModelError, match=r"'0.0.weight' is a DTensor: the model is parallelized"):
+        ckptplan.solve(model, 1, inputs=inputs)
+    with pytest.raises(UnsupportedModelError, match=r"FullyShardedDataParallel \(FSDP1\)"):
+        ckptplan.solve(fsdp.FullyShardedDataParallel(build("mlp")[0], device_id=torch.device("cpu")), 1, inputs=inputs)
 
 
 def test_the_plan_may_come_first(mesh: Any) -> None:
