@@ -60,6 +60,9 @@ class Applied:
         Peaks of the device's memory, since the present plan was applied and before.
     before_forward : callable or None
         Returns the controller that runs a forward with the given inputs (`Controller.before_forward`).
+    guards : ExitStack
+        Contexts in which the model is while the plan is applied. What they register in the process refers to this
+        object weakly.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, plan: Plan, place: Place) -> None:
@@ -67,8 +70,10 @@ class Applied:
         self.replans: tuple[Replan, ...] = ()
         self.returns = 0
         self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], Controller] | None = None
+        self.guards = contextlib.ExitStack()
         self._place = place
         self.controller, self.stores = place(plan, None)
+        self.controller.holds = self
         self.peaks = Peaks(device)
         self.is_on = True
         self._removed = False
@@ -89,6 +94,7 @@ class Applied:
                 raise
             close_all(stores)
         self.plan = plan
+        self.controller.holds = self
         self.controller.counters.meter.restart()
         self.peaks = Peaks(self.device, self.peaks)
         self.controller.before_forward = self.before_forward

@@ -162,6 +162,8 @@ class Controller:
         self.on_backward: Callable[[], None] | None = None
         self._old_graph = old_graph
         self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], Controller] | None = None
+        self.holds: object = None
+        """What has to live as long as the model is patched, whether or not the caller keeps the handle."""
         self._task = -1
         self._indices: dict[nn.Module, list[int]] = {}
         self._planned: dict[int, PlannedStage] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ from ckptplan.runtime.guard.gradients import GradientGuard
 from ckptplan.runtime.guard.held_over import HeldOver
 from ckptplan.runtime.guard.idle import noticing_idle
 from ckptplan.runtime.guard.larger import replace_for_larger
+from ckptplan.runtime.guard.last_words import last_words, tell
 from ckptplan.runtime.guard.retry import OnOom, Retry
 from ckptplan.runtime.guard.shapes import OnLarger
 from ckptplan.runtime.guard.unplanned import Unplanned
@@ -47,10 +49,8 @@ class Handle:
 
     def __init__(self, applied: Applied, adviser: Adviser | None, retry: Retry | None) -> None:
         self._applied, self._adviser, self._retry = applied, adviser, retry
-        self._config = contextlib.ExitStack()
-        self._config.enter_context(training_config(applied.model))
-        self._config.enter_context(STEPS.watched())
-        self._config.enter_context(noticing_idle(applied))
+        for guard in (training_config(applied.model), STEPS.watched(), noticing_idle(applied), last_words(applied)):
+            applied.guards.enter_context(guard)
 
     @property
     def plan(self) -> Plan:
@@ -102,7 +102,8 @@ class Handle:
         Graphs that are still alive can run backward: their swap space is freed together with them.
         """
         if self._applied.remove():
-            self._config.close()
+            tell(self._applied, sys.exc_info()[1])  # an error that ends the loop ends the plan first
+            self._applied.guards.close()
             close_all(self._applied.stores)
 
     def paused(self) -> contextlib.AbstractContextManager[None]:

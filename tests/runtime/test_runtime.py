@@ -676,6 +676,21 @@ def test_a_model_dropped_with_its_plan_applied() -> None:
     assert watch() is None  # and no thread is left: see the fixture
 
 
+def test_a_handle_that_is_dropped() -> None:
+    """The plan stays, with all that guards it."""
+    model, inputs = build("mlp")
+    model.config = _Config()
+    apply(model, planned("mlp", "recompute"))
+    gc.collect()
+    assert model.config.use_cache is False
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    loss = model(inputs).mean()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="updated by an optimizer's step between forward and backward"):
+        loss.backward()
+
+
 # Putting on, taking off
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,11 +17,13 @@ from ckptplan.runtime.applied import Applied
 @contextlib.contextmanager
 def noticing_idle(applied: Applied) -> Iterator[None]:
     """Inside, warn once if an optimizer updates the model before any forward has followed the plan."""
-    told = False
+    told, watched = False, weakref.ref(applied)  # the hook must not keep the model alive
+    del applied
 
     def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         nonlocal told
-        if told or not applied.is_on:
+        applied = watched()
+        if told or applied is None or not applied.is_on:
             return
         of_model = set(map(id, applied.model.parameters()))
         if not any(id(p) in of_model for group in optimizer.param_groups for p in group["params"]):
