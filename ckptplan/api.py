@@ -99,7 +99,8 @@ def solve(
                 )
             from ckptplan.planning.model_job import default_budget
 
-            free = default_budget(model_or_profile, training.device)
+            ranks = 1 if together is None else together.local_count
+            free = default_budget(model_or_profile, training.device, ranks)
             budget_bytes = int(free * (1 - wanted.margin))
             less = f", less {format_bytes(free - budget_bytes)}" if wanted.margin else ""
             notes = (f"the budget is the device's free memory, {format_bytes(free)}{less}",)

@@ -3,13 +3,13 @@
     python experiments/many_ranks.py --out experiments/results
 
 Groups of two and four processes over gloo, one thread each. Three models, and the first six of a draw by a seed from
-all of `transformers` that train (drawn_models.py), in `DistributedDataParallel`: with buckets beside the gradients, with
-gradients in the buckets, and with a static graph. Each with a plan for another budget, from tight to wide, for ten steps
-of SGD with dropout on. Held against the same training without a plan: every loss, and the state at the end, bit for
-bit; on each rank the measured peak of a step, with the buckets, against the plan's prediction and the budget; recomputed
-stages and swapped bytes. Not counted is what gloo itself holds, memory of its sockets outside PyTorch's allocator. The
-copies in which buffers are sent before a forward are freed by a thread of gloo's, which the recording doesn't see: they
-count as if they stayed.
+all of `transformers` that train (drawn_models.py), in `DistributedDataParallel`: with buckets beside the gradients,
+with gradients in the buckets, and with a static graph. Each with a plan for another budget, from tight to wide, for ten
+steps of SGD with dropout on. Held against the same training without a plan: every loss, and the state at the end, bit
+for bit; on each rank the measured peak of a step, with the buckets, against the plan's prediction and the budget;
+recomputed stages and swapped bytes. Not counted is what gloo itself holds, memory of its sockets outside PyTorch's
+allocator. The copies in which buffers are sent before a forward are freed by a thread of gloo's, which the recording
+doesn't see: they count as if they stayed.
 
 Prints PASS or FAIL. `--models` names some, `--ranks` the sizes of groups.
 """
@@ -26,7 +26,7 @@ from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-sys.path[:0] = [str(Path(__file__).parent.parent / "tests"), str(Path(__file__).parent)]
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import documents
 import torch

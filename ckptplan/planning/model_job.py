@@ -118,7 +118,8 @@ def solved_together(
     with group_call("solve", model, training.ddp) as call:
         if call is None:
             return alone(limits, None)
-        return alone(shared_by(limits, call.local_count()), Together(call))
+        together = Together(call)
+        return alone(shared_by(limits, together.local_count), together)
 
 
 class NoLargestStepError(RankError):
@@ -135,6 +136,8 @@ class Together:
 
     def __init__(self, call: GroupCall) -> None:
         self._call = call
+        self.local_count = call.local_count()
+        """Number of the ranks on this machine."""
 
     def planned(self, job: Job, budget_bytes: int | None, solve: Callable[[int | None], Plan]) -> Plan:
         """Return the plan of all ranks: `solve(smallest budget)` of the rank whose step is the largest.
@@ -184,9 +187,17 @@ def shared_by(limits: Limits, ranks: int) -> Limits:
     return replace(limits, host_bytes=host, disk_bytes=disk)
 
 
-def default_budget(model: nn.Module, device: DeviceLike) -> int:
-    """Return the default budget: the free memory of `device`, by default the model's, for a step."""
-    return free_bytes(model, find_target(model, device))
+def default_budget(model: nn.Module, device: DeviceLike, ranks: int = 1) -> int:
+    """Return the default budget: the free memory of `device`, by default the model's, for a step.
+
+    Parameters
+    ----------
+    ranks : int
+        Number of ranks on this machine, which share its main memory.
+    """
+    target = find_target(model, device)
+    free = free_bytes(model, target)
+    return free // ranks if target.spec is None and not target.is_cuda else free
 
 
 def free_bytes(model: nn.Module, target: Target) -> int:

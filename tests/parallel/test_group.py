@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -86,6 +87,16 @@ def test_machines_share_their_host_memory(two: Ranks) -> None:
     assert free.host_bytes
     assert limited(2 * free.host_bytes / 2**30).host_bytes <= free.host_bytes
     assert limited(free.host_bytes / 2**30).host_bytes <= free.host_bytes // 2
+
+
+def of_free_memory() -> int:
+    model, x = wrapped()
+    return ckptplan.solve(model, inputs=x, **HOW).budget_bytes
+
+
+def test_ranks_share_the_main_memory_of_a_machine(two: Ranks) -> None:
+    first, second = two.good(of_free_memory)
+    assert first == second < 0.6 * psutil.virtual_memory().available
 
 
 def failing(call: str, fails: str, silent_s: float = 25.0) -> tuple[str, float]:

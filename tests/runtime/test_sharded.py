@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from small_models import Transformer, build, measured, plan_of, scheduled
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -180,6 +184,27 @@ def test_bytes_of_a_rank_are_not_planned(mesh: Any) -> None:
         ckptplan.solve(model, 1, inputs=inputs)
     with pytest.raises(UnsupportedModelError, match=r"FullyShardedDataParallel \(FSDP1\)"):
         ckptplan.solve(fsdp.FullyShardedDataParallel(build("mlp")[0], device_id=torch.device("cpu")), 1, inputs=inputs)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+@pytest.mark.parametrize("where", ["blocks", "inside"])
+def test_distributed_checkpoints(mesh: Any, where: str, tmp_path: Path) -> None:
+    """Saved under a plan and loaded without one, and the other way round."""
+    model, inputs = sharded(mesh, where), build("transformer")[1]
+    names = list(model.state_dict())
+    with apply(model, planned("segment")):
+        train(model, inputs)
+        state = get_model_state_dict(model)
+        assert list(model.state_dict()) == list(state) == names
+        dcp.save(state, checkpoint_id=tmp_path / "planned")
+    trained = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
+    for planned_now in (False, True):
+        other = sharded(mesh, where)
+        with apply(other, planned("swap")) if planned_now else contextlib.nullcontext():
+            loaded = get_model_state_dict(other)
+            dcp.load(loaded, checkpoint_id=tmp_path / "planned")
+            set_model_state_dict(other, loaded)
+        assert all(torch.equal(p.full_tensor(), trained[name]) for name, p in other.named_parameters())
 
 
 def test_the_plan_may_come_first(mesh: Any) -> None:

@@ -22,6 +22,8 @@ def tell(applied: Applied, error: BaseException | None) -> None:
     """Log this process's rank, and where the planned step was, if `error` ends a rank's step."""
     if not isinstance(error, Exception) or not (dist.is_available() and dist.is_initialized()):
         return
+    if dist.get_world_size() == 1:
+        return
     phase, index, doing = located(error, applied.controller.place, updating=False)
     stages = applied.plan.stages
     where = f"stage {stages[index]!r}" if index is not None else "the code behind the last stage"
