@@ -17,6 +17,7 @@ Prints PASS or FAIL. `--models` names some, `--ranks` the sizes of groups.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -89,7 +90,7 @@ class _Images(nn.Module):
         sizes = [3, 16, 16, 16, 16]
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(inplace=True), nn.Dropout(0.1))
-            for a, b in zip(sizes, sizes[1:], strict=False)
+            for a, b in itertools.pairwise(sizes)
         )
         self.head = nn.Linear(16, 10)
 

@@ -124,6 +124,11 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "integrations.json",
     ),
     Experiment(
+        "many_ranks",
+        "Ten steps of replicated models on two and four ranks: bits, one plan, each rank's budget, what acts",
+        "many_ranks.json",
+    ),
+    Experiment(
         "estimate_large",
         "Time and memory that estimates of models of 8 and 70 billion parameters take",
         "estimate_large.json",
@@ -675,7 +680,9 @@ PROMISES: tuple[Promise, ...] = (
             "test_no_key_for_operators_of_any_code_and_under_modes",
             "test_what_a_module_holds_is_told_apart",
             "test_no_key_with_an_implementation_of_an_operator_of_ones_own",
-            "test_what_depends_on_values_or_chance_is_not_stored",
+            "test_what_depends_on_values_or_chance_is_found_for_its_path",
+            "test_what_reads_values_in_backward_is_not_stored",
+            "test_the_path_of_a_step_leaves_nothing_behind",
             "test_an_equal_step_is_measured_once",
         )
         + _in(
@@ -873,7 +880,38 @@ PROMISES: tuple[Promise, ...] = (
         "Estimates of memory",
         "What distributed training adds is counted, and plans work on sharded and replicated models",
         _in("test_estimate", "test_ddp_buckets", "test_ddp_fills_its_buckets_in_reverse")
-        + _in("test_sharded", "test_a_sharded_model", "test_gathers", "test_data_parallel"),
+        + _in(
+            "test_sharded",
+            "test_a_sharded_model",
+            "test_gathers",
+            "test_data_parallel",
+            "test_distributed_checkpoints",
+            "test_bytes_of_a_rank_are_not_planned",
+        )
+        + _in(
+            "test_replicated",
+            "test_the_same_bits_within_the_budget",
+            "test_plans_go_on_either_side_of_the_wrapper",
+            "test_what_makes_tensors_of_its_own_is_refused",
+        ),
+        ("many_ranks",),
+    ),
+    Promise(
+        "Many devices",
+        "All ranks of a group have one plan, and an error on one is an error on all, soon and by name",
+        _in(
+            "test_group",
+            "test_one_plan_of_the_largest_step_and_the_smallest_budget",
+            "test_machines_share_their_host_memory",
+            "test_ranks_share_the_main_memory_of_a_machine",
+            "test_an_error_on_one_is_an_error_on_all",
+            "test_a_budget_that_is_too_small_for_one",
+            "test_ranks_that_do_something_else",
+            "test_a_rank_that_ends_in_a_call",
+        )
+        + _in("test_failing_rank", "test_every_process_ends")
+        + _in("test_ranks_training", "test_trainings_of_two_ranks"),
+        ("many_ranks",),
     ),
     # Reports
     Promise(
