@@ -57,6 +57,10 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 """Way of wrapping -> budget of its plan, and arguments of `DistributedDataParallel`."""
 
 
+WITHOUT = "without a plan"
+"""Begins what a row failed with that doesn't train without a plan either."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One training of one group; bytes are those of the rank with the largest share of its budget."""
@@ -167,7 +171,10 @@ def cell(name: str, way: str) -> Row:
     budget, options = WAYS[way]
     if "static_graph" not in options and _unused(name):
         options = {**options, "find_unused_parameters": True}
-    plain, plain_peak = _train(*_made(name), options)
+    try:
+        plain, plain_peak = _train(*_made(name), options)
+    except RuntimeError as error:
+        return Row(name, dist.get_world_size(), way, failed=f"{WITHOUT}: {error}"[:200])
     model, inputs = _made(name)
     plan = ckptplan.solve(
         DistributedDataParallel(model, **options), budget=budget, inputs=inputs, loss_fn=_loss, optimizer="sgd",
@@ -195,6 +202,8 @@ def trains(name: str) -> str:
 
 def _of_group(group: Ranks, name: str, way: str, count: int) -> Row:
     found = group.run(cell, name, way)
+    if any(isinstance(each, Row) and each.failed for each in found):
+        return next(each for each in found if isinstance(each, Row) and each.failed)
     failed = [each for each in found if not isinstance(each, Row)]
     if failed:
         return Row(name, count, way, failed=f"{type(failed[0]).__name__}: {failed[0]}"[:300])
@@ -223,10 +232,12 @@ def table(rows: Sequence[Row]) -> Table:
 
 def checks(rows: Sequence[Row]) -> list[tuple[bool, str]]:
     """The promises, and whether each is kept."""
+    planned = [row for row in rows if not row.failed.startswith(WITHOUT)]
 
     def names(wrong: Callable[[Row], bool]) -> str:
         return (
-            ", ".join(f"{row.name} ({row.ranks}, {row.way})" for row in rows if not row.failed and wrong(row)) or "none"
+            ", ".join(f"{row.name} ({row.ranks}, {row.way})" for row in planned if not row.failed and wrong(row))
+            or "none"
         )
 
     kept = {
@@ -235,9 +246,9 @@ def checks(rows: Sequence[Row]) -> list[tuple[bool, str]]:
         "are over the budget": names(lambda row: row.peak_bytes > row.budget_bytes),
         f"are more than {MOST_OFF:.0%} off the prediction": names(lambda row: abs(row.off) > MOST_OFF),
         "neither recompute nor swap": names(lambda row: not row.recomputed and not row.swapped_bytes),
-        "fail": ", ".join(f"{row.name} ({row.ranks}, {row.way})" for row in rows if row.failed) or "none",
+        "fail": ", ".join(f"{row.name} ({row.ranks}, {row.way})" for row in planned if row.failed) or "none",
     }
-    return [(found == "none", f"of {len(rows)} trainings, these {what}: {found}") for what, found in kept.items()]
+    return [(found == "none", f"of {len(planned)} trainings, these {what}: {found}") for what, found in kept.items()]
 
 
 def main() -> None:

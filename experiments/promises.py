@@ -228,6 +228,7 @@ AREAS = (
     "Profiles, plans and their files",
     "Profiling",
     "Estimates of memory",
+    "Many devices",
     "Reports",
     "Command line",
     "Training frameworks",

@@ -1574,7 +1574,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         29,
         "a plan belongs to its model and device",
         "apply",
-        '    plan.fingerprint.require(fingerprint(TrainingStep(model)), ignore=("inputs", "accumulates"))\n',
+        '    plan.fingerprint.require(found, ignore=("inputs", "accumulates"))\n',
         "",
         (
             "tests/runtime/test_runtime.py::test_a_plan_for_another_model",
@@ -2350,7 +2350,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_Run._forwards",
         "with restored(model, [self.trainer, code]), ",
         "with ",
-        ("tests/integrations/test_transformers.py::test_training_is_the_same_and_within_the_budget[plain]",),
+        ("tests/integrations/test_transformers.py::test_training_is_the_same_and_within_the_budget",),
     ),
     Safeguard(
         27,
@@ -2366,7 +2366,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "bucket_bytes_beside",
         "    if ddp is None or ddp.gradient_as_bucket_view:",
         "    if True:",
-        ("tests/parallel/test_replicated.py::test_the_same_bits_within_the_budget[plain]",),
+        ("tests/parallel/test_replicated.py::test_the_same_bits_within_the_budget",),
     ),
     Safeguard(
         35,
@@ -2374,7 +2374,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "ddp_of",
         "model.gradient_as_bucket_view and not model.static_graph",
         "model.gradient_as_bucket_view",
-        ("tests/parallel/test_replicated.py::test_the_same_bits_within_the_budget[static views]",),
+        ("tests/parallel/test_replicated.py::test_the_same_bits_within_the_budget",),
     ),
     Safeguard(
         35,
@@ -2382,7 +2382,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "GroupCall.__exit__",
         '                    self._store.set(f"error/{self.rank}", _packed(error))',
         "                    pass",
-        ("tests/parallel/test_group.py::test_an_error_on_one_is_an_error_on_all[solve]",),
+        ("tests/parallel/test_group.py::test_an_error_on_one_is_an_error_on_all",),
     ),
     Safeguard(
         35,
@@ -2390,7 +2390,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "GroupCall._look_at_all",
         "                if now - self._last[rank][1] > SILENT_S and beat != _DONE:",
         "                if False:",
-        ("tests/parallel/test_group.py::test_a_rank_that_ends_in_a_call[killed]",),
+        ("tests/parallel/test_group.py::test_a_rank_that_ends_in_a_call",),
     ),
     Safeguard(
         35,
@@ -2398,7 +2398,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         "_require_one_plan",
         "        if other != plans[0]:",
         "        if False:",
-        ("tests/parallel/test_group.py::test_ranks_that_do_something_else[plan]",),
+        ("tests/parallel/test_group.py::test_ranks_that_do_something_else",),
     ),
     Safeguard(
         35,

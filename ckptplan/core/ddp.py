@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptplan.core.checks import is_number
 from ckptplan.core.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ class DDP:
     def __post_init__(self) -> None:
         for name in ("bucket_cap_mb", "first_bucket_mb"):
             value = getattr(self, name)
-            if not is_number(value) or not 0 < value < 1 << 20:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1 << 20:
                 raise InvalidInputError(f"ddp: {name}={value!r} must be a number above 0, in units of 2**20 bytes")
 
     def buckets(self, parameters: Iterable[torch.Tensor]) -> list[int]:
