@@ -2363,9 +2363,9 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         35,
         "buckets beside the gradients count",
-        "bucket_bytes_beside",
-        "    if ddp is None or ddp.gradient_as_bucket_view:",
-        "    if True:",
+        "added_bytes",
+        "    beside = [] if ddp is None or ddp.gradient_as_bucket_view else buckets(model, ddp)",
+        "    beside: list[int] = []",
         ("tests/parallel/test_replicated.py::test_the_same_bits_within_the_budget",),
     ),
     Safeguard(

@@ -26,13 +26,14 @@ class DDP:
     ----------
     bucket_cap_mb, first_bucket_mb : float
         Size of a full bucket and of the first one, in units of 2**20 bytes.
-    gradient_as_bucket_view : bool
-        As in `torch.nn.parallel.DistributedDataParallel`.
+    gradient_as_bucket_view, broadcast_buffers : bool
+        As in `torch.nn.parallel.DistributedDataParallel`. Buffers are broadcast before each forward in copies.
     """
 
     bucket_cap_mb: float = 25.0
     first_bucket_mb: float = 1.0
     gradient_as_bucket_view: bool = False
+    broadcast_buffers: bool = True
 
     def __post_init__(self) -> None:
         for name in ("bucket_cap_mb", "first_bucket_mb"):

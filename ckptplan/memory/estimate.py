@@ -32,7 +32,7 @@ from ckptplan.profiling.values.answers import Answers
 from ckptplan.profiling.values.real_run import answered
 from ckptplan.profiling.workload.optimizers import make_optimizer
 from ckptplan.runtime.guard.gradients import accumulates, made_gradient_bytes
-from ckptplan.runtime.replicated import buckets
+from ckptplan.runtime.replicated import broadcast_bytes, buckets
 from ckptplan.runtime.state.compiled import refuse_compiled
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
@@ -507,6 +507,8 @@ class _Run:
         if training and self._ddp is not None:
             for n, nbytes in enumerate(buckets(model, self._ddp)):
                 ledger.allocate(Block(nbytes, "gradients", f"DDP bucket {n}"))
+            if nbytes := broadcast_bytes(model, self._ddp):
+                ledger.allocate(Block(nbytes, "buffers", "copies in which DDP broadcasts buffers"))
         if training and self.scaler:
             for what in ("scale", "growth tracker"):
                 ledger.allocate(Block(4, "workspaces and temporaries", f"GradScaler's {what}"))

@@ -32,7 +32,7 @@ from ckptplan.runtime.guard.retry import OnOom
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.handle import apply as apply_plan
 from ckptplan.runtime.observe.measure import run_step, unique_bytes
-from ckptplan.runtime.replicated import bucket_bytes_beside, ddp_under, unwrapped
+from ckptplan.runtime.replicated import added_bytes, ddp_under, unwrapped
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
@@ -307,7 +307,7 @@ def _arrived(model: nn.Module, plan: Plan, training: Training) -> Plan:
         held = unique_bytes([*model.parameters(), *model.buffers(), *outside])
         if step.accumulates:
             held += made_gradient_bytes(model.parameters())
-        held += bucket_bytes_beside(step.model, step.ddp)
+        held += added_bytes(step.model, step.ddp)
         needs = held + replayed_bytes(step, bound, target)
     allowed = max(plan.budget_bytes, plan.reserved_bytes or 0)
     has = target.capacity_bytes

@@ -47,7 +47,7 @@ from ckptplan.runtime.accelerator import empty_cache, is_accelerator
 from ckptplan.runtime.group import on_all_ranks
 from ckptplan.runtime.guard.gradients import accumulates, made_gradient_bytes
 from ckptplan.runtime.observe.measure import Outside, collection_off, held_tensors, unique_bytes
-from ckptplan.runtime.replicated import bucket_bytes_beside
+from ckptplan.runtime.replicated import added_bytes
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
@@ -379,7 +379,7 @@ def _traced(
         resident = unique_bytes([*held_tensors(step.model), *outside], target.device)
         if step.accumulates:
             resident += made_gradient_bytes(step.model.parameters(), target.round_to)
-        resident += bucket_bytes_beside(step.model, step.ddp, target.round_to)
+        resident += added_bytes(step.model, step.ddp, target.round_to)
         state_bytes, update_bytes = _update_bytes(optimizer, step.model, outside, target)
         chain = functools.partial(
             trace_chain,

@@ -3,7 +3,8 @@
 NOTE [Replicated models]
 A plan is for the model inside the wrapper, and may be applied on either side of it. What the wrapper adds:
 
-1. Buckets, as large as all gradients, which exist from its construction on. They count as resident.
+1. Buckets, as large as all gradients, which exist from its construction on, and copies in which buffers are broadcast
+   before a forward. Gloo frees these in a thread of its own, some time later. Both count as resident.
 2. With `gradient_as_bucket_view`, gradients that backward makes are copied into the buckets, one by one, and freed. So
    a step takes the memory of one that starts with gradients, and is planned as such (`TrainingStep.accumulates`). Not
    with `static_graph`, whose first step copies them when backward is over.
@@ -57,6 +58,7 @@ def ddp_of(model: nn.Module) -> DDP | None:
         most / 2**20,
         (first if model.bucket_bytes_cap_default else most) / 2**20,
         model.gradient_as_bucket_view and not model.static_graph,
+        model.broadcast_buffers,
     )
 
 
@@ -66,19 +68,27 @@ def buckets(model: nn.Module, ddp: DDP) -> list[int]:
     return ddp.buckets(p for name, p in model.named_parameters() if name not in ignored)
 
 
-def bucket_bytes_beside(model: nn.Module, ddp: DDP | None, round_to: int = 1) -> int:
-    """Return the bytes of buckets, each rounded up to `round_to` bytes, that gradients don't lie in."""
-    if ddp is None or ddp.gradient_as_bucket_view:
-        return 0
-    return sum(-(-nbytes // round_to) * round_to for nbytes in buckets(model, ddp))
+def broadcast_bytes(model: nn.Module, ddp: DDP | None) -> int:
+    """Return the bytes of the copies in which buffers are broadcast."""
+    return sum(b.nbytes for b in model.buffers()) if ddp is not None and ddp.broadcast_buffers else 0
+
+
+def added_bytes(model: nn.Module, ddp: DDP | None, round_to: int = 1) -> int:
+    """Return the bytes of the buckets that gradients don't lie in, and of the broadcast copies.
+
+    Each is rounded up to `round_to` bytes.
+    """
+    beside = [] if ddp is None or ddp.gradient_as_bucket_view else buckets(model, ddp)
+    return sum(-(-nbytes // round_to) * round_to for nbytes in (*beside, broadcast_bytes(model, ddp)))
 
 
 def unseen_bucket_bytes(model: nn.Module, ddp: DDP | None) -> int:
     """Return the bytes of buckets that no gradient of the model lies in now."""
-    if ddp is None or not ddp.gradient_as_bucket_view:
-        return bucket_bytes_beside(model, ddp)
+    if ddp is None:
+        return 0
     gradients = (p.grad for p in model.parameters() if p.grad is not None)
-    return max(sum(buckets(model, ddp)) - existing_gradient_bytes(gradients), 0)
+    inside = existing_gradient_bytes(gradients) if ddp.gradient_as_bucket_view else 0
+    return max(sum(buckets(model, ddp)) - inside, 0)
 
 
 def ddp_under(model: nn.Module, plan: Plan) -> DDP | None:
