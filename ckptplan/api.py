@@ -79,17 +79,17 @@ def solve(
         With the smallest budget that works, and the stage and phase that bind.
     InvalidInputError, UnsupportedModelError
     """
-    require_known(solve, options, SolveKeywords)
-    wanted = Budget.of(budget_gb, budget)
-    if (budget_gb, budget) != (None, None) and max_overhead is not None:
-        given = f"budget_gb={budget_gb!r}" if budget is None else f"budget={budget!r}"
-        raise InvalidInputError(
-            f"{given} and max_overhead={max_overhead!r} are both given; pass one: the budget to be as "
-            "fast as possible within it, or the slowdown to need as little memory as possible"
-        )
-    training, limits = Training.of(options, inputs), Limits.of(options)
 
-    def alone(limits: Limits, together: Together | None = None) -> Plan:
+    def alone(together: Together | None = None) -> Plan:
+        require_known(solve, options, SolveKeywords)
+        wanted = Budget.of(budget_gb, budget)
+        if (budget_gb, budget) != (None, None) and max_overhead is not None:
+            given = f"budget_gb={budget_gb!r}" if budget is None else f"budget={budget!r}"
+            raise InvalidInputError(
+                f"{given} and max_overhead={max_overhead!r} are both given; pass one: the budget to be as "
+                "fast as possible within it, or the slowdown to need as little memory as possible"
+            )
+        training, limits = Training.of(options, inputs), Limits.of(options)
         notes: tuple[str, ...] = ()
         budget_bytes = wanted.nbytes
         if budget_bytes is None and wanted.share is None and max_overhead is None:
@@ -104,7 +104,8 @@ def solve(
             budget_bytes = int(free * (1 - wanted.margin))
             less = f", less {format_bytes(free - budget_bytes)}" if wanted.margin else ""
             notes = (f"the budget is the device's free memory, {format_bytes(free)}{less}",)
-        job = _job(model_or_profile, training, swap_dir, limits)
+        within = limits if together is None else together.shared(limits)
+        job = _job(model_or_profile, training, swap_dir, within)
 
         def solved(budget_bytes: int | None) -> Plan:
             plan = _solved(job, budget_bytes, wanted.share, max_overhead)
@@ -113,10 +114,10 @@ def solve(
         return solved(budget_bytes) if together is None else together.planned(job, budget_bytes, solved)
 
     if isinstance(model_or_profile, Profile):
-        return alone(limits)
+        return alone()
     from ckptplan.planning.model_job import solved_together
 
-    return solved_together(model_or_profile, training, limits, alone)
+    return solved_together(model_or_profile, options.get("ddp"), alone)
 
 
 def _solved(job: Job, budget_bytes: int | None, share: float | None, max_overhead: float | None) -> Plan:

@@ -25,6 +25,7 @@ from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.workload.optimizers import OptimizerLike
 from ckptplan.runtime.guard.gradients import rewinding
 from ckptplan.runtime.observe.measure import held_tensors, optimizer_tensors, run_step, step_peaks, unique_bytes
+from ckptplan.runtime.replicated import apart, unseen_bucket_bytes
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
@@ -471,12 +472,17 @@ class _Search:
             peak = found.measured.needed_bytes + missing
         else:
             found = None
-            parameters = ParameterState(model.parameters())
-            with parameters.restored(), training_config(model), restored(model, step.reached()) as rewind:
+            model = step.model
+            with (
+                apart(model),
+                ParameterState(model.parameters()).restored(),
+                training_config(model),
+                restored(model, step.reached()) as rewind,
+            ):
                 rewind = rewinding(model, rewind, accumulates=step.accumulates)
                 rewind()
                 tensors = [*held_tensors(model), *optimizer_tensors(optimizer), *step.tensors()]
-                held = unique_bytes(tensors, device)
+                held = unique_bytes(tensors, device) + unseen_bucket_bytes(model, step.ddp)
                 peak = step_peaks(lambda: run_step(step), device, held, rewind).needed_bytes + missing
         if peak > self.budget_bytes:
             self.notes.append(

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ckptplan.core.checks import is_int
-from ckptplan.core.ddp import DDP
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError, RankError
 from ckptplan.core.plan import Plan, require_plan
 from ckptplan.core.profile import Profile
@@ -25,14 +24,14 @@ from ckptplan.planning.job import Job
 from ckptplan.planning.model_job import shared_by
 from ckptplan.profiling.profiler import outside_tensors, replayed_bytes, training_step
 from ckptplan.profiling.target import PLANNED, find_target
-from ckptplan.runtime.group import GroupCall, group_call
+from ckptplan.runtime.group import GroupCall, alone, group_call
 from ckptplan.runtime.guard.check import When
 from ckptplan.runtime.guard.gradients import made_gradient_bytes, rewinding
 from ckptplan.runtime.guard.retry import OnOom
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.handle import apply as apply_plan
 from ckptplan.runtime.observe.measure import run_step, unique_bytes
-from ckptplan.runtime.replicated import added_bytes, ddp_under, unwrapped
+from ckptplan.runtime.replicated import added_bytes, apart, ddp_under, unwrapped
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
@@ -115,11 +114,11 @@ def apply(
         If the swap directory can't be written or is too small, or an argument is invalid. None of these errors changes
         the model.
     """
-    require_known(apply, options, ApplyKeywords)
-    require_plan(plan)
     handle = None
     try:
-        with group_call("apply", model, DDP.of_kind(plan.fingerprint.parallel)) as call:
+        with group_call("apply", model) as call:
+            require_known(apply, options, ApplyKeywords)
+            require_plan(plan)
             if call is not None:
                 _require_one_plan(call, plan)
             handle = _applied(
@@ -175,6 +174,11 @@ def _applied(
         plan = _arrived(model, plan, training)
     if on_oom not in ("raise", "report", "replan"):
         raise InvalidInputError(f"on_oom={on_oom!r}; it is 'raise', 'report' or 'replan'")
+    if on_oom == "replan" and plan.fingerprint.parallel:
+        raise InvalidInputError(
+            "on_oom='replan' runs a step again, and other ranks take no part in its collectives; use 'report' for a "
+            "model in DistributedDataParallel"
+        )
     if on_oom == "replan" and profile is None:
         raise InvalidInputError(
             "on_oom='replan' needs the profile that the plan was made from: "
@@ -257,10 +261,13 @@ def trace(
     options = Training(inputs, loss_fn, step=step, accumulate=accumulate, ddp=ddp_under(model, plan))
     training = make_step(model, options)
     plan.fingerprint.require(fingerprint(training), ignore=("accumulates",))
+    model = training.model
     with (
+        apart(model),
         ParameterState(model.parameters()).restored(),
         training_config(model),
         restored(model, training.reached()) as rewind,
+        alone(),
         apply(model, plan, swap_dir=swap_dir, profile=profile, check="off") as handle,
     ):
         rewind = rewinding(model, rewind, accumulates=training.accumulates)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
+from ckptplan.core.ddp import DDP
 from ckptplan.core.errors import PlanMismatchError, RankError
 from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.plan import Plan
@@ -111,15 +112,10 @@ def holding_for(profile: Profile, inputs: Mapping[str, tuple[InputTensor, ...]])
     return replace(profile, stages=tuple(stages))
 
 
-def solved_together(
-    model: nn.Module, training: Training, limits: Limits, alone: Callable[[Limits, Together | None], Plan]
-) -> Plan:
-    """Return `alone(limits, together)`; for a replicated model the one plan of all its ranks (NOTE [One plan])."""
-    with group_call("solve", model, training.ddp) as call:
-        if call is None:
-            return alone(limits, None)
-        together = Together(call)
-        return alone(shared_by(limits, together.local_count), together)
+def solved_together(model: nn.Module, ddp: DDP | bool | None, alone: Callable[[Together | None], Plan]) -> Plan:
+    """Return `alone(together)`, for a replicated model the one plan of all its ranks (NOTE [One plan])."""
+    with group_call("solve", model, ddp) as call:
+        return alone(None if call is None else Together(call))
 
 
 class NoLargestStepError(RankError):
@@ -139,6 +135,10 @@ class Together:
         self.local_count = call.local_count()
         """Number of the ranks on this machine."""
 
+    def shared(self, limits: Limits) -> Limits:
+        """Return the limits of one rank, whose machine's tiers they are."""
+        return shared_by(limits, self.local_count)
+
     def planned(self, job: Job, budget_bytes: int | None, solve: Callable[[int | None], Plan]) -> Plan:
         """Return the plan of all ranks: `solve(smallest budget)` of the rank whose step is the largest.
 
@@ -148,33 +148,37 @@ class Together:
             If ranks have other models, or none has the largest inputs.
         """
         call, own = self._call, job.profile.fingerprint
-        found: list[tuple[Fingerprint, int, int | None]] = call.exchange((own, job.kept_peak_bytes, budget_bytes))
-        for name, (other, _, _) in zip(call.ranks, found, strict=True):
+        # Of a step that is a function, stages alone tell what it is given.
+        stages = {f"{s.name} {t.path}": t.shape for s in job.profile.stages for t in s.inputs or ()}
+        given = {t.path: t.shape for t in (read_inputs(own.inputs) if own.inputs != "step()" else ())}
+        found: list[tuple[Fingerprint, int, int | None, dict[str, tuple[int, ...]]]] = call.exchange(
+            (own, job.kept_peak_bytes, budget_bytes, {**stages, **given})
+        )
+        for name, (other, *_) in zip(call.ranks, found, strict=True):
             try:
                 found[0][0].require(other, ignore=("inputs",))
             except PlanMismatchError as error:
                 raise RankError(f"rank {name} has another step than rank {call.ranks[0]}: {error}", rank=name) from None
-        chosen = _largest([(read_inputs(f.inputs) if f.inputs != "step()" else (), peak) for f, peak, _ in found])
+        chosen = _largest([(shapes, peak) for _, peak, _, shapes in found])
         if chosen is None:
             raise NoLargestStepError(
                 "no rank's inputs are the largest in every dimension, and one plan has to hold for all: "
-                + "; ".join(f"rank {name} has {f.inputs}" for name, (f, _, _) in zip(call.ranks, found, strict=True))
+                + "; ".join(f"rank {name} has {f.inputs}" for name, (f, *_) in zip(call.ranks, found, strict=True))
                 + "; give each rank the largest inputs that any will have",
                 rank=call.ranks[0],
             )
-        budgets = [budget for _, _, budget in found if budget is not None]
+        budgets = [budget for _, _, budget, _ in found if budget is not None]
         plan = solve(min(budgets) if budgets else None) if call.rank == chosen else None
         return Plan.from_json(call.exchange(None if plan is None else plan.to_json())[chosen])
 
 
-def _largest(steps: Sequence[tuple[Sequence[InputTensor], int]]) -> int | None:
-    """Return which step has inputs that are nowhere smaller than those of any other, and of these the most bytes."""
+def _largest(steps: Sequence[tuple[Mapping[str, tuple[int, ...]], int]]) -> int | None:
+    """Return which step has tensors that are nowhere smaller than those of any other, and of these the most bytes."""
 
-    def covers(ours: Sequence[InputTensor], theirs: Sequence[InputTensor]) -> bool:
-        sizes = {t.path: t.shape for t in ours}
+    def covers(ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]]) -> bool:
         return all(
-            len(t.shape) == len(sizes.get(t.path, ())) and all(map(operator.le, t.shape, sizes.get(t.path, ())))
-            for t in theirs
+            len(shape) == len(ours.get(name, ())) and all(map(operator.le, shape, ours.get(name, ())))
+            for name, shape in theirs.items()
         )
 
     able = [k for k, (ours, _) in enumerate(steps) if all(covers(ours, theirs) for theirs, _ in steps)]

@@ -70,7 +70,7 @@ class GroupCall:
         place = f"ckptplan/{'-'.join(map(str, ranks))}/{number}"
         self._store: Any = PrefixStore(place, whole)
         self._beats: Any = PrefixStore(f"{place}/beat", whole.clone())
-        self._keys: list[str] = []
+        self._keys = [f"{kind}/{rank}" for kind in ("beat", "error")]
         _stored[tuple(ranks)].append((self._store, self._keys))
         self._round = itertools.count()
         self._ended = threading.Event()
@@ -93,7 +93,7 @@ class GroupCall:
                     self._store.set(f"error/{self.rank}", _packed(error))
         finally:
             self._ended.set()
-            self._beat.join()
+            self._beat.join(_PATIENT_S)  # the store may not answer
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the values that the ranks give, in order.
@@ -131,17 +131,32 @@ class GroupCall:
         del calls[:-1]
 
     def _wait(self, key: str, rank: int) -> bytes:
-        try:
-            while not self._store.check([key]):
-                self._look_at_all()
-                time.sleep(_POLL_S)
-            return bytes(self._store.get(key))
-        except dist.DistError as error:
-            raise RankError(
-                f"{self._name}: the process group's store can't be reached ({error}); the rank that has it, mostly 0, "
-                "has ended",
-                rank=self.ranks[0],
-            ) from error
+        while (found := self._read(key)) is None:
+            self._look_at_all()
+            time.sleep(_POLL_S)
+        return found
+
+    def _read(self, key: str) -> bytes | None:
+        """Return a value of the store, None if there is none yet; asked in a thread, since a store may not answer."""
+        found: list[Any] = []
+
+        def ask() -> None:
+            try:
+                found.append(bytes(self._store.get(key)) if self._store.check([key]) else None)
+            except Exception as error:
+                found.append(error)
+
+        asking = threading.Thread(target=ask, name="ckptplan store", daemon=True)
+        asking.start()
+        asking.join(SILENT_S)
+        if found and not isinstance(found[0], Exception):
+            value: bytes | None = found[0]
+            return value
+        why = f"can't be reached ({found[0]})" if found else f"hasn't answered for {SILENT_S:.0f} s"
+        raise RankError(
+            f"{self._name}: the process group's store {why}; the rank that has it, mostly 0, has ended or hangs",
+            rank=self.ranks[0],
+        )
 
     def _look_at_all(self) -> None:
         """Raise if a rank has failed, has ended or doesn't come."""
@@ -149,10 +164,9 @@ class GroupCall:
         for rank, name in enumerate(self.ranks):
             if rank == self.rank:
                 continue
-            if self._store.check([f"error/{rank}"]):
-                raise _unpacked(bytes(self._store.get(f"error/{rank}")), name)
-            if self._store.check([f"beat/{rank}"]):
-                beat = bytes(self._store.get(f"beat/{rank}"))
+            if (told := self._read(f"error/{rank}")) is not None:
+                raise _unpacked(told, name)
+            if (beat := self._read(f"beat/{rank}")) is not None:
                 before, since = self._last.get(rank, (b"", now))
                 self._last[rank] = (beat, since if beat == before else now)
                 if now - self._last[rank][1] > SILENT_S and beat != _DONE:

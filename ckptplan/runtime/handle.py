@@ -28,7 +28,7 @@ from ckptplan.runtime.guard.gradients import GradientGuard
 from ckptplan.runtime.guard.held_over import HeldOver
 from ckptplan.runtime.guard.idle import noticing_idle
 from ckptplan.runtime.guard.larger import replace_for_larger
-from ckptplan.runtime.guard.last_words import last_words, tell
+from ckptplan.runtime.guard.last_words import is_of_step, last_words, tell
 from ckptplan.runtime.guard.retry import OnOom, Retry
 from ckptplan.runtime.guard.shapes import OnLarger
 from ckptplan.runtime.guard.unplanned import Unplanned
@@ -102,7 +102,9 @@ class Handle:
         Graphs that are still alive can run backward: their swap space is freed together with them.
         """
         if self._applied.remove():
-            tell(self._applied, sys.exc_info()[1])  # an error that ends the loop ends the plan first
+            error = sys.exc_info()[1]
+            if is_of_step(error):  # which ends the plan before it ends the process
+                tell(self._applied, error)
             self._applied.guards.close()
             close_all(self._applied.stores)
 

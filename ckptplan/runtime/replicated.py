@@ -9,7 +9,7 @@ A plan is for the model inside the wrapper, and may be applied on either side of
    a step takes the memory of one that starts with gradients, and is planned as such (`TrainingStep.accumulates`). Not
    with `static_graph`, whose first step copies them when backward is over.
 3. Collectives. Whatever runs the model and undoes what it did (`restored`) runs it without them: forward goes past the
-   wrapper, and then its hooks on gradients do nothing. So one rank can profile or verify while others do other things.
+   wrapper, and real backwards run on parameters of their own (`apart`), since those of the model have hooks that count.
 """
 
 from __future__ import annotations
@@ -94,6 +94,33 @@ def unseen_bucket_bytes(model: nn.Module, ddp: DDP | None) -> int:
 def ddp_under(model: nn.Module, plan: Plan) -> DDP | None:
     """Return `ddp_of` a model that a plan is applied to; what the plan was made for if it isn't wrapped yet."""
     return ddp_of(model) if isinstance(model, DistributedDataParallel) else DDP.of_kind(plan.fingerprint.parallel)
+
+
+@contextlib.contextmanager
+def apart(model: nn.Module) -> Iterator[None]:
+    """Inside, the model has other parameters in the memory of its own ones, where it may be replicated.
+
+    Gradients made for these run into none of the hooks by which `DistributedDataParallel` counts and reduces: it would
+    wait for others, or take the next step for one that has begun.
+    """
+    places: list[tuple[nn.Module, str, nn.Parameter]] = []
+    twins: dict[int, nn.Parameter] = {}
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        for module in model.modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                own = module._parameters.items()
+                places += [(module, name, p) for name, p in own if type(p) is nn.Parameter]
+    for _, _, p in places:
+        if id(p) not in twins:
+            twins[id(p)] = nn.Parameter(p.data, requires_grad=p.requires_grad)
+            twins[id(p)].grad = p.grad
+    try:
+        for module, name, p in places:
+            setattr(module, name, twins[id(p)])  # a recurrent module keeps a list of them, too
+        yield
+    finally:
+        for module, name, p in places:
+            setattr(module, name, p)
 
 
 @contextlib.contextmanager

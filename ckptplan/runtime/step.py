@@ -271,6 +271,13 @@ def _check_engine(model: nn.Module) -> None:
             "the model is in DeepSpeed's engine, which moves parameters, gradients and state by itself; plans don't "
             "know these bytes; train it without DeepSpeed"
         )
+    replicated = nn.parallel.DistributedDataParallel
+    inside = [name for name, module in unwrapped(model).named_modules() if isinstance(module, replicated)]
+    if inside:
+        raise UnsupportedModelError(
+            f"{_where(inside[0])} is a DistributedDataParallel inside the model, whose buckets wouldn't count; wrap "
+            "the whole model, or plan for the part that is wrapped"
+        )
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise UnsupportedModelError(
             "the model is in FullyShardedDataParallel (FSDP1), which keeps its parameters in flat tensors; shard it "

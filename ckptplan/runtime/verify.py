@@ -24,7 +24,7 @@ from ckptplan.runtime.handle import apply
 from ckptplan.runtime.observe import measure
 from ckptplan.runtime.observe.measure import StepPeaks, run_step, same_bits, step_peaks, timed, unique_bytes
 from ckptplan.runtime.observe.stats import Stats
-from ckptplan.runtime.replicated import ddp_under, unseen_bucket_bytes
+from ckptplan.runtime.replicated import apart, ddp_under, unseen_bucket_bytes
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
@@ -225,9 +225,9 @@ def verify(
     training.on_device(device)
     is_wrapped, model = training.model is not model, training.model
     plan.fingerprint.require(fingerprint(training), ignore=("accumulates",))
-    parameters = ParameterState(model.parameters())
     with (
-        parameters.restored(),
+        apart(model),
+        ParameterState(model.parameters()).restored() as parameters,
         training_config(model),
         restored(model, training.reached()) as rewind_state,
         apply(model, plan, swap_dir=swap_dir, check="off") as handle,
@@ -241,7 +241,7 @@ def verify(
         rewind()
         outside = training.tensors() if step is None else _read_from_outside(training, rewind)
         held = [*measure.held_tensors(model), *measure.optimizer_tensors(optimizer), *outside]
-        # Buckets exist on the device, but no variable here refers to them; before the model is wrapped, these stand in.
+        # No variable refers to the buckets on the device. Before the model is wrapped, these stand in for them.
         bucket_bytes = unseen_bucket_bytes(training.model, training.ddp)
         needed = bucket_bytes and not is_wrapped
         _buckets = torch.empty(bucket_bytes, dtype=torch.uint8, device=device) if needed else None

@@ -112,6 +112,7 @@ def failing(call: str, fails: str, silent_s: float = 25.0) -> tuple[str, float]:
         "solve": lambda: ckptplan.solve(model, 1e-6 if mine == "infeasible" else 1, inputs=x, **HOW),
         "profile": lambda: ckptplan.profile(model, x, cache=False),
         "verify": lambda: ckptplan.verify(model, plan, x, repeats=1),
+        "arguments": lambda: ckptplan.solve(model, 1, inputs=x, **HOW, **({"max_overhead": 0.1} if mine else {})),
         "apply": lambda: ckptplan.apply(model, plan, check="never" if mine else "off"),  # type: ignore[arg-type]
     }
     with pytest.raises((ckptplan.CkptPlanError, ValueError)) as caught:
@@ -122,7 +123,7 @@ def failing(call: str, fails: str, silent_s: float = 25.0) -> tuple[str, float]:
     return f"{type(caught.value).__name__}: {caught.value}", took_s
 
 
-@pytest.mark.parametrize("call", ["profile", "solve", "apply", "verify"])
+@pytest.mark.parametrize("call", ["profile", "solve", "arguments", "apply", "verify"])
 def test_an_error_on_one_is_an_error_on_all(two: Ranks, call: str) -> None:
     (told, told_s), (own, own_s) = two.good(failing, call, "raises")
     kind, _, text = own.partition(": ")
@@ -146,14 +147,18 @@ def other(what: str) -> str:
     how: dict[str, Any] = {"inputs": inputs, "loss_fn": lambda y: y.sum(), **HOW}
     plan = ckptplan.solve(model, 1, **how)
     plan = replace(plan, fingerprint=replace(plan.fingerprint, parallel="ddp"), notes=(str(second),))
+    wrapped: Any = None if what == "model" else DistributedDataParallel(model)
 
     def call() -> None:
         if what == "call" and second:
-            ckptplan.profile(DistributedDataParallel(model), inputs, cache=False)
+            ckptplan.profile(wrapped, inputs, cache=False)
         elif what == "call":
-            ckptplan.solve(DistributedDataParallel(model), 1, **how)
+            ckptplan.solve(wrapped, 1, **how)
         elif what == "plan":
-            ckptplan.apply(model, plan)
+            ckptplan.apply(wrapped, plan)
+        elif what == "step":
+            many, few = (x, x[:32]) if second else (x[:32], x)
+            ckptplan.solve(wrapped, 1, step=lambda: wrapped(many).sum() + wrapped(few).sum(), **HOW)
         else:
             ckptplan.solve(model, 1, ddp=True, **how)
 
@@ -165,6 +170,7 @@ def other(what: str) -> str:
 OTHERS = {
     "model": "rank 1 has another step than rank 0: the plan was made for",
     "inputs": "no rank's inputs are the largest in every dimension",
+    "step": "no rank's inputs are the largest in every dimension",
     "call": "rank 1 calls profile where rank 0 calls solve",
     "plan": "rank 1 applies another plan than rank 0",
 }

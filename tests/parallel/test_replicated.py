@@ -55,10 +55,9 @@ def loss_fn(output: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
 
 
-def train(model: nn.Module, x: torch.Tensor, *, twice: bool, **options: Any) -> tuple[list[Any], int]:
-    """Wrap and train: losses and the state at the end, and the steps' peak; `twice`: two micro-batches a step."""
+def train(wrapped: DistributedDataParallel, x: torch.Tensor, *, twice: bool) -> tuple[list[Any], int]:
+    """Train: losses and the state at the end, and the steps' peak; `twice`: two micro-batches a step."""
     torch.manual_seed(5)
-    wrapped = DistributedDataParallel(model, **options)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     losses, peaks = [], []
 
@@ -75,17 +74,18 @@ def train(model: nn.Module, x: torch.Tensor, *, twice: bool, **options: Any) -> 
         loss, peak = measured(step, wrapped, [optimizer], x)
         losses.append(loss)
         # Then the buckets are made anew, once: the first ones are freed before, which this recording doesn't see.
-        if number != (2 if "static_graph" in options else 1):
+        if number != (2 if wrapped.static_graph else 1):
             peaks.append(peak)
         optimizer.step()
     # One bucket element for each parameter's.
     bucket_bytes = sum(p.nbytes for p in wrapped.parameters())
-    return [*losses, *(v.clone() for v in model.state_dict().values())], max(peaks) + bucket_bytes
+    return [*losses, *(v.clone() for v in wrapped.state_dict().values())], max(peaks) + bucket_bytes
 
 
 def compared(name: str) -> dict[str, Any]:
     options, twice = OPTIONS[name], name == "accumulating"
-    plain, plain_peak = train(*made(name), twice=twice, **options)
+    model, x = made(name)
+    plain, plain_peak = train(DistributedDataParallel(model, **options), x, twice=twice)
     model, x = made(name)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     wrapped = DistributedDataParallel(model, **options)
@@ -94,9 +94,9 @@ def compared(name: str) -> dict[str, Any]:
     )
     unchanged = all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     verified = ckptplan.verify(wrapped, plan, x, loss_fn, repeats=1)
-    del wrapped
-    with ckptplan.apply(model, plan, check="always") as handle:
-        found, peak = train(model, x, twice=twice, **options)
+    ckptplan.trace(wrapped, plan, x, loss_fn)
+    with ckptplan.apply(wrapped, plan, check="always") as handle:
+        found, peak = train(wrapped, x, twice=twice)
         stats = handle.stats()
     return {
         "equal": all(map(torch.equal, found, plain)), "unchanged": unchanged,

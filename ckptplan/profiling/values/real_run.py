@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -43,6 +44,7 @@ from ckptplan.profiling.values.compiled import note_compiled, undisturbed
 from ckptplan.runtime.accelerator import allocated_by, is_accelerator, ranges_do_nothing
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.observe.measure import peaks_within, recorded_allocations, tensors_in
+from ckptplan.runtime.replicated import apart
 from ckptplan.runtime.state.compiled import compiled_modules
 from ckptplan.runtime.step import TrainingStep, without_graph
 from ckptplan.runtime.swap.stores import NULL_STORES
@@ -123,7 +125,7 @@ def _learn(need: NeedsValues, step: TrainingStep, target: Target, rewind: Callab
 
 
 def path_of(step: TrainingStep, target: Target, rewind: Callable[[], None]) -> str:
-    """Return a digest of the operations that a step's forward runs, with the sizes of their tensors and the parameters.
+    """Return a digest of the operations that a step's forward runs, with which tensors they take and make.
 
     Steps that are equal but for floating values take the same memory if these are the same.
     """
@@ -148,7 +150,7 @@ def _witness(phase: Phase, answers: Answers, step: TrainingStep, target: Target,
             step.model, Decisions(names, choices), NULL_STORES, target.device, one_forward=one_forward
         )
         modules = dict(step.model.named_modules())
-        with around_forwards([modules[name.partition("#")[0]] for name in names], witness.stage):
+        with apart(step.model), around_forwards([modules[name.partition("#")[0]] for name in names], witness.stage):
             controller.install()
             try:
                 with torch.enable_grad():
@@ -182,6 +184,8 @@ class _Witness(TorchDispatchMode):
         self._written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._path = hashlib.sha256()
         self._names = {t.untyped_storage()._cdata: name for name, t in model.named_parameters()}
+        self._numbers: dict[int, int] = {}
+        self._count = itertools.count()
 
     def watch(self, run: Callable[[], Any]) -> None:
         """Call `run` and note its answers; tensors from before that it writes to get their values back."""
@@ -247,8 +251,7 @@ class _Witness(TorchDispatchMode):
                 result, peak = func(*args, **kwargs), 0
         else:
             result, peak = func(*args, **kwargs), 0
-        outlines = (self._outline(tree) for tree in (args, kwargs, result))
-        self._path.update(repr((str(func), *outlines)).encode())
+        self._note_path(func, args, kwargs, result)
         self._made.update(_storages(result) - self._outside)
         if wanted:
             values = (None, result[1].detach().clone()) if func is PACK else None
@@ -260,14 +263,27 @@ class _Witness(TorchDispatchMode):
             self._found.append((Question.now(self._phase, func), noted))
         return result
 
-    def _outline(self, tree: Any) -> list[Any]:
-        """Sizes of tensors, names of parameters, whole numbers; of other values, which may be computed, the types."""
-        return [
-            (tuple(x.shape), x.dtype, self._names.get(x.untyped_storage()._cdata, ""))
-            if isinstance(x, torch.Tensor)
-            else (x if type(x) in (int, bool) else type(x))
-            for x in pytree.tree_leaves(tree)
-        ]
+    def _note_path(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Add an operation to the digest: what it is, sizes, and which storages it reads and makes."""
+        given = tensors_in((args, kwargs))
+        for tensor in given:
+            if tensor.untyped_storage()._cdata not in self._numbers:
+                self._numbers[tensor.untyped_storage()._cdata] = next(self._count)
+        before = {t.untyped_storage()._cdata for t in given}
+        for tensor in tensors_in(result):
+            # An address that isn't among the operands' is that of another storage than before.
+            if tensor.untyped_storage()._cdata not in before:
+                self._numbers[tensor.untyped_storage()._cdata] = next(self._count)
+        told = [self._outline(leaf) for leaf in pytree.tree_leaves((args, kwargs, result))]
+        self._path.update(repr((str(func), torch.is_grad_enabled(), told)).encode())
+
+    def _outline(self, leaf: Any) -> Any:
+        """A tensor's layout, name and number, whole numbers, texts; the type of others, which may be computed."""
+        if isinstance(leaf, torch.Tensor):
+            storage = leaf.untyped_storage()._cdata
+            layout = tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.requires_grad
+            return *layout, self._names.get(storage, ""), self._numbers[storage]
+        return leaf if type(leaf) in (int, bool, str) else type(leaf)
 
     def _keep_written(self, func: Any, args: Any, kwargs: Any) -> None:
         """Copy what was there before the run, before an operation writes to it."""

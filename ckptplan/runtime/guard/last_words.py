@@ -6,20 +6,23 @@ import contextlib
 import logging
 import os
 import sys
+import traceback
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ckptplan.runtime.applied import Applied
+from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.guard.oom import located
 
 _LOG = logging.getLogger("ckptplan")
 
 
 def tell(applied: Applied, error: BaseException | None) -> None:
-    """Log this process's rank, and where the planned step was, if `error` ends a rank's step."""
+    """Log this process's rank, and where the planned step was, if `error` ends a step of a rank."""
     if not isinstance(error, Exception) or not (dist.is_available() and dist.is_initialized()):
         return
     if dist.get_world_size() == 1:
@@ -34,24 +37,49 @@ def tell(applied: Applied, error: BaseException | None) -> None:
     )  # fmt: skip
 
 
+def is_of_step(error: BaseException | None) -> bool:
+    """Return whether an error left a planned forward, or a backward."""
+    steps = {f.__code__ for f in (Controller._run_model, Controller._run_stage, torch.autograd.backward)}  # type: ignore[attr-defined]
+    return error is not None and any(frame.f_code in steps for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
 @contextlib.contextmanager
 def last_words(applied: Applied) -> Iterator[None]:
     """Inside, an error that nothing catches is told, after its traceback, where there are several processes."""
     if "RANK" not in os.environ and not (dist.is_available() and dist.is_initialized()):
         yield
         return
-    previous, watched = sys.excepthook, weakref.ref(applied)  # the hook must not keep the model alive
+    _HOOK.watched.add(applied)
+    watched = weakref.ref(applied)
     del applied
-
-    def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-        previous(kind, error, traceback)
-        applied = watched()
-        if applied is not None:
-            tell(applied, error)
-
-    sys.excepthook = hook
+    _HOOK.put()
     try:
         yield
     finally:
-        if sys.excepthook is hook:
-            sys.excepthook = previous
+        if (found := watched()) is not None:
+            _HOOK.watched.discard(found)
+        _HOOK.take_away()
+
+
+class _Hook:
+    """One hook on uncaught errors for all plans, which are weakly known: it must not keep their models alive."""
+
+    def __init__(self) -> None:
+        self.watched: weakref.WeakSet[Applied] = weakref.WeakSet()
+        self._previous: Any = None
+
+    def put(self) -> None:
+        if self._previous is None:
+            self._previous, sys.excepthook = sys.excepthook, self
+
+    def take_away(self) -> None:
+        if not self.watched and sys.excepthook is self:
+            sys.excepthook, self._previous = self._previous, None
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        (self._previous or sys.__excepthook__)(kind, error, trace)
+        for applied in list(self.watched):
+            tell(applied, error)
+
+
+_HOOK = _Hook()

@@ -15,10 +15,10 @@ class ParameterState:
         self._found = [(p, p.data, p.detach().to("cpu", copy=True)) for p in parameters if not p.is_meta]
 
     @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> Iterator[ParameterState]:
         """Restore the parameters at the end of the context, whatever was written to them inside."""
         try:
-            yield
+            yield self
         finally:
             self.put()
 
