@@ -2380,7 +2380,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         35,
         "a rank that fails tells the others",
         "GroupCall.__exit__",
-        '                    self._store.set(f"error/{self.rank}", _packed(error))',
+        '                    self._ask(lambda: self._store.set(f"error/{self.rank}", _packed(error)))',
         "                    pass",
         ("tests/parallel/test_group.py::test_an_error_on_one_is_an_error_on_all",),
     ),

@@ -77,6 +77,7 @@ class GroupCall:
         self._begun = time.monotonic()
         self._last: dict[int, tuple[bytes, float]] = {}
         self._said = False
+        self._answers = True
         self._beat = threading.Thread(target=self._keep_beating, name="ckptplan beats", daemon=True)
 
     def __enter__(self) -> GroupCall:
@@ -88,12 +89,12 @@ class GroupCall:
             if error is None:
                 self.exchange(None)
                 self._forget()
-            elif not hasattr(error, _TOLD):
-                with contextlib.suppress(Exception):  # the store may be gone with the rank that had it
-                    self._store.set(f"error/{self.rank}", _packed(error))
+            elif self._answers and not hasattr(error, _TOLD):
+                with contextlib.suppress(RankError):
+                    self._ask(lambda: self._store.set(f"error/{self.rank}", _packed(error)))
         finally:
             self._ended.set()
-            self._beat.join(_PATIENT_S)  # the store may not answer
+            self._beat.join(_PATIENT_S if self._answers else 0)
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the values that the ranks give, in order.
@@ -105,7 +106,7 @@ class GroupCall:
         """
         number = next(self._round)
         self._keys.append(f"{number}/{self.rank}")
-        self._store.set(self._keys[-1], pickle.dumps((self._name, value)))
+        self._ask(functools.partial(self._store.set, self._keys[-1], pickle.dumps((self._name, value))))
         found = []
         for rank in range(len(self.ranks)):
             name, given = pickle.loads(self._wait(f"{number}/{rank}", rank))
@@ -137,12 +138,22 @@ class GroupCall:
         return found
 
     def _read(self, key: str) -> bytes | None:
-        """Return a value of the store, None if there is none yet; asked in a thread, since a store may not answer."""
+        """Return a value of the store, None if there is none yet."""
+        found: bytes | None = self._ask(lambda: bytes(self._store.get(key)) if self._store.check([key]) else None)
+        return found
+
+    def _ask(self, call: Callable[[], Any]) -> Any:
+        """Return what a call of the store returns; made in a thread, since a store may not answer.
+
+        Raises
+        ------
+        RankError
+        """
         found: list[Any] = []
 
         def ask() -> None:
             try:
-                found.append(bytes(self._store.get(key)) if self._store.check([key]) else None)
+                found.append(call())
             except Exception as error:
                 found.append(error)
 
@@ -150,9 +161,9 @@ class GroupCall:
         asking.start()
         asking.join(SILENT_S)
         if found and not isinstance(found[0], Exception):
-            value: bytes | None = found[0]
-            return value
+            return found[0]
         why = f"can't be reached ({found[0]})" if found else f"hasn't answered for {SILENT_S:.0f} s"
+        self._answers = False
         raise RankError(
             f"{self._name}: the process group's store {why}; the rank that has it, mostly 0, has ended or hangs",
             rank=self.ranks[0],
