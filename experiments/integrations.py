@@ -47,6 +47,7 @@ from ckptplan.integrations.transformers import ActivationPlanCallback
 from ckptplan.runtime.handle import Handle
 
 BUDGET = "25%"
+STEPS = 20
 LENGTHS = [40] * 4 + [16] * 20 + [28] * 20 + [24] * 36
 
 
@@ -211,6 +212,8 @@ def main() -> None:
     parser.add_argument("--frameworks", help="only these, comma-separated")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    test_lightning.STEPS = test_transformers.STEPS = STEPS
+    test_lightning.WAYS["manual"]["max_steps"] = 2 * STEPS  # two updates each
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("ckptplan").addHandler(logging.NullHandler())

@@ -18,7 +18,7 @@ import ckptplan
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.integrations.lightning import ActivationPlanner
 
-STEPS = 20
+STEPS = 8  # 20 in experiments/integrations.py
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError, UnsupportedModelError
 from ckptplan.integrations.transformers import ActivationPlanCallback
 
-STEPS = 20
+STEPS = 8  # 20 in experiments/integrations.py
 Sample = dict[str, torch.Tensor]
 
 
