@@ -21,7 +21,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "views": {"gradient_as_bucket_view": True},
     "unused": {"find_unused_parameters": True},
-    "static": {"static_graph": True},
     "static views": {"static_graph": True, "gradient_as_bucket_view": True},
     "accumulating": {},
 }
