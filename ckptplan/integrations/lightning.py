@@ -34,12 +34,12 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 
 from ckptplan.core.errors import CkptPlanError, PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Plan
-from ckptplan.integrations.training import PlannedBatch, PlanningCallback, is_distributed, replace, say, unchanged
+from ckptplan.integrations.training import PlannedBatch, PlanningCallback, replace, say, unchanged
 from ckptplan.profiling.loops import Loop
 from ckptplan.profiling.workload.discover import NothingSavedError
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.observe.measure import tensors_in
-from ckptplan.runtime.replicated import ddp_of
+from ckptplan.runtime.replicated import ddp_of, is_distributed
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 """Strategies with which a plan can be applied."""

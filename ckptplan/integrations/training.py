@@ -29,6 +29,7 @@ from ckptplan.runtime.group import alone
 from ckptplan.runtime.guard.check import When
 from ckptplan.runtime.guard.shapes import Limits, input_tensors, tensors_at
 from ckptplan.runtime.handle import Handle
+from ckptplan.runtime.replicated import is_distributed
 from ckptplan.runtime.state.objects import attributes_of
 
 _LOG = logging.getLogger("ckptplan")
@@ -250,11 +251,6 @@ def in_words(plan: Plan, took_s: float) -> str:
         f"ckptplan: {what} of {len(plan.choices)} stages: {within}, step {plan.overhead:+.1%} over keeping everything, "
         f"within {plan.gap:.1%} of the best possible, {planned}"
     )
-
-
-def is_distributed() -> bool:
-    """Return whether this process is one of a group."""
-    return dist.is_available() and dist.is_initialized()
 
 
 def say(text: str) -> None:

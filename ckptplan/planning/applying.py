@@ -24,7 +24,7 @@ from ckptplan.planning.job import Job
 from ckptplan.planning.model_job import shared_by
 from ckptplan.profiling.profiler import outside_tensors, replayed_bytes, training_step
 from ckptplan.profiling.target import PLANNED, find_target
-from ckptplan.runtime.group import GroupCall, alone, group_call
+from ckptplan.runtime.group import GroupCall, group_call
 from ckptplan.runtime.guard.check import When
 from ckptplan.runtime.guard.gradients import made_gradient_bytes, rewinding
 from ckptplan.runtime.guard.retry import OnOom
@@ -267,7 +267,6 @@ def trace(
         ParameterState(model.parameters()).restored(),
         training_config(model),
         restored(model, training.reached()) as rewind,
-        alone(),
         apply(model, plan, swap_dir=swap_dir, profile=profile, check="off") as handle,
     ):
         rewind = rewinding(model, rewind, accumulates=training.accumulates)

@@ -117,15 +117,15 @@ class Job:
             phase=error.phase,
         ) from error
 
-    @property
-    def kept_peak_bytes(self) -> int:
-        """The peak with everything kept."""
-        return solve_profile(self.profile, MOST_BYTES - 1, replace(self.limits, on_plan=None)).peak_bytes
+    def kept_peak_bytes(self, time_limit_s: float) -> int:
+        """Return the peak with everything kept."""
+        limits = replace(self.limits, time_limit_s=time_limit_s, on_plan=None)
+        return solve_profile(self.profile, MOST_BYTES - 1, limits).peak_bytes
 
     def range_bytes(self, time_limit_s: float) -> tuple[int, int]:
         """Return the smallest peak found within a time, and the peak with everything kept."""
         limits = replace(self.limits, time_limit_s=time_limit_s, on_plan=None)
-        return smallest_peak(self.profile, limits).peak_bytes, self.kept_peak_bytes
+        return smallest_peak(self.profile, limits).peak_bytes, self.kept_peak_bytes(time_limit_s)
 
     def needed_range_bytes(self, range_bytes: tuple[int, int]) -> tuple[int, int]:
         """Return the bytes that the plans with these two peaks need on the device."""

@@ -152,7 +152,7 @@ class Together:
         stages = {f"{s.name} {t.path}": t.shape for s in job.profile.stages for t in s.inputs or ()}
         given = {t.path: t.shape for t in (read_inputs(own.inputs) if own.inputs != "step()" else ())}
         found: list[tuple[Fingerprint, int, int | None, dict[str, tuple[int, ...]]]] = call.exchange(
-            (own, job.kept_peak_bytes, budget_bytes, {**stages, **given})
+            (own, job.kept_peak_bytes(job.limits.time_limit_s), budget_bytes, {**stages, **given})
         )
         for name, (other, *_) in zip(call.ranks, found, strict=True):
             try:

@@ -171,7 +171,7 @@ def profile_step(
     if not drawn and (answers is None or not answers.phases):
         put(key, found)
     elif training.has_values:
-        put(key, found, path() if drawn or answers is None else answers.path)
+        put(key, found, (answers.path if answers is not None else "") or path())
     return found
 
 

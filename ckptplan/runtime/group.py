@@ -31,11 +31,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptplan.core.ddp import DDP
 from ckptplan.core.errors import CkptPlanError, RankError
+from ckptplan.runtime.replicated import is_distributed
 
 _LOG = logging.getLogger("ckptplan")
 _BEAT_S = 1.0
@@ -66,10 +66,11 @@ class GroupCall:
         self.ranks, self.rank, self._name = ranks, rank, name
         _calls[tuple(ranks)] += 1
         number = _calls[tuple(ranks)]
-        whole: Any = dist.distributed_c10d._get_default_store()
+        c10d: Any = dist.distributed_c10d  # not in each build of PyTorch
+        whole = c10d._get_default_store()
         place = f"ckptplan/{'-'.join(map(str, ranks))}/{number}"
-        self._store: Any = PrefixStore(place, whole)
-        self._beats: Any = PrefixStore(f"{place}/beat", whole.clone())
+        self._store: Any = c10d.PrefixStore(place, whole)
+        self._beats: Any = c10d.PrefixStore(f"{place}/beat", whole.clone())
         self._keys = [f"{kind}/{rank}" for kind in ("beat", "error")]
         _stored[tuple(ranks)].append((self._store, self._keys))
         self._round = itertools.count()
@@ -254,7 +255,7 @@ def group_call(name: str, model: nn.Module, ddp: DDP | bool | None = None) -> It
         The settings with which the model is to be wrapped, in the default group.
     """
     ranks: list[int] = []
-    if dist.is_available() and dist.is_initialized() and not _alone.get():
+    if is_distributed() and not _alone.get():
         if isinstance(model, DistributedDataParallel):
             ranks = dist.get_process_group_ranks(model.process_group)
         elif ddp:

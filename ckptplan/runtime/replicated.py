@@ -30,6 +30,11 @@ from ckptplan.core.plan import Plan
 from ckptplan.runtime.guard.gradients import existing_gradient_bytes
 
 
+def is_distributed() -> bool:
+    """Return whether this process is one of a group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside `DistributedDataParallel`, or `model` itself."""
     return model.module if isinstance(model, DistributedDataParallel) else model
@@ -105,7 +110,7 @@ def apart(model: nn.Module) -> Iterator[None]:
     """
     places: list[tuple[nn.Module, str, nn.Parameter]] = []
     twins: dict[int, nn.Parameter] = {}
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if is_distributed():
         for module in model.modules():
             if not isinstance(module, torch.jit.ScriptModule):
                 own = module._parameters.items()

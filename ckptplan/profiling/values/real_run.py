@@ -251,7 +251,8 @@ class _Witness(TorchDispatchMode):
                 result, peak = func(*args, **kwargs), 0
         else:
             result, peak = func(*args, **kwargs), 0
-        self._note_path(func, args, kwargs, result)
+        if self._phase == "forward":
+            self._note_path(func, args, kwargs, result)
         self._made.update(_storages(result) - self._outside)
         if wanted:
             values = (None, result[1].detach().clone()) if func is PACK else None

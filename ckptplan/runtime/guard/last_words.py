@@ -17,15 +17,14 @@ import torch.distributed as dist
 from ckptplan.runtime.applied import Applied
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.guard.oom import located
+from ckptplan.runtime.replicated import is_distributed
 
 _LOG = logging.getLogger("ckptplan")
 
 
 def tell(applied: Applied, error: BaseException | None) -> None:
     """Log this process's rank, and where the planned step was, if `error` ends a step of a rank."""
-    if not isinstance(error, Exception) or not (dist.is_available() and dist.is_initialized()):
-        return
-    if dist.get_world_size() == 1:
+    if not isinstance(error, Exception) or not is_distributed() or dist.get_world_size() == 1:
         return
     phase, index, doing = located(error, applied.controller.place, updating=False)
     stages = applied.plan.stages
@@ -46,7 +45,7 @@ def is_of_step(error: BaseException | None) -> bool:
 @contextlib.contextmanager
 def last_words(applied: Applied) -> Iterator[None]:
     """Inside, an error that nothing catches is told, after its traceback, where there are several processes."""
-    if "RANK" not in os.environ and not (dist.is_available() and dist.is_initialized()):
+    if "RANK" not in os.environ and not is_distributed():
         yield
         return
     _HOOK.watched.add(applied)
