@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from ckptplan.core.estimate import Estimate
+    from ckptplan.core.fsdp import FSDP
     from ckptplan.core.plan import Decision, Plan
     from ckptplan.core.profile import Profile
     from ckptplan.core.trace import Trace
@@ -42,6 +43,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DDP",
+    "FSDP",
     "AllocatorSettings",
     "BatchFit",
     "CheckError",
@@ -78,6 +80,7 @@ _NAMES = {
     "api": "explain frontier solve",
     "core.allocator_settings": "AllocatorSettings",
     "core.ddp": "DDP",
+    "core.fsdp": "FSDP",
     "core.device": "Device",
     "core.errors": "CheckError CkptPlanError InfeasibleBudgetError InvalidInputError OutOfMemoryError "
     "PlanMismatchError RankError SwapError UnsupportedModelError",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -25,6 +27,7 @@ from ckptplan.solving.tiers import all_bytes
 if TYPE_CHECKING:  # these import torch
     from torch import nn
 
+    from ckptplan.core.fsdp import FSDP
     from ckptplan.planning.model_job import Together
 
 FRONTIER_TIME_LIMIT_S = 60.0
@@ -64,7 +67,7 @@ def solve(
     swap_dir : path, optional
         As in `profile`.
     **options
-        What is trained: `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate`
+        What is trained: `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate`, `ddp`, `fsdp`
         (`ckptplan.core.request.Training`); what a plan may use: `actions`, `segments`, `menus`, `host_gb`, `disk_gb`,
         `time_limit_s`, `gap`, `cache`, `seed`, `workers`, `on_progress`, `on_plan` (`ckptplan.core.request.Limits`).
 
@@ -117,7 +120,20 @@ def solve(
         return alone()
     from ckptplan.planning.model_job import solved_together
 
-    return solved_together(model_or_profile, options.get("ddp"), alone)
+    fsdp = options.get("fsdp")
+    with _sharded(model_or_profile, fsdp):
+        return solved_together(model_or_profile, options.get("ddp") or fsdp, alone)
+
+
+def _sharded(
+    model_or_profile: nn.Module | Profile, settings: FSDP | int | None
+) -> contextlib.AbstractContextManager[None]:
+    """A context in which a model is sharded as the option `fsdp` says."""
+    if settings is None or isinstance(model_or_profile, Profile):
+        return contextlib.nullcontext()
+    from ckptplan.planning.model_job import sharded
+
+    return sharded(model_or_profile, settings)
 
 
 def _solved(job: Job, budget_bytes: int | None, share: float | None, max_overhead: float | None) -> Plan:
@@ -172,8 +188,14 @@ def frontier(
     options.setdefault("time_limit_s", FRONTIER_TIME_LIMIT_S)
     together = Limits.of(options)
     each = replace(together, time_limit_s=together.time_limit_s / max(points, 1))
-    job = _job(model_or_profile, Training.of(options, inputs), swap_dir, each)
-    plans = frontier_profile(job.profile, points, replace(job.handing_out, time_limit_s=together.time_limit_s))
+    with _sharded(model_or_profile, options.get("fsdp")):
+        job = _job(model_or_profile, Training.of(options, inputs), swap_dir, each)
+        plans = frontier_profile(job.profile, points, replace(job.handing_out, time_limit_s=together.time_limit_s))
+        return _undominated(_checked(job, plans))
+
+
+def _checked(job: Job, plans: Iterable[Plan]) -> list[Plan]:
+    """The plans that a replay of the model confirms, with what they need."""
     checked = []
     for plan in plans:
         plan = job.reserving(job.sound(plan))
@@ -186,7 +208,7 @@ def frontier(
             except InfeasibleBudgetError:
                 continue  # the smallest peak of the chain is below what its replay needs
         checked.append(plan)
-    return _undominated(checked)
+    return checked
 
 
 def _undominated(plans: list[Plan]) -> tuple[Plan, ...]:

@@ -887,7 +887,7 @@ PROMISES: tuple[Promise, ...] = (
             "test_gathers",
             "test_data_parallel",
             "test_distributed_checkpoints",
-            "test_bytes_of_a_rank_are_not_planned",
+            "test_what_is_not_planned",
         )
         + _in(
             "test_replicated",

@@ -1,19 +1,45 @@
-"""The peak of one training step, from the allocator's events."""
+"""The peak of one training step, from the allocator's events, without what gloo holds to communicate.
+
+Gloo copies what it gathers into buffers of its own, and a thread of its own lets go of these, and of the tensors that
+it was given, some time later. The buffers are told apart, and each collective waits until its tensors are let go of.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import bisect
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 
-from ckptplan.runtime.observe.measure import optimizer_tensors, peak_above_start, tensors_in, unique_bytes
+from ckptplan.runtime.observe.measure import optimizer_tensors, recorded_blocks, tensors_in, unique_bytes
+
+_STAGING = "staging of gloo "
+_COLLECTIVES = ("all_gather_single", "reduce_scatter_single", "all_gather_into_tensor", "reduce_scatter_tensor")
+
+
+_MOST_S = 1.0
+
+
+def _owners(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+
+
+class Peak(int):
+    """Bytes; `staging` are the most that gloo held at once, which don't count."""
+
+    staging = 0
 
 
 def measured(
     step: Callable[[], Any], model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], inputs: Any
-) -> tuple[Any, int]:
+) -> tuple[Any, Peak]:
     """Run `step`; return what it returns, and the most bytes of model, gradients, state, inputs and the step itself.
 
     Gradients are copied when the recording begins, since memory that was taken before isn't seen to go.
@@ -24,9 +50,73 @@ def measured(
     found: list[Any] = []
 
     def run() -> None:
+        copies: dict[int, torch.Tensor] = {}
         for p in model.parameters():
-            p.grad = None if p.grad is None else p.grad.clone()
+            p.grad = None if p.grad is None else _copied(p.grad, copies)
+        del copies
         found.append(step())
 
-    above = peak_above_start(run)
-    return found[0], held + above
+    with _marked():
+        events, spans = recorded_blocks(run)
+    own, staged = _apart(events, [span for name, span in spans.items() if name.startswith(_STAGING)])
+    peak = Peak(held + max(itertools.accumulate(own, initial=0)))
+    peak.staging = max(itertools.accumulate(staged, initial=0))
+    return found[0], peak
+
+
+def _copied(gradient: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Tensor:
+    """A copy; gradients of a sharded unit, which lie in one storage, lie in one copy."""
+    local = getattr(gradient, "_local_tensor", None)
+    if local is None:
+        return gradient.clone()
+    storage = local.untyped_storage()
+    flat = copies.get(storage._cdata)
+    if flat is None:
+        count = storage.nbytes() // local.itemsize
+        flat = copies[storage._cdata] = local.as_strided((count,), (1,), 0).clone()
+    other = gradient.detach()
+    other._local_tensor = flat.as_strided(local.shape, local.stride(), local.storage_offset())  # type: ignore[attr-defined]
+    return other
+
+
+@contextlib.contextmanager
+def _marked() -> Iterator[None]:
+    """Inside, collectives are spans of the profiler, each with a name of its own."""
+    count = itertools.count()
+
+    def spanned(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+            before = [_owners(t) for t in given]
+            with record_function(f"{_STAGING}{next(count)}"):
+                work = original(*args, **kwargs)
+                until = time.monotonic() + _MOST_S
+                while work is None and [_owners(t) for t in given] != before and time.monotonic() < until:
+                    time.sleep(1e-5)
+            return work
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for name in _COLLECTIVES:
+            if hasattr(torch.distributed, name):
+                stack.enter_context(
+                    mock.patch.object(torch.distributed, name, spanned(getattr(torch.distributed, name)))
+                )
+        yield
+
+
+def _apart(events: list[tuple[int, int, int]], spans: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """The step's own changes of bytes, and those of what was allocated inside `spans`."""
+    spans = sorted(spans)
+    begins = [begin for begin, _ in spans]
+    own, staged = [], []
+    held: set[int] = set()  # addresses of gloo's blocks
+    for at, nbytes, address in events:
+        place = bisect.bisect_right(begins, at) - 1
+        if nbytes > 0 and place >= 0 and at <= spans[place][1]:
+            held.add(address)
+        (staged if address in held else own).append(nbytes)
+        if nbytes < 0:
+            held.discard(address)
+    return own, staged

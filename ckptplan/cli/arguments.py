@@ -105,6 +105,17 @@ OptimizerName = Annotated[
 Autocast = Annotated[str | None, typer.Option("--amp", metavar="TYPE", help="Autocast to float16 or bfloat16.")]
 
 
+Sharded = Annotated[
+    str | None,
+    typer.Option(
+        "--fsdp",
+        metavar="N",
+        help="The model is sharded by FSDP2 over N ranks; batch and bytes are those of one. Settings follow by commas: "
+        "8,param_dtype=bfloat16,replicas=2,reshard_after_forward=no.",
+    ),
+]
+
+
 def number(text: str | None, option: str, *, least: float | None = None) -> float | None:
     """Return the number of GiB in `text`: a valid budget, or `least`."""
     if text is None:

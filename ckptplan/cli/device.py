@@ -16,6 +16,7 @@ from ckptplan.cli.arguments import (
     ModelSource,
     OptimizerName,
     OptionalModel,
+    Sharded,
     parts_of,
     to_bytes,
     to_counts,
@@ -23,6 +24,7 @@ from ckptplan.cli.arguments import (
 from ckptplan.cli.output import check_writable, terminal, writing
 from ckptplan.cli.subject import batches_of, model_of
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.fsdp import FSDP
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import Training
 from ckptplan.report.tables import fit_table
@@ -76,6 +78,7 @@ def estimate(
     ddp: Annotated[
         bool, typer.Option("--ddp", help="Gradients are reduced in buckets, as in distributed data parallel.")
     ] = False,
+    fsdp: Sharded = None,
     batches: Annotated[
         str,
         typer.Option(
@@ -129,6 +132,7 @@ def estimate(
             amp=amp,
             accumulate=accumulate,
             ddp=ddp,
+            fsdp=None if fsdp is None else FSDP.from_text(fsdp),
             accumulation_steps=accumulation,
             holds_output=holds_output,
             keeps=parts_of(keeps),
@@ -173,6 +177,7 @@ def fit(
     optimizer: OptimizerName = None,
     amp: Autocast = None,
     accumulate: Accumulate = None,
+    fsdp: Sharded = None,
     batch: Annotated[
         int | None, typer.Option(min=1, metavar="B", help="Batch size; default: that of the inputs.")
     ] = None,
@@ -224,7 +229,12 @@ def fit(
             make_inputs,
             wanted,
             batch or given,
-            Training(optimizer=optimizer, amp=amp, accumulate=accumulate),
+            Training(
+                optimizer=optimizer,
+                amp=amp,
+                accumulate=accumulate,
+                fsdp=None if fsdp is None else FSDP.from_text(fsdp),
+            ),
             budget_bytes=budget,
             time_limit_s=time_limit,
             on_progress=status.update,

@@ -58,5 +58,5 @@ class DDP:
 
     @classmethod
     def of_kind(cls, kind: str) -> DDP | None:
-        """Return settings of a `kind`, which tell the bytes of all buckets, not their sizes; None for an empty one."""
-        return cls(gradient_as_bucket_view=kind == _IN_BUCKETS) if kind else None
+        """Return settings of a `kind`, which tell the bytes of all buckets, not their sizes; None for another one."""
+        return cls(gradient_as_bucket_view=kind == _IN_BUCKETS) if kind in (_BESIDE, _IN_BUCKETS) else None

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from ckptplan.core.files import Saved
 from ckptplan.core.units import format_bytes
 
+GATHERED = "gathered weights"
 CATEGORIES = (
     "weights",
+    GATHERED,
     "buffers",
     "gradients",
     "optimizer state",
@@ -24,7 +26,8 @@ CATEGORIES = (
 )
 """Categories of device memory, after DNNMem (Gao et al., ESEC/FSE 2020).
 
-"forward outputs" are results that no backward needs; "rounding" is the difference between blocks and requested sizes;
+"gathered weights" are the whole parameters of a sharded model's units; "forward outputs" are results that no backward
+needs; "rounding" is the difference between blocks and requested sizes;
 "reservation" that between reserved bytes and blocks; "context" is the driver's memory.
 """
 

@@ -26,7 +26,8 @@ class Fingerprint:
 
     `accumulates`: whether the step starts with a gradient for each parameter that requires one. `optimizer`: the class
     whose state and update count, empty without one; applying a plan asks for no optimizer, so it isn't compared.
-    `parallel`: what runs the model on several devices, and counts (`DDP.kind`); empty: nothing does.
+    `parallel`: what runs the model on several devices, and counts (`DDP.kind`, `sharded.kind_of`);
+    empty: nothing does.
     """
 
     model: str
@@ -70,7 +71,7 @@ class Fingerprint:
             return f"the plan was made in {want}, the model is in {have}; call model.train() before solve and apply"
         if name == "parallel":
             want, have = (f"in {value!r}" if value else "for one device alone" for value in (want, have))
-            return f"the plan was made for a model {want}, this one is {have}, whose buckets take other bytes"
+            return f"the plan was made for a model {want}, this one is {have}, and a rank holds other bytes"
         return f"the plan was made for {name.replace('_', ' ')} = {want!r}, this is {have!r}"
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from ckptplan.core.checks import MOST_BYTES, is_int, is_number
 from ckptplan.core.ddp import DDP
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.fsdp import FSDP
 from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.units import budget_to_bytes
 
@@ -59,6 +60,7 @@ class TrainingKeywords(LossKeywords, total=False):
     device: DeviceLike
     accumulate: bool | None
     ddp: DDP | bool | None
+    fsdp: FSDP | int | None
 
 
 class StepKeywords(TrainingKeywords, total=False):
@@ -146,6 +148,9 @@ class Training:
     ddp : DDP or bool, optional
         Whether the model is trained in `DistributedDataParallel`, whose buckets count. Default: as the model is wrapped
         now.
+    fsdp : FSDP or int, optional
+        That the model is to be sharded by FSDP2 over so many ranks, which needn't be here: the bytes and times are
+        those of one rank, and the budget is one device's. Default: as the model is sharded now.
 
     Raises
     ------
@@ -161,6 +166,7 @@ class Training:
     amp: torch.dtype | str | None = None
     accumulate: bool | None = None
     ddp: DDP | bool | None = None
+    fsdp: FSDP | int | None = None
 
     def __post_init__(self) -> None:
         if self.step is not None:
@@ -180,6 +186,8 @@ class Training:
             raise InvalidInputError(f"accumulate={self.accumulate!r}; it is True, False or None")
         if self.ddp is not None and not isinstance(self.ddp, (bool, DDP)):
             raise InvalidInputError(f"ddp={self.ddp!r}; it is True, False, None or a ckptplan.DDP")
+        if FSDP.of(self.fsdp) is not None and self.ddp:
+            raise InvalidInputError("a model is in DistributedDataParallel or sharded; give one of ddp= and fsdp=")
 
     @classmethod
     def of(cls, options: Mapping[str, Any], inputs: Any = None) -> Training:

@@ -26,6 +26,7 @@ from ckptplan.profiling.workload.optimizers import OptimizerLike
 from ckptplan.runtime.guard.gradients import rewinding
 from ckptplan.runtime.observe.measure import held_tensors, optimizer_tensors, run_step, step_peaks, unique_bytes
 from ckptplan.runtime.replicated import apart, unseen_bucket_bytes
+from ckptplan.runtime.sharded import as_asked
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
@@ -97,6 +98,7 @@ class BatchFit:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
+@as_asked
 def max_batch_size(
     model: nn.Module,
     make_inputs: MakeInputs,
@@ -133,9 +135,9 @@ def max_batch_size(
     limit : int
         Largest batch tried.
     **options
-        As in `solve`: `loss_fn`, `optimizer`, `device`, `amp`, `accumulate`; `actions`, `segments`, `host_gb`,
-        `time_limit_s`, `gap`, `seed`, `workers`, `on_progress`. The time limit is that of the final plan; the smallest
-        peak of each batch tried takes up to a quarter of it. Tracing isn't limited.
+        As in `solve`: `loss_fn`, `optimizer`, `device`, `amp`, `accumulate`, `ddp`, `fsdp`; `actions`, `segments`,
+        `host_gb`, `time_limit_s`, `gap`, `seed`, `workers`, `on_progress`. The time limit is that of the final plan;
+        the smallest peak of each batch tried takes up to a quarter of it. Tracing isn't limited.
 
     Returns
     -------

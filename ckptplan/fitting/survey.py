@@ -26,6 +26,7 @@ from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.profiling.profiler import planned_profiles
 from ckptplan.profiling.target import find_target
 from ckptplan.referee import validate
+from ckptplan.runtime.sharded import sharded
 from ckptplan.solving.cost import Evaluator
 from ckptplan.solving.peak import smallest_peak
 from ckptplan.solving.planner import solve_profile
@@ -106,6 +107,21 @@ def survey(
     list of DeviceFit
     """
     check_count(batch=batch)
+    with sharded(model, training.fsdp):
+        return _survey(model, make_inputs, devices, batch, training, budget_bytes, limit, time_limit_s, on_progress)
+
+
+def _survey(
+    model: nn.Module,
+    make_inputs: MakeInputs,
+    devices: Sequence[Device],
+    batch: int,
+    training: Training,
+    budget_bytes: int | None,
+    limit: int,
+    time_limit_s: float,
+    on_progress: Report,
+) -> list[DeviceFit]:
     groups: dict[object, list[Device]] = {}
     for device in devices:
         target = find_target(model, device)

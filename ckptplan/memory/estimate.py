@@ -33,10 +33,12 @@ from ckptplan.profiling.values.real_run import answered
 from ckptplan.profiling.workload.optimizers import make_optimizer
 from ckptplan.runtime.guard.gradients import accumulates, made_gradient_bytes
 from ckptplan.runtime.replicated import broadcast_bytes, buckets
+from ckptplan.runtime.sharded import as_asked
 from ckptplan.runtime.state.compiled import refuse_compiled
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
 from ckptplan.runtime.step import TrainingStep, caching, check_supported, inputs_text, training_config
+from ckptplan.runtime.swap.own import local_part
 
 _UNKNOWN_ON_CUDA = (
     (("aten.convolution", "aten.convolution_backward"), "cuDNN's workspaces for convolutions are not included"),
@@ -46,6 +48,7 @@ _UNKNOWN_ON_CUDA = (
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear")
 
 
+@as_asked
 @in_own_context
 def estimate(
     model: nn.Module,
@@ -103,10 +106,11 @@ def estimate(
     empty_cache : bool
         Whether the loop calls `torch.cuda.empty_cache()` after each step, when what isn't in `keeps` has been freed.
     **training
-        `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate`, `ddp` (see `ckptplan.core.request.Training`).
-        Without an optimizer there is no update, and the phase "zero_grad" takes its place. With `accumulate` gradients
-        exist from the start and are never dropped, as with `set_to_none=False` after the first step, or where
-        `zero_grad` comes after the forward; default: whether the model has gradients now, or `plan` is for such steps.
+        `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate`, `ddp`, `fsdp` (see
+        `ckptplan.core.request.Training`). Without an optimizer there is no update, and the phase "zero_grad" takes its
+        place. With `accumulate` gradients exist from the start and are never dropped, as with `set_to_none=False` after
+        the first step, or where `zero_grad` comes after the forward; default: whether the model has gradients now, or
+        `plan` is for such steps.
 
     Returns
     -------
@@ -492,7 +496,7 @@ class _Run:
         named: list[tuple[str, str, torch.Tensor]] = [("weights", *pair) for pair in model.named_parameters()]
         named += [("buffers", *pair) for pair in model.named_buffers()]
         for category, name, tensor in named:
-            storage = tensor.untyped_storage()
+            storage = local_part(tensor).untyped_storage()
             if storage._cdata not in seen and not (category == "buffers" and self._on_host(tensor)):
                 seen.add(storage._cdata)
                 ledger.allocate(_block(storage.nbytes(), category, name, tensor))

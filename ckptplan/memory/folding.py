@@ -377,5 +377,6 @@ class _Writer:
         if key not in self.index:
             self.index[key] = len(self.blocks)
             name, module, stage = (self.run.renamed(text, r, q) for text in (made.name, made.module, made.stage))
-            self.blocks.append(dataclasses.replace(made, name=name, module=module, stage=stage))
+            given = tuple(self.run.renamed(text, r, q) for text in made.parameters)
+            self.blocks.append(dataclasses.replace(made, name=name, module=module, stage=stage, parameters=given))
         return self.index[key]

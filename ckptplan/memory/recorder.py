@@ -22,16 +22,18 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import ckptplan
+from ckptplan.core.estimate import GATHERED
 from ckptplan.core.plan import KEEP, Decision
 from ckptplan.core.segment import Segment
 from ckptplan.profiling.bytes.trace import Replay, replay, segment_name
 from ckptplan.profiling.bytes.tracker import Tracker, learn_storages
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.workload.optimizers import traced_updates
-from ckptplan.profiling.workload.stand_ins import StandIns, plain_tensors
+from ckptplan.profiling.workload.stand_ins import StandIns
 from ckptplan.runtime.controller import is_glue
 from ckptplan.runtime.observe.measure import held_tensors, tensors_in
 from ckptplan.runtime.step import TrainingStep
+from ckptplan.runtime.swap.own import local_part, plain_tensors
 
 Direction = str
 """\"forward\" or \"backward\"."""
@@ -64,6 +66,8 @@ class Block:
         For saved activations, the first stage that saves it.
     returned : tuple of str
         "output" and "loss", if it belongs to them.
+    parameters : tuple of str
+        Names of those whose gradients it has: of a sharded unit, all in one block.
     """
 
     nbytes: int
@@ -76,6 +80,7 @@ class Block:
     dtype: str = ""
     stage: str = ""
     returned: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -112,7 +117,7 @@ class Recording:
     @property
     def gradients(self) -> frozenset[str]:
         """Names of the parameters that backward gives a gradient."""
-        return frozenset(block.name for block in self.blocks if block.category == "gradients")
+        return frozenset(name for block in self.blocks if block.category == "gradients" for name in block.parameters)
 
 
 class _Where(NamedTuple):
@@ -152,7 +157,7 @@ class Recorder(Tracker):
         self.made_in_backward: set[int] = set()
         self.made_again: set[int] = set()
         self.run_again: set[int] = set()
-        self.gradients: dict[int, str] = {}
+        self.gradients: dict[int, list[str]] = {}
         super().__init__(target)
 
     # --- sections ---
@@ -176,10 +181,10 @@ class Recorder(Tracker):
         super().finish()
         self._free_numbers(all_of_them=True)
         unlisted = ((UNLISTED, other) for other, _ in self.foreign.values())
-        for name, parameter in (*unlisted, *self._model.named_parameters()):  # a listed one's name wins
+        for name, parameter in (*self._model.named_parameters(), *unlisted):
             block = None if parameter.grad is None else self.block_of(parameter.grad)
-            if block is not None:
-                self.gradients[block] = name
+            if block is not None and (name != UNLISTED or block not in self.gradients):
+                self.gradients.setdefault(block, []).append(name)
         self.sections.append(Section("end", 0))
 
     # --- blocks ---
@@ -253,6 +258,20 @@ class Recorder(Tracker):
             (self.made_again if again else self.made_in_backward).add(index)
         return sid
 
+    def _recount(self, key: int, storage: torch.UntypedStorage) -> None:
+        """Record a storage of gathered parameters as a block whenever it has memory."""
+        before = self._counted.get(key, 0)
+        super()._recount(key, storage)
+        if key not in self._counted or self._alive[key] is not None or self._counted[key] == before:
+            return
+        if (block := self._block_of.pop(key, None)) is not None:
+            self.sections[-1].events.append((FREE, block))
+        if self._counted[key]:
+            self._block_of[key] = len(self.blocks)
+            self._op = "fsdp.all_gather"
+            self._allocate(storage.nbytes(), (), "")
+            self.blocks[-1].category = GATHERED
+
     def _allocate(self, nbytes: int, shape: tuple[int, ...], dtype: str) -> None:
         """Record a block that the present operation makes."""
         where = self._where
@@ -269,7 +288,7 @@ class Recorder(Tracker):
 
     def block_of(self, tensor: torch.Tensor) -> int | None:
         """Return the index of a tensor's block; None for a tensor from before the recording."""
-        return self._block_of.get(id(tensor.untyped_storage()))
+        return self._block_of.get(id(local_part(tensor).untyped_storage()))
 
     # --- modules ---
 
@@ -474,7 +493,7 @@ class _UpdateRecorder(Recorder):
         self._storages: dict[int, str] = {}  # of the model -> the name of the first parameter in it
         self._listed: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
         for name, p in model.named_parameters():
-            self._storages.setdefault(p.untyped_storage()._cdata, name)
+            self._storages.setdefault(local_part(p).untyped_storage()._cdata, name)
 
     def begin(self, part: str, stand_ins: StandIns) -> None:
         """End a part of the updates, and begin another."""
@@ -483,17 +502,20 @@ class _UpdateRecorder(Recorder):
             self.sections[-1].events = [(ALLOCATE, b) for name, t in named for b in self._label(t, "gradients", name)]
         if part in ("weights", "gradients 1"):
             for p, twin in stand_ins.parameters:
-                self._label(twin, "weights", self._storages.get(p.untyped_storage()._cdata, UNLISTED))
+                self._label(twin, "weights", self._named(p))
         later = part == "over" or (part.startswith("gradients") and part != "gradients 1")
         if later:
             for p, twin in stand_ins.parameters:
-                self._label(twin, "weights", self._storages.get(p.untyped_storage()._cdata, UNLISTED))
+                self._label(twin, "weights", self._named(p))
                 if twin.grad is not None:
                     self._label(twin.grad, "gradients", self._listed.get(p, UNLISTED))
         if later or part == "weights":
             for block in self._block_of.values():
                 self.blocks[block].category = self.blocks[block].category or "optimizer state"
         self.sections.append(Section(part, 0))
+
+    def _named(self, p: torch.Tensor) -> str:
+        return self._storages.get(local_part(p).untyped_storage()._cdata, UNLISTED)
 
     def name_state(self, optimizer: torch.optim.Optimizer, stand_ins: StandIns) -> None:
         """Name the blocks of state by the parameter and the key, or by the optimizer's attribute."""
@@ -542,7 +564,11 @@ def _categorize(recorder: Recorder, seen: Replay, stages: tuple[str, ...], infer
     holder.update(recorder.numbers)
     for index, block in enumerate(recorder.blocks):
         if index in recorder.gradients:
-            block.category, block.name = "gradients", recorder.gradients[index]
+            names = recorder.gradients[index]
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            block.category, block.name, block.parameters = "gradients", f"{names[0]}{more}", tuple(names)
+        elif block.category:  # gathered
+            pass
         elif index in recorder.made_in_backward:
             block.category = "output gradients"
         elif index in recorder.made_again:

@@ -32,6 +32,7 @@ from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.handle import apply as apply_plan
 from ckptplan.runtime.observe.measure import run_step, unique_bytes
 from ckptplan.runtime.replicated import added_bytes, apart, ddp_under, unwrapped
+from ckptplan.runtime.sharded import ranks_of
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
@@ -174,10 +175,10 @@ def _applied(
         plan = _arrived(model, plan, training)
     if on_oom not in ("raise", "report", "replan"):
         raise InvalidInputError(f"on_oom={on_oom!r}; it is 'raise', 'report' or 'replan'")
-    if on_oom == "replan" and plan.fingerprint.parallel:
+    if on_oom == "replan" and (plan.fingerprint.parallel or ranks_of(model)):
         raise InvalidInputError(
             "on_oom='replan' runs a step again, and other ranks take no part in its collectives; use 'report' for a "
-            "model in DistributedDataParallel"
+            "model that is replicated or sharded"
         )
     if on_oom == "replan" and profile is None:
         raise InvalidInputError(

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from torch import nn
 
-from ckptplan.core.ddp import DDP
 from ckptplan.core.errors import PlanMismatchError, RankError
 from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.plan import Plan
@@ -26,6 +25,7 @@ from ckptplan.runtime import accelerator
 from ckptplan.runtime.group import GroupCall, group_call
 from ckptplan.runtime.guard.shapes import read_inputs
 from ckptplan.runtime.observe.measure import held_tensors, unique_bytes
+from ckptplan.runtime.sharded import sharded as sharded
 from ckptplan.runtime.step import TrainingStep, check_supported
 from ckptplan.solving.tiers import check_disk
 
@@ -112,9 +112,9 @@ def holding_for(profile: Profile, inputs: Mapping[str, tuple[InputTensor, ...]])
     return replace(profile, stages=tuple(stages))
 
 
-def solved_together(model: nn.Module, ddp: DDP | bool | None, alone: Callable[[Together | None], Plan]) -> Plan:
-    """Return `alone(together)`, for a replicated model the one plan of all its ranks (NOTE [One plan])."""
-    with group_call("solve", model, ddp) as call:
+def solved_together(model: nn.Module, coming: object, alone: Callable[[Together | None], Plan]) -> Plan:
+    """Return `alone(together)`, of a replicated or sharded model the one plan of all ranks (NOTE [One plan])."""
+    with group_call("solve", model, coming) as call:
         return alone(None if call is None else Together(call))
 
 

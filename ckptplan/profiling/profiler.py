@@ -48,17 +48,19 @@ from ckptplan.runtime.group import on_all_ranks
 from ckptplan.runtime.guard.gradients import accumulates, made_gradient_bytes
 from ckptplan.runtime.observe.measure import Outside, collection_off, held_tensors, unique_bytes
 from ckptplan.runtime.replicated import added_bytes
+from ckptplan.runtime.sharded import as_asked
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
 from ckptplan.runtime.step import (
     TrainingStep,
-    check_not_sharded,
+    check_distributed,
     check_supported,
     fingerprint,
     make_step,
     training_config,
 )
+from ckptplan.runtime.swap.own import storages_of
 
 _LOG = logging.getLogger(__name__)
 _MOST_BLOCK_BYTES = 64 << 20  # of a copy that measures a link: large enough that its latency doesn't count
@@ -66,6 +68,7 @@ _LEAST_BLOCK_BYTES = 1 << 16
 
 
 @on_all_ranks
+@as_asked
 def profile(
     model: nn.Module,
     inputs: Any = None,
@@ -97,7 +100,8 @@ def profile(
     on_progress : callable, optional
         Called with a description of each step of the work.
     **training
-        `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate`, as in `ckptplan.core.request.Training`.
+        `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate`, `ddp`, `fsdp`, as in
+        `ckptplan.core.request.Training`.
 
     Returns
     -------
@@ -200,7 +204,7 @@ def training_step(model: nn.Module, training: Training, target: Target) -> tuple
     ------
     InvalidInputError
     """
-    check_not_sharded(model)
+    check_distributed(model)
     if training.has_forward:
         step, notes = make_step(model, training), []
         if target.spec is None:
@@ -596,7 +600,7 @@ def outside_tensors(step: TrainingStep, target: Target) -> list[torch.Tensor]:
     world = FakeWorld(target)
     with fake_parameters(step.model, world, step.reached()), target.choices(), world, Outside() as mode:
         step.forward()
-    own = {t.untyped_storage()._cdata for t in held_tensors(step.model)}
+    own = {s._cdata for t in held_tensors(step.model) for s in storages_of(t)}
     return [
         t
         for t in mode.tensors

@@ -33,9 +33,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptplan.core.ddp import DDP
 from ckptplan.core.errors import CkptPlanError, RankError
 from ckptplan.runtime.replicated import is_distributed
+from ckptplan.runtime.sharded import ranks_of
 
 _LOG = logging.getLogger("ckptplan")
 _BEAT_S = 1.0
@@ -244,21 +244,21 @@ _alone = ContextVar("alone", default=False)
 
 
 @contextlib.contextmanager
-def group_call(name: str, model: nn.Module, ddp: DDP | bool | None = None) -> Iterator[GroupCall | None]:
-    """A call of all ranks of the group in which a model is, or will be, replicated; None if there is none.
+def group_call(name: str, model: nn.Module, coming: object = None) -> Iterator[GroupCall | None]:
+    """A call of all ranks of the group in which a model is, or will be, replicated or sharded; None if there is none.
 
     Parameters
     ----------
     name : str
         The public call's.
-    ddp : DDP or bool, optional
-        The settings with which the model is to be wrapped, in the default group.
+    coming : object, optional
+        The settings with which the model is to be wrapped or sharded, in the default group.
     """
     ranks: list[int] = []
     if is_distributed() and not _alone.get():
         if isinstance(model, DistributedDataParallel):
             ranks = dist.get_process_group_ranks(model.process_group)
-        elif ddp:
+        elif not (ranks := ranks_of(model)) and coming:
             ranks = list(range(dist.get_world_size()))
     if len(ranks) < 2:
         yield None
@@ -272,7 +272,7 @@ T = TypeVar("T")
 
 
 def on_all_ranks(function: Callable[Concatenate[nn.Module, P], T]) -> Callable[Concatenate[nn.Module, P], T]:
-    """Return a function of a model that is a call of all ranks if the model is replicated, and ends alike on all."""
+    """Return a function of a model that ends alike on all ranks over which the model is replicated or sharded."""
 
     @functools.wraps(function)
     def run(model: nn.Module, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -38,6 +38,7 @@ from ckptplan.runtime.observe.meter import Meter
 from ckptplan.runtime.observe.refine import Refinement
 from ckptplan.runtime.observe.stats import Stats
 from ckptplan.runtime.replicated import ddp_under, unwrapped
+from ckptplan.runtime.sharded import PlannedSharding, unlike
 from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint, model_device, training_config
 from ckptplan.runtime.swap.stores import Store, close_all, make_stores
 
@@ -251,8 +252,8 @@ def apply(
             "the plan comes from a profile written by hand, which belongs to no model; it can be simulated only"
         )
     found = fingerprint(TrainingStep(unwrapped(model), ddp=ddp_under(model, plan)))
-    plan.fingerprint.require(found, ignore=("inputs", "accumulates"))
     model = unwrapped(model)
+    plan.fingerprint.require(found, ignore=("inputs", "accumulates", *unlike(model, plan)))
     check_supported(model)
     host_limit = None if host_gb is None else budget_to_bytes(host_gb, name="host_gb")
     disk_limit = None if disk_gb is None else budget_to_bytes(disk_gb, name="disk_gb")
@@ -283,6 +284,7 @@ def apply(
                 observers=(
                     HeldOver(plan),
                     GradientGuard(model, plan),
+                    PlannedSharding(model, plan),
                     Unplanned(model, plan, device),
                     Checkpointing(model),
                 ),

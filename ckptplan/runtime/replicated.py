@@ -31,8 +31,9 @@ from ckptplan.runtime.guard.gradients import existing_gradient_bytes
 
 
 def is_distributed() -> bool:
-    """Return whether this process is one of a group."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    """Return whether this process is one of a group; a fake one (PyTorch's backend "fake") has no others."""
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return there and torch.distributed.get_backend() != "fake"
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

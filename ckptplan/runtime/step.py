@@ -25,8 +25,8 @@ from ckptplan.runtime import accelerator
 from ckptplan.runtime.guard.gradients import accumulates
 from ckptplan.runtime.guard.shapes import input_tensors
 from ckptplan.runtime.replicated import ddp_of, unwrapped
+from ckptplan.runtime.sharded import check_planned, engine_parameters, kind_of
 from ckptplan.runtime.state.compiled import check_compiled, compiled_modules
-from ckptplan.runtime.swap.own import is_sharded_unit
 
 LossFn = Callable[[Any], torch.Tensor]
 
@@ -290,16 +290,19 @@ def _check_engine(model: nn.Module) -> None:
         )
 
 
-def check_not_sharded(model: nn.Module) -> None:
-    """Raise `UnsupportedModelError` if parameters of a model are distributed: their bytes aren't planned."""
+def check_distributed(model: nn.Module) -> None:
+    """Raise `UnsupportedModelError` if parameters of a model are distributed otherwise than plans know."""
+    check_planned(model)
+    sharded = {id(p.sharded_param) for p in engine_parameters(model)}
     tensors = sys.modules.get("torch.distributed.tensor")  # not imported: there is none
     found = () if tensors is None else model.named_parameters()
-    name = next((name for name, p in found if isinstance(p, tensors.DTensor)), None)  # type: ignore[union-attr]
+    others = (name for name, p in found if isinstance(p, tensors.DTensor) and id(p) not in sharded)  # type: ignore[union-attr]
+    name = next(others, None)
     if name is not None:
-        how = "sharded by fully_shard" if any(map(is_sharded_unit, model.modules())) else "parallelized"
         raise UnsupportedModelError(
-            f"the parameter {name!r} is a DTensor: the model is {how}, and bytes of one rank aren't planned or "
-            "estimated; solve before that, with a budget for the whole model, and apply the plan before or after"
+            f"the parameter {name!r} is a DTensor that fully_shard didn't make: the model is parallelized by tensors, "
+            "and bytes of one rank aren't planned or estimated; solve before that, with a budget for the whole model, "
+            "and apply the plan before or after"
         )
 
 
@@ -390,5 +393,5 @@ def fingerprint(step: TrainingStep, device_name: str | None = None) -> Fingerpri
         device=name,
         torch_version=torch.__version__.partition("+")[0],
         accumulates=step.accumulates,
-        parallel="" if step.ddp is None else step.ddp.kind,
+        parallel=kind_of(model) if step.ddp is None else step.ddp.kind,
     )

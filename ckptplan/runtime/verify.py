@@ -25,10 +25,12 @@ from ckptplan.runtime.observe import measure
 from ckptplan.runtime.observe.measure import StepPeaks, run_step, same_bits, step_peaks, timed, unique_bytes
 from ckptplan.runtime.observe.stats import Stats
 from ckptplan.runtime.replicated import apart, ddp_under, unseen_bucket_bytes
+from ckptplan.runtime.sharded import unlike
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
 from ckptplan.runtime.step import LossFn, TrainingStep, fingerprint, make_step, model_device, training_config
+from ckptplan.runtime.swap.own import local_part
 
 T = TypeVar("T")
 
@@ -224,7 +226,8 @@ def verify(
     training = make_step(model, options).under(amp, device.type)
     training.on_device(device)
     is_wrapped, model = training.model is not model, training.model
-    plan.fingerprint.require(fingerprint(training), ignore=("accumulates",))
+    ignored = () if plan.fingerprint.parallel else unlike(model, plan)  # measured as it is now
+    plan.fingerprint.require(fingerprint(training), ignore=("accumulates", *ignored))
     with (
         apart(model),
         ParameterState(model.parameters()).restored() as parameters,
@@ -316,7 +319,7 @@ def _results(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the results of a step on the CPU: gradients by parameter name, and buffers."""
     left = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     left.update({f"buffer {name}": buffer for name, buffer in model.named_buffers()})
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in left.items()}
+    return {name: local_part(tensor).detach().to("cpu", copy=True) for name, tensor in left.items()}
 
 
 def _differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[str, ...]:

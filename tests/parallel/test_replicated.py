@@ -138,7 +138,7 @@ def either_side() -> tuple[int, int, int]:
             assert ckptplan.verify(each, plan, x, loss_fn, repeats=1).gradients_equal
     own = [alone]
     dist.broadcast_object_list(own)
-    with pytest.raises(PlanMismatchError, match="for one device alone, this one is in 'ddp', whose buckets"):
+    with pytest.raises(PlanMismatchError, match="for one device alone, this one is in 'ddp', and a rank holds"):
         ckptplan.apply(wrapped, own[0])
     with pytest.raises(PlanMismatchError, match="in 'ddp', this one is in 'ddp, gradients in buckets'"):
         ckptplan.apply(DistributedDataParallel(model, gradient_as_bucket_view=True), there)

@@ -46,6 +46,7 @@ from ckptplan.profiling.values.answers import (
 )
 from ckptplan.profiling.values.compiled import compiled_as_noted
 from ckptplan.runtime.observe.measure import tensors_in
+from ckptplan.runtime.sharded import engine_parameters, fake_shards
 from ckptplan.runtime.state.modes import Stacks
 from ckptplan.runtime.state.restore import beside
 
@@ -423,7 +424,8 @@ def fake_parameters(
     """
     saved: list[tuple[dict[str, Any], str, Any]] = []
     twins: dict[int, torch.Tensor] = {}
-    stand_ins = contextlib.ExitStack()
+    stand_ins, shards = contextlib.ExitStack(), contextlib.ExitStack()
+    sharded = {id(p.sharded_param) for p in engine_parameters(model)}
     try:
         stand_ins.enter_context(compiled_as_noted(model, world))
         stand_ins.enter_context(_kept_by_to())
@@ -435,6 +437,9 @@ def fake_parameters(
                     floating = tensor.is_floating_point() or tensor.is_complex()
                     if table is module._buffers and not floating and tensor.device.type != "meta":
                         continue
+                    saved.append((table, name, tensor))
+                    if id(tensor) in sharded:
+                        continue
                     if id(tensor) not in twins:
                         twin = twins[id(tensor)] = world.fake(tensor)
                         if tensor.grad is not None and tensor.is_leaf:
@@ -442,11 +447,12 @@ def fake_parameters(
                         elif accumulating and tensor.requires_grad:
                             with world.fake_mode:
                                 twin.grad = torch.empty_like(twin, requires_grad=False)
-                    saved.append((table, name, tensor))
                     table[name] = twins[id(tensor)]  # type: ignore[assignment]
+        shards.enter_context(fake_shards(model, world.fake, world.fake_mode, accumulating=accumulating))
         with beside(model, others) as found:  # drops fake tensors that a forward leaves
             yield found.generators
     finally:
+        shards.close()
         for table, name, tensor in saved:
             table[name] = tensor
         stand_ins.close()

@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ckptplan.runtime.sharded import unit_settings
+
 T = TypeVar("T")
 
 KEPT = 4
@@ -233,7 +235,7 @@ def _signature(module: nn.Module, seen: dict[int, Any]) -> Any:
         for name, t in table.items()
     ]
     inner = [(name, None if m is None else _signature(m, seen)) for name, m in module._modules.items()]
-    return type(module), sorted(plain.items(), key=lambda item: item[0]), tensors, inner
+    return type(module), sorted(plain.items(), key=lambda item: item[0]), tensors, inner, unit_settings(module)
 
 
 def _settings(value: Any, seen: dict[int, Any]) -> Any:
@@ -243,6 +245,8 @@ def _settings(value: Any, seen: dict[int, Any]) -> Any:
         return [_settings(v, seen) for v in value]
     if isinstance(value, dict):
         return [(repr(k), _settings(v, seen)) for k, v in value.items()]
+    if (engines := _of_engine(value)) is not None:
+        return engines
     if _is_shared(value):
         return type(value), id(value)
     if isinstance(value, (torch.Tensor, nn.Module)) or not hasattr(value, "__dict__"):
@@ -251,6 +255,12 @@ def _settings(value: Any, seen: dict[int, Any]) -> Any:
         seen[id(value)] = type(value)  # of an object that leads back to itself
         seen[id(value)] = type(value), _settings(vars(value), seen)
     return seen[id(value)]
+
+
+def _of_engine(value: Any) -> str | None:
+    """Return a name for an object or a hook of PyTorch's distributed engines, whose settings `unit_settings` gives."""
+    kind = value if hasattr(value, "__qualname__") else type(value)
+    return kind.__qualname__ if str(kind.__module__).startswith("torch.distributed.") else None
 
 
 def _is_shared(value: Any) -> bool:

@@ -34,6 +34,8 @@ from ckptplan.core.units import format_bytes
 from ckptplan.profiling.bytes.traced import Traced, TracedStage
 from ckptplan.runtime.accelerator import is_accelerator
 from ckptplan.runtime.observe.measure import tensors_in
+from ckptplan.runtime.sharded import engine_parameters, gathered
+from ckptplan.runtime.swap.own import storages_of
 from ckptplan.runtime.swap.packing import unowned
 from ckptplan.runtime.swap.positions import has_position
 
@@ -79,7 +81,8 @@ class RealStorages:
     """
 
     def __init__(self, model: nn.Module, device: torch.device, round_to: int) -> None:
-        self._own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+        self._own = {s._cdata for t in (*model.parameters(), *model.buffers()) for s in storages_of(t)}
+        self._model = model if engine_parameters(model) else None
         self._device, self._round_to = device, round_to
         self.found: dict[int, Places] = {}
         self._watched: _Watched | None = None
@@ -115,8 +118,13 @@ class RealStorages:
         return [
             known.setdefault(t.untyped_storage()._cdata, (len(known), t.untyped_storage()))[0]
             for t in tensors_in(tree)
-            if has_position(t, lambda storage: storage._cdata in self._own)
+            if has_position(t, self._is_own)
         ]
+
+    def _is_own(self, storage: torch.UntypedStorage) -> bool:
+        if storage._cdata not in self._own and self._model is not None:
+            self._own.update(t.untyped_storage()._cdata for t in gathered(self._model))
+        return storage._cdata in self._own
 
     def _bytes_of(self, storage: torch.UntypedStorage) -> int:
         if is_accelerator(self._device) and storage.device != self._device:

@@ -63,6 +63,7 @@ from ckptplan.runtime.guard.shapes import input_tensors
 from ckptplan.runtime.observe.measure import collection_off, tensors_in
 from ckptplan.runtime.observer import Observer
 from ckptplan.runtime.recompute.call import cached_weights, shares_containers
+from ckptplan.runtime.sharded import gathered
 from ckptplan.runtime.state.cells import Snapshot, below
 from ckptplan.runtime.state.generators import Generators, SystemDraws
 from ckptplan.runtime.state.objects import tensors_in_objects
@@ -421,8 +422,11 @@ def replay(
         for tensor in (*own, *(p.grad for p in own if p.grad is not None)):
             tracker.outside(tensor)
         # Forward may give a parameter other data. Held here, the old storage keeps its address to itself.
-        own_storages = [t.untyped_storage() for t in own]
-        names = _Names(tracker, {storage._cdata for storage in own_storages})
+        whole = gathered(step.model)
+        for tensor in whole:
+            tracker.gathers(tensor)
+        own_storages = [s for t in own for s in storages_of(t)]
+        names = _Names(tracker, {s._cdata for s in (*own_storages, *(t.untyped_storage() for t in whole))})
         watcher = _Watcher(tracker, names, out, step.model, stages, saves=saves)
         controller = Controller(
             step.model,
@@ -538,7 +542,8 @@ def _note_left(out: Replay, model: nn.Module, tracker: Tracker, before: Sequence
     full: the next step makes them again while the old ones are still there.
     """
     now = [*model.parameters(), *model.buffers()]
-    made = {s._cdata: s for t in now if t.grad is not None and tracker.sid(t.grad) for s in storages_of(t.grad)}
+    grads = (s for t in now if t.grad is not None for s in storages_of(t.grad))
+    made = {s._cdata: s for s in grads if tracker.sid_of(s)}
     present = {s._cdata for t in now for s in storages_of(t)}
     gone = {s._cdata: s for s in before if s._cdata not in present}
     out.changes = list(tracker.changes)

@@ -9,11 +9,12 @@ when it was made. Example: stage 0 made nodes 0 to 3 and stage 1 nodes 4 to 9; w
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,7 @@ from ckptplan.profiling.values.answers import with_seen
 from ckptplan.profiling.values.repeatable import is_repeatable
 from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.recompute.selective import is_numbered
+from ckptplan.runtime.swap.own import local_part
 from ckptplan.runtime.swap.positions import has_position
 
 Sid = tuple[str, int, int]
@@ -46,6 +48,9 @@ def stage_segment(stage: int) -> int:
 
 _COMPILED = "compiled"
 """In the key of compiled code, in place of an operation."""
+
+_GATHERED = 1 << 20
+"""Added to the numbers of gathers in names, which no operation's storages have."""
 
 _DETACH = torch.ops.aten.detach.default
 _LIFTED = torch.ops.aten.lift_fresh.default  # `torch.tensor` of a list: its operand is new
@@ -173,6 +178,8 @@ class Tracker(FakeWorld):
         self._made_by: dict[int, int | None] = {}  # sequence number of the backward node that made it
         self._counted: dict[int, int] = {}  # its bytes in `live_bytes`
         self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # calls what forgets it
+        self._gather_of: dict[int, Sid] = {}  # of one of gathered parameters, the name of its present memory
+        self._gathers = 0  # begun in the present segment
         self._starts: list[int] = []  # per segment, the sequence number of the first node of its forward
         self._made = 0
         self._zeros: int | None = None  # identity of the storage that the operation before filled with zeros
@@ -182,13 +189,19 @@ class Tracker(FakeWorld):
         self._in_backward = False
         self.enter_segment(0)
 
+    def __enter__(self) -> Tracker:
+        super().__enter__()
+        assert self._outer is not None
+        self._outer.enter_context(_resizes_seen(self.resized))
+        return self
+
     # --- where the program is ---
 
     def enter_segment(self, segment: int) -> None:
         """Forward moves on to `segment`."""
         self._current_end()
         self._segment = segment
-        self._made = 0
+        self._made = self._gathers = 0
         self._starts.append(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
         self._begin(segment)
 
@@ -203,7 +216,7 @@ class Tracker(FakeWorld):
             if self._segment in self.backward:
                 self._current_end()
             self._segment -= 1
-            self._made = 0
+            self._made = self._gathers = 0
             self._begin(self._segment)
 
     def finish(self) -> None:
@@ -240,7 +253,7 @@ class Tracker(FakeWorld):
 
     def sid(self, tensor: torch.Tensor) -> Sid | None:
         """The name of a tensor's storage, None if it was there before the step."""
-        return self.sid_of(tensor.untyped_storage())
+        return self.sid_of(local_part(tensor).untyped_storage())
 
     def sid_of(self, storage: torch.UntypedStorage) -> Sid | None:
         """The name of a storage, None if it was there before the step."""
@@ -248,10 +261,23 @@ class Tracker(FakeWorld):
 
     def outside(self, tensor: torch.Tensor) -> None:
         """Leave `tensor` uncounted: it was there before the step."""
-        storage = tensor.untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         if id(storage) not in self._alive:
             self._alive[id(storage)] = None
             self._watch(storage, self._alive.pop)
+
+    def gathers(self, tensor: torch.Tensor) -> None:
+        """Count the storage of `tensor`, from before the step, as it grows and shrinks during it."""
+        storage = tensor.untyped_storage()
+        self._alive[id(storage)], self._counted[id(storage)] = None, self.size_of(storage)
+        self._watch(storage, self._freed)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage that the program has given another size."""
+        if id(storage) in self._counted:
+            if self._in_backward:
+                self._locate()
+            self._recount(id(storage), storage)
 
     def uncounted(
         self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -305,11 +331,24 @@ class Tracker(FakeWorld):
         if key in self._counted:
             nbytes = self.size_of(storage)
             sid = self._alive[key]
+            if sid is None and nbytes != self._counted[key]:
+                sid = self._gathered(key)
+                exists = nbytes > 0
+            else:
+                exists = True
             if sid is not None:
-                self.changes.append((sid, nbytes - self._counted[key], True))
+                self.changes.append((sid, nbytes - self._counted[key], exists))
             self.live_bytes += nbytes - self._counted[key]
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
             self._counted[key] = nbytes
+
+    def _gathered(self, key: int) -> Sid:
+        """The name of the memory that a storage of gathered parameters has, until it has none again."""
+        if not self._counted[key]:
+            self._gathers += 1
+            phase = "backward" if self._in_backward else "forward"
+            self._gather_of[key] = phase, self._segment, _GATHERED + self._gathers
+        return self._gather_of[key]
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count a real tensor that was made by no operation of this mode."""
@@ -453,6 +492,8 @@ class Tracker(FakeWorld):
         out: list[Sid] = []
         for tensor in written_to(func, args, kwargs):
             sid = self.sid(tensor)
+            if sid is None and id(tensor.untyped_storage()) in self._counted:
+                continue  # a parameter is gathered
             if sid is None:
                 self._table[self._segment].written_outside.add(tensor.untyped_storage()._cdata)
             else:
@@ -486,6 +527,22 @@ class Tracker(FakeWorld):
             return False
         alone = owners_of_a_lone_gradient()
         return tensors <= alone[0] and storages <= alone[1] and earlier.is_contiguous()
+
+
+@contextlib.contextmanager
+def _resizes_seen(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Inside, `seen` is called with each storage that a program gives another size, which is no operation."""
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        resized = torch._C.StorageBase.resize_(storage, size)  # type: ignore[attr-defined]
+        seen(storage)
+        return resized
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del torch.UntypedStorage.resize_
 
 
 def learn_storages(

@@ -42,6 +42,7 @@ from ckptplan.runtime.state.cells import Changing, Snapshot, below
 from ckptplan.runtime.state.objects import attributes_of
 from ckptplan.runtime.state.restore import beside
 from ckptplan.runtime.step import TrainingStep, without_graph
+from ckptplan.runtime.swap.own import OwnNames, OwnStorages
 
 Way = tuple[int, ...] | None
 """How a stage runs: None for plain, otherwise recomputed with the outputs of these operations saved."""
@@ -162,6 +163,7 @@ class _Timing:
         self.rerun_shares = rerun_shares
         self.step, self.kinds, self.counts, self.again, self.device = step, kinds, counts, again, device
         self.watch = Stopwatch(device)
+        self.own = OwnStorages(OwnNames(step.model))
         self.rewind = rewind
         self.names = tuple(kinds)
         self.samples: dict[tuple[str, Way, str], list[Took]] = {}
@@ -290,7 +292,9 @@ class _Timing:
             index = waiting.pop(0)
             self._glue_forward(index)
             self._glue_backward(index, args, kwargs)
-            output = self._stage(index, _StageCall(module, original, (args, kwargs)))
+            # The glue's backward has freed the parameters of a sharded unit that were gathered for this stage.
+            with (self.own.whole(module) or contextlib.nullcontext)():
+                output = self._stage(index, _StageCall(module, original, (args, kwargs)))
             self.left = self.watch.begin(("forward", index + 1))
             self._glue_begins(index + 1)
             return output

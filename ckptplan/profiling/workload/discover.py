@@ -19,7 +19,9 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.runtime.patching import PatchedForward, installed, is_patchable
+from ckptplan.runtime.sharded import gathered
 from ckptplan.runtime.step import TrainingStep
+from ckptplan.runtime.swap.own import storages_of
 from ckptplan.runtime.swap.packing import unowned
 
 _WORTH = 0.01  # a call outside of the blocks becomes a stage from this share of all saved bytes on
@@ -128,7 +130,8 @@ def _record(step: TrainingStep, world: Callable[[], contextlib.AbstractContextMa
     no_split = set(getattr(model, "_no_split_modules", None) or ())
     modules = dict(model.named_modules())
     # With the storages themselves, since forward may give a parameter other data.
-    own = {s._cdata: s for s in (t.untyped_storage() for t in (*model.parameters(), *model.buffers()))}
+    held = (*model.parameters(), *model.buffers(), *gathered(model))
+    own = {s._cdata: s for t in held for s in storages_of(t)}
     calls = [Call("", member=False)]
     stack = calls[:]
     counts: dict[str, int] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,14 +11,16 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer as module
 
 from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
 from ckptplan.profiling.bytes.tracker import Tracker
 from ckptplan.profiling.target import Target
-from ckptplan.profiling.workload.stand_ins import StandIns, plain_tensors
+from ckptplan.profiling.workload.stand_ins import StandIns
 from ckptplan.runtime.observe.measure import no_cycles_collected
+from ckptplan.runtime.swap.own import local_part, plain_tensors, storages_of
 
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | str | Callable[..., torch.optim.Optimizer]
 """An optimizer, its class or a callable that makes it from parameters, or a name in `NAMED`."""
@@ -104,7 +107,7 @@ def traced_updates(
         If the update can't run on fake tensors.
     """
     _require_no_closure(optimizer)
-    stand_ins = StandIns(optimizer, tracker.fake)
+    stand_ins = StandIns(optimizer, functools.partial(_fake_part, tracker))
     # Counts of steps lie on the host, unless the update runs as one kernel or is captured.
     tracker.numbers_on_host = not any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
     tracker.counts_lists = True
@@ -112,11 +115,11 @@ def traced_updates(
     with no_cycles_collected(), stand_ins.in_place():
         try:
             begin("held", stand_ins)
-            known = {t.untyped_storage()._cdata for each in own for t in plain_tensors(each)}
+            known = {storage._cdata for each in own for storage in storages_of(each)}
             for tensor, twin in stand_ins.held:
-                for real, plain in zip(plain_tensors(tensor), plain_tensors(twin), strict=True):
+                for real, plain in zip(plain_tensors(local_part(tensor)), plain_tensors(twin), strict=True):
                     (tracker.outside if real.untyped_storage()._cdata in known else tracker.count)(plain)
-            elsewhere = [p.untyped_storage()._cdata not in known for p, _ in stand_ins.parameters]
+            elsewhere = [local_part(p).untyped_storage()._cdata not in known for p, _ in stand_ins.parameters]
             for (_, twin), other in zip(stand_ins.parameters, elsewhere, strict=True):
                 if other:
                     tracker.count(twin)
@@ -142,6 +145,14 @@ def traced_updates(
                 "leave optimizer= out and lower the budget by its state"
             ) from error
         yield stand_ins
+
+
+def _fake_part(tracker: Tracker, tensor: torch.Tensor) -> torch.Tensor:
+    """The fake twin of a tensor; of a distributed one, that of this rank's part, on which the update runs."""
+    local = local_part(tensor)
+    if local is tensor or not isinstance(tensor, nn.Parameter):
+        return tracker.fake(local)
+    return nn.Parameter(tracker.fake(local.detach()), tensor.requires_grad)
 
 
 def _require_no_closure(optimizer: torch.optim.Optimizer) -> None:

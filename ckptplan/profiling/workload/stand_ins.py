@@ -218,11 +218,3 @@ _GLOBALS = Kind(_Globals.read, _Globals.write, lambda contents: contents.values(
 
 def _package(module: Any) -> str:
     return str(module).partition(".")[0]
-
-
-def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors with memory that a tensor of a wrapping class consists of, such as a quantized one; or it."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    return [plain for name in names for plain in plain_tensors(getattr(tensor, name))]

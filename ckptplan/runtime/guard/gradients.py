@@ -27,7 +27,7 @@ from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.plan import Plan
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.observer import Observer
-from ckptplan.runtime.swap.own import storages_of
+from ckptplan.runtime.swap.own import local_part, storages_of
 
 
 def accumulates(model: nn.Module, wanted: bool | None) -> bool:
@@ -57,7 +57,9 @@ def made_gradient_bytes(parameters: Iterable[torch.Tensor], round_to: int = 1) -
 
 
 def _dense_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a dense tensor like `tensor`; for a wrapper such as DTensor, of its local part."""
+    """Return the bytes of a dense tensor like `tensor`; for a DTensor, of its local part, with padding."""
+    if (local := local_part(tensor)) is not tensor:
+        return local.untyped_storage().nbytes()
     if not is_traceable_wrapper_subclass(tensor):
         return tensor.numel() * tensor.element_size()
     names, _ = tensor.__tensor_flatten__()

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptplan.runtime import accelerator
 from ckptplan.runtime.step import TrainingStep
+from ckptplan.runtime.swap.own import storages_of
 
 T = TypeVar("T")
 
@@ -31,12 +32,8 @@ T = TypeVar("T")
 def unique_bytes(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> int:
     """Return the bytes of the distinct storages of `tensors`, without those in host memory if `device` is CUDA."""
     beside = device is not None and accelerator.is_accelerator(device)
-    storages = {
-        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-        for t in tensors
-        if not (beside and t.device.type == "cpu")
-    }
-    return sum(storages.values())
+    here = (t for t in tensors if not (beside and t.device.type == "cpu"))
+    return sum({s._cdata: s.nbytes() for t in here for s in storages_of(t)}.values())
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
@@ -120,12 +117,18 @@ def _without_kineto_lines() -> Iterator[None]:
 
 
 def recorded_allocations(run: Callable[[], Any]) -> tuple[list[tuple[int, int]], dict[str, tuple[int, int]]]:
+    """Return what `recorded_blocks` does, without the addresses."""
+    events, spans = recorded_blocks(run)
+    return [(at, nbytes) for at, nbytes, _ in events], spans
+
+
+def recorded_blocks(run: Callable[[], Any]) -> tuple[list[tuple[int, int, int]], dict[str, tuple[int, int]]]:
     """Record the CPU allocations (+) and their releases (-) of the calling thread while `run` runs.
 
     Returns
     -------
-    list of (int, int)
-        Time in ns and bytes, in order. Releases of what was allocated before are none of them.
+    list of (int, int, int)
+        Time in ns, bytes and address, in order. Releases of what was allocated before are none of them.
     dict
         Begin and end, in ns, of every `torch.profiler.record_function` inside, by name.
     """
@@ -154,7 +157,7 @@ def recorded_allocations(run: Callable[[], Any]) -> tuple[list[tuple[int, int]],
             spans[e.name] = (e.start_time_ns, e.end_time_ns)
         later += reversed(e.children)
     found.sort(key=lambda event: event[0])  # stable: simultaneous events stay in order of occurrence
-    events: list[tuple[int, int]] = []
+    events: list[tuple[int, int, int]] = []
     alive: set[int] = set()
     for at, nbytes, address in found:
         # The profiler knows blocks by addresses, and goes on knowing those of earlier recordings: another block that
@@ -165,7 +168,7 @@ def recorded_allocations(run: Callable[[], Any]) -> tuple[list[tuple[int, int]],
             alive.remove(address)
         else:
             continue
-        events.append((at, nbytes))
+        events.append((at, nbytes, address))
     return events, spans
 
 

@@ -21,6 +21,7 @@ from ckptplan.runtime.observe.refine import Refinement, checked_threshold, measu
 from ckptplan.runtime.observe.stats import Stats, stage_stats
 from ckptplan.runtime.observe.traced import record_step
 from ckptplan.runtime.replicated import unseen_bucket_bytes
+from ckptplan.runtime.swap.own import storages_of
 
 
 def stats(applied: Applied, adviser: Adviser | None) -> Stats:
@@ -44,7 +45,8 @@ def trace(
     # Not kept in a variable, so that the step can free the gradients that it drops.
     held = unique_bytes([*held_tensors(model), *optimizer_tensors(optimizer), *tensors_in(inputs)], device)
     held += unseen_bucket_bytes(model, DDP.of_kind(plan.fingerprint.parallel))
-    before = [StorageWeakRef(p.grad.untyped_storage()) for p in model.parameters() if p.grad is not None]
+    gradients = (p.grad for p in model.parameters() if p.grad is not None)
+    before = [StorageWeakRef(s) for gradient in gradients for s in storages_of(gradient)]
     step, notes = record_step(applied.controller.counters.meter, run, device, held, plan.stages)
     if device.type == "cpu":
         if any(gradient.expired() for gradient in before):

@@ -7,12 +7,15 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from ckptplan.runtime.swap.own import local_part
+
 
 class ParameterState:
     """The data tensors of parameters, and copies of their values on the host, as they are at construction."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._found = [(p, p.data, p.detach().to("cpu", copy=True)) for p in parameters if not p.is_meta]
+        own = [local_part(p) for p in parameters]
+        self._found = [(p, p.data, p.detach().to("cpu", copy=True)) for p in own if not p.is_meta]
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[ParameterState]:

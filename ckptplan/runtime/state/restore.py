@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckptplan.runtime.accelerator import keep_generators
 from ckptplan.runtime.replicated import without_reduction
+from ckptplan.runtime.sharded import without_group
 from ckptplan.runtime.state.cells import Changing, Snapshot, below
 from ckptplan.runtime.state.code import hooks_of, kept_read
 from ckptplan.runtime.state.generators import Generators, reseed
@@ -160,7 +161,7 @@ def restored(model: nn.Module, others: Iterable[Any] = (), *, runs: bool = True)
     """Restore everything that `kept` does, and gradients, buffers and random states, whatever happens inside.
 
     Optimizers that step inside are restored, too, but not parameters that forward writes to (`ParameterState`).
-    Replicated models don't communicate inside.
+    Replicated and sharded models don't communicate inside.
     Autograd is on inside. Only one thread may be inside; a second one waits until the first has left.
 
     Parameters
@@ -177,7 +178,7 @@ def restored(model: nn.Module, others: Iterable[Any] = (), *, runs: bool = True)
     """
     with (
         _ONE_AT_A_TIME, warnings.catch_warnings(), _collecting(), torch.inference_mode(False), torch.enable_grad(),
-        kept(model, others) as (found, put), _stepped() as put_optimizers, without_reduction(),
+        without_group(model), kept(model, others) as (found, put), _stepped() as put_optimizers, without_reduction(),
     ):  # fmt: skip
         gradients = [(p, p.grad) for m in found.modules for p in m._parameters.values() if p is not None and p.is_leaf]
         buffers = [buffer for m in found.modules for buffer in m._buffers.values() if buffer is not None]

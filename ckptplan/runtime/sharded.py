@@ -1,0 +1,422 @@
+"""Models sharded by FSDP2 (`torch.distributed.fsdp.fully_shard`): runs without their group, and on fake shards.
+
+NOTE [Sharded models]
+PyTorch's own code runs in profiles, traces and replays as in training: its hooks gather a unit's parameters before the
+unit's forward and backward, free them, and reduce gradients. So gathered units, prefetched ones, copies in another data
+type, padding and the buffers of reductions are in the bytes by themselves. Three things differ:
+
+1. Whatever runs the model and undoes what it did (`restored`) runs it without the group: a rank's shard stands for the
+   shards of all others, and its part of a gradient for the sum (`without_group`). So ranks needn't run in step. Sizes
+   are the real ones; the weights are others, of the same distribution.
+2. For traces, shards are fake (`fake_shards`). The storages of gathered parameters are made before the step, empty, as
+   a training has them from its second step on, and are the model's own: they grow and shrink, but no plan moves them.
+3. A model may be sharded for a group that isn't there (`sharded`), by PyTorch's fake process group.
+
+Each object of the engine that these change is put back attribute by attribute at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ckptplan.core.errors import InvalidInputError, PlanMismatchError, UnsupportedModelError
+from ckptplan.core.fsdp import FSDP
+from ckptplan.core.plan import Plan
+from ckptplan.runtime.observer import Observer
+from ckptplan.runtime.swap.own import is_sharded_unit, local_part
+
+_CONTAINERS = (list, dict, set)
+
+
+def states(model: nn.Module) -> list[Any]:
+    """Return the engine's states of the units in a model, outer ones first; empty if it isn't sharded."""
+    units = [m for m in model.modules() if is_sharded_unit(m)]
+    found = [m._get_fsdp_state() for m in units]  # type: ignore[operator]
+    return list({id(state): state for state in found}.values())
+
+
+def _outermost(model: nn.Module) -> list[Any]:
+    """Return the states of the units that lie in no other."""
+    inside = {id(m) for unit in model.modules() if is_sharded_unit(unit) for m in unit.modules() if m is not unit}
+    return [state for state in states(model) if not any(id(m) in inside for m in state._modules)]
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    """Return the groups of parameters that are gathered together."""
+    return [group for state in states(model) for group in state._fsdp_param_groups]
+
+
+def engine_parameters(model: nn.Module) -> list[Any]:
+    """Return what the engine keeps of each parameter that it shards."""
+    return [p for group in _groups(model) for p in group.fsdp_params]
+
+
+def check_planned(model: nn.Module) -> None:
+    """Raise `UnsupportedModelError` for settings of `fully_shard` whose bytes aren't planned."""
+    for group in _groups(model):
+        why = None
+        if type(group.offload_policy).__name__ == "CPUOffloadPolicy":
+            why = "its CPUOffloadPolicy keeps shards, gradients and optimizer state on the host"
+        elif type(group._all_gather_comm).__name__ != "DefaultAllGather":
+            why = f"it gathers by {type(group._all_gather_comm).__name__}, whose memory plans don't know"
+        elif type(group._reduce_scatter_comm).__name__ != "DefaultReduceScatter":
+            why = f"it reduces by {type(group._reduce_scatter_comm).__name__}, whose memory plans don't know"
+        elif group._all_reduce_hook is not None:
+            why = "its all-reduce hook makes tensors of its own"
+        elif any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in group.fsdp_params):
+            why = "its parameters gather by code of their own (fsdp_pre_all_gather)"
+        elif any(p.is_dtensor for p in group.fsdp_params):
+            why = "its parameters are parallelized by tensors as well"
+        if why is not None:
+            raise UnsupportedModelError(f"the model is sharded by fully_shard, and plans can't go with it: {why}")
+
+
+def unit_settings(module: nn.Module) -> tuple[Any, ...]:
+    """Return how a module is sharded, for comparisons within a process; empty if it is no unit."""
+    if not is_sharded_unit(module):
+        return ()
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    ahead = [*map(id, state._states_to_forward_prefetch)], [*map(id, state._states_to_backward_prefetch)]
+    after = [g.post_forward_mesh_info and g.post_forward_mesh_info.shard_mesh_size for g in state._fsdp_param_groups]
+    return (*ahead, after, *(repr(g.mp_policy) for g in state._fsdp_param_groups))
+
+
+def kind_of(model: nn.Module) -> str:
+    """Return what plans for a sharded model are bound to: its group and units; empty if it isn't sharded."""
+    names = {module: name for name, module in model.named_modules()}
+    outermost = _outermost(model)
+    digest, mesh = hashlib.sha256(), None
+    for state in states(model):
+        for group in state._fsdp_param_groups:
+            mesh, after = group.mesh_info, group.post_forward_mesh_info
+            # An outermost unit's setting is dropped when it first runs, where it was left to PyTorch.
+            dropped = after is None or (state in outermost and state._auto_reshard_after_forward)
+            reshards = None if dropped else after.shard_mesh_size
+            policy = group.mp_policy
+            units = [names.get(m, "") for m in group.modules]
+            digest.update(f"{units} {reshards} {policy}\n".encode())
+    if mesh is None:
+        return ""
+    size, replicas = mesh.shard_mesh_size, getattr(mesh, "replicate_mesh_size", 1)
+    over = f"{size} x {replicas}" if replicas > 1 else f"{size}"
+    return f"fsdp, {over} ranks, units {digest.hexdigest()[:8]}"
+
+
+def ranks_of(model: nn.Module) -> list[int]:
+    """Return the ranks of the group over which a model is sharded; empty if it isn't."""
+    return next((sorted(group.mesh_info.mesh.mesh.flatten().tolist()) for group in _groups(model)), [])
+
+
+class PlannedSharding(Observer):
+    """Raises an error if a plan for a sharded model meets one that is sharded otherwise, or not at all."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self._model, self._planned = model, plan.fingerprint.parallel
+        self._seen = not is_sharding(self._planned)
+
+    def pass_begins(self, waiting: weakref.ref[Any] | None) -> None:
+        """Raise if the model isn't sharded as planned.
+
+        Raises
+        ------
+        PlanMismatchError
+        """
+        if not self._seen and (found := kind_of(self._model)) != self._planned:
+            raise PlanMismatchError(
+                f"the plan was made for a model in {self._planned!r}, and this one is "
+                + (f"in {found!r}" if found else "not sharded")
+                + ": a rank holds other bytes; shard it as planned, or solve again"
+            )
+        self._seen = True
+
+
+def is_sharding(kind: str) -> bool:
+    """Whether a fingerprint's `parallel` is that of a sharded model."""
+    return kind.startswith("fsdp")
+
+
+def unlike(model: nn.Module, plan: Plan) -> tuple[str, ...]:
+    """Return the field of fingerprints in which a plan may differ from `model`, which may be sharded later or since."""
+    return ("parallel",) if is_sharding(plan.fingerprint.parallel) != bool(_groups(model)) else ()
+
+
+# --- without the group ---
+
+
+class _Gather:
+    """In place of an all-gather: this rank's shard is copied for each other rank."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: Any) -> None:
+        if not isinstance(output_tensor, FakeTensor):
+            for rank, part in enumerate(output_tensor.view(group.size(), -1)):
+                if rank != group.rank():
+                    part.copy_(input_tensor)
+
+
+class _Scatter(_Gather):
+    """In place of a reduce-scatter: this rank's part of its own gradients."""
+
+    def __call__(  # type: ignore[override]
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: Any = False
+    ) -> None:
+        if not isinstance(output_tensor, FakeTensor):
+            output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
+
+
+class _Silent:
+    """In place of the group of an all-reduce, which leaves the sum as it is."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def allreduce(self, tensors: Any, options: Any) -> Any:
+        return _DONE
+
+
+class _Work:
+    def wait(self, *args: Any) -> bool:
+        return True
+
+
+_DONE = _Work()
+
+
+@contextlib.contextmanager
+def _put_back(objects: Iterable[Any]) -> Iterator[None]:
+    """Restore the attributes of `objects` at the end of the context, and the contents of containers among them."""
+    found = [(vars(each), dict(vars(each))) for each in {id(o): o for o in objects}.values()]
+    inside = [(v, v.copy()) for _, contents in found for v in contents.values() if type(v) in _CONTAINERS]
+    try:
+        yield
+    finally:
+        for attributes, contents in found:
+            attributes.clear()
+            attributes.update(contents)
+        for container, contents in inside:
+            container.clear()
+            container.extend(contents) if isinstance(container, list) else container.update(contents)
+
+
+def _engine(model: nn.Module) -> list[Any]:
+    """Return the engine's objects that a step changes."""
+    groups = _groups(model)
+    contexts = [each for state in states(model) for each in (state, state._state_ctx, state._comm_ctx)]
+    meshes = [mesh for group in groups for mesh in (group.mesh_info, group.post_forward_mesh_info) if mesh is not None]
+    parts = [each for group in groups for each in (group, group.comm_ctx, *group.fsdp_params)]
+    return [*contexts, *parts, *meshes]
+
+
+@contextlib.contextmanager
+def without_group(model: nn.Module) -> Iterator[None]:
+    """Inside, a sharded model runs without communicating (NOTE, item 1), and its engine is put back at the end."""
+    groups = _groups(model)
+    if not groups:
+        yield
+        return
+    for group in groups:
+        group._to_sharded()
+    with _put_back(_engine(model)):
+        for group in groups:
+            group._all_gather_comm, group._reduce_scatter_comm = _Gather(), _Scatter()
+            mesh = group.mesh_info
+            if hasattr(mesh, "replicate_process_group") and not isinstance(mesh.replicate_process_group, _Silent):
+                mesh.replicate_process_group = _Silent(mesh.replicate_process_group)
+        try:
+            yield
+        finally:
+            for group in groups:
+                group._to_sharded()
+
+
+# --- fake shards ---
+
+
+@contextlib.contextmanager
+def fake_shards(
+    model: nn.Module, fake: Callable[[torch.Tensor], torch.Tensor], mode: Any, *, accumulating: bool = False
+) -> Iterator[None]:
+    """Inside, a sharded model has fake shards (NOTE, item 2); its tables of parameters aren't put back.
+
+    Parameters
+    ----------
+    fake : callable
+        Returns the fake twin of a tensor, always the same.
+    mode : FakeTensorMode
+        That of the twins.
+    accumulating : bool
+        Every parameter has a gradient, whether or not it has one in the model.
+    """
+    groups = _groups(model)
+    if not groups:
+        yield
+        return
+    with without_group(model):
+        with torch.no_grad(), mode:
+            for group in groups:
+                for p in group.fsdp_params:
+                    _give_fake(p, fake, accumulating=accumulating)
+            for state in _outermost(model):
+                state._lazy_init()
+            for group in groups:
+                group.unshard()
+                group.wait_for_unshard()
+                group._to_sharded()
+            for state in states(model):
+                state._comm_ctx.all_gather_state = None
+        yield
+
+
+def _give_fake(p: Any, fake: Callable[[torch.Tensor], torch.Tensor], *, accumulating: bool) -> None:
+    """Give a parameter of the engine a fake shard, and a fake gradient where it has one."""
+    real = p.sharded_param
+    data = fake(p._sharded_param_data.detach())
+    dim, length = p.fsdp_placement.dim, p.sharded_size[p.fsdp_placement.dim]
+    part = data.view(p.padded_sharded_param_size).narrow(dim, 0, length)
+    twin = nn.Parameter(p.to_sharded_dtensor(part), requires_grad=real.requires_grad)
+    if real.grad is not None:
+        twin.grad = p.to_sharded_dtensor(fake(local_part(real.grad).detach()))
+    elif accumulating and real.requires_grad:
+        empty = torch.empty_like(data).view(p.padded_sharded_param_size)
+        twin.grad = p.to_sharded_dtensor(empty.narrow(dim, 0, length))
+    p._sharded_param_data, p.sharded_param, p.all_gather_outputs = data, twin, []
+    p._unsharded_inner_tensors, p.unsharded_accumulated_grad = [], None
+    vars(p).pop("_unsharded_param", None)
+    p._setattr_on_modules(twin)
+
+
+def gathered(model: nn.Module) -> list[torch.Tensor]:
+    """Return the tensors in whose storages a sharded model's parameters are gathered, empty or not."""
+    return [t for p in engine_parameters(model) for t in p.all_gather_outputs]
+
+
+# --- groups that aren't here ---
+
+
+@contextlib.contextmanager
+def sharded(model: nn.Module, settings: FSDP | int | None) -> Iterator[None]:
+    """Inside, a model is sharded for a group that isn't here, as its first rank (NOTE, item 3).
+
+    Raises
+    ------
+    InvalidInputError
+        If the model is sharded already, has none of the units, or this process is one of a group of another size.
+    """
+    wanted = FSDP.of(settings)
+    if wanted is None:
+        yield
+        return
+    if any(map(is_sharded_unit, model.modules())):
+        raise InvalidInputError("fsdp= is for a model that isn't sharded yet, and this one is; leave it out")
+    units = _units(model, wanted.units)
+    with _sharding_undone(model), _mesh(wanted, next(model.parameters()).device) as mesh:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        param, reduced = (
+            None if name is None else getattr(torch, name) for name in (wanted.param_dtype, wanted.reduce_dtype)
+        )
+        policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduced)
+        for unit in [*units, model]:
+            fully_shard(unit, mesh=mesh, reshard_after_forward=wanted.reshard_after_forward, mp_policy=policy)
+        yield
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+M = TypeVar("M")
+
+
+def as_asked(function: Callable[Concatenate[M, P], T]) -> Callable[Concatenate[M, P], T]:
+    """Return a function of a model, and of an option `fsdp` by which the model is sharded meanwhile."""
+
+    @functools.wraps(function)
+    def run(model: M, *args: P.args, **kwargs: P.kwargs) -> T:
+        settings = kwargs.get("fsdp") if isinstance(model, nn.Module) else None
+        with contextlib.nullcontext() if settings is None else sharded(model, settings):  # type: ignore[arg-type]
+            return function(model, *args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
+def _units(model: nn.Module, names: tuple[str, ...] | None) -> list[nn.Module]:
+    """Return the modules that are units, inner ones first, without the model itself."""
+    if names is None:
+        names = tuple(getattr(model, "_no_split_modules", None) or ())
+        found = [m for m in model.modules() if type(m).__name__ in names]
+        if not found:
+            lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+            found = [m for each in lists if len({type(m) for m in each}) == 1 and len(each) > 1 for m in each]
+    else:
+        found = [m for m in model.modules() if type(m).__name__ in names]
+        missing = set(names) - {type(m).__name__ for m in found}
+        if missing:
+            raise InvalidInputError(f"fsdp: the model has no module of class {', '.join(sorted(missing))}")
+    with_own = [m for m in dict.fromkeys(found) if m is not model and any(True for _ in m.parameters())]
+    return with_own[::-1]
+
+
+@contextlib.contextmanager
+def _mesh(wanted: FSDP, device: torch.device) -> Iterator[Any]:
+    """The mesh of the group: of the one that is here if it has as many ranks, or else of a fake one."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    count = wanted.ranks * wanted.replicas
+    shape = (wanted.ranks,) if wanted.replicas == 1 else (wanted.replicas, wanted.ranks)
+    names = ("shard",) if wanted.replicas == 1 else ("replicate", "shard")
+    kind = "cpu" if device.type == "meta" else device.type
+    if dist.is_initialized():
+        if dist.get_world_size() != count:
+            raise InvalidInputError(
+                f"fsdp: {count} ranks, and this process is one of a group of {dist.get_world_size()}; plan for other "
+                "groups in a process of its own"
+            )
+        yield init_device_mesh(kind, shape, mesh_dim_names=names)
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    hook = sys.excepthook  # which a group replaces by one that names the rank
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield init_device_mesh(kind, shape, mesh_dim_names=names)
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+@contextlib.contextmanager
+def _sharding_undone(model: nn.Module) -> Iterator[None]:
+    """Restore at the end what `fully_shard` changes: classes, tables, hooks and attributes of all modules."""
+    found = [(m, type(m), dict(vars(m)), _copies(m)) for m in model.modules()]
+    from torch.distributed._composable_state import _module_state_mapping
+
+    try:
+        yield
+    finally:
+        for module, kind, attributes, tables in found:
+            _module_state_mapping.pop(module, None)
+            module.__class__ = kind
+            vars(module).clear()
+            vars(module).update(attributes)
+            for table, contents in tables:
+                table.clear()
+                table.update(contents)
+
+
+def _copies(module: nn.Module) -> list[tuple[Any, Any]]:
+    return [(v, v.copy()) for v in vars(module).values() if isinstance(v, (dict, set))]
