@@ -890,6 +890,13 @@ PROMISES: tuple[Promise, ...] = (
             "test_what_is_not_planned",
         )
         + _in(
+            "test_sharded_ranks",
+            "test_the_same_bits_within_the_budget",
+            "test_a_plan_may_be_made_before_the_model_is_sharded",
+            "test_a_group_that_is_not_here",
+            "test_settings_in_a_text",
+        )
+        + _in(
             "test_replicated",
             "test_the_same_bits_within_the_budget",
             "test_plans_go_on_either_side_of_the_wrapper",

@@ -245,6 +245,37 @@ def without_group(model: nn.Module) -> Iterator[None]:
                 group._to_sharded()
 
 
+@contextlib.contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Inside, backwards may run in the middle of a forward: at the end the engine is where it was, and has gathered."""
+    groups = _groups(model)
+    if not groups:
+        yield
+        return
+    found = states(model)
+    whole = [group for group in groups if group.is_unsharded]
+    training = [(each, each._training_state) for each in (*found, *groups)]
+    roots = [(state._state_ctx, state._state_ctx.iter_forward_root) for state in found]
+    orders = [group._post_forward_indices for group in groups]
+    orders += [getattr(state._comm_ctx, "post_forward_order", []) for state in found]  # none before it first ran
+    before = [list(order) for order in orders]
+    try:
+        yield
+    finally:
+        for group in groups:
+            if group in whole:
+                group.unshard()
+                group.wait_for_unshard()
+            else:
+                group._to_sharded()
+        for each, state in training:
+            each._training_state = state
+        for context, root in roots:
+            context.iter_forward_root = root
+        for order, contents in zip(orders, before, strict=True):
+            order[:] = contents
+
+
 # --- fake shards ---
 
 
@@ -275,11 +306,12 @@ def fake_shards(
             for state in _outermost(model):
                 state._lazy_init()
             for group in groups:
-                group.unshard()
-                group.wait_for_unshard()
-                group._to_sharded()
-            for state in states(model):
-                state._comm_ctx.all_gather_state = None
+                for p in group.fsdp_params:
+                    dtype = p.param_dtype or p.orig_dtype
+                    size, device = group._all_gather_process_group.size(), group.device
+                    p.init_all_gather_outputs([p._sharded_param_data.numel()], [dtype], size, device)
+                    p.init_unsharded_param()
+                    p.free_unsharded_param()
         yield
 
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import ckptplan
+from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WAYS: dict[str, dict[str, Any]] = {
@@ -128,3 +129,58 @@ def test_the_same_bits_within_the_budget(two: Ranks, name: str) -> None:
         assert found["peak"] <= found["budget"] < found["plain"]
         assert found["peak"] == pytest.approx(found["predicted"], rel=0.03)
         assert found["gradients_equal"]
+
+
+def ahead() -> tuple[int, int]:
+    """Peaks of a plan made before the model is sharded, and of one made after that."""
+    how: dict[str, Any] = {"budget_gb": 1, "loss_fn": loss_fn, "time_limit_s": 1, "cache": False, "optimizer": "adam"}
+    torch.manual_seed(0)
+    plain = Net().train()
+    sharded, x = made("resharded")
+    before = ckptplan.solve(plain, inputs=x, fsdp=2, **how)
+    after = ckptplan.solve(sharded, inputs=x, **how)
+    with pytest.raises(PlanMismatchError, match="this one is not sharded"), ckptplan.apply(plain, before):
+        plain(x)
+    with ckptplan.apply(sharded, before):
+        loss_fn(sharded(x)).backward()
+    with pytest.raises(PlanMismatchError, match=r"made for a model in 'fsdp, 2 ranks, .*', this one is in"):
+        ckptplan.apply(made("whole until backward")[0], before)
+    with pytest.raises(InvalidInputError, match="this one is; leave it out"):
+        ckptplan.solve(sharded, inputs=x, fsdp=2, **how)
+    return before.peak_bytes, after.peak_bytes
+
+
+def test_a_plan_may_be_made_before_the_model_is_sharded(two: Ranks) -> None:
+    for before, after in two.good(ahead):
+        assert before == after
+
+
+def test_a_group_that_is_not_here(two: Ranks) -> None:
+    """A fake group has the bytes of a real one, and leaves nothing behind."""
+    torch.manual_seed(0)
+    model, x = Net().train(), torch.randn(512, 64)
+    kinds, hooks = [type(m) for m in model.modules()], [len(m._forward_pre_hooks) for m in model.modules()]
+    how: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": "adam"}
+    plan = ckptplan.solve(model, 1, inputs=x, time_limit_s=1, cache=False, fsdp=2, **how)
+    assert plan.peak_bytes == two.good(ahead)[0][0] == ckptplan.estimate(model, x, fsdp=2, **how).peak_bytes
+    assert [type(m) for m in model.modules()] == kinds
+    assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
+    assert not dist.is_initialized()
+    less = ckptplan.estimate(model, x, fsdp=8, **how).peak_bytes
+    assert less < plan.peak_bytes < ckptplan.estimate(model, x, **how).peak_bytes
+    for settings, message in ((1, "ranks=1"), ("x", "it is a number of ranks"), (ckptplan.FSDP(4), None)):
+        if message is not None:
+            with pytest.raises(InvalidInputError, match=message):
+                ckptplan.estimate(model, x, fsdp=settings, **how)
+        else:
+            assert ckptplan.estimate(model, x, fsdp=settings, **how).peak_bytes > less
+    with pytest.raises(InvalidInputError, match="no module of class Block"):
+        ckptplan.estimate(model, x, fsdp=ckptplan.FSDP(2, units=("Block",)), **how)
+
+
+def test_settings_in_a_text() -> None:
+    found = ckptplan.FSDP.from_text("8,param_dtype=bfloat16,replicas=2,reshard_after_forward=no,units=A+B")
+    assert found == ckptplan.FSDP(8, 2, ("A", "B"), reshard_after_forward=False, param_dtype="bfloat16")
+    for text, message in (("8,dtype=1", "has 'dtype=1'"), ("x", "ranks='x'"), ("8,reshard_after_forward=3", "divide")):
+        with pytest.raises(InvalidInputError, match=message):
+            ckptplan.FSDP.from_text(text)

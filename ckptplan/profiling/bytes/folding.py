@@ -228,7 +228,8 @@ def _signature(module: nn.Module, seen: dict[int, Any]) -> Any:
     for name, value in vars(module).items():
         if name in _POSITIONS or name in ("_parameters", "_buffers", "_modules"):
             continue
-        plain[name] = _settings(value, seen)
+        # Hooks are kept under numbers of their own.
+        plain[name] = _settings(list(value.values()) if "_hooks" in name and isinstance(value, dict) else value, seen)
     tensors = [
         (name, None if t is None else (tuple(t.shape), t.stride(), t.dtype, t.requires_grad, t.device.type))
         for table in (module._parameters, module._buffers)

@@ -63,7 +63,7 @@ from ckptplan.runtime.guard.shapes import input_tensors
 from ckptplan.runtime.observe.measure import collection_off, tensors_in
 from ckptplan.runtime.observer import Observer
 from ckptplan.runtime.recompute.call import cached_weights, shares_containers
-from ckptplan.runtime.sharded import gathered
+from ckptplan.runtime.sharded import engine_parameters, gathered
 from ckptplan.runtime.state.cells import Snapshot, below
 from ckptplan.runtime.state.generators import Generators, SystemDraws
 from ckptplan.runtime.state.objects import tensors_in_objects
@@ -541,7 +541,7 @@ def _note_left(out: Replay, model: nn.Module, tracker: Tracker, before: Sequence
     Replaced buffers, whose old storages in `before` are gone, count as nothing. Tensors left in attributes count in
     full: the next step makes them again while the old ones are still there.
     """
-    now = [*model.parameters(), *model.buffers()]
+    now = [*model.parameters(), *model.buffers(), *(p.sharded_param for p in engine_parameters(model))]
     grads = (s for t in now if t.grad is not None for s in storages_of(t.grad))
     made = {s._cdata: s for s in grads if tracker.sid_of(s)}
     present = {s._cdata for t in now for s in storages_of(t)}

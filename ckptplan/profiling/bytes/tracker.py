@@ -30,7 +30,7 @@ from ckptplan.profiling.target import ON_CPU, Target
 from ckptplan.profiling.values.answers import with_seen
 from ckptplan.profiling.values.repeatable import is_repeatable
 from ckptplan.runtime.observe.measure import tensors_in
-from ckptplan.runtime.recompute.selective import is_numbered
+from ckptplan.runtime.recompute.selective import is_mark, is_numbered
 from ckptplan.runtime.swap.own import local_part
 from ckptplan.runtime.swap.positions import has_position
 
@@ -249,7 +249,7 @@ class Tracker(FakeWorld):
 
     def alive(self) -> set[Sid]:
         """Names of the storages made by the step that are alive now."""
-        return {sid for sid in self._alive.values() if sid is not None}
+        return {sid for sid in self._alive.values() if sid is not None} | {*self._gather_of.values()}
 
     def sid(self, tensor: torch.Tensor) -> Sid | None:
         """The name of a tensor's storage, None if it was there before the step."""
@@ -328,27 +328,28 @@ class Tracker(FakeWorld):
 
     def _recount(self, key: int, storage: torch.UntypedStorage) -> None:
         """Count a storage with its present size, which `resize_` may have changed."""
-        if key in self._counted:
-            nbytes = self.size_of(storage)
-            sid = self._alive[key]
-            if sid is None and nbytes != self._counted[key]:
-                sid = self._gathered(key)
-                exists = nbytes > 0
-            else:
-                exists = True
-            if sid is not None:
-                self.changes.append((sid, nbytes - self._counted[key], exists))
-            self.live_bytes += nbytes - self._counted[key]
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-            self._counted[key] = nbytes
+        if key not in self._counted:
+            return
+        nbytes = self.size_of(storage)
+        more = nbytes - self._counted[key]
+        sid = self._alive[key]
+        if sid is not None:
+            self.changes.append((sid, more, True))
+        elif more:
+            self._gathered(key, more, exists=nbytes > 0)
+        self.live_bytes += more
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._counted[key] = nbytes
 
-    def _gathered(self, key: int) -> Sid:
-        """The name of the memory that a storage of gathered parameters has, until it has none again."""
-        if not self._counted[key]:
+    def _gathered(self, key: int, more: int, *, exists: bool) -> None:
+        """Note that a storage of gathered parameters grows or shrinks; its memory has a name until it has none."""
+        if key not in self._gather_of:
             self._gathers += 1
             phase = "backward" if self._in_backward else "forward"
             self._gather_of[key] = phase, self._segment, _GATHERED + self._gathers
-        return self._gather_of[key]
+        self.changes.append((self._gather_of[key], more, exists))
+        if not exists:
+            del self._gather_of[key]
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count a real tensor that was made by no operation of this mode."""
@@ -376,6 +377,8 @@ class Tracker(FakeWorld):
 
     def dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation in the segment that it belongs to."""
+        if is_mark(func):
+            return func(*args, **kwargs)
         if self._in_backward:
             self._locate()
         if func is _DETACH and isinstance(args[0], FakeTensor) and id(args[0].untyped_storage()) in self._alive:

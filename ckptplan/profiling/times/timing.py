@@ -38,11 +38,11 @@ from ckptplan.runtime.observe.measure import same_bits, tensors_in
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.recompute.call import Call, PlannedStage, caching
 from ckptplan.runtime.recompute.frames import run_recomputed
+from ckptplan.runtime.sharded import undisturbed
 from ckptplan.runtime.state.cells import Changing, Snapshot, below
 from ckptplan.runtime.state.objects import attributes_of
 from ckptplan.runtime.state.restore import beside
 from ckptplan.runtime.step import TrainingStep, without_graph
-from ckptplan.runtime.swap.own import OwnNames, OwnStorages
 
 Way = tuple[int, ...] | None
 """How a stage runs: None for plain, otherwise recomputed with the outputs of these operations saved."""
@@ -163,7 +163,6 @@ class _Timing:
         self.rerun_shares = rerun_shares
         self.step, self.kinds, self.counts, self.again, self.device = step, kinds, counts, again, device
         self.watch = Stopwatch(device)
-        self.own = OwnStorages(OwnNames(step.model))
         self.rewind = rewind
         self.names = tuple(kinds)
         self.samples: dict[tuple[str, Way, str], list[Took]] = {}
@@ -291,9 +290,9 @@ class _Timing:
                 return original(*args, **kwargs)
             index = waiting.pop(0)
             self._glue_forward(index)
-            self._glue_backward(index, args, kwargs)
-            # The glue's backward has freed the parameters of a sharded unit that were gathered for this stage.
-            with (self.own.whole(module) or contextlib.nullcontext)():
+            with undisturbed(self.step.model):
+                self._glue_backward(index, args, kwargs)
+            with undisturbed(self.step.model):
                 output = self._stage(index, _StageCall(module, original, (args, kwargs)))
             self.left = self.watch.begin(("forward", index + 1))
             self._glue_begins(index + 1)

@@ -76,7 +76,12 @@ def is_numbered(func: Any, args: tuple[Any, ...]) -> bool:
 
 @functools.cache
 def _counts(func: Any) -> bool:
-    return func not in _ASKING and not getattr(func, "is_view", False)
+    return func not in _ASKING and not getattr(func, "is_view", False) and not is_mark(func)
+
+
+def is_mark(func: Any) -> bool:
+    """Whether an operation only marks a place for PyTorch's profiler (`torch.profiler.record_function`)."""
+    return getattr(func, "namespace", "") == "profiler"
 
 
 @functools.cache
