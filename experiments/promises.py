@@ -888,6 +888,7 @@ PROMISES: tuple[Promise, ...] = (
             "test_data_parallel",
             "test_distributed_checkpoints",
             "test_what_is_not_planned",
+            "test_plans_of_sharded_models",
         )
         + _in(
             "test_sharded_ranks",

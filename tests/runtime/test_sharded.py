@@ -172,6 +172,24 @@ def test_gathers(mesh: Any, where: str, what: str, monkeypatch: pytest.MonkeyPat
     assert count[0] == plain + again
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+@pytest.mark.parametrize("where", ["inside", "pairs"])
+def test_plans_of_sharded_models(mesh: Any, where: str) -> None:
+    """Units inside the stages, and around two of them: the plan acts, keeps the bits, and its peak is the real one."""
+
+    def loss_fn(output: torch.Tensor) -> torch.Tensor:
+        return output.float().mean()
+
+    model, inputs = sharded(mesh, where, POLICIES["bfloat16"]), build("transformer")[1]
+    for budget in ("0%", "30%"):
+        plan = ckptplan.solve(model, budget=budget, inputs=inputs, loss_fn=loss_fn, cache=False, time_limit_s=1)
+        found = ckptplan.verify(model, plan, inputs, loss_fn, repeats=1)
+        assert found.gradients_equal
+        assert found.within_budget
+        assert found.measured_peak_bytes == pytest.approx(plan.peak_bytes, rel=0.03)
+        assert found.stats.recomputed_stages + found.stats.swapped_out_bytes > 0
+
+
 @pytest.mark.filterwarnings("ignore:FSDP is switching:UserWarning", "ignore:FSDP will no longer:FutureWarning")
 def test_what_is_not_planned(mesh: Any) -> None:
     model, inputs = build("transformer")

@@ -68,7 +68,7 @@ from ckptplan.runtime.state.cells import Snapshot, below
 from ckptplan.runtime.state.generators import Generators, SystemDraws
 from ckptplan.runtime.state.objects import tensors_in_objects
 from ckptplan.runtime.step import TrainingStep, default_loss
-from ckptplan.runtime.swap.own import storages_of
+from ckptplan.runtime.swap.own import is_sharded_unit, storages_of
 from ckptplan.runtime.swap.packing import unowned
 from ckptplan.runtime.swap.positions import has_position
 from ckptplan.runtime.swap.stores import NULL_STORES
@@ -821,7 +821,7 @@ class _Tracing:
         """Kind of stage -> the choices of operations to save that its menu offers."""
         kinds: dict[str, list[int]] = {}
         for g in self.segments:
-            if g % 2 and self.kept.saved.get(g) and g not in self.kept.modifies:
+            if g % 2 and self.kept.saved.get(g) and g not in self.kept.modifies and not self._gathers_inside(g):
                 kinds.setdefault(self._kind(g), []).append(g)
         own = {g: sum(self.kept.sizes[s] for s in self._own(g)) for segments in kinds.values() for g in segments}
         worth = {
@@ -848,6 +848,14 @@ class _Tracing:
                 self.rerun_shares[kind, ()] = total_s / all_s
                 self.rerun_shares.update(((kind, c.ops), (total_s - c.saved_s) / all_s) for c in out[kind])
         return out
+
+    def _gathers_inside(self, g: int) -> bool:
+        """Whether sharded units lie inside a stage.
+
+        They gather in forward and not again in a recompute, whose operations then have other numbers.
+        """
+        stage = self.step.model.get_submodule(segment_name(self.names, g).partition("#")[0])
+        return any(is_sharded_unit(m) for m in stage.modules() if m is not stage)
 
     def _own(self, g: int) -> list[Sid]:
         """Storages that a stage makes and holds when kept, and that are gone when it is recomputed."""

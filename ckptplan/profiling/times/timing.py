@@ -421,10 +421,11 @@ class _Timing:
             del output, new_args, new_kwargs
             made.clear()
             span = self.watch.begin((kind, way, "backward"))
-            if outputs:
-                trained = [p for p in parameters if p.requires_grad]  # forward may have frozen some
-                torch.autograd.grad(outputs, [*leaves, *trained], gradients, allow_unused=True)
-            backward = self.watch.end(span)
+            with undisturbed(self.step.model):
+                if outputs:
+                    trained = [p for p in parameters if p.requires_grad]  # forward may have frozen some
+                    torch.autograd.grad(outputs, [*leaves, *trained], gradients, allow_unused=True)
+                backward = self.watch.end(span)
             del outputs, gradients
             if way is None:
                 self.plain_s[kind] = max(forward) + max(backward)
