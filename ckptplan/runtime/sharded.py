@@ -34,15 +34,15 @@ from ckptplan.core.errors import InvalidInputError, PlanMismatchError, Unsupport
 from ckptplan.core.fsdp import FSDP
 from ckptplan.core.plan import Plan
 from ckptplan.runtime.observer import Observer
-from ckptplan.runtime.swap.own import is_sharded_unit, local_part
+from ckptplan.runtime.state.cells import below
+from ckptplan.runtime.swap.own import is_sharded_unit, local_part, sharded_units
 
 _CONTAINERS = (list, dict, set)
 
 
 def states(model: nn.Module) -> list[Any]:
     """Return the engine's states of the units in a model, outer ones first; empty if it isn't sharded."""
-    units = [m for m in model.modules() if is_sharded_unit(m)]
-    found = [m._get_fsdp_state() for m in units]  # type: ignore[operator]
+    found = [unit._get_fsdp_state() for unit in sharded_units(below(model))]
     return list({id(state): state for state in found}.values())
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -38,7 +39,7 @@ from ckptplan.runtime.observe.measure import same_bits, tensors_in
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.recompute.call import Call, PlannedStage, caching
 from ckptplan.runtime.recompute.frames import run_recomputed
-from ckptplan.runtime.sharded import undisturbed
+from ckptplan.runtime.sharded import states, undisturbed
 from ckptplan.runtime.state.cells import Changing, Snapshot, below
 from ckptplan.runtime.state.objects import attributes_of
 from ckptplan.runtime.state.restore import beside
@@ -163,6 +164,9 @@ class _Timing:
         self.rerun_shares = rerun_shares
         self.step, self.kinds, self.counts, self.again, self.device = step, kinds, counts, again, device
         self.watch = Stopwatch(device)
+        self.undisturbed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        if states(step.model):
+            self.undisturbed = functools.partial(undisturbed, step.model)
         self.rewind = rewind
         self.names = tuple(kinds)
         self.samples: dict[tuple[str, Way, str], list[Took]] = {}
@@ -290,9 +294,9 @@ class _Timing:
                 return original(*args, **kwargs)
             index = waiting.pop(0)
             self._glue_forward(index)
-            with undisturbed(self.step.model):
+            with self.undisturbed():
                 self._glue_backward(index, args, kwargs)
-            with undisturbed(self.step.model):
+            with self.undisturbed():
                 output = self._stage(index, _StageCall(module, original, (args, kwargs)))
             self.left = self.watch.begin(("forward", index + 1))
             self._glue_begins(index + 1)
@@ -421,7 +425,7 @@ class _Timing:
             del output, new_args, new_kwargs
             made.clear()
             span = self.watch.begin((kind, way, "backward"))
-            with undisturbed(self.step.model):
+            with self.undisturbed():
                 if outputs:
                     trained = [p for p in parameters if p.requires_grad]  # forward may have frozen some
                     torch.autograd.grad(outputs, [*leaves, *trained], gradients, allow_unused=True)

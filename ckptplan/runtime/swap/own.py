@@ -43,10 +43,11 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_sharded_unit(module: nn.Module) -> bool:
     """Whether `fully_shard` was called on `module`."""
-    return bool(_sharded_units([module]))
+    return bool(sharded_units([module]))
 
 
-def _sharded_units(modules: list[nn.Module]) -> list[Any]:
+def sharded_units(modules: list[nn.Module]) -> list[Any]:
+    """Return those of `modules` on which `fully_shard` was called."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: no module is sharded
     return [] if fsdp is None else [m for m in modules if isinstance(m, fsdp.FSDPModule)]
 
@@ -77,7 +78,7 @@ class OwnNames:
 
     def sharded_units(self) -> list[Any]:
         """Return the modules on which `fully_shard` was called."""
-        return _sharded_units(self._modules)
+        return sharded_units(self._modules)
 
 
 class OwnStorages:
