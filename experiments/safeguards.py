@@ -1574,7 +1574,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         29,
         "a plan belongs to its model and device",
         "apply",
-        '    plan.fingerprint.require(found, ignore=("inputs", "accumulates"))\n',
+        '    plan.fingerprint.require(found, ignore=("inputs", "accumulates", *unlike(model, plan)))\n',
         "",
         (
             "tests/runtime/test_runtime.py::test_a_plan_for_another_model",
@@ -2323,7 +2323,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         23,
         "releases of what was allocated before a recording count nothing",
-        "recorded_allocations",
+        "recorded_blocks",
         "        elif address in alive:\n            alive.remove(address)",
         "        elif address:\n            alive.discard(address)",
         ("tests/runtime/test_verify.py::test_released_blocks_from_before_count_nothing",),
@@ -2404,7 +2404,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         35,
         "a plan without the buckets isn't applied in the wrapper",
         "fingerprint",
-        'parallel="" if step.ddp is None else step.ddp.kind,',
+        'parallel=kind_of(model) if step.ddp is None else step.ddp.kind,',
         'parallel="",',
         ("tests/parallel/test_replicated.py::test_plans_go_on_either_side_of_the_wrapper",),
     ),
