@@ -2404,7 +2404,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         35,
         "a plan without the buckets isn't applied in the wrapper",
         "fingerprint",
-        'parallel=kind_of(model) if step.ddp is None else step.ddp.kind,',
+        "parallel=kind_of(model) if step.ddp is None else step.ddp.kind,",
         'parallel="",',
         ("tests/parallel/test_replicated.py::test_plans_go_on_either_side_of_the_wrapper",),
     ),

@@ -107,34 +107,20 @@ def survey(
     list of DeviceFit
     """
     check_count(batch=batch)
-    with sharded(model, training.fsdp):
-        return _survey(model, make_inputs, devices, batch, training, budget_bytes, limit, time_limit_s, on_progress)
-
-
-def _survey(
-    model: nn.Module,
-    make_inputs: MakeInputs,
-    devices: Sequence[Device],
-    batch: int,
-    training: Training,
-    budget_bytes: int | None,
-    limit: int,
-    time_limit_s: float,
-    on_progress: Report,
-) -> list[DeviceFit]:
     groups: dict[object, list[Device]] = {}
     for device in devices:
         target = find_target(model, device)
         # A device without CUDA is traced by itself, with the operations that this machine runs.
         groups.setdefault(target.byte_class or device.name, []).append(device)
     found: dict[str, DeviceFit] = {}
-    for same in groups.values():
-        target = find_target(model, same[0])
-        batches = Batches(make_inputs, TrainingBytes(model, target, training))
-        batches.check()
-        group = _Group(batches, same, batch, limit, time_limit_s, on_progress)
-        for device in same:
-            found[device.name] = group.fit(device, budget_bytes or device.usable_bytes)
+    with sharded(model, training.fsdp):
+        for same in groups.values():
+            target = find_target(model, same[0])
+            batches = Batches(make_inputs, TrainingBytes(model, target, training))
+            batches.check()
+            group = _Group(batches, same, batch, limit, time_limit_s, on_progress)
+            for device in same:
+                found[device.name] = group.fit(device, budget_bytes or device.usable_bytes)
     return [found[device.name] for device in devices]
 
 

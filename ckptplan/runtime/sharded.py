@@ -48,7 +48,7 @@ def states(model: nn.Module) -> list[Any]:
 
 def _outermost(model: nn.Module) -> list[Any]:
     """Return the states of the units that lie in no other."""
-    inside = {id(m) for unit in model.modules() if is_sharded_unit(unit) for m in unit.modules() if m is not unit}
+    inside = {id(m) for unit in sharded_units(below(model)) for m in unit.modules() if m is not unit}
     return [state for state in states(model) if not any(id(m) in inside for m in state._modules)]
 
 
@@ -94,20 +94,21 @@ def unit_settings(module: nn.Module) -> tuple[Any, ...]:
 
 def kind_of(model: nn.Module) -> str:
     """Return what plans for a sharded model are bound to: its group and units; empty if it isn't sharded."""
+    groups = _groups(model)
+    if not groups:
+        return ""
     names = {module: name for name, module in model.named_modules()}
     outermost = _outermost(model)
-    digest, mesh = hashlib.sha256(), None
+    digest = hashlib.sha256()
     for state in states(model):
         for group in state._fsdp_param_groups:
-            mesh, after = group.mesh_info, group.post_forward_mesh_info
+            after = group.post_forward_mesh_info
             # An outermost unit's setting is dropped when it first runs, where it was left to PyTorch.
             dropped = after is None or (state in outermost and state._auto_reshard_after_forward)
             reshards = None if dropped else after.shard_mesh_size
-            policy = group.mp_policy
             units = [names.get(m, "") for m in group.modules]
-            digest.update(f"{units} {reshards} {policy}\n".encode())
-    if mesh is None:
-        return ""
+            digest.update(f"{units} {reshards} {group.mp_policy}\n".encode())
+    mesh = groups[-1].mesh_info
     size, replicas = mesh.shard_mesh_size, getattr(mesh, "replicate_mesh_size", 1)
     over = f"{size} x {replicas}" if replicas > 1 else f"{size}"
     return f"fsdp, {over} ranks, units {digest.hexdigest()[:8]}"
@@ -227,9 +228,6 @@ def _engine(model: nn.Module) -> list[Any]:
 def without_group(model: nn.Module) -> Iterator[None]:
     """Inside, a sharded model runs without communicating (NOTE, item 1), and its engine is put back at the end."""
     groups = _groups(model)
-    if not groups:
-        yield
-        return
     for group in groups:
         group._to_sharded()
     with _put_back(_engine(model)):
@@ -248,11 +246,7 @@ def without_group(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Inside, backwards may run in the middle of a forward: at the end the engine is where it was, and has gathered."""
-    groups = _groups(model)
-    if not groups:
-        yield
-        return
-    found = states(model)
+    groups, found = _groups(model), states(model)
     whole = [group for group in groups if group.is_unsharded]
     training = [(each, each._training_state) for each in (*found, *groups)]
     roots = [(state._state_ctx, state._state_ctx.iter_forward_root) for state in found]
@@ -354,7 +348,7 @@ def sharded(model: nn.Module, settings: FSDP | int | None) -> Iterator[None]:
     if wanted is None:
         yield
         return
-    if any(map(is_sharded_unit, model.modules())):
+    if sharded_units(below(model)):
         raise InvalidInputError("fsdp= is for a model that isn't sharded yet, and this one is; leave it out")
     units = _units(model, wanted.units)
     with _sharding_undone(model), _mesh(wanted, next(model.parameters()).device) as mesh:

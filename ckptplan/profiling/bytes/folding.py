@@ -261,7 +261,8 @@ def _settings(value: Any, seen: dict[int, Any]) -> Any:
 def _of_engine(value: Any) -> str | None:
     """Return a name for an object or a hook of PyTorch's distributed engines, whose settings `unit_settings` gives."""
     kind = value if hasattr(value, "__qualname__") else type(value)
-    return kind.__qualname__ if str(kind.__module__).startswith("torch.distributed.") else None
+    in_engine = str(getattr(kind, "__module__", "")).startswith("torch.distributed.")  # a generator has none
+    return kind.__qualname__ if in_engine else None
 
 
 def _is_shared(value: Any) -> bool:

@@ -68,7 +68,7 @@ from ckptplan.runtime.state.cells import Snapshot, below
 from ckptplan.runtime.state.generators import Generators, SystemDraws
 from ckptplan.runtime.state.objects import tensors_in_objects
 from ckptplan.runtime.step import TrainingStep, default_loss
-from ckptplan.runtime.swap.own import is_sharded_unit, storages_of
+from ckptplan.runtime.swap.own import sharded_units, storages_of
 from ckptplan.runtime.swap.packing import unowned
 from ckptplan.runtime.swap.positions import has_position
 from ckptplan.runtime.swap.stores import NULL_STORES
@@ -855,7 +855,7 @@ class _Tracing:
         They gather in forward and not again in a recompute, whose operations then have other numbers.
         """
         stage = self.step.model.get_submodule(segment_name(self.names, g).partition("#")[0])
-        return any(is_sharded_unit(m) for m in stage.modules() if m is not stage)
+        return any(unit is not stage for unit in sharded_units(below(stage)))
 
     def _own(self, g: int) -> list[Sid]:
         """Storages that a stage makes and holds when kept, and that are gone when it is recomputed."""
