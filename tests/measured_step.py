@@ -19,6 +19,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from ckptplan.runtime.observe.measure import optimizer_tensors, recorded_blocks, tensors_in, unique_bytes
+from ckptplan.runtime.replicated import is_distributed
 
 _STAGING = "staging of gloo "
 _COLLECTIVES = ("all_gather_single", "reduce_scatter_single", "all_gather_into_tensor", "reduce_scatter_tensor")
@@ -81,7 +82,10 @@ def _copied(gradient: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Te
 
 @contextlib.contextmanager
 def _marked() -> Iterator[None]:
-    """Inside, collectives are spans of the profiler, each with a name of its own."""
+    """Inside, a group's collectives are spans of the profiler, each with a name of its own."""
+    if not is_distributed():
+        yield
+        return
     count = itertools.count()
 
     def spanned(original: Callable[..., Any]) -> Callable[..., Any]:
