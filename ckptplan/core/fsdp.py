@@ -26,8 +26,9 @@ class FSDP:
     replicas : int
         Number of such groups, between which gradients are all-reduced (hybrid sharding).
     units : tuple of str, optional
-        Class names of the modules that are units. By default those that the model names in `_no_split_modules`, or
-        else the members of its lists of alike modules (`torch.nn.ModuleList`). The model itself is always one.
+        The modules that are units, by class or by qualified name. By default those that the model names in
+        `_no_split_modules`, or else the members of its lists of alike modules (`torch.nn.ModuleList`), without those
+        that share a parameter with others. The model itself is always one.
     reshard_after_forward : bool or int, optional
         As in `fully_shard`, for all units. None: true for all but the model itself.
     param_dtype, reduce_dtype : str, optional
@@ -62,7 +63,9 @@ class FSDP:
         units: object = self.units
         if units is not None:
             if not isinstance(units, (tuple, list)) or not all(isinstance(unit, str) for unit in units):
-                raise InvalidInputError(f"fsdp: units={units!r}; give names of classes: ('LlamaDecoderLayer',)")
+                raise InvalidInputError(
+                    f"fsdp: units={units!r}; give names of classes or modules: ('LlamaDecoderLayer', 'lm_head')"
+                )
             object.__setattr__(self, "units", tuple(units))
 
     @classmethod

@@ -7,6 +7,7 @@ batch.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -147,8 +148,12 @@ class _Group:
 
     def chain(self, n: int, name: str) -> Profile:
         """Return the chain of a batch on one of the devices, traced or interpolated from two traced ones."""
+        for traced in (self.batch, _SPREAD * self.batch):
+            self._traced(traced)
         if n not in self.chains:
-            a, b = self.batch, _SPREAD * self.batch
+            known = sorted(self.chains)
+            above = min(max(bisect.bisect(known, n), 1), len(known) - 1)
+            a, b = known[above - 1 : above + 1]
             between = between_batches(self._traced(a)[name], a, self._traced(b)[name], b, n)
             if between is not None:
                 return between

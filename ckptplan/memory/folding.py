@@ -1,7 +1,7 @@
 """Record a model of many equal layers by running a few of them.
 
-Layers of a container that repeat, with any period (a model may alternate two kinds), are shortened to four periods. The
-short model is recorded, and its second period is written out as often as the full model has it. For example, of 24
+Layers of a container that repeat, with any period (a model may alternate two kinds), are shortened to a few periods.
+The short model is recorded, and its second period is written out as often as the full model has it. For example, of 24
 equal blocks, blocks 0 to 3 are run, and the recording of block 1 stands for blocks 1 to 21. This happens only if two
 comparisons find no difference:
 
@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import KEEP
 from ckptplan.memory.recorder import ALLOCATE, FREE, Block, Event, Recording, Section, record_step
-from ckptplan.profiling.bytes.folding import KEPT, Periods, Run, find_runs, quiet, shortened
+from ckptplan.profiling.bytes.folding import Periods, Run, find_runs, quiet, shortened
 from ckptplan.profiling.bytes.trace import find_stages, replay
 from ckptplan.profiling.bytes.tracker import Sid, Tracker
 from ckptplan.profiling.target import Target
@@ -268,6 +268,11 @@ class _Folded:
             return ("outside", direction, segment, number)
         return ("unit", home - (r or 0), direction, segment - self.periods.begins[home], number)
 
+    def is_far(self, block: int, r: int) -> bool:
+        """Return whether a block belongs to a period that is neither a neighbour nor, of the first, the last one."""
+        reference = self.reference(block, r)
+        return bool(reference[0] == "unit" and 1 < abs(reference[1]) < self.periods.run.kept - 1)
+
     def written(self, section: Section, r: int) -> list[Any]:
         """Return a section's events with the blocks as seen from its period."""
         return [
@@ -292,7 +297,7 @@ def _alike(folded: _Folded) -> bool:
     outside: list[Counter[Any]] = [Counter(), Counter()]
     for position, section in enumerate(folded.recording.sections):
         r = folded.period(section.direction, section.segment)
-        if r is not None and any(_far(folded.reference(block, r)) for _, block in section.events):
+        if r is not None and any(folded.is_far(block, r) for _, block in section.events):
             return False
         if r in (1, 2):
             sides[r - 1][section.direction, section.segment - folded.periods.begins[r]] = folded.written(section, r)
@@ -305,23 +310,14 @@ def _alike(folded: _Folded) -> bool:
     return bool(sides[0]) and sides[0] == sides[1] and outside[0] == outside[1]
 
 
-def _far(reference: _Reference) -> bool:
-    """Return whether a block belongs to a period that is neither a neighbour nor, of the first, the last one."""
-    return bool(reference[0] == "unit" and 1 < abs(reference[1]) < KEPT - 1)
-
-
 class _Writer:
     """Writes the recording of the full model."""
 
     def __init__(self, folded: _Folded) -> None:
         self.folded, self.periods, self.run = folded, folded.periods, folded.periods.run
+        self.order = folded.periods.order
         self.blocks: list[Block] = []
         self.index: dict[tuple[Any, ...], int] = {}
-
-    def source(self, q: int) -> int:
-        """Return the recorded period that stands for period `q` of the full model."""
-        n = self.run.periods
-        return 0 if q == 0 else KEPT - 1 if q == n - 1 else 1
 
     def write(self) -> Recording:
         """Return the recording of the full model."""
@@ -338,9 +334,9 @@ class _Writer:
             by_period: dict[int | None, list[Section]] = {}
             for section in group:
                 by_period.setdefault(self.folded.period(direction, section.segment), []).append(section)
-            order = range(self.run.periods)
-            for q in order if direction == "forward" else reversed(order):
-                out += [self._section(section, self.source(q), q) for section in by_period.get(self.source(q), ())]
+            order = list(enumerate(self.order))
+            for q, r in order if direction == "forward" else reversed(order):
+                out += [self._section(section, r, q) for section in by_period.get(r, ())]
         return Recording(self.periods.stages(self.folded.recording.stages), self.blocks, out)
 
     def _section(self, section: Section, r: int | None, q: int | None) -> Section:
@@ -364,13 +360,12 @@ class _Writer:
         elif q is not None:
             assert r is not None
             home = r + reference[1]
-            far = abs(reference[1]) == KEPT - 1
+            far = abs(reference[1]) == self.run.kept - 1
             p = (0 if home == 0 else self.run.periods - 1) if far else q + reference[1]
             yield code, self._block(("unit", p, *reference[2:]), made, home, p)
         else:
-            n = self.run.periods
             home = reference[1]
-            for p in (0,) if home == 0 else range(1, n - 2) if home == 1 else (n - KEPT + home,):
+            for p in (q for q, r in enumerate(self.order) if r == home):
                 yield code, self._block(("unit", p, *reference[2:]), made, home, p)
 
     def _block(self, key: tuple[Any, ...], made: Block, r: int | None, q: int | None) -> int:

@@ -312,15 +312,19 @@ def fake_shards(
 def _give_fake(p: Any, fake: Callable[[torch.Tensor], torch.Tensor], *, accumulating: bool) -> None:
     """Give a parameter of the engine a fake shard, and a fake gradient where it has one."""
     real = p.sharded_param
-    data = fake(p._sharded_param_data.detach())
-    dim, length = p.fsdp_placement.dim, p.sharded_size[p.fsdp_placement.dim]
-    part = data.view(p.padded_sharded_param_size).narrow(dim, 0, length)
+    data = fake(p._sharded_param_data)
+
+    def part_of(padded: torch.Tensor) -> torch.Tensor:
+        dim = p.fsdp_placement.dim
+        length = p.sharded_size[dim]
+        return padded if padded.shape[dim] == length else padded.narrow(dim, 0, length)
+
+    part = part_of(data.view(p.padded_sharded_param_size))
     twin = nn.Parameter(p.to_sharded_dtensor(part), requires_grad=real.requires_grad)
     if real.grad is not None:
         twin.grad = p.to_sharded_dtensor(fake(local_part(real.grad).detach()))
     elif accumulating and real.requires_grad:
-        empty = torch.empty_like(data).view(p.padded_sharded_param_size)
-        twin.grad = p.to_sharded_dtensor(empty.narrow(dim, 0, length))
+        twin.grad = p.to_sharded_dtensor(part_of(torch.empty_like(data).view(p.padded_sharded_param_size)))
     p._sharded_param_data, p.sharded_param, p.all_gather_outputs = data, twin, []
     p._unsharded_inner_tensors, p.unsharded_accumulated_grad = [], None
     vars(p).pop("_unsharded_param", None)
@@ -382,19 +386,31 @@ def as_asked(function: Callable[Concatenate[M, P], T]) -> Callable[Concatenate[M
 
 def _units(model: nn.Module, names: tuple[str, ...] | None) -> list[nn.Module]:
     """Return the modules that are units, inner ones first, without the model itself."""
+    listed = names
     if names is None:
         names = tuple(getattr(model, "_no_split_modules", None) or ())
-        found = [m for m in model.modules() if type(m).__name__ in names]
-        if not found:
-            lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-            found = [m for each in lists if len({type(m) for m in each}) == 1 and len(each) > 1 for m in each]
-    else:
-        found = [m for m in model.modules() if type(m).__name__ in names]
-        missing = set(names) - {type(m).__name__ for m in found}
-        if missing:
-            raise InvalidInputError(f"fsdp: the model has no module of class {', '.join(sorted(missing))}")
+    called = [(m, {type(m).__name__, name}) for name, m in model.named_modules()]
+    found = [m for m, names_of_it in called if names_of_it & set(names)]
+    if not found and listed is None:
+        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+        found = [m for each in lists if len({type(m) for m in each}) == 1 and len(each) > 1 for m in each]
+    missing = set(listed or ()) - {name for _, names_of_it in called for name in names_of_it}
+    if missing:
+        raise InvalidInputError(f"fsdp: the model has no module of class or name {', '.join(sorted(missing))}")
     with_own = [m for m in dict.fromkeys(found) if m is not model and any(True for _ in m.parameters())]
-    return with_own[::-1]
+    tied = [m for m in with_own if _is_tied(model, m)]
+    if tied and listed is not None:
+        raise InvalidInputError(
+            f"fsdp: a {type(tied[0]).__name__} can't be a unit, since modules outside of it have one of its "
+            "parameters; leave it out of units"
+        )
+    return [m for m in with_own if m not in tied][::-1]
+
+
+def _is_tied(model: nn.Module, unit: nn.Module) -> bool:
+    """Whether a module has a parameter that others outside of it have, too."""
+    inside, own = set(unit.modules()), {id(p) for p in unit.parameters()}
+    return any(id(p) in own for m in model.modules() if m not in inside for p in m._parameters.values())
 
 
 @contextlib.contextmanager

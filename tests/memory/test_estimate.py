@@ -322,17 +322,19 @@ class Residual(nn.Module):
         return x + self.drop(torch.tanh(self.linear(self.norm(x))))
 
 
-def test_repeated_layers_are_written_out_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+@pytest.mark.parametrize("fsdp", [None, ckptplan.FSDP(4, units=("Residual",), reduce_dtype="float32")])
+def test_repeated_layers_are_written_out_exactly(monkeypatch: pytest.MonkeyPatch, fsdp: ckptplan.FSDP | None) -> None:
     def layers(n: int) -> nn.Module:
         torch.manual_seed(0)
         made = [Residual(1e-5 if k % 2 else 1e-6) for k in range(n)]  # two kinds in turn
         return nn.Sequential(nn.Linear(16, 32), *made, nn.Linear(32, 8))
 
     model, x = layers(12), torch.randn(4, 10, 16)
-    assert folding.find_runs(model) == [folding.Run("", 1, 12, 2)]
-    folded = estimate(model, x, optimizer="adamw")
+    assert folding.find_runs(model) == [folding.Run("", 1, 12, 2, kept=4)]
+    folded = estimate(model, x, optimizer="adamw", fsdp=fsdp)
     monkeypatch.setattr(folding, "find_runs", lambda model: [])
-    full = estimate(model, x, optimizer="adamw")
+    full = estimate(model, x, optimizer="adamw", fsdp=fsdp)
     assert folded.phases == full.phases
     assert folded.saved_bytes == full.saved_bytes
     plain = [sorted(repr(dataclasses.replace(t, line="")) for t in found.alive) for found in (folded, full)]

@@ -17,6 +17,8 @@ from trained_ranks import check, outcome
 
 import ckptplan
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
+from ckptplan.runtime.sharded import sharded
+from ckptplan.runtime.swap.own import is_sharded_unit
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WAYS: dict[str, dict[str, Any]] = {
@@ -166,8 +168,38 @@ def test_a_group_that_is_not_here(two: Ranks) -> None:
                 ckptplan.estimate(model, x, fsdp=settings, **how)
         else:
             assert ckptplan.estimate(model, x, fsdp=settings, **how).peak_bytes > less
-    with pytest.raises(InvalidInputError, match="no module of class Block"):
+    with pytest.raises(InvalidInputError, match="no module of class or name Block"):
         ckptplan.estimate(model, x, fsdp=ckptplan.FSDP(2, units=("Block",)), **how)
+
+
+class Tied(nn.Module):
+    """The head has the embedding's weight."""
+
+    _no_split_modules = ("Embedding", "Sequential")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layers = nn.Embedding(60, 64), Net().layers
+        self.head = nn.Linear(64, 60)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize(
+    ("units", "found"),
+    [(None, ["", *(f"layers.{i}" for i in range(4))]), (("layers.1", "GELU"), ["", "layers.1"])],
+)
+def test_units_are_modules_with_parameters_of_their_own(units: Any, found: list[str]) -> None:
+    with sharded(model := Tied(), ckptplan.FSDP(2, units=units)):
+        assert [name for name, module in model.named_modules() if is_sharded_unit(module)] == found
+
+
+def test_a_unit_with_a_parameter_of_others_is_refused() -> None:
+    for units in (("head",), ("Embedding",)):
+        with (
+            pytest.raises(InvalidInputError, match="can't be a unit, since modules outside of it"),
+            sharded(Tied(), ckptplan.FSDP(2, units=units)),
+        ):
+            pass
 
 
 def test_settings_in_a_text() -> None:

@@ -249,6 +249,7 @@ class Case(NamedTuple):
 
 
 A100 = {"device": "a100-40gb", "amp": torch.bfloat16}
+SHARDED = ckptplan.FSDP(4, param_dtype="bfloat16", reduce_dtype="float32")
 CASES: dict[str, Case] = {
     "gpt2": Case(gpt2),
     "llama": Case(lambda: llama(menus=False)),
@@ -258,6 +259,8 @@ CASES: dict[str, Case] = {
     "hidden states": Case(lambda: gpt2(hidden=True, menus=False)),
     "accumulating": Case(lambda: gpt2(accumulate=True, optimizer="adamw", menus=False)),
     "absent": Case(lambda: gpt2(**A100)),
+    "sharded": Case(lambda: llama(8, device="a100-40gb", fsdp=SHARDED)),
+    "sharded, whole": Case(lambda: bert(7, menus=False, fsdp=ckptplan.FSDP(3, reshard_after_forward=False))),
     "stack": Case(lambda: stack(*(Residual(place=k) for k in range(9)))),
     "two in turn": Case(lambda: stack(*(Residual(64 + 64 * (k % 2)) for k in range(12)))),
     "others behind": Case(lambda: stack(*(Residual() for _ in range(8)), Residual(64), Residual())),
@@ -355,6 +358,7 @@ def profiles(name: str) -> Profiles:
     return Profiles(few, full, folded)
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_profiles_are_those_of_all_layers(name: str) -> None:
     few, full, folded = profiles(name)
@@ -530,7 +534,7 @@ def test_paths_drawn_by_python_are_run_as_they_are() -> None:
 
 
 def test_names_of_the_short_model_and_back() -> None:
-    run = Run("model.h", 1, 16, 2)
+    run = Run("model.h", 1, 16, 2, kept=4)
     names = (*(f"model.h.{i}.{part}" for i in range(18) for part in ("attn", "mlp")), "head")
     short = tuple(filter(None, map(run.shortened, names)))
     assert short == (*(f"model.h.{i}.{part}" for i in range(10) for part in ("attn", "mlp")), "head")
@@ -543,7 +547,7 @@ def test_names_of_the_short_model_and_back() -> None:
 
 
 def test_what_is_outside_refers_to_all_periods_or_to_the_ends() -> None:
-    periods = Periods.of(Run("", 0, 6, 1), "0123")
+    periods = Periods.of(Run("", 0, 6, 1, kept=4), "0123")
     assert periods is not None
     assert periods.begins == (1, 3, 5, 7, 9)
     seen = trace.Replay(forward={g: SegmentTrace() for g in range(9)})

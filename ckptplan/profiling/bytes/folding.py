@@ -2,7 +2,8 @@
 
 A run of equal layers of a container, with any period (a model may alternate two kinds), is shortened to four periods.
 The second one stands for those that are left out. For example, of 24 equal blocks, blocks 0 to 3 are run, and block 1
-stands for blocks 1 to 21.
+stands for blocks 1 to 21. Of layers that are sharded units, five periods are run: backward frees a unit's buffers two
+units later, so that the last but one has other neighbours, too.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ import torch
 from torch import nn
 
 from ckptplan.runtime.sharded import unit_settings
+from ckptplan.runtime.swap.own import is_sharded_unit
 
 T = TypeVar("T")
 
-KEPT = 4
+_KEPT = 4
 """Periods that are run: the first and the last have other neighbours, the two between are compared."""
+_KEPT_UNITS = 5
+"""The same of sharded units, the last two of which have other neighbours."""
 _LONGEST_PERIOD = 8
 _POSITIONS = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "block_index", "idx", "index"}
 """Attributes with a layer's place, which differ between equal layers. The comparisons detect a use of the place."""
@@ -48,12 +52,15 @@ class Run:
         The layers are the container's members first to first + count - 1; count is a multiple of the period.
     period : int
         Number of members after which the pattern repeats.
+    kept : int
+        Number of periods that are run.
     """
 
     path: str
     first: int
     count: int
     period: int
+    kept: int
 
     @property
     def periods(self) -> int:
@@ -63,7 +70,7 @@ class Run:
     @property
     def fewer(self) -> int:
         """Number of layers that the shortened model leaves out."""
-        return self.count - KEPT * self.period
+        return self.count - self.kept * self.period
 
     @property
     def pattern(self) -> re.Pattern[str]:
@@ -76,14 +83,14 @@ class Run:
 
         def moved(found: re.Match[str]) -> str:
             i = int(found[1])
-            if i >= self.first + KEPT * self.period:
+            if i >= self.first + self.kept * self.period:
                 i += self.fewer
             elif i >= self.first:
                 recorded = (i - self.first) // self.period
                 if r is not None and q is not None:
                     i += (q - r) * self.period
                 elif recorded >= 2:
-                    i += (self.periods - KEPT) * self.period
+                    i += (self.periods - self.kept) * self.period
             return f"{head}{i}"
 
         return self.pattern.sub(moved, name, count=1) if head in name else name
@@ -96,7 +103,7 @@ class Run:
         i = int(found[1])
         if self.first <= i < self.first + self.count:
             q = (i - self.first) // self.period
-            r = q if q < 2 else q - (self.periods - KEPT)
+            r = q if q < 2 else q - (self.periods - self.kept)
             if q >= 2 > r:
                 return None
             i -= (q - r) * self.period
@@ -126,14 +133,14 @@ class Periods:
         segments: list[int] = []
         for j, name in enumerate(stages):
             found = run.pattern.match(name)
-            if found and 0 <= (r := (int(found[1]) - run.first) // run.period) < KEPT:
+            if found and 0 <= (r := (int(found[1]) - run.first) // run.period) < run.kept:
                 members.append(r)
                 segments.append(2 * j + 1)
-        if members != sorted(members) or set(members) != set(range(KEPT)):
+        if members != sorted(members) or set(members) != set(range(run.kept)):
             return None
         if segments != list(range(segments[0], segments[-1] + 1, 2)):
             return None
-        begins = [segments[members.index(r)] for r in range(KEPT)]
+        begins = [segments[members.index(r)] for r in range(run.kept)]
         begins.append(segments[-1] + 2)  # the operations behind the last layer belong to its period
         return cls(run, tuple(begins)) if len({b - a for a, b in itertools.pairwise(begins)}) == 1 else None
 
@@ -145,17 +152,18 @@ class Periods:
     @property
     def more(self) -> int:
         """Number of segments that the full model has more."""
-        return (self.run.periods - KEPT) * self.length
+        return (self.run.periods - self.run.kept) * self.length
 
     def home(self, segment: int) -> int | None:
         """Return the period that a segment is in."""
         r = bisect.bisect_right(self.begins, segment) - 1
-        return r if 0 <= r < KEPT else None
+        return r if 0 <= r < self.run.kept else None
 
     @property
     def order(self) -> tuple[int, ...]:
         """Per period of the full model, the one that stands for it."""
-        return (0, *[1] * (self.run.periods - KEPT + 1), *range(2, KEPT))
+        kept = self.run.kept
+        return (0, *[1] * (self.run.periods - kept + 1), *range(2, kept))
 
     def repeated(
         self, short: Sequence[T], change: Callable[[T, int | None, int | None], T] = lambda item, r, q: item
@@ -188,14 +196,15 @@ def find_runs(model: nn.Module) -> list[Run]:
         listed = _per_layer_settings(model, len(members))
         seen: dict[int, Any] = {}
         signatures = [(_signature(m, seen), tuple(values[i] for values in listed)) for i, m in enumerate(members)]
-        run = _longest(path, signatures)
+        units = any(is_sharded_unit(x) for m in members if m is not None for x in m.modules())
+        run = _longest(path, signatures, _KEPT_UNITS if units else _KEPT)
         if run is not None:
             out.append(run)
     return out
 
 
-def _longest(path: str, signatures: list[Any]) -> Run | None:
-    """Return the run that leaves out most layers; None if no run does."""
+def _longest(path: str, signatures: list[Any], kept: int) -> Run | None:
+    """Return the run that leaves out most layers, all but `kept` periods; None if no run does."""
     best: tuple[int, Run] | None = None
     for period in range(1, _LONGEST_PERIOD + 1):
         first = 0
@@ -204,9 +213,9 @@ def _longest(path: str, signatures: list[Any]) -> Run | None:
             while last < len(signatures) and signatures[last] == signatures[last - period]:
                 last += 1
             count = (last - first) // period * period
-            saved = count - KEPT * period
+            saved = count - kept * period
             if saved > 0 and (best is None or saved > best[0]):
-                best = saved, Run(path, first, count, period)
+                best = saved, Run(path, first, count, period, kept)
             first = max(last - period + 1, first + 1)
     return None if best is None else best[1]
 
@@ -272,7 +281,7 @@ def _is_shared(value: Any) -> bool:
 
 @contextlib.contextmanager
 def shortened(model: nn.Module, runs: list[Run]) -> Iterator[None]:
-    """Shorten each run to `KEPT` periods while the context is active; the members behind it are renumbered."""
+    """Shorten each run to its first periods while the context is active; the members behind it are renumbered."""
     modules = dict(model.named_modules())
     saved = [(modules[run.path], modules[run.path]._modules) for run in runs]
     try:
@@ -280,7 +289,7 @@ def shortened(model: nn.Module, runs: list[Run]) -> Iterator[None]:
             kept = [
                 m
                 for i, m in enumerate(members.values())
-                if not run.first + KEPT * run.period <= i < run.first + run.count
+                if not run.first + run.kept * run.period <= i < run.first + run.count
             ]
             container._modules = {str(i): m for i, m in enumerate(kept)}
         yield

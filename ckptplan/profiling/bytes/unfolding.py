@@ -1,9 +1,9 @@
 """Replays of a model of many equal layers from replays of a few of them.
 
-The model is shortened to four periods of each run of layers (folding.py). Its replays are written out: every segment of
-the full model gets the trace of the one that stands for it, with the names of storages as seen from there. Bytes follow
-from the changes of the storages, which are added up again. Example: of 24 equal blocks, blocks 0 to 3 are run; the
-trace of block 1 stands for blocks 1 to 21, those of blocks 2 and 3 for 22 and 23.
+The model is shortened to a few periods of each run of layers (folding.py). Its replays are written out: every segment
+of the full model gets the trace of the one that stands for it, with the names of storages as seen from there. Bytes
+follow from the changes of the storages, which are added up again. Example: of 24 equal blocks, blocks 0 to 3 are run;
+the trace of block 1 stands for blocks 1 to 21, those of blocks 2 and 3 for 22 and 23.
 
 This happens only if two comparisons find no difference:
 
@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from ckptplan.core.plan import Decision
-from ckptplan.profiling.bytes.folding import KEPT, Periods, Run, UnlikeLayersError, find_runs, quiet, shortened
+from ckptplan.profiling.bytes.folding import Periods, Run, UnlikeLayersError, find_runs, quiet, shortened
 from ckptplan.profiling.bytes.trace import Replay, replay
 from ckptplan.profiling.bytes.tracker import DETACHED, Change, OpTrace, SegmentTrace, Sid, Tracker
 from ckptplan.profiling.target import Target
@@ -165,7 +165,8 @@ class Folding:
         short = self.stages
         for run in reversed(self._runs):
             periods = _periods(run, short)
-            if _Unfolded(seen, periods, (0, 1, 2, 3)).write() != _Unfolded(seen, periods, (0, 2, 1, 3)).write():
+            kept = range(run.kept)
+            if _Unfolded(seen, periods, kept).write() != _Unfolded(seen, periods, (0, 2, 1, *kept[3:])).write():
                 raise UnlikeLayersError
             seen, short = _Unfolded(seen, periods, periods.order).write(), periods.stages(short)
         return seen
@@ -238,7 +239,7 @@ class _Unfolded:
         self.seen, self.periods, self.order = seen, periods, order
         self.begins, self.length = periods.begins, periods.length
         self.end = self.begins[-1] - 1  # forward's end may free there what all layers made, or only the last one
-        self.copies = [[q for q, source in enumerate(sorted(order)) if source == r] for r in range(KEPT)]
+        self.copies = [[q for q, source in enumerate(sorted(order)) if source == r] for r in range(periods.run.kept)]
         inside = [(g, q) for q, r in enumerate(order) for g in range(self.begins[r], self.begins[r + 1])]
         before, behind = range(self.begins[0]), range(self.end, len(seen.forward))
         self.sources = [*((g, None) for g in before), *inside[:-1], *((g, None) for g in behind)]
@@ -313,7 +314,7 @@ class _Unfolded:
         if q is not None:
             return phase, self.begins[0] + q * self.length + (segment - self.begins[0]) % self.length, number
         late = phase != "outside" and segment >= self.end
-        return phase, segment + (len(self.order) - KEPT) * self.length * late, number
+        return phase, segment + (len(self.order) - self.periods.run.kept) * self.length * late, number
 
     def _seen_from(self, name: Sid | str, q: int | None) -> Sid | str:
         """A storage that period `q` refers to: of a period beside it, of the one at the other end, or of none."""
@@ -324,7 +325,7 @@ class _Unfolded:
             return self._at(name, None)
         if abs(home - r) <= 1:
             return self._at(name, q + home - r)
-        if abs(home - r) < KEPT - 1:
+        if abs(home - r) < self.periods.run.kept - 1:
             raise UnlikeLayersError
         return self._at(name, 0 if home == 0 else len(self.order) - 1)
 
