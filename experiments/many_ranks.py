@@ -1,17 +1,18 @@
-"""Do replicated models train on several ranks as without a plan, and within the budget on each?
+"""Do models on several ranks train as without a plan, and within the budget on each?
 
     python experiments/many_ranks.py --out experiments/results
 
 Groups of two and four processes over gloo, one thread each. Three models, and the first six of a draw by a seed from
-all of `transformers` that train (drawn_models.py), in `DistributedDataParallel`: with buckets beside the gradients,
-with gradients in the buckets, and with a static graph. Each with a plan for another budget, from tight to wide, for ten
-steps of SGD with dropout on. Held against the same training without a plan: every loss, and the state at the end, bit
-for bit; on each rank the measured peak of a step, with the buckets, against the plan's prediction and the budget;
-recomputed stages and swapped bytes. Not counted is what gloo itself holds, memory of its sockets outside PyTorch's
-allocator. Plans of models that read values hold for steps that take the same path, and training leads to others: their
-peaks are told apart.
+all of `transformers` that train (drawn_models.py), each in three ways of `DistributedDataParallel` and three of FSDP2
+(`fully_shard`, one unit per layer), and each way with a plan for another budget, from tight to wide, for ten steps of
+SGD with dropout on. Held against the same training without a plan: every loss, and the state at the end, bit for bit;
+on each rank the measured peak of a step, with buckets, gathered units and buffers of reductions, against the plan's
+prediction and the budget; recomputed stages and swapped bytes; the gathers of a step. The bytes of a sharded model are
+held against those by a group that isn't there, with PyTorch's fake process group. Not counted, but printed, is what
+gloo stages. Plans of models that read values hold for steps that take the same path, and training leads to others:
+their peaks are told apart.
 
-Prints PASS or FAIL. `--models` names some, `--ranks` the sizes of groups.
+Prints PASS or FAIL. `--models` names some, `--ranks` the sizes of groups, `--ways` some of the ways.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,29 +34,55 @@ import documents
 import torch
 import torch.distributed as dist
 from drawn_models import build, drawn, loss_of
-from measured_step import measured
+from measured_step import Peak, measured
 from ranks import Ranks, ranks
 from rich.console import Console
 from rich.table import Table
 from small_models import Transformer
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from trainer_drawn import TIMES, repeated
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import ckptplan
 from ckptplan.core.units import format_bytes
+from ckptplan.runtime.sharded import units_of
 
 STEPS = 10
 DRAWN = 6
 MOST_OFF = 0.03
 """Largest share by which a measured peak may differ from the predicted one."""
-WAYS: dict[str, tuple[str, dict[str, Any]]] = {
-    "beside": ("10%", {}),
-    "in buckets": ("40%", {"gradient_as_bucket_view": True}),
-    "static graph": ("70%", {"static_graph": True}),
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model is trained on a group: the budget of its plan, and arguments of its wrapper."""
+
+    budget: str
+    options: dict[str, Any] = field(default_factory=dict)
+    fsdp: bool = False
+    ranks: tuple[int, ...] = (2, 4)
+
+    def settings(self, count: int) -> ckptplan.FSDP:
+        """Those of a sharded model, on a group of `count`."""
+        options = dict(self.options)
+        replicas = options.pop("replicas", 1)
+        return ckptplan.FSDP(count // replicas, replicas, **options)
+
+
+WAYS: dict[str, Way] = {
+    "beside": Way("10%"),
+    "in buckets": Way("40%", {"gradient_as_bucket_view": True}),
+    "static graph": Way("70%", {"static_graph": True}),
+    "sharded": Way("10%", fsdp=True),
+    "sharded, whole until backward": Way("40%", {"reshard_after_forward": False}, fsdp=True, ranks=(2,)),
+    "sharded, by two until backward": Way("40%", {"reshard_after_forward": 2}, fsdp=True, ranks=(4,)),
+    "sharded, in bfloat16": Way("70%", {"param_dtype": "bfloat16", "reduce_dtype": "float32"}, fsdp=True, ranks=(2,)),
+    "sharded by two, replicated": Way("70%", {"replicas": 2}, fsdp=True, ranks=(4,)),
 }
-"""Way of wrapping -> budget of its plan, and arguments of `DistributedDataParallel`."""
 
 
 WITHOUT = "without a plan"
@@ -78,6 +105,14 @@ class Row:
     recomputed: int = 0
     swapped_bytes: int = 0
     reads_values: bool = False
+    gathers: int = 0
+    plain_gathers: int = 0
+    segments: int = 0
+    staging_bytes: int = 0
+    kept_bytes: int = 0
+    """An estimate of the sharded model with everything kept."""
+    fake_bytes: int = 0
+    """The same by the fake group."""
     failed: str = ""
 
     @property
@@ -128,7 +163,7 @@ def _made(name: str) -> tuple[nn.Module, dict[str, Any]]:
         return model, repeated(dict(inputs), TIMES)
     torch.manual_seed(0)
     model, _ = NAMED[name]()
-    torch.manual_seed(1 + dist.get_rank())
+    torch.manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))
     return model, NAMED[name]()[1]
 
 
@@ -137,10 +172,23 @@ def _loss(output: Any) -> torch.Tensor:
     return loss if isinstance(loss, torch.Tensor) else loss_of(output)
 
 
-def _train(model: nn.Module, inputs: dict[str, Any], options: dict[str, Any]) -> tuple[list[Any], int]:
+def _wrapped(model: nn.Module, way: Way) -> nn.Module:
+    if not way.fsdp:
+        return DistributedDataParallel(model, **way.options)
+    wanted = way.settings(dist.get_world_size())
+    shape = (wanted.ranks,) if wanted.replicas == 1 else (wanted.replicas, wanted.ranks)
+    names = ("shard",) if wanted.replicas == 1 else ("replicate", "shard")
+    dtypes = (None if name is None else getattr(torch, name) for name in (wanted.param_dtype, wanted.reduce_dtype))
+    more = {"reshard_after_forward": wanted.reshard_after_forward, "mp_policy": MixedPrecisionPolicy(*dtypes)}
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for unit in [*units_of(model, None), model]:
+        fully_shard(unit, mesh=mesh, **more)
+    return model
+
+
+def _train(wrapped: nn.Module, inputs: dict[str, Any], way: Way) -> tuple[list[Any], Peak]:
     """Losses and the state at the end, and the largest peak of a step."""
     torch.manual_seed(5)
-    wrapped = DistributedDataParallel(model, **options)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-3)
     losses, peaks = [], []
 
@@ -155,11 +203,14 @@ def _train(model: nn.Module, inputs: dict[str, Any], options: dict[str, Any]) ->
         loss, peak = measured(step, wrapped, [optimizer], inputs)
         losses.append(loss)
         # The buckets are made anew once; the first ones are freed before, which this recording doesn't see.
-        if number != (2 if "static_graph" in options else 1):
+        if number != (2 if "static_graph" in way.options else 1):
             peaks.append(peak)
         optimizer.step()
-    bucket_bytes = sum(p.nbytes for p in wrapped.parameters() if p.requires_grad)
-    return [*losses, *(v.clone() for v in model.state_dict().values())], max(peaks) + bucket_bytes
+    bucket_bytes = 0 if way.fsdp else sum(p.nbytes for p in wrapped.parameters() if p.requires_grad)
+    largest = Peak(max(peaks) + bucket_bytes)
+    largest.staging, largest.gathers = max(p.staging for p in peaks), peaks[-1].gathers
+    state = wrapped.state_dict().values() if way.fsdp else wrapped.module.state_dict().values()
+    return [*losses, *((v.to_local() if isinstance(v, DTensor) else v).clone() for v in state)], largest
 
 
 def _unused(name: str) -> bool:
@@ -169,30 +220,41 @@ def _unused(name: str) -> bool:
     return any(p.grad is None for p in model.parameters() if p.requires_grad)
 
 
-def cell(name: str, way: str) -> Row:
+def cell(name: str, way: Way) -> Row:
     """Train on this rank without a plan and with one."""
-    budget, options = WAYS[way]
-    if "static_graph" not in options and _unused(name):
-        options = {**options, "find_unused_parameters": True}
+    if not way.fsdp and "static_graph" not in way.options and _unused(name):
+        way = replace(way, options={**way.options, "find_unused_parameters": True})
+    count = dist.get_world_size()
     try:
-        plain, plain_peak = _train(*_made(name), options)
-    except RuntimeError as error:
-        return Row(name, dist.get_world_size(), way, failed=f"{WITHOUT}: {error}"[:200])
+        model, inputs = _made(name)
+        plain, plain_peak = _train(_wrapped(model, way), inputs, way)
+    except Exception as error:
+        return Row(name, count, "", failed=f"{WITHOUT}: {type(error).__name__}: {error}"[:200])
     model, inputs = _made(name)
+    kept = ckptplan.estimate(model, inputs, loss_fn=_loss, fsdp=way.settings(count)).peak_bytes if way.fsdp else 0
+    wrapped = _wrapped(model, way)
     plan = ckptplan.solve(
-        DistributedDataParallel(model, **options), budget=budget, inputs=inputs, loss_fn=_loss, optimizer="sgd",
-        time_limit_s=5, cache=False,
-    )  # fmt: skip
+        wrapped, budget=way.budget, inputs=inputs, loss_fn=_loss, optimizer="sgd", time_limit_s=5, cache=False
+    )
+    if way.fsdp:
+        kept = max(kept, ckptplan.estimate(wrapped, inputs, loss_fn=_loss).peak_bytes)
     with ckptplan.apply(model, plan, check="always") as handle:
-        found, peak = _train(model, inputs, options)
+        found, peak = _train(wrapped, inputs, way)
         stats = handle.stats()
-    plans: list[Any] = [None] * dist.get_world_size()
+    plans: list[Any] = [None] * count
     dist.all_gather_object(plans, plan)
     return Row(
-        name, len(plans), way, all(map(torch.equal, found, plain)), plans == [plan] * len(plans), peak, plan.peak_bytes,
+        name, count, "", all(map(torch.equal, found, plain)), plans == [plan] * count, peak, plan.peak_bytes,
         plan.budget_bytes, plain_peak, stats.recomputed_stages, stats.swapped_out_bytes,
-        any(note.startswith("values are needed") for note in plan.notes),
+        any(note.startswith("values are needed") for note in plan.notes), peak.gathers, plain_peak.gathers,
+        len(plan.segments), peak.staging, kept,
     )  # fmt: skip
+
+
+def fake_bytes(name: str, way: Way, count: int) -> int:
+    """The bytes of the first of `count` ranks, by the fake group."""
+    model, inputs = _made(name)
+    return ckptplan.estimate(model, inputs, loss_fn=_loss, fsdp=way.settings(count)).peak_bytes
 
 
 def trains(name: str) -> str:
@@ -204,32 +266,39 @@ def trains(name: str) -> str:
     return ""
 
 
-def _of_group(group: Ranks, name: str, way: str, count: int) -> Row:
+def _of_group(group: Ranks, name: str, called: str, count: int) -> Row:
+    way = WAYS[called]
     found = group.run(cell, name, way)
     if any(isinstance(each, Row) and each.failed for each in found):
-        return next(each for each in found if isinstance(each, Row) and each.failed)
+        return replace(next(each for each in found if isinstance(each, Row) and each.failed), way=called)
     failed = [each for each in found if not isinstance(each, Row)]
     if failed:
-        return Row(name, count, way, failed=f"{type(failed[0]).__name__}: {failed[0]}"[:300])
+        return Row(name, count, called, failed=f"{type(failed[0]).__name__}: {failed[0]}"[:300])
     worst = max(found, key=lambda row: row.peak_bytes / row.budget_bytes)
-    alike = all(row.bitwise for row in found), all(row.one_plan for row in found)
-    acts = min(row.recomputed for row in found), min(row.swapped_bytes for row in found)
-    return Row(
-        name, count, way, *alike, worst.peak_bytes, worst.predicted_bytes, worst.budget_bytes, worst.plain_peak_bytes,
-        *acts, worst.reads_values,
-    )  # fmt: skip
+    return replace(
+        worst,
+        way=called,
+        bitwise=all(row.bitwise for row in found),
+        one_plan=all(row.one_plan for row in found),
+        recomputed=min(row.recomputed for row in found),
+        swapped_bytes=min(row.swapped_bytes for row in found),
+        kept_bytes=found[0].kept_bytes,
+        fake_bytes=fake_bytes(name, way, count) if way.fsdp else 0,
+    )
 
 
 def table(rows: Sequence[Row]) -> Table:
     found = Table(
-        "model", "ranks", "gradients", "bits", "peak", "predicted", "off", "budget", "without", "acts", "failed"
-    )
+        "model", "ranks", "way", "bits", "peak", "predicted", "off", "budget", "without", "acts", "gathers", "staging",
+        "failed",
+    )  # fmt: skip
     for row in rows:
         found.add_row(
             row.name.rpartition(".")[2], str(row.ranks), row.way, "equal" if row.bitwise else "-",
             format_bytes(row.peak_bytes), format_bytes(row.predicted_bytes), f"{row.off:+.1%}",
             format_bytes(row.budget_bytes), format_bytes(row.plain_peak_bytes),
-            f"{row.recomputed}, {format_bytes(row.swapped_bytes)}", row.failed,
+            f"{row.recomputed}, {format_bytes(row.swapped_bytes)}", f"{row.gathers} of {row.plain_gathers}",
+            format_bytes(row.staging_bytes), row.failed,
         )  # fmt: skip
     return found
 
@@ -249,6 +318,10 @@ def checks(rows: Sequence[Row]) -> list[tuple[bool, str]]:
         "have several plans": names(lambda row: not row.one_plan),
         "are over the budget": names(lambda row: row.peak_bytes > row.budget_bytes and not row.reads_values),
         f"are more than {MOST_OFF:.0%} off the prediction": names(lambda row: abs(row.off) > MOST_OFF),
+        "gather more often than without a plan, and no segment does": names(
+            lambda row: row.gathers > row.plain_gathers and not row.segments
+        ),
+        "have other bytes in a group that isn't there": names(lambda row: row.kept_bytes != row.fake_bytes),
         "neither recompute nor swap": names(lambda row: not row.recomputed and not row.swapped_bytes),
         "fail": ", ".join(f"{row.name} ({row.ranks}, {row.way})" for row in planned if row.failed) or "none",
     }
@@ -260,6 +333,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="directory for the JSON")
     parser.add_argument("--models", help="comma-separated names, in place of the three and the draw")
     parser.add_argument("--ranks", default="2,4", help="sizes of the groups")
+    parser.add_argument("--ways", help="comma-separated parts of names of ways")
     given = parser.parse_args()
     console = Console(width=220)
     names = given.models.split(",") if given.models else [*NAMED, *drawn("ranks")]
@@ -275,8 +349,10 @@ def main() -> None:
                         console.print(f"{name} doesn't train without a plan: {failed}", highlight=False)
                         continue
                     count_drawn += 1
-                for way in WAYS:
-                    rows.append(_of_group(group, name, way, count))
+                for called, way in WAYS.items():
+                    if count not in way.ranks or (given.ways and not any(p in called for p in given.ways.split(","))):
+                        continue
+                    rows.append(_of_group(group, name, called, count))
                     print(rows[-1], flush=True)
     documents.finish(rows, checks(rows), table(rows), console, given.out, "many_ranks.json")
 

@@ -22,8 +22,8 @@ from ckptplan.runtime.observe.measure import optimizer_tensors, recorded_blocks,
 from ckptplan.runtime.replicated import is_distributed
 
 _STAGING = "staging of gloo "
-_COLLECTIVES = ("all_gather_single", "reduce_scatter_single", "all_gather_into_tensor", "reduce_scatter_tensor")
-
+_GATHERS = ("all_gather_single", "all_gather_into_tensor")
+_COLLECTIVES = (*_GATHERS, "reduce_scatter_single", "reduce_scatter_tensor", "all_reduce")
 
 _MOST_S = 1.0
 
@@ -33,9 +33,10 @@ def _owners(tensor: torch.Tensor) -> int:
 
 
 class Peak(int):
-    """Bytes; `staging` are the most that gloo held at once, which don't count."""
+    """Bytes; `staging` are the most that gloo held at once, which don't count, and `gathers` the step's all-gathers."""
 
     staging = 0
+    gathers = 0
 
 
 def measured(
@@ -57,11 +58,13 @@ def measured(
         del copies
         found.append(step())
 
-    with _marked():
+    gathers: list[None] = []
+    with _marked(gathers):
         events, spans = recorded_blocks(run)
     own, staged = _apart(events, [span for name, span in spans.items() if name.startswith(_STAGING)])
     peak = Peak(held + max(itertools.accumulate(own, initial=0)))
     peak.staging = max(itertools.accumulate(staged, initial=0))
+    peak.gathers = len(gathers)
     return found[0], peak
 
 
@@ -81,15 +84,16 @@ def _copied(gradient: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Te
 
 
 @contextlib.contextmanager
-def _marked() -> Iterator[None]:
-    """Inside, a group's collectives are spans of the profiler, each with a name of its own."""
+def _marked(gathers: list[None]) -> Iterator[None]:
+    """Inside, a group's collectives are spans of the profiler, each with a name of its own; `gathers` grows by each."""
     if not is_distributed():
         yield
         return
     count = itertools.count()
 
-    def spanned(original: Callable[..., Any]) -> Callable[..., Any]:
+    def spanned(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
+            gathers.extend([None] * (name in _GATHERS))
             given = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
             before = [_owners(t) for t in given]
             with record_function(f"{_STAGING}{next(count)}"):
@@ -104,9 +108,8 @@ def _marked() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in _COLLECTIVES:
             if hasattr(torch.distributed, name):
-                stack.enter_context(
-                    mock.patch.object(torch.distributed, name, spanned(getattr(torch.distributed, name)))
-                )
+                original = getattr(torch.distributed, name)
+                stack.enter_context(mock.patch.object(torch.distributed, name, spanned(name, original)))
         yield
 
 

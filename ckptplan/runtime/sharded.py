@@ -354,7 +354,7 @@ def sharded(model: nn.Module, settings: FSDP | int | None) -> Iterator[None]:
         return
     if sharded_units(below(model)):
         raise InvalidInputError("fsdp= is for a model that isn't sharded yet, and this one is; leave it out")
-    units = _units(model, wanted.units)
+    units = units_of(model, wanted.units)
     with _sharding_undone(model), _mesh(wanted, next(model.parameters()).device) as mesh:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -384,8 +384,8 @@ def as_asked(function: Callable[Concatenate[M, P], T]) -> Callable[Concatenate[M
     return run  # type: ignore[return-value]
 
 
-def _units(model: nn.Module, names: tuple[str, ...] | None) -> list[nn.Module]:
-    """Return the modules that are units, inner ones first, without the model itself."""
+def units_of(model: nn.Module, names: tuple[str, ...] | None) -> list[nn.Module]:
+    """Return the modules that `FSDP.units` stands for, inner ones first, without the model itself."""
     listed = names
     if names is None:
         names = tuple(getattr(model, "_no_split_modules", None) or ())
