@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from published_models import GPT, GoogLeNet, UNet, ViT, mobilenet_v2, resnet50, vgg16
+from published_models import GPT, GoogLeNet, Llama8B, UNet, ViT, mobilenet_v2, resnet50, vgg16
 from torch import Tensor, nn
 from transformers import AttentionInterface, BertConfig, BertForSequenceClassification
 from transformers.optimization import Adafactor
@@ -146,6 +146,13 @@ SOURCES = {
         "RTX 4070Ti SUPER; max_memory_allocated() / 1e9; ViT-H of 630M parameters, batch 8, 224 x 224, 45 classes, "
         "bfloat16 autocast, AdamW(fused=True), not compiled",
     ),
+    "torchtitan": Source(
+        "github.com/pytorch/torchtitan at 31a17bf, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3, row "
+        "FSDP; settings in torchtitan/models/llama/train_configs/llama3_8b.toml and parallelisms/parallelize_llama.py",
+        "PyTorch nightly of 2024-12-23, H100 96 GB; memory_stats()['reserved_bytes.all.peak']; Llama 3.1 8B, local "
+        "batch 2 x 8192, parameters gathered in bfloat16 and gradients reduced in float32, one unit per layer, every "
+        "second matrix product and attention saved, AdamW",
+    ),
 }
 
 REJECTED = {
@@ -153,6 +160,7 @@ REJECTED = {
     "rasbt/pytorch-memory-optim (ViT-L/16: 26.79, 18.21, 13.82, 5.69 GB)": "device not named in log or script",
     "torchao, ViT-giant with activation checkpointing, 9.82 GB": "image size not stated",
     "LLMs from scratch, steps 8 to 10 and several GPUs": "compiled models aren't covered",
+    "torchtitan, the tables' other rows": "compiled, in float8, or parallelized by tensors, context or pipeline",
     "Transformers, rows with 8-bit Adam": "bitsandbytes' kernels and state aren't PyTorch operations",
     "optimum-benchmark's training reports (GPT-2: 2507 MB)": "those that could be read ran on ROCm, not modelled",
     "torchtune, README and pull requests 389 and 961": "lengths not stated, or figures that differ by person there",
@@ -311,6 +319,40 @@ def _bert_row(
     )
 
 
+# --- torchtitan ---
+
+
+def _foreach(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, foreach=True)
+
+
+def _titan(ranks: int, published: float) -> Row:
+    return Row(
+        f"Llama 3.1 8B, {ranks} GPUs",
+        "FSDP2, bfloat16, selective checkpointing, 2 x 8192, AdamW",
+        "torchtitan",
+        "h100",
+        RESERVED,
+        published,
+        GIB,
+        Llama8B,
+        lambda: (torch.zeros(2, 8192, dtype=torch.long), torch.zeros(2, 8192, dtype=torch.long)),
+        {
+            "loss_fn": _itself,
+            "optimizer": _foreach,
+            "fsdp": ckptplan.FSDP(
+                ranks,
+                units=("Checkpointed",),
+                reshard_after_forward=True,
+                param_dtype="bfloat16",
+                reduce_dtype="float32",
+            ),
+        },
+        note="FSDP2 gathers and reduces on streams of their own, whose blocks the allocator doesn't give to others; "
+        "the estimate has one stream. There the last layer stays gathered after forward (0.4 GiB)",
+    )
+
+
 _FOUR = {"accumulation_steps": 4}
 
 ROWS = (
@@ -355,6 +397,8 @@ ROWS = (
         "a layer, as much as one more tensor of the MLP's inner size, which a variant with QuickGELU would save. "
         "Estimated for the RTX 4080: same architecture and compute capability",
     ),
+    _titan(8, 82.4),
+    _titan(128, 67.0),
 )
 
 

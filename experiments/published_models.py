@@ -6,12 +6,17 @@ they are meant to be built on `meta`.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import LlamaConfig, LlamaModel
 
 
 class _Bottleneck(nn.Module):
@@ -324,3 +329,54 @@ class ViT(nn.Module):
         x = self.patches(images).flatten(2).transpose(1, 2)
         x = torch.cat([self.first.expand(len(x), -1, -1), x], 1) + self.positions
         return F.cross_entropy(self.head(self.norm(self.layers(x))[:, 0]), labels)
+
+
+# --- Llama with selective checkpointing ---
+
+
+class Checkpointed(nn.Module):
+    """A layer that saves its attention and every second matrix product, and computes the rest again."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self._run, *args, use_reentrant=False, context_fn=_every_second, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return self.layer(*args, **kwargs)
+
+
+def _every_second() -> Any:
+    def policy() -> Callable[..., CheckpointPolicy]:
+        products = {False: itertools.cycle((True, False)), True: itertools.cycle((True, False))}
+
+        def saves(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            saved = operation is torch.ops.aten._scaled_dot_product_flash_attention.default
+            if operation is torch.ops.aten.mm.default:
+                saved = next(products[ctx.is_recompute])
+            return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return saves
+
+    return create_selective_checkpoint_contexts(policy())
+
+
+class Llama8B(nn.Module):
+    """Llama 3.1 8B (Meta, 2024) with the loss inside, which drops the logits before backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+            num_key_value_heads=8, max_position_embeddings=8192, use_cache=False,
+        )  # fmt: skip
+        self.model = LlamaModel(config)
+        self.model.layers = nn.ModuleList(map(Checkpointed, self.model.layers))
+        self.head = nn.Linear(4096, 128256, bias=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.model(tokens).last_hidden_state)
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
