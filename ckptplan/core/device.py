@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
-from ckptplan.core.checks import check_fields, is_number
+from ckptplan.core.checks import check_fields, is_int, is_number
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.files import Saved, decoded
 from ckptplan.core.overheads import NO_OVERHEADS, Overheads
@@ -56,6 +56,13 @@ class Device(Saved):
         Field, or "field.key", -> source of its number.
     overheads : Overheads
         What a running plan takes of compute; not measured if it is all 0.
+    peer_bytes_per_s : float, optional
+        Rate at which collectives of devices in one machine send and receive, each: NCCL's bus bandwidth. None:
+        collectives take no time.
+    machine_devices : int
+        Number of devices in a machine.
+    network_bytes_per_s : float, optional
+        The same rate between machines: what all network cards of one carry together.
     """
 
     SCHEMA = "ckptplan.device/1"
@@ -73,6 +80,9 @@ class Device(Saved):
     compute_capability: tuple[int, int] | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
     overheads: Overheads = NO_OVERHEADS
+    peer_bytes_per_s: float | None = None
+    machine_devices: int = 8
+    network_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         owner = f"device {self.name!r}"
@@ -83,9 +93,13 @@ class Device(Saved):
             )
         rates = {name: getattr(self, name) for name in ("bytes_per_s", "out_bytes_per_s", "in_bytes_per_s")}
         rates |= {f"flops_per_s[{kind!r}]": rate for kind, rate in self.flops_per_s.items()}
+        between = {name: getattr(self, name) for name in ("peer_bytes_per_s", "network_bytes_per_s")}
+        rates |= {name: rate for name, rate in between.items() if rate is not None}
         for name, rate in rates.items():
             if not is_number(rate) or not 0 < rate < 1e20:
                 raise InvalidInputError(f"{owner}: {name}={rate!r} must be a rate above 0 and below 1e20 a second")
+        if not is_int(self.machine_devices) or self.machine_devices < 1:
+            raise InvalidInputError(f"{owner}: machine_devices={self.machine_devices!r} must be a number above 0")
         if "float32" not in self.flops_per_s:
             raise InvalidInputError(
                 f"{owner}: flops_per_s has no 'float32', the one rate that can't be left out; add it"

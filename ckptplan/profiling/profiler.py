@@ -36,6 +36,7 @@ from ckptplan.profiling.cache import find, folder, put
 from ckptplan.profiling.cache_key import key_of
 from ckptplan.profiling.installed import NoKeyError
 from ckptplan.profiling.target import Target, find_target
+from ckptplan.profiling.times.collectives import with_collectives
 from ckptplan.profiling.times.links import measure_costs, measure_links, sharing_note
 from ckptplan.profiling.times.overheads import measure_overheads
 from ckptplan.profiling.times.timing import Again, Times, time_stages
@@ -447,7 +448,7 @@ def _planned(step: TrainingStep, traced: Traced, times: Times, target: Target, n
     link = Link(device.out_bytes_per_s, device.in_bytes_per_s)
     # A roofline's operations take at least a launch each, so the host's launching isn't counted as a lane of its own.
     # The runtime's code runs while the device computes what was launched before.
-    return _with_times(
+    found = _with_times(
         traced,
         times,
         Times(),
@@ -457,6 +458,7 @@ def _planned(step: TrainingStep, traced: Traced, times: Times, target: Target, n
         overheads=device.overheads,
         has_launches=device.is_cuda,
     )
+    return with_collectives(found, step.model, device)
 
 
 def _with_times(

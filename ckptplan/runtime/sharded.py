@@ -22,7 +22,7 @@ import functools
 import hashlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -46,7 +46,7 @@ def states(model: nn.Module) -> list[Any]:
     return list({id(state): state for state in found}.values())
 
 
-def _outermost(model: nn.Module) -> list[Any]:
+def outermost(model: nn.Module) -> list[Any]:
     """Return the states of the units that lie in no other."""
     inside = {id(m) for unit in sharded_units(below(model)) for m in unit.modules() if m is not unit}
     return [state for state in states(model) if not any(id(m) in inside for m in state._modules)]
@@ -92,22 +92,28 @@ def unit_settings(module: nn.Module) -> tuple[Any, ...]:
     return (*ahead, after, *(repr(g.mp_policy) for g in state._fsdp_param_groups))
 
 
+def resharded_over(state: Any, group: Any, outer: Collection[Any]) -> int | None:
+    """Return over how many ranks a unit's parameters are sharded between forward and backward; None if they stay whole.
+
+    An outermost unit's setting is dropped when it first runs, where it was left to PyTorch.
+    """
+    after = group.post_forward_mesh_info
+    dropped = after is None or (state in outer and state._auto_reshard_after_forward)
+    return None if dropped else after.shard_mesh_size
+
+
 def kind_of(model: nn.Module) -> str:
     """Return what plans for a sharded model are bound to: its group and units; empty if it isn't sharded."""
     groups = _groups(model)
     if not groups:
         return ""
     names = {module: name for name, module in model.named_modules()}
-    outermost = _outermost(model)
+    outer = outermost(model)
     digest = hashlib.sha256()
     for state in states(model):
         for group in state._fsdp_param_groups:
-            after = group.post_forward_mesh_info
-            # An outermost unit's setting is dropped when it first runs, where it was left to PyTorch.
-            dropped = after is None or (state in outermost and state._auto_reshard_after_forward)
-            reshards = None if dropped else after.shard_mesh_size
             units = [names.get(m, "") for m in group.modules]
-            digest.update(f"{units} {reshards} {group.mp_policy}\n".encode())
+            digest.update(f"{units} {resharded_over(state, group, outer)} {group.mp_policy}\n".encode())
     mesh = groups[-1].mesh_info
     size, replicas = mesh.shard_mesh_size, getattr(mesh, "replicate_mesh_size", 1)
     over = f"{size} x {replicas}" if replicas > 1 else f"{size}"
@@ -297,7 +303,7 @@ def fake_shards(
             for group in groups:
                 for p in group.fsdp_params:
                     _give_fake(p, fake, accumulating=accumulating)
-            for state in _outermost(model):
+            for state in outermost(model):
                 state._lazy_init()
             for group in groups:
                 for p in group.fsdp_params:

@@ -1,0 +1,150 @@
+"""The time of a sharded model's collectives on devices that aren't here, beside the compute that hides them.
+
+FSDP2 gathers the next unit, and reduces the gradients of the last one, on streams of their own while a unit computes
+(Zhao et al., PyTorch FSDP, VLDB 2023, section 3.3). So a unit takes, in each direction, the longer of its compute and
+its communication. A recompute is free as far as it fills time that backward waits anyway. Where a unit has several
+stages, each has a part of the communication in proportion to its time. Not counted: the first gather and the last
+reduction of a step, which no compute hides, and latencies.
+
+Example: a unit of 1.7e9 bytes over 8 ranks with 370e9 bytes a second is gathered in 1.7e9 * 7/8 / 370e9 = 4.0 ms. If
+its forward computes for 3 ms, it takes 4.0 ms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ckptplan.core.device import Device
+from ckptplan.core.profile import Profile
+from ckptplan.core.stage import Stage
+from ckptplan.runtime.sharded import outermost, resharded_over, states
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """A unit's modules by name, and the seconds of its collectives."""
+
+    names: tuple[str, ...]
+    forward_s: float
+    backward_s: float
+
+    def depth_around(self, stage: str) -> int:
+        """Return the length of the name of the module that holds or is `stage`; -1 if none does."""
+        return max((len(name) for name in self.names if _holds(name, stage)), default=-1)
+
+
+def ring_s(nbytes: float, ranks: int, device: Device) -> float:
+    """Return the seconds of an all-gather or a reduce-scatter of `nbytes` in all, over a ring of `ranks` devices.
+
+    Each device sends and receives (ranks - 1) / ranks of the bytes (Thakur et al., Optimization of Collective
+    Communication Operations in MPICH, 2005), at the rate between devices of a machine, or of machines where that is
+    lower and there are several.
+    """
+    assert device.peer_bytes_per_s is not None
+    rate = device.peer_bytes_per_s
+    if ranks > device.machine_devices and device.network_bytes_per_s is not None:
+        rate = min(rate, device.network_bytes_per_s)
+    return nbytes * (ranks - 1) / ranks / rate
+
+
+def with_collectives(profile: Profile, model: nn.Module, device: Device) -> Profile:
+    """Return the profile of a sharded model with the time of its collectives; the same one if it isn't sharded."""
+    found = states(model)
+    if not found:
+        return profile
+    ranks = max(_ranks(group) for state in found for group in state._fsdp_param_groups)
+    missing = [] if device.peer_bytes_per_s is not None else ["peer_bytes_per_s"]
+    if ranks > device.machine_devices and device.network_bytes_per_s is None:
+        missing.append("network_bytes_per_s")
+    if missing:
+        note = f"collectives take no time here: device {device.name!r} has no {' and no '.join(missing)}"
+        return dataclasses.replace(profile, notes=(*profile.notes, note))
+    names = {module: name for name, module in model.named_modules()}
+    outer = outermost(model)
+    units = [_unit(state, names, device, outer) for state in found]
+    stages = list(profile.stages)
+    for unit, places in _places(units, stages):
+        _fill(stages, places, unit)
+    before, after = (sum(stage.forward_s + stage.backward_s for stage in some) for some in (profile.stages, stages))
+    total_s = sum(unit.forward_s + unit.backward_s for unit in units)
+    shown_s = after - before
+    note = f"collectives of {ranks} ranks take {total_s:.3g} s a step, of which compute hides all but {shown_s:.3g} s"
+    return dataclasses.replace(profile, stages=tuple(stages), notes=(*profile.notes, note))
+
+
+def _holds(module: str, stage: str) -> bool:
+    """Whether a module, by its name, is a stage's module or one around it."""
+    return not module or stage == module or stage.startswith(f"{module}.")
+
+
+def _ranks(group: Any) -> int:
+    mesh = group.mesh_info
+    return mesh.shard_mesh_size * getattr(mesh, "replicate_mesh_size", 1)
+
+
+def _unit(state: Any, names: dict[nn.Module, str], device: Device, outer: Collection[Any]) -> _Unit:
+    forward_s = backward_s = 0.0
+    for group in state._fsdp_param_groups:
+        mesh, policy = group.mesh_info, group.mp_policy
+        ranks, replicas = mesh.shard_mesh_size, getattr(mesh, "replicate_mesh_size", 1)
+        gathered = reduced = 0
+        for p in group.fsdp_params:
+            count = p._sharded_param_data.numel() * ranks
+            param_dtype = policy.param_dtype or p.sharded_param.dtype
+            gathered += count * param_dtype.itemsize
+            reduced += count * (policy.reduce_dtype or param_dtype).itemsize * p.sharded_param.requires_grad
+        forward_s += ring_s(gathered, ranks, device)
+        again = resharded_over(state, group, outer)
+        backward_s += ring_s(reduced, ranks, device) + (0.0 if again is None else ring_s(gathered, again, device))
+        if replicas > 1:  # each rank's shard is all-reduced, and those of a machine share its network
+            apart = ranks * replicas > device.machine_devices
+            shares = min(ranks, device.machine_devices) if apart else 1
+            over = max(replicas, device.machine_devices + 1) if apart else replicas
+            rate_s = ring_s(1.0, over, device) * over / (over - 1)
+            backward_s += 2 * (replicas - 1) / replicas * reduced / ranks * shares * rate_s
+    return _Unit(tuple(names.get(m, "") for m in state._modules), forward_s, backward_s)
+
+
+def _places(units: Sequence[_Unit], stages: Sequence[Stage]) -> list[tuple[_Unit, list[int]]]:
+    """Return the stages whose compute hides each unit's collectives: those in it, or the one that it lies in."""
+    own = [(k, stage.name.partition("#")[0]) for k, stage in enumerate(stages) if not stage.is_glue]
+    inside: dict[int, list[int]] = {k: [] for k in range(len(units))}
+    for k, name in own:
+        depths = [unit.depth_around(name) for unit in units]
+        if max(depths) >= 0:
+            inside[depths.index(max(depths))].append(k)
+    for number, unit in enumerate(units):
+        if not inside[number]:
+            around = (k for k, stage in own if any(_holds(stage, name) for name in unit.names))
+            inside[number] = list(itertools.islice(around, 1))
+    return [(unit, inside[number]) for number, unit in enumerate(units)]
+
+
+def _fill(stages: list[Stage], places: Sequence[int], unit: _Unit) -> None:
+    """Make the unit's stages take as long as its collectives, where these take longer."""
+    forward_s, backward_s = (sum(getattr(stages[k], lane) for k in places) for lane in ("forward_s", "backward_s"))
+    for k in places:
+        stage = stages[k]
+        forward, backward = (
+            share * (getattr(stage, lane) / whole if whole else 1 / len(places))
+            for lane, whole, share in (
+                ("forward_s", forward_s, unit.forward_s),
+                ("backward_s", backward_s, unit.backward_s),
+            )
+        )
+        waits_s = max(0.0, backward - stage.backward_s)
+        stages[k] = dataclasses.replace(
+            stage,
+            forward_s=max(stage.forward_s, forward),
+            backward_s=stage.backward_s + waits_s,
+            options=tuple(
+                dataclasses.replace(option, recompute_s=max(0.0, option.recompute_s - waits_s))
+                for option in stage.options
+            ),
+        )

@@ -1,0 +1,115 @@
+"""The time of a sharded model's collectives on devices that aren't here."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from device_examples import SIMPLE
+from torch import nn
+
+import ckptplan
+from ckptplan.core.device import Device, known_devices
+from ckptplan.core.errors import InvalidInputError
+from ckptplan.profiling.times.collectives import ring_s
+
+RATE = 1e12
+FAST = dataclasses.replace(SIMPLE, peer_bytes_per_s=RATE, machine_devices=4)
+SLOW = dataclasses.replace(FAST, peer_bytes_per_s=1e3, network_bytes_per_s=1e2)
+
+
+class Net(nn.Module):
+    """Four equal blocks of 257 * 64 + 64 * 257 + 257 + 64 numbers, and a head outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 257), nn.GELU(), nn.Linear(257, 64)) for _ in range(4))
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+NUMBERS = 2 * 257 * 64 + 257 + 64
+
+
+def profile(device: Device, fsdp: Any, **options: Any) -> ckptplan.Profile:
+    torch.manual_seed(0)
+    return ckptplan.profile(Net().train(), torch.randn(512, 64), device=device, fsdp=fsdp, **options)
+
+
+def stage_of(found: ckptplan.Profile, name: str) -> Any:
+    return next(stage for stage in found.stages if stage.name == name)
+
+
+def note(found: ckptplan.Profile) -> str:
+    return next(note for note in found.notes if note.startswith("collectives"))
+
+
+def test_a_ring_sends_all_but_its_own_part() -> None:
+    assert ring_s(8e9, 4, FAST) == pytest.approx(8e9 * 3 / 4 / RATE)
+    assert ring_s(8e9, 1, FAST) == 0
+    assert ring_s(8e9, 8, SLOW) == pytest.approx(8e9 * 7 / 8 / 1e2), "over the network, which is slower"
+    assert ring_s(8e9, 8, FAST) == pytest.approx(8e9 * 7 / 8 / RATE), "nothing is known of a network"
+
+
+def test_compute_hides_collectives_that_are_shorter() -> None:
+    plain, sharded = profile(SIMPLE, 2), profile(FAST, 2)
+    assert "take no time here" in note(plain)
+    assert "peer_bytes_per_s" in note(plain)
+    assert note(sharded).endswith("all but 0 s")
+    assert [dataclasses.replace(s) for s in sharded.stages] == [dataclasses.replace(s) for s in plain.stages]
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_longer_ones_are_what_the_step_waits_for(ranks: int) -> None:
+    """By hand: per block a gather in forward, and a gather and a reduction of float32 in backward."""
+    plain = profile(SIMPLE, ranks, menus=False)
+    found = profile(SLOW, ckptplan.FSDP(ranks, param_dtype="bfloat16", reduce_dtype="float32"), menus=False)
+    rate = 1e3 if ranks == 2 else 1e2
+    padded = sum(-(-rows // ranks) * ranks * others for rows, others in ((257, 64), (257, 1), (64, 257), (64, 1)))
+    gather_s, reduce_s = (padded * size * (ranks - 1) / ranks / rate for size in (2, 4))
+    for k in range(4):
+        stage = stage_of(found, f"layers.{k}")
+        assert stage.forward_s == pytest.approx(gather_s)
+        assert stage.backward_s == pytest.approx(gather_s + reduce_s)
+        assert stage.find("recompute").recompute_s == 0, "backward waits longer than that anyway"
+        assert stage_of(plain, f"layers.{k}").find("recompute").recompute_s > 0
+    # What is free is chosen before what isn't: the budget costs no time.
+    plan = ckptplan.solve(found, budget="30%", time_limit_s=2, actions=("keep", "recompute"))
+    assert any(choice.option == "recompute" for choice in plan.choices)
+    assert plan.step_s == pytest.approx(plan.baseline_step_s)
+
+
+def test_replicas_and_what_stays_whole() -> None:
+    def backward_s(**settings: Any) -> float:
+        found = profile(SLOW, ckptplan.FSDP(2, **settings), menus=False)
+        return stage_of(found, "layers.0").backward_s
+
+    one_s = NUMBERS * 4 / 2 / 1e3  # a gather or a reduction over two ranks
+    assert backward_s() == pytest.approx(2 * one_s, rel=0.01)
+    assert backward_s(reshard_after_forward=False) == pytest.approx(one_s, rel=0.01)
+    # Each rank's half is all-reduced with its twin in the same machine,
+    assert backward_s(replicas=2) == pytest.approx(2 * one_s + NUMBERS * 4 / 2 / 1e3, rel=0.01)
+    # or with those of three others: the two ranks that are in a machine share its network.
+    apart_s = 2 * 3 / 4 * NUMBERS * 4 / 2 * 2 / 1e2
+    assert backward_s(replicas=4) == pytest.approx(2 * one_s + apart_s, rel=0.01)
+
+
+def test_known_devices_have_rates() -> None:
+    for device in known_devices().values():
+        assert device.peer_bytes_per_s is not None
+        assert device.peer_bytes_per_s >= device.out_bytes_per_s
+        assert (device.network_bytes_per_s or 0) < device.peer_bytes_per_s
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"peer_bytes_per_s": 0}, {"network_bytes_per_s": -1.0}, {"machine_devices": 0}, {"machine_devices": 2.5}]
+)
+def test_bad_rates_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match=next(iter(wrong))):
+        dataclasses.replace(SIMPLE, **wrong)
