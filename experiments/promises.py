@@ -125,8 +125,13 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     ),
     Experiment(
         "many_ranks",
-        "Ten steps of replicated models on two and four ranks: bits, one plan, each rank's budget, what acts",
+        "Replicated and sharded models on two and four ranks: bits, one plan, each rank's budget, what acts, gathers",
         "many_ranks.json",
+    ),
+    Experiment(
+        "sharded_large",
+        "Whether Llama 3 70B can be fine-tuned on 8, 16 and 32 H100s, as the command line answers",
+        "sharded_large.json",
     ),
     Experiment(
         "estimate_large",
@@ -895,7 +900,18 @@ PROMISES: tuple[Promise, ...] = (
             "test_the_same_bits_within_the_budget",
             "test_a_plan_may_be_made_before_the_model_is_sharded",
             "test_a_group_that_is_not_here",
+            "test_after_a_restart_with_other_ranks_a_plan_is_made_again",
+            "test_units_are_modules_with_parameters_of_their_own",
+            "test_a_unit_with_a_parameter_of_others_is_refused",
             "test_settings_in_a_text",
+        )
+        + _in(
+            "test_collectives",
+            "test_a_ring_sends_all_but_its_own_part",
+            "test_compute_hides_collectives_that_are_shorter",
+            "test_longer_ones_are_what_the_step_waits_for",
+            "test_replicas_and_what_stays_whole",
+            "test_bad_rates_are_refused",
         )
         + _in(
             "test_replicated",

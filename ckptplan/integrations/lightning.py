@@ -41,7 +41,7 @@ from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.replicated import ddp_of, is_distributed
 
-_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
+_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 """Strategies with which a plan can be applied."""
 
 
@@ -256,5 +256,6 @@ def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     name = type(trainer.strategy).__name__
     if name not in _STRATEGIES:
         raise UnsupportedModelError(
-            f"plans don't know the bytes of Lightning's {name}; use strategy='auto' on one device, or 'ddp'"
+            f"plans don't know the bytes of Lightning's {name}; use strategy='auto' on one device, 'ddp', "
+            "or ModelParallelStrategy with fully_shard"
         )

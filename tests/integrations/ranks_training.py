@@ -12,6 +12,7 @@ import test_lightning
 import test_transformers
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from ckptplan.integrations.lightning import ActivationPlanner
 from ckptplan.integrations.transformers import ActivationPlanCallback
@@ -40,13 +41,18 @@ def in_a_trainer(folder: Path, way: str) -> None:
     held(callback, planned.peaks, plain.peaks, sum(p.nbytes for p in planned.model.parameters()))
 
 
-def in_lightning(folder: Path, **how: Any) -> None:
+def in_lightning(folder: Path, *, sharded: bool) -> None:
     callback = ActivationPlanner(budget="20%", time_limit_s=1, check="always", cache=False)
-    more = {"strategy": "ddp", "devices": dist.get_world_size(), **how}
-    plain, _ = test_lightning.fit(folder, **more)
-    planned, _ = test_lightning.fit(folder, callback, **more)
+
+    def fit(*callbacks: Any) -> test_lightning.Module:
+        strategy = ModelParallelStrategy(ranks, 1) if sharded else "ddp"
+        kind = test_lightning.Sharded if sharded else test_lightning.Module
+        return test_lightning.fit(folder, *callbacks, kind=kind, strategy=strategy, devices=ranks)[0]
+
+    ranks = dist.get_world_size()
+    plain, planned = fit(), fit(callback)
     test_lightning.assert_same(planned, plain)
-    held(callback, planned.peaks, plain.peaks, sum(p.nbytes for p in planned.parameters()))
+    held(callback, planned.peaks, plain.peaks, 0 if sharded else sum(p.nbytes for p in planned.parameters()))
 
 
 def main() -> None:
@@ -56,7 +62,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         in_a_trainer(folder, "another with a graph")
-        in_lightning(folder)
+        in_lightning(folder, sharded=False)
+        in_lightning(folder, sharded=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 import torch
 from measured_step import measured
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import ckptplan
@@ -74,6 +75,17 @@ class Module(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Sharded(Module):
+    """Each linear layer is a unit, and so are all of them."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+        for layer in self.layers:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(self.layers, mesh=mesh)
 
 
 class Scheduled(Module):

@@ -17,6 +17,7 @@ from trained_ranks import check, outcome
 
 import ckptplan
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
+from ckptplan.core.plan import Plan
 from ckptplan.runtime.sharded import sharded
 from ckptplan.runtime.swap.own import is_sharded_unit
 
@@ -147,6 +148,17 @@ def ahead() -> tuple[int, int]:
 def test_a_plan_may_be_made_before_the_model_is_sharded(two: Ranks) -> None:
     for before, after in two.good(ahead):
         assert before == after
+
+
+def refused(plan: Plan) -> None:
+    with pytest.raises(PlanMismatchError, match=r"made for a model in 'fsdp, 4 ranks, .* is in 'fsdp, 2 ranks"):
+        ckptplan.apply(made("resharded")[0], plan)
+
+
+def test_after_a_restart_with_other_ranks_a_plan_is_made_again(two: Ranks) -> None:
+    how: dict[str, Any] = {"budget": "20%", "loss_fn": loss_fn, "time_limit_s": 1, "cache": False}
+    plan = ckptplan.solve(Net().train(), inputs=torch.randn(512, 64), fsdp=4, **how)
+    two.good(refused, plan)
 
 
 def test_a_group_that_is_not_here(two: Ranks) -> None:
