@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--frameworks", help="only these, comma-separated")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    test_lightning.STEPS = test_transformers.STEPS = STEPS
+    test_lightning.STEPS = test_transformers.STEPS = test_trl.STEPS = STEPS
     test_lightning.WAYS["manual"]["max_steps"] = 2 * STEPS  # two updates each
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -22,6 +22,9 @@ from ckptplan.integrations.transformers import ActivationPlanCallback
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 
 
+STEPS = 6  # 20 in experiments/integrations.py
+
+
 def tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {name: i for i, name in enumerate(["<pad>", "<eos>", *(f"t{i}" for i in range(94))])}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
@@ -50,7 +53,7 @@ def made(folder: Path, *callbacks: Any, **options: Any) -> MeasuredSFTTrainer:
     peft = options.pop("peft_config", None)
     rows = [{"input_ids": torch.randint(2, 96, (24,)).tolist()} for _ in range(40)]
     args = SFTConfig(
-        str(folder), max_steps=10, per_device_train_batch_size=4, use_cpu=True, bf16=False, disable_tqdm=True,
+        str(folder), max_steps=STEPS, per_device_train_batch_size=4, use_cpu=True, bf16=False, disable_tqdm=True,
         logging_steps=1, report_to=[], save_strategy="no", **options,
     )  # fmt: skip
     return MeasuredSFTTrainer(
