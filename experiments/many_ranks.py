@@ -12,13 +12,15 @@ gathers of a step. The bytes of a sharded model are held against those by a grou
 process group. Not counted, but printed, is what gloo stages. Plans of models that read values hold for steps that take
 the same path, and training leads to others: their peaks are told apart.
 
-Prints PASS or FAIL. `--models` names some, `--ranks` the sizes of groups, `--ways` some of the ways.
+Prints PASS or FAIL. `--models` names some, `--ranks` the sizes of groups, `--ways` some of the ways; then the other
+rows are those that the file in `--out` has already.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -338,6 +340,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="2,4", help="sizes of the groups")
     parser.add_argument("--ways", help="comma-separated parts of names of ways")
     given = parser.parse_args()
+    torch.set_num_threads(1)  # as in the groups: kernels that work in parallel take more
     console = Console(width=220)
     names = given.models.split(",") if given.models else [*NAMED, *drawn("ranks")]
     rows: list[Row] = []
@@ -357,6 +360,11 @@ def main() -> None:
                         continue
                     rows.append(_of_group(group, name, called, count))
                     print(rows[-1], flush=True)
+    known = given.out and given.out / "many_ranks.json"
+    if known and known.exists() and (given.models or given.ways):
+        made = {(row.name, row.ranks, row.way): row for row in rows}
+        kept = [Row(**row) for row in json.loads(known.read_text())["rows"]]
+        rows = [made.pop((row.name, row.ranks, row.way), row) for row in kept] + list(made.values())
     documents.finish(rows, checks(rows), table(rows), console, given.out, "many_ranks.json")
 
 
