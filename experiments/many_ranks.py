@@ -12,8 +12,8 @@ gathers of a step. The bytes of a sharded model are held against those by a grou
 process group. Not counted, but printed, is what gloo stages. Plans of models that read values hold for steps that take
 the same path, and training leads to others: their peaks are told apart.
 
-Prints PASS or FAIL. `--models` names some, `--ranks` the sizes of groups, `--ways` some of the ways; then the other
-rows are those that the file in `--out` has already.
+Prints PASS or FAIL. `--models`, `--ranks` and `--ways` name some of them; then the other rows are those that the file
+in `--out` has already.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ import ckptplan
 from ckptplan.core.units import GIB, format_bytes
 from ckptplan.runtime.sharded import units_of
 
+RANKS = "2,4"
 STEPS = 10
 DRAWN = 6
 HOST_SHARE = 0.2
@@ -290,6 +291,17 @@ def _of_group(group: Ranks, name: str, called: str, count: int) -> Row:
     )
 
 
+def _of_model(name: str, ways: Sequence[str], count: int) -> Iterator[Row]:
+    """The rows of a model, by one group of processes as long as none of them ends."""
+    left = list(ways)
+    while left:
+        with ranks(count) as group:
+            while left and all(process.is_alive() for process in group.processes):
+                found = _of_group(group, name, left.pop(0), count)
+                print(found, flush=True)
+                yield found
+
+
 def table(rows: Sequence[Row]) -> Table:
     found = Table(
         "model", "ranks", "way", "bits", "peak", "predicted", "off", "budget", "without", "acts", "gathers", "staging",
@@ -337,7 +349,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="directory for the JSON")
     parser.add_argument("--models", help="comma-separated names, in place of the three and the draw")
-    parser.add_argument("--ranks", default="2,4", help="sizes of the groups")
+    parser.add_argument("--ranks", default=RANKS, help="sizes of the groups")
     parser.add_argument("--ways", help="comma-separated parts of names of ways")
     given = parser.parse_args()
     torch.set_num_threads(1)  # as in the groups: kernels that work in parallel take more
@@ -346,22 +358,23 @@ def main() -> None:
     rows: list[Row] = []
     for count in map(int, given.ranks.split(",")):
         count_drawn = 0
-        with ranks(count) as group:
-            for name in names:
-                if name not in NAMED and not given.models:
-                    if count_drawn == DRAWN:
-                        continue
-                    if failed := group.run(trains, name)[0]:
-                        console.print(f"{name} doesn't train without a plan: {failed}", highlight=False)
-                        continue
-                    count_drawn += 1
-                for called, way in WAYS.items():
-                    if count not in way.ranks or (given.ways and not any(p in called for p in given.ways.split(","))):
-                        continue
-                    rows.append(_of_group(group, name, called, count))
-                    print(rows[-1], flush=True)
+        ways = [
+            called for called, way in WAYS.items()
+            if count in way.ranks and (not given.ways or any(part in called for part in given.ways.split(",")))
+        ]  # fmt: skip
+        for name in names:
+            if name not in NAMED and not given.models:
+                if count_drawn == DRAWN:
+                    continue
+                with ranks(1) as alone:
+                    failed = alone.run(trains, name)[0]
+                if failed:
+                    console.print(f"{name} doesn't train without a plan: {failed}", highlight=False)
+                    continue
+                count_drawn += 1
+            rows += _of_model(name, ways, count)
     known = given.out and given.out / "many_ranks.json"
-    if known and known.exists() and (given.models or given.ways):
+    if known and known.exists() and (given.models or given.ways or given.ranks != RANKS):
         made = {(row.name, row.ranks, row.way): row for row in rows}
         kept = [Row(**row) for row in json.loads(known.read_text())["rows"]]
         rows = [made.pop((row.name, row.ranks, row.way), row) for row in kept] + list(made.values())

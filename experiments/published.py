@@ -348,8 +348,7 @@ def _titan(ranks: int, published: float) -> Row:
                 reduce_dtype="float32",
             ),
         },
-        note="FSDP2 gathers and reduces on streams of their own, whose blocks the allocator doesn't give to others; "
-        "the estimate has one stream. There the last layer stays gathered after forward (0.4 GiB)",
+        note="there the last layer stays gathered after forward (0.4 GiB)",
     )
 
 

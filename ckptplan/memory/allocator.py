@@ -906,9 +906,13 @@ class AllocatorTimeline:
 
 
 def replay(
-    events: Iterable[tuple[int, int]], settings: AllocatorSettings | None = None, capacity_bytes: int | None = None
+    events: Iterable[tuple[int, int]],
+    settings: AllocatorSettings | None = None,
+    capacity_bytes: int | None = None,
+    *,
+    streams: Mapping[int, int] | None = None,
 ) -> AllocatorTimeline:
-    """Return the figures of a trace on one stream.
+    """Return the figures of a trace.
 
     Parameters
     ----------
@@ -917,6 +921,8 @@ def replay(
         number may be used again after its free.
     settings, capacity_bytes
         See `CachingAllocator`.
+    streams : mapping, optional
+        Block -> the stream that it is allocated on, where that isn't 0.
 
     Raises
     ------
@@ -933,7 +939,7 @@ def replay(
         elif nbytes == EMPTY_CACHE:
             allocator.empty_cache()
         else:
-            allocator.allocate(block, nbytes)
+            allocator.allocate(block, nbytes, streams.get(block, 0) if streams else 0)
         figures.append((allocator.allocated_bytes, allocator.requested_bytes, allocator.reserved_bytes))
     return timeline_of(allocator, figures)
 

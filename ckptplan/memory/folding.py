@@ -276,8 +276,9 @@ class _Folded:
     def written(self, section: Section, r: int) -> list[Any]:
         """Return a section's events with the blocks as seen from its period."""
         return [
-            (code, self.reference(block, r), self.recording.blocks[block].nbytes, self.recording.blocks[block].category)
+            (code, self.reference(block, r), made.nbytes, made.category, made.stream)
             for code, block in section.events
+            for made in (self.recording.blocks[block],)
         ]
 
 

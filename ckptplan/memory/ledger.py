@@ -213,7 +213,8 @@ class Account:
             return cls(ledger, requested, requested, requested)
         codes = {FREE: FREED, EMPTIED[0]: EMPTY_CACHE}
         events = ((b, codes.get(code, ledger.blocks[b].nbytes)) for code, b in ledger.events)
-        timeline = replay(events, settings, capacity_bytes)
+        streams = {b: block.stream for b, block in enumerate(ledger.blocks) if block.stream}
+        timeline = replay(events, settings, capacity_bytes, streams=streams)
         return cls(ledger, requested, timeline.allocated_bytes, timeline.reserved_bytes)
 
     def spans(self) -> Iterator[tuple[str, int, int, int | None]]:

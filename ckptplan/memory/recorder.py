@@ -68,6 +68,8 @@ class Block:
         "output" and "loss", if it belongs to them.
     parameters : tuple of str
         Names of those whose gradients it has: of a sharded unit, all in one block.
+    stream : int
+        The stream that it is allocated on; 0 is the step's own. FSDP2 has others.
     """
 
     nbytes: int
@@ -81,6 +83,7 @@ class Block:
     stage: str = ""
     returned: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
+    stream: int = 0
 
 
 @dataclass(slots=True)
@@ -151,6 +154,7 @@ class Recorder(Tracker):
         self._nodes: list[_Where] = []
         self._where = _Where("", "")
         self._op = ""
+        self._streams: dict[Any, int] = {torch.get_device_module(target.device).current_stream(): 0}
         self._numbers: list[tuple[int, int]] = []  # the nodes that saved some, and their blocks
         self.numbers: dict[int, int] = {}
         self.block_of_sid: dict[Any, int] = {}
@@ -277,8 +281,22 @@ class Recorder(Tracker):
         where = self._where
         self.sections[-1].events.append((ALLOCATE, len(self.blocks)))
         self.blocks.append(
-            Block(nbytes, "", module=where.module, line=where.line, op=self._op, shape=shape, dtype=dtype)
+            Block(
+                nbytes,
+                "",
+                module=where.module,
+                line=where.line,
+                op=self._op,
+                shape=shape,
+                dtype=dtype,
+                stream=self._stream(),
+            )
         )
+
+    def _stream(self) -> int:
+        """Return the number of the present stream, counted by first use."""
+        now = torch.get_device_module(self._target.device).current_stream()
+        return self._streams.setdefault(now, len(self._streams))
 
     def _freed(self, key: int) -> None:
         super()._freed(key)

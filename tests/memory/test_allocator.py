@@ -885,6 +885,12 @@ def test_replay_gives_figures_after_each_event() -> None:
     assert found.peak_reserved_bytes == 18 * M
 
 
+def test_a_trace_on_two_streams() -> None:
+    events = [(0, 20 * M), (0, -1), (1, 20 * M), (1, -1), (2, 20 * M)]
+    assert replay(events).peak_reserved_bytes == 20 * M
+    assert replay(events, streams={1: 3}).peak_reserved_bytes == 40 * M
+
+
 def test_replay_of_nothing() -> None:
     found = replay([])
     assert found.reserved_bytes.shape == (0,)

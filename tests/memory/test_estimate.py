@@ -7,6 +7,7 @@ import functools
 import gc
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ import ckptplan
 from ckptplan import DDP, InvalidInputError, estimate
 from ckptplan.core.estimate import CATEGORIES
 from ckptplan.core.request import Limits, Training
-from ckptplan.memory import folding
+from ckptplan.memory import folding, ledger
 from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.profiling.target import find_target
 from ckptplan.runtime.step import make_step
@@ -320,6 +321,30 @@ class Residual(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.drop(torch.tanh(self.linear(self.norm(x))))
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+def test_sharded_gradients_and_gathers_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 allocates on streams of its own what no activation's free block can hold."""
+    model = nn.Sequential(*(Residual(1e-5) for _ in range(4)))
+    fsdp = ckptplan.FSDP(4, units=("Residual",))
+    streams: list[Counter[tuple[str, int]]] = []
+    played = ledger.Account.of
+
+    def counted(made: ledger.Ledger, *rest: Any) -> ledger.Account:
+        streams.append(Counter((block.category, block.stream) for block in made.blocks))
+        return played(made, *rest)
+
+    monkeypatch.setattr(ledger.Account, "of", counted)
+    plain = estimate(model, torch.randn(4, 10, 32), device="a100-40gb")
+    assert {stream for _, stream in streams[0]} == {0}
+    streams.clear()
+    found = estimate(model, torch.randn(4, 10, 32), device="a100-40gb", fsdp=fsdp)
+    assert len({stream for _, stream in streams[0]}) == 3
+    assert {stream for category, stream in streams[0] if category == "gradients"} == {2}
+    assert {stream for category, stream in streams[0] if category == "gathered weights"} == {0}
+    # Blocks of another stream have a segment of their own, here of 2 MiB each.
+    assert found.reserved_bytes == plain.reserved_bytes + 2 * (2 << 20)
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
