@@ -225,16 +225,27 @@ def _unused(name: str) -> bool:
     return any(p.grad is None for p in model.parameters() if p.requires_grad)
 
 
+_PLAIN: list[tuple[list[Any], Peak]] = []
+"""What this rank's last training without a plan gave."""
+
+
+def _with_unused(name: str, way: Way) -> Way:
+    unused = not way.fsdp and "static_graph" not in way.options and _unused(name)
+    return replace(way, options={**way.options, "find_unused_parameters": True}) if unused else way
+
+
+def plain(name: str, way: Way) -> None:
+    """Train on this rank without a plan."""
+    way = _with_unused(name, way)
+    model, inputs = _made(name)
+    _PLAIN[:] = [_train(_wrapped(model, way), inputs, way)]
+
+
 def cell(name: str, way: Way) -> Row:
-    """Train on this rank without a plan and with one."""
-    if not way.fsdp and "static_graph" not in way.options and _unused(name):
-        way = replace(way, options={**way.options, "find_unused_parameters": True})
+    """Train on this rank with a plan, and compare."""
+    way = _with_unused(name, way)
     count = dist.get_world_size()
-    try:
-        model, inputs = _made(name)
-        plain, plain_peak = _train(_wrapped(model, way), inputs, way)
-    except Exception as error:
-        return Row(name, count, "", failed=f"{WITHOUT}: {type(error).__name__}: {error}"[:200])
+    ((without, plain_peak),) = _PLAIN
     model, inputs = _made(name)
     wrapped = _wrapped(model, way)
     kept = ckptplan.estimate(wrapped, inputs, loss_fn=_loss).peak_bytes
@@ -248,7 +259,7 @@ def cell(name: str, way: Way) -> Row:
     plans: list[Any] = [None] * count
     dist.all_gather_object(plans, plan)
     return Row(
-        name, count, "", all(map(torch.equal, found, plain)), plans == [plan] * count, peak, plan.peak_bytes,
+        name, count, "", all(map(torch.equal, found, without)), plans == [plan] * count, peak, plan.peak_bytes,
         plan.budget_bytes, plain_peak, stats.recomputed_stages, stats.swapped_out_bytes,
         any(note.startswith("values are needed") for note in plan.notes), peak.gathers, plain_peak.gathers,
         len(plan.segments), peak.staging, kept,
@@ -272,12 +283,11 @@ def trains(name: str) -> str:
 
 def _of_group(group: Ranks, name: str, called: str, count: int) -> Row:
     way = WAYS[called]
-    found = group.run(cell, name, way)
-    if any(isinstance(each, Row) and each.failed for each in found):
-        return replace(next(each for each in found if isinstance(each, Row) and each.failed), way=called)
-    failed = [each for each in found if not isinstance(each, Row)]
-    if failed:
-        return Row(name, count, called, failed=f"{type(failed[0]).__name__}: {failed[0]}"[:300])
+    for function, without in ((plain, f"{WITHOUT}: "), (cell, "")):
+        found = group.run(function, name, way)
+        for error in found:
+            if isinstance(error, BaseException):
+                return Row(name, count, called, failed=f"{without}{type(error).__name__}: {error}"[:300])
     worst = max(found, key=lambda row: row.peak_bytes / row.budget_bytes)
     return replace(
         worst,
