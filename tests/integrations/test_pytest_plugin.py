@@ -135,11 +135,18 @@ def test_a_recorded_baseline(tmp_path: Path) -> None:
 def test_baselines_are_recorded_in_one_process(tmp_path: Path) -> None:
     (tmp_path / "test_memory.py").write_text(BASELINES)
     assert "run it in one process (-n 0)" in run(tmp_path, "--record-training-memory", "-n", "2")
-    for text in ("{", "[]", '{"test_same": "12"}'):
-        (tmp_path / "memory.json").write_text(text)
-        out = run(tmp_path)
-        assert "memory.json can't be read" in out
-        assert "3 failed" in out
+
+
+def test_baselines_that_are_none_are_told(tmp_path: Path) -> None:
+    texts = {"first": "{", "second": "[]", "third": '{"test_same": "12"}'}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.json").write_text(text)
+        tests = BASELINES.partition("@baseline\ndef test_grown")[0].replace("memory.json", f"{name}.json")
+        (tmp_path / f"test_{name}.py").write_text(tests)
+    out = run(tmp_path)
+    for name in texts:
+        assert f"{name}.json can't be read" in out
+    assert "3 failed" in out
 
 
 def test_coroutines_are_refused(tmp_path: Path) -> None:
