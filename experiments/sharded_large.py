@@ -88,7 +88,11 @@ def table(rows: Sequence[Row]) -> Table:
 def checks(rows: Sequence[Row]) -> list[tuple[bool, str]]:
     """The limits, and whether each is kept."""
     slowest, largest = max(row.seconds for row in rows), max(row.resident_bytes for row in rows)
+    fits = {(row.weights, row.ranks): " plan +" in row.answer or " fits " in row.answer for row in rows}
     return [
+        (not fits["float32", 8], "8 ranks can't hold 16 bytes of each of 70.6e9 parameters, and it is said"),
+        (not fits["bfloat16", 8] and fits["bfloat16", 32] and fits["float32", 32], "32 ranks hold what 8 don't"),
+        (all(row.answer.startswith("h100 78.79 GiB") for row in rows), "each answer has the device's memory"),
         (slowest <= MOST_S, f"the slowest answer took {slowest:.1f} s, of {MOST_S:.0f}"),
         (largest <= MOST_BYTES, f"the largest process had {format_bytes(largest)}, of {format_bytes(MOST_BYTES)}"),
     ]

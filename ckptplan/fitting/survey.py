@@ -26,6 +26,7 @@ from ckptplan.fitting.batch import LIMIT, Batches, MakeInputs, largest
 from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.profiling.profiler import planned_profiles
 from ckptplan.profiling.target import find_target
+from ckptplan.profiling.times.collectives import with_collectives
 from ckptplan.referee import validate
 from ckptplan.runtime.sharded import sharded
 from ckptplan.solving.cost import Evaluator
@@ -148,15 +149,22 @@ class _Group:
 
     def chain(self, n: int, name: str) -> Profile:
         """Return the chain of a batch on one of the devices, traced or interpolated from two traced ones."""
+        # A unit takes the longer of its compute and its collectives, which isn't linear in the batch.
+        device = next(device for device in self.devices if device.name == name)
+        return with_collectives(self._computing(n, name), self.batches.sizes.model, device)
+
+    def _computing(self, n: int, name: str) -> Profile:
+        """Return the same without collectives."""
         for traced in (self.batch, _SPREAD * self.batch):
             self._traced(traced)
         if n not in self.chains:
             known = sorted(self.chains)
-            above = min(max(bisect.bisect(known, n), 1), len(known) - 1)
-            a, b = known[above - 1 : above + 1]
-            between = between_batches(self._traced(a)[name], a, self._traced(b)[name], b, n)
-            if between is not None:
-                return between
+            b = known[min(max(bisect.bisect(known, n), 1), len(known) - 1)]
+            a = max((m for m in known if 2 * m <= b), default=None)  # nearer ones differ by little but rounding
+            if a is not None:
+                between = between_batches(self._traced(a)[name], a, self._traced(b)[name], b, n)
+                if between is not None:
+                    return between
         return self._traced(n)[name]
 
     def _traced(self, n: int) -> dict[str, Profile]:

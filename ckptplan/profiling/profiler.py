@@ -282,7 +282,7 @@ def _profile(
     if target.answers is not None and target.answers.note:
         notes = [target.answers.note, *notes]
     if target.spec is not None:
-        return _planned(step, traced, on_devices[0], target, notes)
+        return with_collectives(_planned(step, traced, on_devices[0], target, notes), step.model, target.spec)
     report("measuring the runtime")
     overheads = measure_overheads(target.device, swap_dir)
     report("timing stages")
@@ -320,7 +320,7 @@ def _profile(
 def planned_profiles(
     step: TrainingStep, optimizer: OptimizerLike | None, target: Target, devices: Sequence[Device]
 ) -> list[Profile]:
-    """Profiles for several devices that aren't in this machine from one trace, with stages as wholes.
+    """Profiles for several devices that aren't in this machine from one trace: stages as wholes, without collectives.
 
     Parameters
     ----------
@@ -458,7 +458,7 @@ def _planned(step: TrainingStep, traced: Traced, times: Times, target: Target, n
         overheads=device.overheads,
         has_launches=device.is_cuda,
     )
-    return with_collectives(found, step.model, device)
+    return found
 
 
 def _with_times(

@@ -38,6 +38,7 @@ from ckptplan.runtime.state.cells import below
 from ckptplan.runtime.swap.own import is_sharded_unit, local_part, sharded_units
 
 _CONTAINERS = (list, dict, set)
+_NUMBERS = (bool, int, float)
 
 
 def states(model: nn.Module) -> list[Any]:
@@ -87,9 +88,18 @@ def unit_settings(module: nn.Module) -> tuple[Any, ...]:
     if not is_sharded_unit(module):
         return ()
     state = module._get_fsdp_state()  # type: ignore[operator]
-    ahead = [*map(id, state._states_to_forward_prefetch)], [*map(id, state._states_to_backward_prefetch)]
-    after = [g.post_forward_mesh_info and g.post_forward_mesh_info.shard_mesh_size for g in state._fsdp_param_groups]
-    return (*ahead, after, *(repr(g.mp_policy) for g in state._fsdp_param_groups))
+    groups = state._fsdp_param_groups
+    after = [g.post_forward_mesh_info and g.post_forward_mesh_info.shard_mesh_size for g in groups]
+    plain = [
+        [(name, value) for name, value in sorted(vars(each).items()) if value is None or type(value) in _NUMBERS]
+        for each in (state, *groups)
+    ]
+    return (after, plain, *(repr(g.mp_policy) for g in groups))
+
+
+def has_prefetch_lists(model: nn.Module) -> bool:
+    """Whether a unit gathers units ahead that were named for it, which may be any."""
+    return any(state._states_to_forward_prefetch or state._states_to_backward_prefetch for state in states(model))
 
 
 def resharded_over(state: Any, group: Any, outer: Collection[Any]) -> int | None:

@@ -100,6 +100,36 @@ def test_replicas_and_what_stays_whole() -> None:
     assert backward_s(replicas=4) == pytest.approx(2 * one_s + apart_s, rel=0.01)
 
 
+class Twice(Net):
+    """Calls its first block three times, and has a matrix of its own that no stage reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.layers, self.layers[0], self.layers[0]):
+            x = x + layer(x)
+        return x @ self.own
+
+
+def test_units_inside_a_stage_add_up_and_each_call_gathers() -> None:
+    def seconds(model: nn.Module, units: tuple[str, ...]) -> tuple[dict[str, float], str]:
+        fsdp = ckptplan.FSDP(2, units=units)
+        found = ckptplan.profile(model.train(), torch.randn(512, 64), device=SLOW, fsdp=fsdp, menus=False)
+        return {s.name.partition("#")[0]: s.forward_s for s in found.stages}, note(found)
+
+    whole, _ = seconds(Net(), ("Sequential",))
+    parts, _ = seconds(Net(), ("Linear",))
+    once = NUMBERS * 4 / 2 / 1e3
+    assert whole["layers.1"] == pytest.approx(once, rel=0.01)
+    assert parts["layers.1"] == pytest.approx(once, rel=0.01)
+    again, said = seconds(Twice(), ("Sequential",))
+    assert again["layers.0"] == pytest.approx(once, rel=0.01), "each of its three calls gathers"
+    own = 64 * 64 + 8 * 65  # gathered once, and reduced
+    assert said.endswith(f"not counted are at most {2 * own * 4 / 2 / 1e3:.3g} s of units without a stage")
+
+
 def test_known_devices_have_rates() -> None:
     for device in known_devices().values():
         assert device.peer_bytes_per_s is not None

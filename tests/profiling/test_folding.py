@@ -28,6 +28,7 @@ from ckptplan.profiling.bytes.tracker import SegmentTrace
 from ckptplan.profiling.profiler import traced_bytes
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.times.timing import Times
+from ckptplan.runtime.sharded import sharded
 from ckptplan.runtime.step import make_step
 
 Built = tuple[nn.Module, Any, dict[str, Any]]
@@ -528,6 +529,19 @@ def test_paths_drawn_by_python_are_run_as_they_are() -> None:
     few, full, folded = profiles("skipping")
     assert not folded
     assert few == full
+
+
+def test_units_with_other_settings_are_not_equal() -> None:
+    """Also where they act in backward alone, which no forward shows."""
+    layers = nn.Sequential(*(Residual() for _ in range(12)))
+    with sharded(layers, ckptplan.FSDP(4, units=("Residual",))):
+        assert [(run.count, run.kept) for run in folding.find_runs(layers)] == [(12, 5)]
+        for name in ("set_reshard_after_backward", "set_requires_gradient_sync"):
+            getattr(layers[6], name)(False, recurse=False)
+            assert [run.count for run in folding.find_runs(layers)] == [6]
+            getattr(layers[6], name)(True, recurse=False)
+        layers[0].set_modules_to_backward_prefetch([layers[3]])
+        assert folding.find_runs(layers) == []
 
 
 # --- names and periods ---

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ckptplan.runtime.sharded import unit_settings
+from ckptplan.runtime.sharded import has_prefetch_lists, unit_settings
 from ckptplan.runtime.swap.own import is_sharded_unit
 
 T = TypeVar("T")
@@ -187,6 +187,8 @@ def find_runs(model: nn.Module) -> list[Run]:
     """Return the layers that can be left out: outermost containers first, none inside another."""
     owners = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     out: list[Run] = []
+    if has_prefetch_lists(model):  # a layer may be gathered anywhere
+        return out
     for path, container in model.named_modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)) or any(path.startswith(f"{r.path}.") for r in out):
             continue

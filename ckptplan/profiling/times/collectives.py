@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,15 +29,20 @@ from ckptplan.runtime.sharded import outermost, resharded_over, states
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """A unit's modules by name, and the seconds of its collectives."""
+    """A unit's modules by name, and the seconds of a gather in forward and in backward, and of its reductions."""
 
     names: tuple[str, ...]
-    forward_s: float
-    backward_s: float
+    gather_s: float
+    again_s: float
+    reduce_s: float
 
     def depth_around(self, stage: str) -> int:
         """Return the length of the name of the module that holds or is `stage`; -1 if none does."""
         return max((len(name) for name in self.names if _holds(name, stage)), default=-1)
+
+    def seconds(self, calls: int) -> tuple[float, float]:
+        """Return the seconds in forward and in backward; a unit that stays whole gathers for the first call alone."""
+        return self.gather_s * (calls if self.again_s else 1), self.again_s * calls + self.reduce_s
 
 
 def ring_s(nbytes: float, ranks: int, device: Device) -> float:
@@ -56,26 +62,39 @@ def ring_s(nbytes: float, ranks: int, device: Device) -> float:
 def with_collectives(profile: Profile, model: nn.Module, device: Device) -> Profile:
     """Return the profile of a sharded model with the time of its collectives; the same one if it isn't sharded."""
     found = states(model)
-    if not found:
+    groups = [group for state in found for group in state._fsdp_param_groups]
+    if not groups:
         return profile
-    ranks = max(_ranks(group) for state in found for group in state._fsdp_param_groups)
+    ranks = max(map(_ranks, groups))
     missing = [] if device.peer_bytes_per_s is not None else ["peer_bytes_per_s"]
     if ranks > device.machine_devices and device.network_bytes_per_s is None:
         missing.append("network_bytes_per_s")
     if missing:
         note = f"collectives take no time here: device {device.name!r} has no {' and no '.join(missing)}"
         return dataclasses.replace(profile, notes=(*profile.notes, note))
-    names = {module: name for name, module in model.named_modules()}
-    outer = outermost(model)
+    names, outer = {module: name for name, module in model.named_modules()}, outermost(model)
     units = [_unit(state, names, device, outer) for state in found]
-    stages = list(profile.stages)
-    for unit, places in _places(units, stages):
-        _fill(stages, places, unit)
+    own = {k: stage.name.partition("#")[0] for k, stage in enumerate(profile.stages) if not stage.is_glue}
+    waits: dict[int, list[tuple[float, float]]] = {}
+    total_s = left_s = 0.0
+    for unit, places in zip(units, _places(units, own), strict=True):
+        both = unit.seconds(max(Counter(own[k] for k in places).values(), default=1))
+        if places:
+            total_s += sum(both)
+            for k, part in zip(places, _parts([profile.stages[k] for k in places], both), strict=True):
+                waits.setdefault(k, []).append(part)
+        else:
+            left_s += sum(both)
+    stages = tuple(
+        _filled(stage, *map(sum, zip(*waits[k], strict=True))) if k in waits else stage
+        for k, stage in enumerate(profile.stages)
+    )
     before, after = (sum(stage.forward_s + stage.backward_s for stage in some) for some in (profile.stages, stages))
-    total_s = sum(unit.forward_s + unit.backward_s for unit in units)
     shown_s = after - before
     note = f"collectives of {ranks} ranks take {total_s:.3g} s a step, of which compute hides all but {shown_s:.3g} s"
-    return dataclasses.replace(profile, stages=tuple(stages), notes=(*profile.notes, note))
+    if left_s:
+        note += f"; not counted are at most {left_s:.3g} s of units without a stage"
+    return dataclasses.replace(profile, stages=stages, notes=(*profile.notes, note))
 
 
 def _holds(module: str, stage: str) -> bool:
@@ -89,7 +108,7 @@ def _ranks(group: Any) -> int:
 
 
 def _unit(state: Any, names: dict[nn.Module, str], device: Device, outer: Collection[Any]) -> _Unit:
-    forward_s = backward_s = 0.0
+    gather_s = again_s = reduce_s = 0.0
     for group in state._fsdp_param_groups:
         mesh, policy = group.mesh_info, group.mp_policy
         ranks, replicas = mesh.shard_mesh_size, getattr(mesh, "replicate_mesh_size", 1)
@@ -99,52 +118,57 @@ def _unit(state: Any, names: dict[nn.Module, str], device: Device, outer: Collec
             param_dtype = policy.param_dtype or p.sharded_param.dtype
             gathered += count * param_dtype.itemsize
             reduced += count * (policy.reduce_dtype or param_dtype).itemsize * p.sharded_param.requires_grad
-        forward_s += ring_s(gathered, ranks, device)
         again = resharded_over(state, group, outer)
-        backward_s += ring_s(reduced, ranks, device) + (0.0 if again is None else ring_s(gathered, again, device))
+        gather_s += ring_s(gathered, ranks, device)
+        again_s += 0.0 if again is None else ring_s(gathered, again, device)
+        reduce_s += ring_s(reduced, ranks, device)
         if replicas > 1:  # each rank's shard is all-reduced, and those of a machine share its network
             apart = ranks * replicas > device.machine_devices
             shares = min(ranks, device.machine_devices) if apart else 1
             over = max(replicas, device.machine_devices + 1) if apart else replicas
             rate_s = ring_s(1.0, over, device) * over / (over - 1)
-            backward_s += 2 * (replicas - 1) / replicas * reduced / ranks * shares * rate_s
-    return _Unit(tuple(names.get(m, "") for m in state._modules), forward_s, backward_s)
+            reduce_s += 2 * (replicas - 1) / replicas * reduced / ranks * shares * rate_s
+    return _Unit(tuple(names.get(m, "") for m in state._modules), gather_s, again_s, reduce_s)
 
 
-def _places(units: Sequence[_Unit], stages: Sequence[Stage]) -> list[tuple[_Unit, list[int]]]:
-    """Return the stages whose compute hides each unit's collectives: those in it, or the one that it lies in."""
-    own = [(k, stage.name.partition("#")[0]) for k, stage in enumerate(stages) if not stage.is_glue]
-    inside: dict[int, list[int]] = {k: [] for k in range(len(units))}
-    for k, name in own:
+def _places(units: Sequence[_Unit], own: Mapping[int, str]) -> list[list[int]]:
+    """Return the stages whose compute hides each unit's collectives: those in it, or the one that it lies in.
+
+    Parameters
+    ----------
+    own : mapping
+        Stage -> the name of its module.
+    """
+    inside: list[list[int]] = [[] for _ in units]
+    for k, name in own.items():
         depths = [unit.depth_around(name) for unit in units]
         if max(depths) >= 0:
             inside[depths.index(max(depths))].append(k)
     for number, unit in enumerate(units):
         if not inside[number]:
-            around = (k for k, stage in own if any(_holds(stage, name) for name in unit.names))
+            around = (k for k, stage in own.items() if any(_holds(stage, name) for name in unit.names))
             inside[number] = list(itertools.islice(around, 1))
-    return [(unit, inside[number]) for number, unit in enumerate(units)]
+    return inside
 
 
-def _fill(stages: list[Stage], places: Sequence[int], unit: _Unit) -> None:
-    """Make the unit's stages take as long as its collectives, where these take longer."""
-    forward_s, backward_s = (sum(getattr(stages[k], lane) for k in places) for lane in ("forward_s", "backward_s"))
-    for k in places:
-        stage = stages[k]
-        forward, backward = (
-            share * (getattr(stage, lane) / whole if whole else 1 / len(places))
-            for lane, whole, share in (
-                ("forward_s", forward_s, unit.forward_s),
-                ("backward_s", backward_s, unit.backward_s),
-            )
-        )
-        waits_s = max(0.0, backward - stage.backward_s)
-        stages[k] = dataclasses.replace(
-            stage,
-            forward_s=max(stage.forward_s, forward),
-            backward_s=stage.backward_s + waits_s,
-            options=tuple(
-                dataclasses.replace(option, recompute_s=max(0.0, option.recompute_s - waits_s))
-                for option in stage.options
-            ),
-        )
+def _parts(stages: Sequence[Stage], both: tuple[float, float]) -> list[tuple[float, float]]:
+    """Return what of a unit's collectives each of its stages hides, in proportion to its compute."""
+    found = []
+    for lane, seconds in zip(("forward_s", "backward_s"), both, strict=True):
+        computes = [getattr(stage, lane) for stage in stages]
+        whole = sum(computes)
+        found.append([seconds * (c / whole if whole else 1 / len(stages)) for c in computes])
+    return list(zip(*found, strict=True))
+
+
+def _filled(stage: Stage, forward_s: float, backward_s: float) -> Stage:
+    """Return a stage that takes as long as these collectives, where they take longer."""
+    waits_s = max(0.0, backward_s - stage.backward_s)
+    return dataclasses.replace(
+        stage,
+        forward_s=max(stage.forward_s, forward_s),
+        backward_s=stage.backward_s + waits_s,
+        options=tuple(
+            dataclasses.replace(option, recompute_s=max(0.0, option.recompute_s - waits_s)) for option in stage.options
+        ),
+    )
