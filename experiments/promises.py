@@ -919,7 +919,7 @@ PROMISES: tuple[Promise, ...] = (
             "test_plans_go_on_either_side_of_the_wrapper",
             "test_what_makes_tensors_of_its_own_is_refused",
         ),
-        ("many_ranks",),
+        ("many_ranks", "sharded_large"),
     ),
     Promise(
         "Many devices",

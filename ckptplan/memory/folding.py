@@ -276,9 +276,8 @@ class _Folded:
     def written(self, section: Section, r: int) -> list[Any]:
         """Return a section's events with the blocks as seen from its period."""
         return [
-            (code, self.reference(block, r), made.nbytes, made.category, made.stream)
+            (code, self.reference(block, r), self.recording.blocks[block].nbytes, self.recording.blocks[block].category)
             for code, block in section.events
-            for made in (self.recording.blocks[block],)
         ]
 
 

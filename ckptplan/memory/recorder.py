@@ -30,6 +30,7 @@ from ckptplan.profiling.bytes.tracker import Tracker, learn_storages
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.workload.optimizers import traced_updates
 from ckptplan.profiling.workload.stand_ins import StandIns
+from ckptplan.runtime.accelerator import own_module
 from ckptplan.runtime.controller import is_glue
 from ckptplan.runtime.observe.measure import held_tensors, tensors_in
 from ckptplan.runtime.step import TrainingStep
@@ -154,7 +155,7 @@ class Recorder(Tracker):
         self._nodes: list[_Where] = []
         self._where = _Where("", "")
         self._op = ""
-        self._streams: dict[Any, int] = {torch.get_device_module(target.device).current_stream(): 0}
+        self._streams: dict[Any, int] = {own_module(target.device).current_stream(): 0}
         self._numbers: list[tuple[int, int]] = []  # the nodes that saved some, and their blocks
         self.numbers: dict[int, int] = {}
         self.block_of_sid: dict[Any, int] = {}
@@ -295,7 +296,7 @@ class Recorder(Tracker):
 
     def _stream(self) -> int:
         """Return the number of the present stream, counted by first use."""
-        now = torch.get_device_module(self._target.device).current_stream()
+        now = own_module(self._target.device).current_stream()
         return self._streams.setdefault(now, len(self._streams))
 
     def _freed(self, key: int) -> None:

@@ -260,7 +260,7 @@ CASES: dict[str, Case] = {
     "hidden states": Case(lambda: gpt2(hidden=True, menus=False)),
     "accumulating": Case(lambda: gpt2(accumulate=True, optimizer="adamw", menus=False)),
     "absent": Case(lambda: gpt2(**A100)),
-    "sharded": Case(lambda: llama(8, device="a100-40gb", fsdp=SHARDED)),
+    "sharded": Case(lambda: llama(8, device="a100-40gb", fsdp=SHARDED, menus=False)),
     "sharded, whole": Case(lambda: bert(7, menus=False, fsdp=ckptplan.FSDP(3, reshard_after_forward=False))),
     "stack": Case(lambda: stack(*(Residual(place=k) for k in range(9)))),
     "two in turn": Case(lambda: stack(*(Residual(64 + 64 * (k % 2)) for k in range(12)))),
