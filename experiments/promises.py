@@ -894,6 +894,7 @@ PROMISES: tuple[Promise, ...] = (
             "test_distributed_checkpoints",
             "test_what_is_not_planned",
             "test_plans_of_sharded_models",
+            "test_a_sharded_model_that_reads_values",
         )
         + _in(
             "test_sharded_ranks",

@@ -203,7 +203,8 @@ class _Witness(TorchDispatchMode):
         finally:
             with torch.no_grad():
                 for tensor, before in self._written.values():
-                    tensor.data.copy_(before)
+                    if tensor.untyped_storage().nbytes():  # of a sharded unit: it has freed it since
+                        tensor.data.copy_(before)
         for number, (question, answer) in enumerate(self._found):
             peak = peaks.get(_label(number), answer.peak_bytes)
             noted = Answer(answer.sizes, answer.result, answer.values, peak)
