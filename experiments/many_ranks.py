@@ -42,8 +42,6 @@ from rich.console import Console
 from rich.table import Table
 from small_models import Transformer
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from trainer_drawn import TIMES, repeated
@@ -51,7 +49,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import ckptplan
 from ckptplan.core.units import GIB, format_bytes
-from ckptplan.runtime.sharded import units_of
+from ckptplan.runtime.sharded import shard
 
 RANKS = "2,4"
 STEPS = 10
@@ -183,14 +181,7 @@ def _loss(output: Any) -> torch.Tensor:
 def _wrapped(model: nn.Module, way: Way) -> nn.Module:
     if not way.fsdp:
         return DistributedDataParallel(model, **way.options)
-    wanted = way.settings(dist.get_world_size())
-    shape = (wanted.ranks,) if wanted.replicas == 1 else (wanted.replicas, wanted.ranks)
-    names = ("shard",) if wanted.replicas == 1 else ("replicate", "shard")
-    dtypes = (None if name is None else getattr(torch, name) for name in (wanted.param_dtype, wanted.reduce_dtype))
-    more = {"reshard_after_forward": wanted.reshard_after_forward, "mp_policy": MixedPrecisionPolicy(*dtypes)}
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    for unit in [*units_of(model, None), model]:
-        fully_shard(unit, mesh=mesh, **more)
+    shard(model, way.settings(dist.get_world_size()))
     return model
 
 

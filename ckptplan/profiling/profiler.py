@@ -448,7 +448,7 @@ def _planned(step: TrainingStep, traced: Traced, times: Times, target: Target, n
     link = Link(device.out_bytes_per_s, device.in_bytes_per_s)
     # A roofline's operations take at least a launch each, so the host's launching isn't counted as a lane of its own.
     # The runtime's code runs while the device computes what was launched before.
-    found = _with_times(
+    return _with_times(
         traced,
         times,
         Times(),
@@ -458,7 +458,6 @@ def _planned(step: TrainingStep, traced: Traced, times: Times, target: Target, n
         overheads=device.overheads,
         has_launches=device.is_cuda,
     )
-    return found
 
 
 def _with_times(

@@ -102,6 +102,12 @@ def has_prefetch_lists(model: nn.Module) -> bool:
     return any(state._states_to_forward_prefetch or state._states_to_backward_prefetch for state in states(model))
 
 
+def sizes_of(group: Any) -> tuple[int, int]:
+    """Return over how many ranks a group of parameters is sharded, and how many replicas of these there are."""
+    mesh = group.mesh_info
+    return mesh.shard_mesh_size, getattr(mesh, "replicate_mesh_size", 1)
+
+
 def resharded_over(state: Any, group: Any, outer: Collection[Any]) -> int | None:
     """Return over how many ranks a unit's parameters are sharded between forward and backward; None if they stay whole.
 
@@ -124,8 +130,7 @@ def kind_of(model: nn.Module) -> str:
         for group in state._fsdp_param_groups:
             units = [names.get(m, "") for m in group.modules]
             digest.update(f"{units} {resharded_over(state, group, outer)} {group.mp_policy}\n".encode())
-    mesh = groups[-1].mesh_info
-    size, replicas = mesh.shard_mesh_size, getattr(mesh, "replicate_mesh_size", 1)
+    size, replicas = sizes_of(groups[-1])
     over = f"{size} x {replicas}" if replicas > 1 else f"{size}"
     return f"fsdp, {over} ranks, units {digest.hexdigest()[:8]}"
 
@@ -370,17 +375,27 @@ def sharded(model: nn.Module, settings: FSDP | int | None) -> Iterator[None]:
         return
     if sharded_units(below(model)):
         raise InvalidInputError("fsdp= is for a model that isn't sharded yet, and this one is; leave it out")
-    units = units_of(model, wanted.units)
-    with _sharding_undone(model), _mesh(wanted, next(model.parameters()).device) as mesh:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        param, reduced = (
-            None if name is None else getattr(torch, name) for name in (wanted.param_dtype, wanted.reduce_dtype)
-        )
-        policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduced)
-        for unit in [*units, model]:
-            fully_shard(unit, mesh=mesh, reshard_after_forward=wanted.reshard_after_forward, mp_policy=policy)
+    with _sharding_undone(model), _group(wanted.ranks * wanted.replicas):
+        shard(model, wanted)
         yield
+
+
+def shard(model: nn.Module, settings: FSDP) -> None:
+    """Shard a model over the present group."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    kind = next(model.parameters()).device.type
+    shape = (settings.ranks,) if settings.replicas == 1 else (settings.replicas, settings.ranks)
+    names = ("shard",) if settings.replicas == 1 else ("replicate", "shard")
+    units = units_of(model, settings.units)
+    mesh = init_device_mesh("cpu" if kind == "meta" else kind, shape, mesh_dim_names=names)
+    param, reduced = (
+        None if name is None else getattr(torch, name) for name in (settings.param_dtype, settings.reduce_dtype)
+    )
+    policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduced)
+    for unit in [*units, model]:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy)
 
 
 P = ParamSpec("P")
@@ -430,28 +445,22 @@ def _is_tied(model: nn.Module, unit: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _mesh(wanted: FSDP, device: torch.device) -> Iterator[Any]:
-    """The mesh of the group: of the one that is here if it has as many ranks, or else of a fake one."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    count = wanted.ranks * wanted.replicas
-    shape = (wanted.ranks,) if wanted.replicas == 1 else (wanted.replicas, wanted.ranks)
-    names = ("shard",) if wanted.replicas == 1 else ("replicate", "shard")
-    kind = "cpu" if device.type == "meta" else device.type
+def _group(count: int) -> Iterator[None]:
+    """Inside there is a group of `count` ranks: the one that is here if it has as many, or else a fake one."""
     if dist.is_initialized():
         if dist.get_world_size() != count:
             raise InvalidInputError(
                 f"fsdp: {count} ranks, and this process is one of a group of {dist.get_world_size()}; plan for other "
                 "groups in a process of its own"
             )
-        yield init_device_mesh(kind, shape, mesh_dim_names=names)
+        yield
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     hook = sys.excepthook  # which a group replaces by one that names the rank
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
-        yield init_device_mesh(kind, shape, mesh_dim_names=names)
+        yield
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook

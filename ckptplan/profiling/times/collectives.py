@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from torch import nn
 from ckptplan.core.device import Device
 from ckptplan.core.profile import Profile
 from ckptplan.core.stage import Stage
-from ckptplan.runtime.sharded import outermost, resharded_over, states
+from ckptplan.runtime.sharded import outermost, resharded_over, sizes_of, states
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +50,17 @@ def ring_s(nbytes: float, ranks: int, device: Device) -> float:
     """Return the seconds of an all-gather or a reduce-scatter of `nbytes` in all, over a ring of `ranks` devices.
 
     Each device sends and receives (ranks - 1) / ranks of the bytes (Thakur et al., Optimization of Collective
-    Communication Operations in MPICH, 2005), at the rate between devices of a machine, or of machines where that is
-    lower and there are several.
+    Communication Operations in MPICH, 2005).
     """
+    return nbytes * (ranks - 1) / ranks / _rate(ranks, device)
+
+
+def _rate(ranks: int, device: Device) -> float:
+    """Return the bytes a second between devices of a machine, or between machines where that is less."""
     assert device.peer_bytes_per_s is not None
-    rate = device.peer_bytes_per_s
     if ranks > device.machine_devices and device.network_bytes_per_s is not None:
-        rate = min(rate, device.network_bytes_per_s)
-    return nbytes * (ranks - 1) / ranks / rate
+        return min(device.peer_bytes_per_s, device.network_bytes_per_s)
+    return device.peer_bytes_per_s
 
 
 def with_collectives(profile: Profile, model: nn.Module, device: Device) -> Profile:
@@ -65,7 +69,7 @@ def with_collectives(profile: Profile, model: nn.Module, device: Device) -> Prof
     groups = [group for state in found for group in state._fsdp_param_groups]
     if not groups:
         return profile
-    ranks = max(map(_ranks, groups))
+    ranks = max(math.prod(sizes_of(group)) for group in groups)
     missing = [] if device.peer_bytes_per_s is not None else ["peer_bytes_per_s"]
     if ranks > device.machine_devices and device.network_bytes_per_s is None:
         missing.append("network_bytes_per_s")
@@ -102,16 +106,10 @@ def _holds(module: str, stage: str) -> bool:
     return not module or stage == module or stage.startswith(f"{module}.")
 
 
-def _ranks(group: Any) -> int:
-    mesh = group.mesh_info
-    return mesh.shard_mesh_size * getattr(mesh, "replicate_mesh_size", 1)
-
-
 def _unit(state: Any, names: dict[nn.Module, str], device: Device, outer: Collection[Any]) -> _Unit:
     gather_s = again_s = reduce_s = 0.0
     for group in state._fsdp_param_groups:
-        mesh, policy = group.mesh_info, group.mp_policy
-        ranks, replicas = mesh.shard_mesh_size, getattr(mesh, "replicate_mesh_size", 1)
+        policy, (ranks, replicas) = group.mp_policy, sizes_of(group)
         gathered = reduced = 0
         for p in group.fsdp_params:
             count = p._sharded_param_data.numel() * ranks
@@ -123,11 +121,9 @@ def _unit(state: Any, names: dict[nn.Module, str], device: Device, outer: Collec
         again_s += 0.0 if again is None else ring_s(gathered, again, device)
         reduce_s += ring_s(reduced, ranks, device)
         if replicas > 1:  # each rank's shard is all-reduced, and those of a machine share its network
-            apart = ranks * replicas > device.machine_devices
-            shares = min(ranks, device.machine_devices) if apart else 1
-            over = max(replicas, device.machine_devices + 1) if apart else replicas
-            rate_s = ring_s(1.0, over, device) * over / (over - 1)
-            reduce_s += 2 * (replicas - 1) / replicas * reduced / ranks * shares * rate_s
+            shares = min(ranks, device.machine_devices) if ranks * replicas > device.machine_devices else 1
+            sent = 2 * (replicas - 1) / replicas * reduced / ranks
+            reduce_s += sent * shares / _rate(ranks * replicas, device)
     return _Unit(tuple(names.get(m, "") for m in state._modules), gather_s, again_s, reduce_s)
 
 
