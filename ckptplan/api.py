@@ -108,6 +108,8 @@ def solve(
             less = f", less {format_bytes(free - budget_bytes)}" if wanted.margin else ""
             notes = (f"the budget is the device's free memory, {format_bytes(free)}{less}",)
         within = limits if together is None else together.shared(limits)
+        if together is not None and training.inputs is not None and not isinstance(model_or_profile, Profile):
+            training = replace(training, inputs=together.widened_inputs(model_or_profile, training.inputs))
         job = _job(model_or_profile, training, swap_dir, within)
 
         def solved(budget_bytes: int | None) -> Plan:

@@ -12,6 +12,9 @@ gathers of a step. The bytes of a sharded model are held against those by a grou
 process group. Not counted, but printed, is what gloo stages. Plans of models that read values hold for steps that take
 the same path, and training leads to others: their peaks are told apart.
 
+A model whose routing sends more tokens to an expert than planned for is refused by name on one rank as well; such rows
+are told apart, too.
+
 Prints PASS or FAIL. `--models`, `--ranks` and `--ways` name some of them; then the other rows are those that the file
 in `--out` has already.
 """
@@ -19,6 +22,7 @@ in `--out` has already.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -77,7 +81,7 @@ class Way:
 
 
 MOST_WITHOUT = 0.2
-"""Largest share of the trainings that may not work without a plan either."""
+"""Largest share of the trainings that may not work without a plan, or on one rank, either."""
 
 WAYS: dict[str, Way] = {
     "beside": Way("10%"),
@@ -93,6 +97,8 @@ WAYS: dict[str, Way] = {
 
 WITHOUT = "without a plan"
 """Begins what a row failed with that doesn't train without a plan either."""
+ALONE = "on one rank, too"
+"""Begins what a row failed with whose model can't follow a plan on one rank either: it sends other steps elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +287,8 @@ def _of_group(group: Ranks, name: str, called: str, count: int) -> Row:
         found = group.run(function, name, way)
         for error in found:
             if isinstance(error, BaseException):
-                return Row(name, count, called, failed=f"{without}{type(error).__name__}: {error}"[:300])
+                before = without or (f"{ALONE}: " if _fails_alone(name) else "")
+                return Row(name, count, called, failed=f"{before}{type(error).__name__}: {error}"[:300])
     worst = max(found, key=lambda row: row.peak_bytes / row.budget_bytes)
     return replace(
         worst,
@@ -293,6 +300,14 @@ def _of_group(group: Ranks, name: str, called: str, count: int) -> Row:
         kept_bytes=found[0].kept_bytes,
         fake_bytes=fake_bytes(name, way, count) if way.fsdp else 0,
     )
+
+
+@functools.cache
+def _fails_alone(name: str) -> bool:
+    """Whether a model that trains can't be trained with a plan on one rank."""
+    with ranks(1) as alone:
+        way = WAYS["beside"]
+        return alone.run(plain, name, way) == [None] and isinstance(alone.run(cell, name, way)[0], BaseException)
 
 
 def _of_model(name: str, ways: Sequence[str], count: int) -> Iterator[Row]:
@@ -324,7 +339,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 def checks(rows: Sequence[Row]) -> list[tuple[bool, str]]:
     """The promises, and whether each is kept."""
-    planned = [row for row in rows if not row.failed.startswith(WITHOUT)]
+    planned = [row for row in rows if not row.failed.startswith((WITHOUT, ALONE))]
 
     def names(wrong: Callable[[Row], bool]) -> str:
         return (
@@ -349,7 +364,7 @@ def checks(rows: Sequence[Row]) -> list[tuple[bool, str]]:
     return [
         (
             0 < MOST_WITHOUT * len(rows) >= len(rows) - len(planned),
-            f"{len(planned)} of {len(rows)} train without a plan",
+            f"{len(planned)} of {len(rows)} train without a plan, and with one on one rank",
         ),
         *((found == "none", f"of {len(planned)} trainings, these {what}: {found}") for what, found in kept.items()),
     ]

@@ -932,10 +932,12 @@ PROMISES: tuple[Promise, ...] = (
             "test_ranks_share_the_main_memory_of_a_machine",
             "test_an_error_on_one_is_an_error_on_all",
             "test_a_budget_that_is_too_small_for_one",
+            "test_one_plan_where_no_rank_has_the_largest_inputs",
             "test_ranks_that_do_something_else",
             "test_a_rank_that_ends_in_a_call",
         )
         + _in("test_failing_rank", "test_every_process_ends")
+        + _in("test_sharded_ranks", "test_ranks_of_a_sharded_model_plan_for_larger_batches_together")
         + _in("test_ranks_training", "test_trainings_of_two_ranks"),
         ("many_ranks",),
     ),
@@ -1157,7 +1159,11 @@ PROMISES: tuple[Promise, ...] = (
     Promise(
         "Training frameworks",
         "What an integration can't plan is refused by the setting's name",
-        _in("test_transformers", "test_what_cannot_be_planned_is_refused_by_name")
+        _in(
+            "test_transformers",
+            "test_what_cannot_be_planned_is_refused_by_name",
+            "test_an_engine_that_is_not_known_is_refused_by_name",
+        )
         + _in(
             "test_lightning",
             "test_strategies_without_bytes_are_refused",

@@ -2402,6 +2402,22 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     ),
     Safeguard(
         35,
+        "ranks plan for the largest inputs of all",
+        "Together.widened",
+        "        return tiled_to(call, largest)",
+        "        return call",
+        ("tests/parallel/test_group.py::test_one_plan_where_no_rank_has_the_largest_inputs",),
+    ),
+    Safeguard(
+        35,
+        "what a sharded model has gathered for a forward is there after planning inside it",
+        "Enlarger._plan_for",
+        "        with torch.autocast(kind, enabled=False), undisturbed(self._model):",
+        "        with torch.autocast(kind, enabled=False):",
+        ("tests/parallel/test_sharded_ranks.py::test_ranks_of_a_sharded_model_plan_for_larger_batches_together",),
+    ),
+    Safeguard(
+        35,
         "a plan without the buckets isn't applied in the wrapper",
         "fingerprint",
         "parallel=kind_of(model) if step.ddp is None else step.ddp.kind,",

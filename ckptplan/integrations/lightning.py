@@ -100,7 +100,7 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
                 self._applied = self._planning.begin(module, plan, again=True)
                 self._batch, self._asked = batch, asked
                 return
-        batch = PlannedBatch((args, kwargs))
+        batch = PlannedBatch((args, kwargs), module)
         asked = self._request(trainer, module, batch)
         with unchanged((args, kwargs)):
             try:

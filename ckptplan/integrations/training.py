@@ -25,11 +25,12 @@ from ckptplan.core.request import Limits as PlanLimits
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.planning.applying import apply
 from ckptplan.planning.model_job import NoLargestStepError
-from ckptplan.runtime.group import alone
+from ckptplan.runtime.group import Vote, alone
 from ckptplan.runtime.guard.check import When
 from ckptplan.runtime.guard.shapes import Limits, input_tensors, tensors_at
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.replicated import is_distributed
+from ckptplan.runtime.sharded import ranks_of
 from ckptplan.runtime.state.objects import attributes_of
 
 _LOG = logging.getLogger("ckptplan")
@@ -79,8 +80,9 @@ class Planning:
     def begin(self, model: nn.Module, plan: Plan | None = None, *, again: bool = False, **training: Any) -> Handle:
         """Apply a plan to `model`, by default a new one.
 
-        Under DDP the first plan is one for all ranks. A later one, for a larger batch, is a rank's own, since others
-        don't plan then; so is the first if no rank's batch is the largest in every dimension.
+        The first plan is one for all ranks. Of a sharded model later ones, for larger batches, are so, too. Under DDP
+        these are a rank's own, since others don't plan then; so is the first if it is made for a function, and no
+        rank's batch is the largest in every dimension.
 
         Parameters
         ----------
@@ -89,12 +91,15 @@ class Planning:
         **training
             The step, as in `ckptplan.solve`. With `inputs`, larger ones are planned for when they come.
         """
-        if again:
+        apart = not ranks_of(model)
+        if again and apart:
             with alone():
                 return self._begin(model, plan, training, is_told=True)
         try:
             return self._begin(model, plan, training, is_told=not is_distributed() or dist.get_rank() == 0)
         except NoLargestStepError:
+            if not apart:
+                raise
             with alone():
                 return self._begin(model, plan, training, is_told=True)
 
@@ -166,10 +171,12 @@ class PlanningCallback:
 class PlannedBatch:
     """The batch that a step was planned for, whose plan holds for batches that are no larger.
 
-    A mask without a zero makes many models leave it out, so a batch with the first padding counts as larger.
+    A mask without a zero makes many models leave it out, so a batch with the first padding counts as larger. Of a
+    sharded model all ranks ask together, and the plan holds if it does on all.
     """
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Any, model: nn.Module) -> None:
+        self._vote = Vote(model)
         opened = _opened(batch)
         self.tensors = input_tensors((opened,), {})
         self._limits = Limits(self.tensors)
@@ -179,7 +186,7 @@ class PlannedBatch:
         """Return whether a batch is no larger."""
         opened = _opened(batch)
         fits = self._limits.first_beyond((opened,), {}) is None
-        return fits and (not self._full or self._full <= _full_masks(opened))
+        return not self._vote.any(not fits or not self._full <= _full_masks(opened))
 
 
 _MOST_OBJECTS = 1 << 10

@@ -216,7 +216,7 @@ class _Run:
                     if _SecondForward.__name__ not in str(error):  # of this rank or another
                         raise
             self.handle = self.planning.begin(model, step=step, **more)
-            self._planned_batch = PlannedBatch(dict(batch.inputs))
+            self._planned_batch = PlannedBatch(dict(batch.inputs), model)
 
     def _is_the_models(self) -> bool:
         """Return whether the Trainer's loss is the one in the model's output."""
@@ -267,7 +267,11 @@ def _trainer_above() -> Trainer:
 def _check_settings(trainer: Trainer) -> None:
     """Raise `UnsupportedModelError` for settings of a Trainer that no plan can go with."""
     args = trainer.args
-    kind = str(getattr(trainer.accelerator.distributed_type, "value", trainer.accelerator.distributed_type))
+    kind = trainer.accelerator.distributed_type
+    engine = str(getattr(kind, "value", kind))
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if engine == "FSDP":
+        engine += str(getattr(plugin, "fsdp_version", 1))
     refused = {
         "torch_compile=True compiles the whole model, into which no plan can reach; leave it out and compile the "
         "layers (for layer in model.model.layers: layer.compile())": getattr(args, "torch_compile", False),
@@ -276,8 +280,10 @@ def _check_settings(trainer: Trainer) -> None:
         ),
         f"the model is in DataParallel on {args.n_gpu} devices; run torchrun, or show one device alone "
         "(CUDA_VISIBLE_DEVICES=0)": args.n_gpu > 1,
-        f"training is distributed by {kind}, whose bytes plans don't know; train on one device or under DDP": kind
-        not in ("NO", "MULTI_GPU", "MULTI_CPU"),
+        f"training is distributed by {engine}, whose bytes plans don't know; train on one device, under DDP or under "
+        "FSDP2 (fsdp_version: 2)": engine not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP2"),
+        "the plugin of FSDP checkpoints by itself; set its activation_checkpointing to false, since the plan "
+        "decides": bool(getattr(plugin, "activation_checkpointing", False)),
     }
     for why, applies in refused.items():
         if applies:

@@ -11,18 +11,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError, PlanMismatchError
+from ckptplan.core.errors import (
+    CkptPlanError,
+    InfeasibleBudgetError,
+    InvalidInputError,
+    PlanMismatchError,
+    RankError,
+)
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import Limits, Training
 from ckptplan.core.stage import InputTensor
 from ckptplan.planning.adviser import Adviser
 from ckptplan.planning.job import Job
-from ckptplan.planning.model_job import job_of_step
+from ckptplan.planning.model_job import Together, job_of_step
 from ckptplan.profiling.profiler import as_ours, training_step
-from ckptplan.profiling.target import find_target
+from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.workload.enlarge import enlarged_calls, require_in_range
+from ckptplan.runtime.group import Vote, group_call
 from ckptplan.runtime.guard.shapes import ByName, Larger, input_tensors
 from ckptplan.runtime.guard.shapes import Limits as InputLimits
+from ckptplan.runtime.sharded import undisturbed
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
 
@@ -48,6 +56,9 @@ class Enlarger:
 
     Plans are stored: if an earlier plan is valid for the inputs, it is applied again without profiling. Shapes for
     which there is no plan are stored too.
+
+    The ranks of a sharded model vote at each forward, and have one plan at any time: if the inputs of one are larger,
+    all plan together for the largest sizes of all. Ranks of a replicated model each plan by themselves.
     """
 
     def __init__(
@@ -74,10 +85,11 @@ class Enlarger:
         self._within = self._now.limits
         self._known = [self._now]
         self._refused: list[tuple[tuple[InputTensor, ...], InfeasibleBudgetError]] = []
+        self._vote = Vote(model)
 
     def beyond(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether a tensor is larger than planned."""
-        return self._within.first_beyond(*self._by_name(args, kwargs)) is not None
+        """Return whether a tensor is larger than planned, on this rank or another."""
+        return self._vote.any(self._within.first_beyond(*self._by_name(args, kwargs)) is not None)
 
     def enlarged(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Larger | None]:
         """Return a plan that is valid for these inputs.
@@ -89,10 +101,17 @@ class Enlarger:
         PlanMismatchError
             If the step can't be profiled with them.
         """
+        with group_call("a forward with larger inputs", self._model) as group:
+            if group is not None:
+                args, kwargs = Together(group).widened((args, kwargs))
         named = self._by_name(args, kwargs)
         given = input_tensors(*named)
         beyond = self._within.first_beyond(*named)
-        assert beyond is not None
+        if beyond is None:
+            raise PlanMismatchError(
+                "another rank's forward has a tensor that this one's hasn't, or has it in another number of "
+                "dimensions, beyond the plan; give the forwards of all ranks the same tensors"
+            )
         if plan is not self._now.plan:  # replanned after a shortage of memory
             self._now.plan = plan
             self._now.job = None if self._adviser is None else self._adviser.job
@@ -124,19 +143,15 @@ class Enlarger:
             amp = torch.get_autocast_dtype(kind)
         accumulate = self._now.plan.fingerprint.accumulates or None  # where gradients exist now, they do in later steps
         calls = enlarged_calls(call, named, self._now.inputs, [known.inputs for known in self._known])
-        # Autocast around the user's forward would extend to the loss and backward, and cache casts made in here.
-        with torch.autocast(kind, enabled=False):
+        # Autocast around the user's forward would extend to the loss and backward, and cache casts made in here. Of a
+        # sharded model the parameters outside of its units are gathered already.
+        with torch.autocast(kind, enabled=False), undisturbed(self._model):
             for args, kwargs in calls:
                 try:
                     request = replace(self._training, inputs=args, step=None, amp=amp, accumulate=accumulate)
-                    training, _ = training_step(self._model, request, target)
-                    training = replace(training, kwargs=kwargs)
-                    training.on_device(target.device)
-                    if args is not call[0]:
-                        with restored(self._model, training.reached()), as_ours(training, "tracing"):
-                            require_in_range(training, target)
-                    job = job_of_step(training, (), target, request.optimizer, self._swap_dir, self._limits)
-                    plan = job.solved(self._budget_bytes)
+                    job, plan = self._solved(request, kwargs, target, repeated=args is not call[0])
+                except RankError:  # which ends the others, too
+                    raise
                 except CkptPlanError as error:
                     failed = error
                     continue
@@ -150,6 +165,20 @@ class Enlarger:
         raise PlanMismatchError(
             f"inputs {', '.join(map(str, given))} are larger than planned, and no new plan can be made: {failed}"
         ) from failed
+
+    def _solved(self, request: Training, kwargs: dict[str, Any], target: Target, *, repeated: bool) -> tuple[Job, Plan]:
+        """Profile a step and solve, all ranks of a sharded model together."""
+        with group_call("solve", self._model) as group:
+            training, _ = training_step(self._model, request, target)
+            training = replace(training, kwargs=kwargs)
+            training.on_device(target.device)
+            if repeated:
+                with restored(self._model, training.reached()), as_ours(training, "tracing"):
+                    require_in_range(training, target)
+            job = job_of_step(training, (), target, request.optimizer, self._swap_dir, self._limits)
+            if group is None:
+                return job, job.solved(self._budget_bytes)
+            return job, Together(group).planned(job, self._budget_bytes, lambda nbytes: job.solved(nbytes or 0))
 
 
 def _holds(given: Sequence[InputTensor], shapes: Sequence[InputTensor]) -> bool:

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -19,14 +20,16 @@ from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.planning.job import Job, staged
 from ckptplan.profiling.profiler import profile_step, replayed_bytes, stage_inputs, training_step
 from ckptplan.profiling.target import DeviceLike, Target, find_target
+from ckptplan.profiling.workload.enlarge import Call, tiled_to
 from ckptplan.profiling.workload.inputs import padded
 from ckptplan.profiling.workload.optimizers import OptimizerLike
 from ckptplan.runtime import accelerator
 from ckptplan.runtime.group import GroupCall, group_call
-from ckptplan.runtime.guard.shapes import read_inputs
+from ckptplan.runtime.guard.shapes import input_tensors, read_inputs
 from ckptplan.runtime.observe.measure import held_tensors, unique_bytes
+from ckptplan.runtime.replicated import unwrapped
 from ckptplan.runtime.sharded import sharded as sharded
-from ckptplan.runtime.step import TrainingStep, check_supported
+from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint
 from ckptplan.solving.tiers import check_disk
 
 
@@ -126,8 +129,9 @@ class Together:
     """The ranks of a group that plan together.
 
     NOTE [One plan]
-    Each rank profiles its own step, of its own batch. The rank whose step takes the most bytes with everything kept,
-    and whose inputs are the largest, plans, within the smallest of the budgets; the others get its plan.
+    Each rank profiles its own step, of its own batch, repeated up to the largest of all ranks in each dimension. The
+    rank whose step takes the most bytes with everything kept, and whose inputs are the largest (those of a step that is
+    a function can't be repeated), plans, within the smallest of the budgets; the others get its plan.
     """
 
     def __init__(self, call: GroupCall) -> None:
@@ -138,6 +142,27 @@ class Together:
     def shared(self, limits: Limits) -> Limits:
         """Return the limits of one rank, whose machine's tiers they are."""
         return shared_by(limits, self.local_count)
+
+    def widened_inputs(self, model: nn.Module, inputs: Any) -> Any:
+        """Return the inputs of a model's step with their tensors repeated up to the largest of all ranks, by path.
+
+        Raises
+        ------
+        RankError
+            If ranks have other models, whose inputs can't be compared.
+        """
+        self._require_one(self._call.exchange(fingerprint(TrainingStep(unwrapped(model)))))
+        opened = dict(inputs) if isinstance(inputs, Mapping) else inputs
+        return self.widened(((opened,), {}))[0][0]
+
+    def widened(self, call: Call) -> Call:
+        """Return the call of a model with its tensors repeated up to the largest of all ranks, by path."""
+        largest: dict[str, tuple[int, ...]] = {}
+        for tensors in self._call.exchange(input_tensors(*call)):
+            for t in tensors:
+                own = largest.get(t.path, t.shape)
+                largest[t.path] = tuple(map(max, own, t.shape)) if len(own) == len(t.shape) else own
+        return tiled_to(call, largest)
 
     def planned(self, job: Job, budget_bytes: int | None, solve: Callable[[int | None], Plan]) -> Plan:
         """Return the plan of all ranks: `solve(smallest budget)` of the rank whose step is the largest.
@@ -154,11 +179,7 @@ class Together:
         found: list[tuple[Fingerprint, int, int | None, dict[str, tuple[int, ...]]]] = call.exchange(
             (own, job.kept_peak_bytes(job.limits.time_limit_s), budget_bytes, {**stages, **given})
         )
-        for name, (other, *_) in zip(call.ranks, found, strict=True):
-            try:
-                found[0][0].require(other, ignore=("inputs",))
-            except PlanMismatchError as error:
-                raise RankError(f"rank {name} has another step than rank {call.ranks[0]}: {error}", rank=name) from None
+        self._require_one([other for other, *_ in found])
         chosen = _largest([(shapes, peak) for _, peak, _, shapes in found])
         if chosen is None:
             raise NoLargestStepError(
@@ -170,6 +191,14 @@ class Together:
         budgets = [budget for _, _, budget, _ in found if budget is not None]
         plan = solve(min(budgets) if budgets else None) if call.rank == chosen else None
         return Plan.from_json(call.exchange(None if plan is None else plan.to_json())[chosen])
+
+    def _require_one(self, found: Sequence[Fingerprint]) -> None:
+        first, *others = self._call.ranks
+        for name, other in zip(others, found[1:], strict=True):
+            try:
+                found[0].require(other, ignore=("inputs",))
+            except PlanMismatchError as error:
+                raise RankError(f"rank {name} has another step than rank {first}: {error}", rank=name) from None
 
 
 def _largest(steps: Sequence[tuple[Mapping[str, tuple[int, ...]], int]]) -> int | None:

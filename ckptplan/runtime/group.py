@@ -10,6 +10,9 @@ Ranks that hold different plans, or of which one has failed, wait for each other
 3. Each rank stores a beat every second while it is in a call. One whose beats stop has ended or hangs, which the others
    raise. One that hasn't begun yet may be late; after `ARRIVAL_S` that is an error, too.
 
+4. Between calls, forwards of a sharded model are made by all ranks together: plans with segments gather more often, so
+   ranks with other plans would wait for each other. Whether one of them needs another plan, a `Vote` tells all.
+
 Example: the forward of rank 1 of 4 fails on its batch. The others, which have profiled theirs and wait for it, raise an
 `InvalidInputError` as well, "rank 1: ...", within a second.
 """
@@ -207,6 +210,57 @@ class GroupCall:
 
 
 _DONE = b"done"
+
+_votes: Counter[tuple[int, ...]] = Counter()
+"""Ranks of a sharded model -> votes that this process has made."""
+
+
+class Vote:
+    """Tells each rank of a sharded model whether something is so on any, at moments to which all come.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Of one that isn't sharded, only what is so on this rank counts.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._ranks = tuple(ranks_of(model)) if is_distributed() else ()
+        self._number = 0
+        if len(self._ranks) > 1:
+            _votes[self._ranks] += 1
+            c10d: Any = dist.distributed_c10d
+            place = f"ckptplan/{'-'.join(map(str, self._ranks))}/vote/{_votes[self._ranks]}"
+            self._store: Any = c10d.PrefixStore(place, c10d._get_default_store().clone())
+
+    def any(self, value: bool) -> bool:
+        """Return whether `value` is true on any rank.
+
+        Raises
+        ------
+        RankError
+            If a rank doesn't come within the timeout of the group's store.
+        """
+        if len(self._ranks) < 2:
+            return value
+        self._number += 1
+        came, all_came, yes = (f"{self._number}/{what}" for what in ("came", "all", "yes"))
+        try:
+            if value:
+                self._store.set(yes, b"")
+            if self._store.add(came, 1) == len(self._ranks):
+                self._store.set(all_came, b"")
+            self._store.wait([all_came])
+            found: bool = self._store.check([yes])
+            if dist.get_rank() == self._ranks[0]:  # all have begun this one, so they have read the one before
+                for what in ("came", "all", "yes"):
+                    self._store.delete_key(f"{self._number - 1}/{what}")
+        except RuntimeError as error:
+            raise RankError(
+                f"a rank hasn't begun a forward that the others have, or has ended ({error}); see its own output",
+                rank=dist.get_rank(),
+            ) from error
+        return found
 
 
 _TOLD = "_told"

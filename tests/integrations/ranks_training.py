@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import test_lightning
 import test_transformers
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState, DistributedType, PartialState
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import FSDPModule
 
+from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.integrations.lightning import ActivationPlanner
 from ckptplan.integrations.transformers import ActivationPlanCallback
 
@@ -32,17 +40,47 @@ def held(callback: Any, peaks: list[int], plain_peaks: list[int], bucket_bytes: 
     )  # fmt: skip
 
 
-def in_a_trainer(folder: Path, way: str) -> None:
-    how = test_transformers.WAYS[way]
-    callback = ActivationPlanCallback(budget="30%", time_limit_s=1, check="always", cache=False)
+def in_a_trainer(folder: Path, **how: Any) -> Any:
+    callback = ActivationPlanCallback(budget="30%", time_limit_s=0.3, check="always", cache=False)
     plain = test_transformers.trained(folder, **how)
     planned = test_transformers.trained(folder, callback, **how)
     test_transformers.assert_same(planned, plain)
-    held(callback, planned.peaks, plain.peaks, sum(p.nbytes for p in planned.model.parameters()))
+    sharded = planned.accelerator.is_fsdp2
+    held(callback, planned.peaks, plain.peaks, 0 if sharded else sum(p.nbytes for p in planned.model.parameters()))
+    return planned
+
+
+@contextmanager
+def sharded_by_accelerate(**settings: str) -> Iterator[None]:
+    """Inside, accelerate shards models as `accelerate launch` with these settings has it, though on a CPU."""
+    original = AcceleratorState.__init__
+
+    def as_on_devices(self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
+        PartialState(cpu=True)
+        if PartialState._shared_state["distributed_type"] == DistributedType.MULTI_CPU:  # which it doesn't shard on
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        original(self, *args, **kwargs)
+
+    launched = {
+        "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "GPT2Block", **settings,
+    }  # fmt: skip
+    with mock.patch.object(AcceleratorState, "__init__", as_on_devices), mock.patch.dict(os.environ, launched):
+        yield
+
+
+def in_a_trainer_that_shards(folder: Path) -> None:
+    with sharded_by_accelerate(FSDP_RESHARD_AFTER_FORWARD="true"):
+        trainer = in_a_trainer(folder, lengths=[24] * 8 + [36] * 8 + [24] * 16)
+        units = [name for name, module in trainer.model.named_modules() if isinstance(module, FSDPModule)]
+        assert units == ["", "transformer.wte", *(f"transformer.h.{k}" for k in range(3)), "lm_head"]
+    refused = pytest.raises(UnsupportedModelError, match="set its activation_checkpointing to false")
+    with sharded_by_accelerate(FSDP_ACTIVATION_CHECKPOINTING="true"), refused:
+        test_transformers.trained(folder, ActivationPlanCallback(1))
 
 
 def in_lightning(folder: Path, *, sharded: bool) -> None:
-    callback = ActivationPlanner(budget="20%", time_limit_s=1, check="always", cache=False)
+    callback = ActivationPlanner(budget="20%", time_limit_s=0.3, check="always", cache=False)
 
     def fit(*callbacks: Any) -> test_lightning.Module:
         strategy = ModelParallelStrategy(ranks, 1) if sharded else "ddp"
@@ -61,7 +99,8 @@ def main() -> None:
     test_transformers.STEPS = test_lightning.STEPS = 4
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        in_a_trainer(folder, "another with a graph")
+        in_a_trainer(folder, **test_transformers.WAYS["another with a graph"])
+        in_a_trainer_that_shards(folder)
         in_lightning(folder, sharded=False)
         in_lightning(folder, sharded=True)
 

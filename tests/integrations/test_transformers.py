@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, DistributedType
 from measured_trainer import MeasuredTrainer
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
@@ -229,6 +230,21 @@ def test_what_cannot_be_planned_is_refused_by_name(tmp_path: Path) -> None:
         trained(tmp_path, ActivationPlanCallback(1), options={"torch_compile": True})
     with pytest.raises(InvalidInputError, match=r"transformers\.Trainer"):
         ActivationPlanCallback(1).on_train_begin(None, None, None)
+
+
+def test_an_engine_that_is_not_known_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Launched(ActivationPlanCallback):
+        kind = DistributedType.NO
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            monkeypatch.setitem(AcceleratorState._shared_state, "distributed_type", self.kind)
+            super().on_train_begin(args, state, control, **kwargs)
+
+    for kind, name in ((DistributedType.FSDP, "FSDP1"), (DistributedType.MEGATRON_LM, "MEGATRON_LM")):
+        callback = Launched(1)
+        callback.kind = kind
+        with pytest.raises(UnsupportedModelError, match=f"training is distributed by {name}, whose bytes plans don't"):
+            trained(tmp_path, callback)
 
 
 def test_the_sentence_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -77,6 +77,22 @@ def test_one_plan_of_the_largest_step_and_the_smallest_budget(two: Ranks) -> Non
     assert first.budget_bytes == 2**29
 
 
+def of_other_sizes() -> str:
+    """The inputs of one plan for ranks of which each has the largest in another dimension."""
+    second = dist.get_rank() == 1
+    model, x = wrapped(32 if second else 64)
+    inputs = {"x": x, "y": torch.randn(64 if second else 32, 4)}
+    plan = ckptplan.solve(model, 1, inputs=inputs, **HOW)
+    with ckptplan.apply(model, plan):
+        model(**inputs).backward()
+    return plan.fingerprint.inputs
+
+
+def test_one_plan_where_no_rank_has_the_largest_inputs(two: Ranks) -> None:
+    for inputs in two.good(of_other_sizes):
+        assert inputs == "[1]['x'] float32[64, 64], [1]['y'] float32[64, 4]"
+
+
 def test_machines_share_their_host_memory(two: Ranks) -> None:
     def limited(host_gb: float | None, *actions: str) -> ckptplan.Plan:
         plan: ckptplan.Plan = two.good(one_plan, 2048, 0.012, host_gb, *actions)[0]
@@ -142,15 +158,14 @@ def other(what: str) -> str:
     torch.manual_seed(0)
     width = 32 if what == "model" and second else 64
     model, x = Net(width).train(), torch.randn(64, width)
-    inputs = (x[: 32 if second else 64], torch.randn(64 if second else 32, 4)) if what == "inputs" else x
-    how: dict[str, Any] = {"inputs": inputs, "loss_fn": lambda y: y.sum(), **HOW}
+    how: dict[str, Any] = {"inputs": x, "loss_fn": lambda y: y.sum(), **HOW}
     plan = ckptplan.solve(model, 1, **how)
     plan = replace(plan, fingerprint=replace(plan.fingerprint, parallel="ddp"), notes=(str(second),))
     wrapped: Any = None if what == "model" else DistributedDataParallel(model)
 
     def call() -> None:
         if what == "call" and second:
-            ckptplan.profile(wrapped, inputs, cache=False)
+            ckptplan.profile(wrapped, x, cache=False)
         elif what == "call":
             ckptplan.solve(wrapped, 1, **how)
         elif what == "plan":
@@ -168,7 +183,6 @@ def other(what: str) -> str:
 
 OTHERS = {
     "model": "rank 1 has another step than rank 0: the plan was made for",
-    "inputs": "no rank's inputs are the largest in every dimension",
     "step": "no rank's inputs are the largest in every dimension",
     "call": "rank 1 calls profile where rank 0 calls solve",
     "plan": "rank 1 applies another plan than rank 0",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -148,6 +149,46 @@ def ahead() -> tuple[int, int]:
 def test_a_plan_may_be_made_before_the_model_is_sharded(two: Ranks) -> None:
     for before, after in two.good(ahead):
         assert before == after
+
+
+def growing() -> tuple[list[Plan], int, bool]:
+    """Train on batches of which those of one rank grow, twice; the plans, planned again how often, and equal bits."""
+    model, x = made("resharded")
+    rows = [(96, 96), (96, 128), (64, 128), (256, 96), (96, 96)]
+
+    def steps(before: ckptplan.Handle | None) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        found = []
+        for sizes in rows:
+            model.zero_grad()
+            loss = loss_fn(model(x[: sizes[dist.get_rank()]]))
+            loss.backward()
+            found += [loss.detach(), *(p.grad.to_local().clone() for p in model.parameters())]  # type: ignore[union-attr]
+            if before is not None:
+                plans.append(before.plan)
+        return found
+
+    plans: list[Plan] = []
+    plain = steps(None)
+    how: dict[str, Any] = {"loss_fn": loss_fn, "time_limit_s": 1, "actions": ("keep", "recompute")}
+    plan = ckptplan.solve(model, 2.45 / 1024, inputs=x[: 96 - dist.get_rank()], cache=False, **how)
+    with (
+        ckptplan.apply(model, plan, on_larger="replan", **how) as handle,
+        warnings.catch_warnings(action="ignore"),
+    ):
+        planned = steps(handle)
+        return plans, len(handle.replans), all(map(torch.equal, planned, plain))
+
+
+def test_ranks_of_a_sharded_model_plan_for_larger_batches_together(two: Ranks) -> None:
+    (plans, replans, equal), others = two.good(growing)
+    assert others == (plans, replans, True)
+    assert equal
+    assert replans == 2
+    assert len(set(plans)) == 3
+    assert plans[1] == plans[2] != plans[3]
+    assert plans[3].segments  # whose stages gather once more
+    assert "[256, 64]" in plans[3].fingerprint.inputs or "[320, 64]" in plans[3].fingerprint.inputs
 
 
 def refused(plan: Plan) -> None:

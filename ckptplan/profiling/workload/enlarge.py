@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +100,17 @@ def tiled(call: Call, sizes: _Sizes) -> Call:
     with torch.no_grad():
         result: Call = pytree.tree_map_only(torch.Tensor, tile, call)
     return result
+
+
+def tiled_to(call: Call, largest: Mapping[str, tuple[int, ...]]) -> Call:
+    """`call` with its tensors repeated up to the sizes in `largest`, by path."""
+    sizes = {
+        (id(tensor), dim): max(n, to)
+        for path, tensor in tensors_at(call)
+        if len(largest.get(path, ())) == tensor.dim()
+        for dim, (n, to) in enumerate(zip(tensor.shape, largest[path], strict=True))
+    }
+    return tiled(call, sizes)
 
 
 _LOOKUPS = {torch.ops.aten.embedding.default: (0, 1, 0), torch.ops.aten.index_select.default: (0, 2, 1)}
