@@ -20,6 +20,7 @@ from torch.profiler import record_function
 
 from ckptplan.runtime.observe.measure import optimizer_tensors, recorded_blocks, tensors_in, unique_bytes
 from ckptplan.runtime.replicated import is_distributed
+from ckptplan.runtime.sharded import engine_parameters, unreduced
 
 _STAGING = "staging of gloo "
 _GATHERS = ("all_gather_single", "all_gather_into_tensor")
@@ -56,6 +57,9 @@ def measured(
         for p in model.parameters():
             p.grad = None if p.grad is None else _copied(p.grad, copies)
         del copies
+        for p in engine_parameters(model):
+            for owner, name in unreduced(p):
+                setattr(owner, name, getattr(owner, name).clone())
         found.append(step())
 
     gathers: list[None] = []

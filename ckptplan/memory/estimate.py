@@ -31,9 +31,9 @@ from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.values.answers import Answers
 from ckptplan.profiling.values.real_run import answered
 from ckptplan.profiling.workload.optimizers import make_optimizer
-from ckptplan.runtime.guard.gradients import accumulates, made_gradient_bytes
+from ckptplan.runtime.guard.gradients import accumulates, starting_gradients
 from ckptplan.runtime.replicated import broadcast_bytes, buckets
-from ckptplan.runtime.sharded import as_asked
+from ckptplan.runtime.sharded import as_asked, reduced
 from ckptplan.runtime.state.compiled import refuse_compiled
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
@@ -152,7 +152,11 @@ def estimate(
         notes=notes,
     )
     reached = [each for step in steps for each in step.reached()]
-    with _config(model, plan), restored(model, reached, runs=False) as rewind:
+    with (
+        _config(model, plan),
+        reduced(model) as run.whole_gradient_bytes,
+        restored(model, reached, runs=False) as rewind,
+    ):
         rewind()
         found = run.estimate(rewind, settings)
         return _of_all_paths(found, run, rewind, settings) if run.path_is_drawn else found
@@ -248,7 +252,11 @@ class TrainingBytes:
     @in_own_context
     def peaks(self, step: TrainingStep, plan: Plan | None = None) -> DeviceBytes:
         """Return the peaks of two steps, updates included; on the CPU the three are equal."""
-        with _config(self.model, plan), restored(self.model, step.reached(), runs=False) as rewind:
+        with (
+            _config(self.model, plan),
+            reduced(self.model) as whole_gradient_bytes,
+            restored(self.model, step.reached(), runs=False) as rewind,
+        ):
             rewind()
             run = _Run(
                 [step],
@@ -257,6 +265,7 @@ class TrainingBytes:
                 scaler=_in_float16(step),
                 plan=plan,
                 updates=self._updates,
+                whole_gradient_bytes=whole_gradient_bytes,
             )
             training = run.training(run.recorded(rewind))
             self._updates = run.updates
@@ -346,6 +355,7 @@ class _Run:
     updates: Recording | None = None
     unknown: set[str] = field(default_factory=set)
     path_is_drawn: bool = False
+    whole_gradient_bytes: int = 0
 
     def estimate(self, rewind: Callable[[], None], settings: AllocatorSettings | None) -> Estimate:
         """Record the parts, write them into ledgers, add them up."""
@@ -474,7 +484,7 @@ class _Run:
 
     @property
     def _accumulates(self) -> bool:
-        return self.steps[0].accumulates
+        return self.steps[0].accumulates and not self.whole_gradient_bytes  # which stand for those at the start
 
     @property
     def _model(self) -> nn.Module:
@@ -505,9 +515,13 @@ class _Run:
                 nbytes = tensor.numel() * tensor.element_size()
                 ledger.allocate(Block(nbytes, "weights", f"{name} (as loaded from the file)"))
         if training and self._accumulates and not self._in_buckets:
-            for name, parameter in model.named_parameters():
-                if nbytes := made_gradient_bytes([parameter]):
-                    ledger.allocate(_block(nbytes, "gradients", name, parameter))
+            parameters = dict(model.named_parameters())
+            for name, nbytes in starting_gradients(model).items():
+                if nbytes:
+                    ledger.allocate(_block(nbytes, "gradients", name, parameters[name]))
+        if training and self.whole_gradient_bytes:
+            what = "whole gradients of micro-batches that don't reduce them"
+            ledger.allocate(Block(self.whole_gradient_bytes, "gradients", what))
         if training and self._ddp is not None:
             for n, nbytes in enumerate(buckets(model, self._ddp)):
                 ledger.allocate(Block(nbytes, "gradients", f"DDP bucket {n}"))

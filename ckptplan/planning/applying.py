@@ -26,7 +26,7 @@ from ckptplan.profiling.profiler import outside_tensors, replayed_bytes, trainin
 from ckptplan.profiling.target import PLANNED, find_target
 from ckptplan.runtime.group import GroupCall, group_call
 from ckptplan.runtime.guard.check import When
-from ckptplan.runtime.guard.gradients import made_gradient_bytes, rewinding
+from ckptplan.runtime.guard.gradients import rewinding, starting_gradient_bytes
 from ckptplan.runtime.guard.retry import OnOom
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.handle import apply as apply_plan
@@ -313,7 +313,7 @@ def _arrived(model: nn.Module, plan: Plan, training: Training) -> Plan:
         outside = step.tensors() if step.fn is None else outside_tensors(step, target)
         held = unique_bytes([*model.parameters(), *model.buffers(), *outside])
         if step.accumulates:
-            held += made_gradient_bytes(model.parameters())
+            held += starting_gradient_bytes(model)
         held += added_bytes(step.model, step.ddp)
         needs = held + replayed_bytes(step, bound, target)
     allowed = max(plan.budget_bytes, plan.reserved_bytes or 0)

@@ -46,7 +46,7 @@ from ckptplan.profiling.workload.optimizers import OptimizerLike, make_optimizer
 from ckptplan.profiling.workload.stand_ins import StandIns
 from ckptplan.runtime.accelerator import empty_cache, is_accelerator
 from ckptplan.runtime.group import on_all_ranks
-from ckptplan.runtime.guard.gradients import accumulates, made_gradient_bytes
+from ckptplan.runtime.guard.gradients import accumulates, starting_gradient_bytes
 from ckptplan.runtime.observe.measure import Outside, collection_off, held_tensors, unique_bytes
 from ckptplan.runtime.replicated import added_bytes
 from ckptplan.runtime.sharded import as_asked
@@ -383,7 +383,7 @@ def _traced(
         rewind()
         resident = unique_bytes([*held_tensors(step.model), *outside], target.device)
         if step.accumulates:
-            resident += made_gradient_bytes(step.model.parameters(), target.round_to)
+            resident += starting_gradient_bytes(step.model, target.round_to)
         resident += added_bytes(step.model, step.ddp, target.round_to)
         state_bytes, update_bytes = _update_bytes(optimizer, step.model, outside, target)
         chain = functools.partial(

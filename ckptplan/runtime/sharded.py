@@ -11,6 +11,9 @@ type, padding and the buffers of reductions are in the bytes by themselves. Thre
 2. For traces, shards are fake (`fake_shards`). The storages of gathered parameters are made before the step, empty, as
    a training has them from its second step on, and are the model's own: they grow and shrink, but no plan moves them.
 3. A model may be sharded for a group that isn't there (`sharded`), by PyTorch's fake process group.
+4. Between micro-batches whose gradients aren't reduced (`set_requires_gradient_sync(False)`), the engine keeps whole
+   gradients, which no parameter of the model shows. A model is planned so if it is so at that moment, or has such
+   gradients. Runs that are undone leave them alone.
 
 Each object of the engine that these change is put back attribute by attribute at the end.
 """
@@ -22,7 +25,7 @@ import functools
 import hashlib
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -53,19 +56,19 @@ def outermost(model: nn.Module) -> list[Any]:
     return [state for state in states(model) if not any(id(m) in inside for m in state._modules)]
 
 
-def _groups(model: nn.Module) -> list[Any]:
+def parameter_groups(model: nn.Module) -> list[Any]:
     """Return the groups of parameters that are gathered together."""
     return [group for state in states(model) for group in state._fsdp_param_groups]
 
 
 def engine_parameters(model: nn.Module) -> list[Any]:
     """Return what the engine keeps of each parameter that it shards."""
-    return [p for group in _groups(model) for p in group.fsdp_params]
+    return [p for group in parameter_groups(model) for p in group.fsdp_params]
 
 
 def check_planned(model: nn.Module) -> None:
     """Raise `UnsupportedModelError` for settings of `fully_shard` whose bytes aren't planned."""
-    for group in _groups(model):
+    for group in parameter_groups(model):
         why = None
         if type(group.offload_policy).__name__ == "CPUOffloadPolicy":
             why = "its CPUOffloadPolicy keeps shards, gradients and optimizer state on the host"
@@ -97,6 +100,64 @@ def unit_settings(module: nn.Module) -> tuple[Any, ...]:
     return (after, plain, *(repr(g.mp_policy) for g in groups))
 
 
+def unreduced(p: Any) -> Iterator[tuple[Any, str]]:
+    """Yield where the engine has a gradient of a parameter that it hasn't reduced: an object and its attribute."""
+    for owner, name in ((getattr(p, "_unsharded_param", None), "grad"), (p, "unsharded_accumulated_grad")):
+        if getattr(owner, name, None) is not None:
+            yield owner, name
+
+
+def whole_gradients(groups: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the gradients of groups of parameters that the engine has and hasn't reduced."""
+    return [getattr(owner, name) for group in groups for p in group.fsdp_params for owner, name in unreduced(p)]
+
+
+def keep_whole_gradients(groups: Sequence[Any]) -> bool:
+    """Whether micro-batches leave whole gradients of groups of parameters (NOTE, item 4)."""
+    reduced = (g.reduce_grads and g.all_reduce_grads and not hasattr(g, _WHOLE) for g in groups)
+    return not all(reduced) or bool(whole_gradients(groups))
+
+
+_WHOLE = "ckptplan_keeps_whole_gradients"
+"""Attribute of the engine's groups that reduce in a run, though the micro-batches before it don't."""
+
+
+def whole_gradient_bytes(groups: Sequence[Any]) -> dict[int, int]:
+    """Return the bytes of each whole gradient of groups of parameters, by the identity of the sharded parameter."""
+    return {
+        id(p.sharded_param): p._orig_size.numel() * (dtype or p.sharded_param.dtype).itemsize
+        for group in groups
+        for dtype in (group.mp_policy.reduce_dtype or group.mp_policy.param_dtype,)
+        for p in group.fsdp_params
+    }
+
+
+@contextlib.contextmanager
+def reducing(model: nn.Module) -> Iterator[None]:
+    """Inside, backwards reduce gradients as the last micro-batch does that others with whole gradients precede."""
+    groups = parameter_groups(model)
+    with _put_back(groups):
+        for group in groups if keep_whole_gradients(groups) else ():
+            group.reduce_grads = group.all_reduce_grads = True
+            setattr(group, _WHOLE, True)
+        yield
+
+
+@contextlib.contextmanager
+def reduced(model: nn.Module) -> Iterator[int]:
+    """Inside, micro-batches reduce their gradients, and there are no whole ones; yields the bytes that those have."""
+    groups = parameter_groups(model)
+    if not keep_whole_gradients(groups):
+        yield 0
+        return
+    trained = {id(p.sharded_param) for group in groups for p in group.fsdp_params if p.sharded_param.requires_grad}
+    nbytes = sum(n for key, n in whole_gradient_bytes(groups).items() if key in trained)
+    with reducing(model), _set_aside(model):
+        for group in groups:
+            delattr(group, _WHOLE)
+        yield nbytes
+
+
 def has_prefetch_lists(model: nn.Module) -> bool:
     """Whether a unit gathers units ahead that were named for it, which may be any."""
     return any(state._states_to_forward_prefetch or state._states_to_backward_prefetch for state in states(model))
@@ -120,7 +181,7 @@ def resharded_over(state: Any, group: Any, outer: Collection[Any]) -> int | None
 
 def kind_of(model: nn.Module) -> str:
     """Return what plans for a sharded model are bound to: its group and units; empty if it isn't sharded."""
-    groups = _groups(model)
+    groups = parameter_groups(model)
     if not groups:
         return ""
     names = {module: name for name, module in model.named_modules()}
@@ -132,12 +193,21 @@ def kind_of(model: nn.Module) -> str:
             digest.update(f"{units} {resharded_over(state, group, outer)} {group.mp_policy}\n".encode())
     size, replicas = sizes_of(groups[-1])
     over = f"{size} x {replicas}" if replicas > 1 else f"{size}"
-    return f"fsdp, {over} ranks, units {digest.hexdigest()[:8]}"
+    whole = WITH_WHOLE_GRADIENTS if keep_whole_gradients(groups) else ""
+    return f"fsdp, {over} ranks, units {digest.hexdigest()[:8]}{whole}"
+
+
+WITH_WHOLE_GRADIENTS = ", whole gradients"
+"""Ends what plans are bound to whose micro-batches begin with whole gradients."""
+
+
+def _alike(kind: str, other: str) -> bool:
+    return kind.removesuffix(WITH_WHOLE_GRADIENTS) == other.removesuffix(WITH_WHOLE_GRADIENTS)
 
 
 def ranks_of(model: nn.Module) -> list[int]:
     """Return the ranks of the group over which a model is sharded; empty if it isn't."""
-    return next((sorted(group.mesh_info.mesh.mesh.flatten().tolist()) for group in _groups(model)), [])
+    return next((sorted(group.mesh_info.mesh.mesh.flatten().tolist()) for group in parameter_groups(model)), [])
 
 
 class PlannedSharding(Observer):
@@ -154,7 +224,7 @@ class PlannedSharding(Observer):
         ------
         PlanMismatchError
         """
-        if not self._seen and (found := kind_of(self._model)) != self._planned:
+        if not self._seen and not _alike(found := kind_of(self._model), self._planned):
             raise PlanMismatchError(
                 f"the plan was made for a model in {self._planned!r}, and this one is "
                 + (f"in {found!r}" if found else "not sharded")
@@ -169,8 +239,13 @@ def is_sharding(kind: str) -> bool:
 
 
 def unlike(model: nn.Module, plan: Plan) -> tuple[str, ...]:
-    """Return the field of fingerprints in which a plan may differ from `model`, which may be sharded later or since."""
-    return ("parallel",) if is_sharding(plan.fingerprint.parallel) != bool(_groups(model)) else ()
+    """Return the field of fingerprints in which a plan may differ from `model`, which may be sharded later or since.
+
+    Whether micro-batches leave whole gradients changes from one to the next; `GradientGuard` looks at that.
+    """
+    planned, found = plan.fingerprint.parallel, kind_of(model)
+    free = is_sharding(planned) != bool(found) or (bool(found) and _alike(planned, found))
+    return ("parallel",) if free else ()
 
 
 # --- without the group ---
@@ -238,7 +313,7 @@ def _put_back(objects: Iterable[Any]) -> Iterator[None]:
 
 def _engine(model: nn.Module) -> list[Any]:
     """Return the engine's objects that a step changes."""
-    groups = _groups(model)
+    groups = parameter_groups(model)
     contexts = [each for state in states(model) for each in (state, state._state_ctx, state._comm_ctx)]
     meshes = [mesh for group in groups for mesh in (group.mesh_info, group.post_forward_mesh_info) if mesh is not None]
     parts = [each for group in groups for each in (group, group.comm_ctx, *group.fsdp_params)]
@@ -248,10 +323,10 @@ def _engine(model: nn.Module) -> list[Any]:
 @contextlib.contextmanager
 def without_group(model: nn.Module) -> Iterator[None]:
     """Inside, a sharded model runs without communicating (NOTE, item 1), and its engine is put back at the end."""
-    groups = _groups(model)
+    groups = parameter_groups(model)
     for group in groups:
         group._to_sharded()
-    with _put_back(_engine(model)):
+    with _put_back(_engine(model)), _set_aside(model):
         for group in groups:
             group._all_gather_comm, group._reduce_scatter_comm = _Gather(), _Scatter()
             mesh = group.mesh_info
@@ -265,9 +340,40 @@ def without_group(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _set_aside(model: nn.Module) -> Iterator[None]:
+    """Inside, there are no whole gradients: the user's come back at the end. The model stays one that keeps them."""
+    groups = parameter_groups(model)
+    whole = [(owner, name, getattr(owner, name)) for p in engine_parameters(model) for owner, name in unreduced(p)]
+    if keep_whole_gradients(groups):
+        for state in outermost(model):
+            state._lazy_init()
+        for group in groups:
+            group.reduce_grads = hasattr(group, _WHOLE)
+            for p in group.fsdp_params:  # a backward then looks at all, even of units that it doesn't reach
+                _make_unsharded(p, group)
+    for owner, name, _ in whole:
+        setattr(owner, name, None)
+    try:
+        yield
+    finally:
+        for owner, name, gradient in whole:
+            setattr(owner, name, gradient)
+
+
+def _make_unsharded(p: Any, group: Any) -> None:
+    """Make the tensors in which a parameter is gathered, where it hasn't been yet; they are empty."""
+    if not hasattr(p, "_unsharded_param"):
+        dtype = p.param_dtype or p.orig_dtype
+        size = group._all_gather_process_group.size()
+        p.init_all_gather_outputs([p._sharded_param_data.numel()], [dtype], size, group.device)
+        p.init_unsharded_param()
+        p.free_unsharded_param()
+
+
+@contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Inside, backwards may run in the middle of a forward: at the end the engine is where it was, and has gathered."""
-    groups, found = _groups(model), states(model)
+    groups, found = parameter_groups(model), states(model)
     whole = [group for group in groups if group.is_unsharded]
     training = [(each, each._training_state) for each in (*found, *groups)]
     roots = [(state._state_ctx, state._state_ctx.iter_forward_root) for state in found]
@@ -309,24 +415,23 @@ def fake_shards(
     accumulating : bool
         Every parameter has a gradient, whether or not it has one in the model.
     """
-    groups = _groups(model)
+    groups = parameter_groups(model)
     if not groups:
         yield
         return
     with without_group(model):
         with torch.no_grad(), mode:
+            whole = keep_whole_gradients(groups)
             for group in groups:
                 for p in group.fsdp_params:
-                    _give_fake(p, fake, accumulating=accumulating)
+                    _give_fake(p, fake, accumulating=accumulating and not whole)
             for state in outermost(model):
                 state._lazy_init()
             for group in groups:
                 for p in group.fsdp_params:
-                    dtype = p.param_dtype or p.orig_dtype
-                    size, device = group._all_gather_process_group.size(), group.device
-                    p.init_all_gather_outputs([p._sharded_param_data.numel()], [dtype], size, device)
-                    p.init_unsharded_param()
-                    p.free_unsharded_param()
+                    _make_unsharded(p, group)
+                    if accumulating and whole and p.sharded_param.requires_grad:
+                        _give_whole_gradient(p)
         yield
 
 
@@ -350,6 +455,23 @@ def _give_fake(p: Any, fake: Callable[[torch.Tensor], torch.Tensor], *, accumula
     p._unsharded_inner_tensors, p.unsharded_accumulated_grad = [], None
     vars(p).pop("_unsharded_param", None)
     p._setattr_on_modules(twin)
+
+
+def _give_whole_gradient(p: Any) -> torch.Tensor:
+    """Give a parameter of the engine a gradient that isn't reduced, where the engine would keep it."""
+    made = torch.empty_like(p._unsharded_param, dtype=p.reduce_dtype, requires_grad=False)
+    if made.dtype == p._unsharded_param.dtype:
+        p._unsharded_param.grad = made
+    else:
+        p.unsharded_accumulated_grad = made
+    return made
+
+
+def give_whole_gradients(model: nn.Module) -> None:
+    """Give each parameter of a sharded model a whole gradient of zeros."""
+    for p in engine_parameters(model):
+        if p.sharded_param.requires_grad:
+            _give_whole_gradient(p).zero_()
 
 
 def gathered(model: nn.Module) -> list[torch.Tensor]:

@@ -25,7 +25,7 @@ from ckptplan.runtime.observe import measure
 from ckptplan.runtime.observe.measure import StepPeaks, run_step, same_bits, step_peaks, timed, unique_bytes
 from ckptplan.runtime.observe.stats import Stats
 from ckptplan.runtime.replicated import apart, ddp_under, unseen_bucket_bytes
-from ckptplan.runtime.sharded import unlike
+from ckptplan.runtime.sharded import reducing, unlike
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
@@ -232,6 +232,7 @@ def verify(
         apart(model),
         ParameterState(model.parameters()).restored() as parameters,
         training_config(model),
+        reducing(model),
         restored(model, training.reached()) as rewind_state,
         apply(model, plan, swap_dir=swap_dir, check="off") as handle,
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from trained_ranks import check, outcome
 import ckptplan
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.plan import Plan
-from ckptplan.runtime.sharded import sharded
+from ckptplan.runtime.sharded import engine_parameters, parameter_groups, sharded, unreduced, whole_gradients
 from ckptplan.runtime.swap.own import is_sharded_unit
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -30,6 +31,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "blocks alone": {},
     "prefetching": {},
     "accumulating": {},
+    "whole gradients": {"mp_policy": HALF},  # of micro-batches that don't reduce them
 }
 
 
@@ -73,7 +75,7 @@ def loss_fn(output: torch.Tensor) -> torch.Tensor:
     return output.float().square().mean()
 
 
-def train(model: nn.Module, x: torch.Tensor, *, twice: bool) -> tuple[list[Any], int]:
+def train(model: nn.Module, x: torch.Tensor, *, twice: bool, whole: bool) -> tuple[list[Any], int]:
     """Train: losses and this rank's state at the end, and the steps' peak; `twice`: two micro-batches a step."""
     torch.manual_seed(5)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -88,7 +90,9 @@ def train(model: nn.Module, x: torch.Tensor, *, twice: bool) -> tuple[list[Any],
     for _ in range(4):
         optimizer.zero_grad()
         if twice:
+            model.set_requires_gradient_sync(not whole)  # type: ignore[operator]
             step()
+            model.set_requires_gradient_sync(True)  # type: ignore[operator]
         loss, peak = measured(step, model, [optimizer], x)
         losses.append(loss)
         peaks.append(peak)
@@ -97,9 +101,16 @@ def train(model: nn.Module, x: torch.Tensor, *, twice: bool) -> tuple[list[Any],
 
 
 def compared(name: str) -> dict[str, Any]:
-    twice = name == "accumulating"
-    plain = train(*made(name), twice=twice)
+    whole = name == "whole gradients"
+    twice = whole or name == "accumulating"
+    plain = train(*made(name), twice=twice, whole=whole)
     model, x = made(name)
+    if whole:  # planned between two micro-batches
+        model.set_requires_gradient_sync(False)  # type: ignore[operator]
+        loss_fn(model(x)).backward()
+        model.set_requires_gradient_sync(True)  # type: ignore[operator]
+    gradients = [g.clone() for g in whole_gradients(parameter_groups(model))]
+    assert bool(gradients) == whole
     before = {k: v.to_local().clone() for k, v in model.state_dict().items() if hasattr(v, "to_local")}
     plan = ckptplan.solve(
         model, budget="20%", inputs=x, loss_fn=loss_fn, time_limit_s=1, cache=False, accumulate=twice, optimizer="adam"
@@ -107,8 +118,12 @@ def compared(name: str) -> dict[str, Any]:
     unchanged = all(torch.equal(v.to_local(), before[k]) for k, v in model.state_dict().items() if k in before)
     verified = ckptplan.verify(model, plan, x, loss_fn, repeats=1)
     estimated = ckptplan.estimate(model, x, loss_fn=loss_fn, optimizer="adam", plan=plan)
+    unchanged &= all(map(torch.equal, whole_gradients(parameter_groups(model)), gradients))
+    for p in engine_parameters(model):
+        for owner, attribute in unreduced(p):
+            setattr(owner, attribute, None)
     with ckptplan.apply(model, plan, check="always") as handle:
-        found = train(model, x, twice=twice)
+        found = train(model, x, twice=twice, whole=whole)
         stats = handle.stats()
     told = outcome(plan, found, plain, stats=stats, verified=verified, unchanged=unchanged)
     return {**told, "estimated": estimated.peak_bytes}
@@ -149,6 +164,28 @@ def ahead() -> tuple[int, int]:
 def test_a_plan_may_be_made_before_the_model_is_sharded(two: Ranks) -> None:
     for before, after in two.good(ahead):
         assert before == after
+
+
+def left_whole() -> str:
+    """What a pass says that leaves whole gradients, under a plan for reduced ones."""
+    model, x = made("resharded")
+    plan = ckptplan.solve(
+        model, budget="1%", inputs=x, loss_fn=loss_fn, time_limit_s=1, cache=False, accumulate=True,
+        actions=("keep", "swap"), segments=False,
+    )  # fmt: skip
+    plan = replace(plan, budget_bytes=plan.peak_bytes)
+    with ckptplan.apply(model, plan):
+        loss_fn(model(x)).backward()
+        model.set_requires_gradient_sync(False)  # type: ignore[operator]
+        with pytest.raises(PlanMismatchError) as caught:
+            model(x)
+    return str(caught.value)
+
+
+def test_gradients_that_stay_whole_need_a_plan_with_them(two: Ranks) -> None:
+    for told in two.good(left_whole):
+        assert "don't reduce their gradients" in told
+        assert "accumulate=True after model.set_requires_gradient_sync(False)" in told
 
 
 def growing() -> tuple[list[Plan], int, bool]:

@@ -63,7 +63,7 @@ from ckptplan.runtime.guard.shapes import input_tensors
 from ckptplan.runtime.observe.measure import collection_off, tensors_in
 from ckptplan.runtime.observer import Observer
 from ckptplan.runtime.recompute.call import cached_weights, shares_containers
-from ckptplan.runtime.sharded import engine_parameters, gathered
+from ckptplan.runtime.sharded import engine_parameters, gathered, parameter_groups, whole_gradients
 from ckptplan.runtime.state.cells import Snapshot, below
 from ckptplan.runtime.state.generators import Generators, SystemDraws
 from ckptplan.runtime.state.objects import tensors_in_objects
@@ -419,7 +419,8 @@ def replay(
         tracker.watching(staged),
     ):
         own = [*step.model.parameters(), *step.model.buffers()]
-        for tensor in (*own, *(p.grad for p in own if p.grad is not None)):
+        unreduced = whole_gradients(parameter_groups(step.model))
+        for tensor in (*own, *(p.grad for p in own if p.grad is not None), *unreduced):
             tracker.outside(tensor)
         # Forward may give a parameter other data. Held here, the old storage keeps its address to itself.
         whole = gathered(step.model)

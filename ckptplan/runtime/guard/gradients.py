@@ -7,6 +7,9 @@ without them can use that memory until backward makes the gradients. So whether 
 (`TrainingStep.accumulates`). A forward that finds more bytes of gradients than planned is an error, unless the
 additional bytes fit into the budget as well.
 
+The engine of a sharded model keeps whole gradients of micro-batches that don't reduce them. These count, too: those
+that exist, and those that a pass will leave.
+
 Example: a plan without gradients at the start has a peak of 900 MiB and a budget of 1000 MiB. If 80 MiB of gradients
 exist when a forward begins, the peak is at most 980 MiB, and the step runs. With 120 MiB it may reach 1020 MiB, so the
 forward raises `PlanMismatchError`. A plan solved with `accumulate=True` includes the gradients in its peak.
@@ -14,6 +17,7 @@ forward raises `PlanMismatchError`. A plan solved with `accumulate=True` include
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +31,14 @@ from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.plan import Plan
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.observer import Observer
+from ckptplan.runtime.sharded import (
+    WITH_WHOLE_GRADIENTS,
+    give_whole_gradients,
+    keep_whole_gradients,
+    parameter_groups,
+    whole_gradient_bytes,
+    whole_gradients,
+)
 from ckptplan.runtime.swap.own import local_part, storages_of
 
 
@@ -46,14 +58,10 @@ def accumulates(model: nn.Module, wanted: bool | None) -> bool:
     if wanted is not None and not isinstance(wanted, bool):
         raise InvalidInputError(f"accumulate={wanted!r}; it is True, False or None")
     if wanted is None:
-        return any(p.requires_grad and p.grad is not None for p in model.parameters())
+        return any(p.requires_grad and p.grad is not None for p in model.parameters()) or bool(
+            whole_gradients(parameter_groups(model))
+        )
     return wanted
-
-
-def made_gradient_bytes(parameters: Iterable[torch.Tensor], round_to: int = 1) -> int:
-    """Return the bytes of one gradient for each parameter that requires one, each rounded up to `round_to` bytes."""
-    sizes = (_dense_bytes(p) for p in parameters if p.requires_grad)
-    return sum(-(-nbytes // round_to) * round_to for nbytes in sizes)
 
 
 def _dense_bytes(tensor: torch.Tensor) -> int:
@@ -65,6 +73,29 @@ def _dense_bytes(tensor: torch.Tensor) -> int:
     names, _ = tensor.__tensor_flatten__()
     inside = [getattr(tensor, name) for name in names]
     return sum(_dense_bytes(t) for t in inside if isinstance(t, torch.Tensor))
+
+
+def starting_gradient_bytes(model: nn.Module, round_to: int = 1, *, whole: bool | None = None) -> int:
+    """Return the bytes of gradients with which a step of `model` starts that accumulates, each rounded up.
+
+    Parameters
+    ----------
+    whole : bool, optional
+        Whether those of sharded parameters are whole; default: as the model keeps them now.
+    """
+    sizes = starting_gradients(model, whole=whole).values()
+    return sum(-(-nbytes // round_to) * round_to for nbytes in sizes)
+
+
+def starting_gradients(model: nn.Module, *, whole: bool | None = None) -> dict[str, int]:
+    """Return the bytes of each of those gradients, by the parameter's name."""
+    groups = parameter_groups(model)
+    known = whole_gradient_bytes(groups) if (keep_whole_gradients(groups) if whole is None else whole) else {}
+    return {
+        name: known[id(p)] if id(p) in known else _dense_bytes(p)
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
 
 
 def existing_gradient_bytes(gradients: Iterable[torch.Tensor]) -> int:
@@ -85,15 +116,19 @@ def rewinding(model: nn.Module, rewind: Callable[[], None], *, accumulates: bool
     """
     if not accumulates:
         return rewind
+    groups = parameter_groups(model)
+    whole = whole_gradient_bytes(groups) if keep_whole_gradients(groups) else {}
     with torch.no_grad():
         made = [
             (p, p.grad, torch.zeros_like(p) if p.grad is None else p.grad.detach().clone())
             for p in model.parameters()
-            if p.requires_grad
+            if p.requires_grad and id(p) not in whole
         ]
 
     def rewound() -> None:
         rewind()
+        if whole:
+            give_whole_gradients(model)
         with torch.no_grad():
             for parameter, before, stand_in in made:
                 parameter.grad = stand_in
@@ -113,7 +148,11 @@ class GradientGuard(Observer):
         self._all: Sequence[torch.Tensor | None] = ()
         self._leaves: list[torch.Tensor] = []
         self._seen: list[int] = []
-        self._planned_bytes = made_gradient_bytes(model.parameters()) if plan.fingerprint.accumulates else 0
+        self._model = model
+        self._groups: list[Any] | None = None
+        self._plans_whole = plan.fingerprint.parallel.endswith(WITH_WHOLE_GRADIENTS)
+        planned = functools.partial(starting_gradient_bytes, model, whole=self._plans_whole)
+        self._planned_bytes = planned() if plan.fingerprint.accumulates else 0
         self._needs_bytes = max(plan.peak_bytes, plan.reserved_bytes or 0)
         self._budget_bytes = plan.budget_bytes
 
@@ -128,17 +167,34 @@ class GradientGuard(Observer):
         if len(now) != len(self._all) or not all(map(operator.is_, now, self._all)):
             self._all = now
             self._leaves = [p for p in now if p is not None and p.is_leaf]
+        if self._groups is None:
+            self._groups = parameter_groups(self._model)
         found = [gradient for p in self._leaves if (gradient := p.grad) is not None]
-        if not found:
+        found += whole_gradients(self._groups)
+        # Those that this pass leaves whole, which a plan for reduced ones doesn't count.
+        leaves_whole = bool(self._groups) and not self._plans_whole and keep_whole_gradients(self._groups)
+        if not found and not leaves_whole:
             return
-        seen = list(map(id, found))
+        seen = [leaves_whole, *map(id, found)]
         if seen == self._seen:  # the same objects passed this check before
             return
         nbytes = existing_gradient_bytes(found)
+        if leaves_whole:
+            nbytes = max(nbytes, starting_gradient_bytes(self._model, whole=True))
+            if nbytes > self._planned_bytes and self._needs_bytes + nbytes > self._budget_bytes + self._planned_bytes:
+                raise PlanMismatchError(self._left_whole(nbytes))
         more = nbytes - self._planned_bytes
         if more > 0 and self._needs_bytes + more > self._budget_bytes:
             raise PlanMismatchError(self._over(nbytes))
         self._seen = seen
+
+    def _left_whole(self, nbytes: int) -> str:
+        return (
+            f"the micro-batches of this sharded model don't reduce their gradients, and {format_bytes(nbytes)} of them "
+            f"stay whole; the plan was made for reduced ones, and needs {format_bytes(self._needs_bytes)} of "
+            f"{format_bytes(self._budget_bytes)}; solve with accumulate=True after "
+            "model.set_requires_gradient_sync(False), or let each micro-batch reduce"
+        )
 
     def _over(self, nbytes: int) -> str:
         reckoned = f"{format_bytes(self._planned_bytes)} of them" if self._planned_bytes else "none"

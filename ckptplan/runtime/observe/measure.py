@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptplan.runtime import accelerator
+from ckptplan.runtime.sharded import parameter_groups, whole_gradients
 from ckptplan.runtime.step import TrainingStep
 from ckptplan.runtime.swap.own import storages_of
 
@@ -72,9 +73,10 @@ _LEAVES = frozenset((int, float, bool, str, type(None), torch.dtype, torch.devic
 
 
 def held_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Return the model's parameters, buffers and gradients."""
+    """Return the model's parameters, buffers and gradients, also those that a sharded model hasn't reduced."""
     parameters = list(model.parameters())
-    return [*parameters, *model.buffers(), *(p.grad for p in parameters if p.grad is not None)]
+    gradients = [p.grad for p in parameters if p.grad is not None] + whole_gradients(parameter_groups(model))
+    return [*parameters, *model.buffers(), *gradients]
 
 
 @contextlib.contextmanager
