@@ -41,7 +41,7 @@ def held(callback: Any, peaks: list[int], plain_peaks: list[int], bucket_bytes: 
 
 
 def in_a_trainer(folder: Path, **how: Any) -> Any:
-    callback = ActivationPlanCallback(budget="30%", time_limit_s=0.3, check="always", cache=False)
+    callback = ActivationPlanCallback(budget="30%", time_limit_s=0.2, check="always", cache=False)
     plain = test_transformers.trained(folder, **how)
     planned = test_transformers.trained(folder, callback, **how)
     test_transformers.assert_same(planned, plain)
@@ -80,7 +80,7 @@ def in_a_trainer_that_shards(folder: Path) -> None:
 
 
 def in_lightning(folder: Path, *, sharded: bool) -> None:
-    callback = ActivationPlanner(budget="20%", time_limit_s=0.3, check="always", cache=False)
+    callback = ActivationPlanner(budget="20%", time_limit_s=0.2, check="always", cache=False)
 
     def fit(*callbacks: Any) -> test_lightning.Module:
         strategy = ModelParallelStrategy(ranks, 1) if sharded else "ddp"

@@ -23,12 +23,12 @@ class NotFoundError(BaseException):
 
 
 def in_a_trainer(folder: Path, **how: Any) -> None:
-    callback = ActivationPlanCallback(budget="30%", time_limit_s=1)
+    callback = ActivationPlanCallback(budget="30%", time_limit_s=0.2)
     test_transformers.trained(folder, callback, **how)
 
 
 def in_lightning(folder: Path, **how: Any) -> None:
-    test_lightning.fit(folder, ActivationPlanner(budget="20%", time_limit_s=1), max_steps=2, **how)
+    test_lightning.fit(folder, ActivationPlanner(budget="20%", time_limit_s=0.2), max_steps=2, **how)
 
 
 def refuse(*_: Any) -> None:
@@ -43,7 +43,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         # The first, a Trainer, reads values.
-        test_trl.trained(folder, ActivationPlanCallback(budget="30%", time_limit_s=1), **test_trl.WAYS["lora"])
+        test_trl.trained(folder, ActivationPlanCallback(budget="30%", time_limit_s=0.2), **test_trl.WAYS["lora"])
         in_lightning(folder)
         if len(sys.argv) == 1:
             return

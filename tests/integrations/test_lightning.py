@@ -222,7 +222,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", sorted(WAYS.keys() - {"clipping", "validation"}))  # which the experiment has, too
 def test_training_is_the_same(way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ckptplan")
-    planner = ActivationPlanner(budget="20%", time_limit_s=1, check="always", cache=False)
+    planner = ActivationPlanner(budget="20%", time_limit_s=0.2, check="always", cache=False)
     plain, _ = fit(tmp_path, **WAYS[way])
     measured = Measured()
     manual = [measured] if issubclass(WAYS[way].get("kind", Module), (Manual, Scheduled)) else []
@@ -242,7 +242,7 @@ def test_training_is_the_same(way: str, tmp_path: Path, caplog: pytest.LogCaptur
 
 def test_larger_batches_are_planned_for(tmp_path: Path) -> None:
     batches = [32, 16, 64, 48]
-    planner = ActivationPlanner(budget_gb=0.05, time_limit_s=1, cache=False)
+    planner = ActivationPlanner(budget_gb=0.05, time_limit_s=0.2, cache=False)
     plain, _ = fit(tmp_path, batches=batches)
     planned, _ = fit(tmp_path, planner, batches=batches)
     assert_same(planned, plain)
@@ -266,7 +266,7 @@ def test_a_plan_that_was_made_serves_again(tmp_path: Path, monkeypatch: pytest.M
         "ckptplan.integrations.training.solve", lambda *a, **k: solved.append(solve(*a, **k)) or solved[-1]
     )
     plain, _ = fit(tmp_path, kind=Shaped, max_steps=STEPS - 1)
-    planner = ActivationPlanner(budget_gb=0.05, time_limit_s=1, cache=False)
+    planner = ActivationPlanner(budget_gb=0.05, time_limit_s=0.2, cache=False)
     planned, _ = fit(tmp_path, planner, kind=Shaped, max_steps=STEPS - 1)
     assert_same(planned, plain)
     assert len(solved) == 2
@@ -276,11 +276,11 @@ def test_a_plan_that_was_made_serves_again(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_plan_is_in_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, trainer = fit(tmp_path, ActivationPlanner(budget="20%", time_limit_s=1), max_steps=2)
+    _, trainer = fit(tmp_path, ActivationPlanner(budget="20%", time_limit_s=0.2), max_steps=2)
     path = str(tmp_path / "half.ckpt")
     trainer.save_checkpoint(path)
     plain, _ = fit(tmp_path, ckpt_path=path)
-    planner = ActivationPlanner(budget="20%", time_limit_s=1)
+    planner = ActivationPlanner(budget="20%", time_limit_s=0.2)
     monkeypatch.setattr("ckptplan.integrations.training.solve", lambda *a, **k: pytest.fail("it has a plan"))
     planned, _ = fit(tmp_path, planner, ckpt_path=path)
     assert planner.handle is not None
@@ -289,10 +289,10 @@ def test_the_plan_is_in_the_checkpoint(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_plan_of_another_request_is_not_taken(tmp_path: Path) -> None:
-    _, trainer = fit(tmp_path, ActivationPlanner(budget="20%", time_limit_s=1), max_steps=2)
+    _, trainer = fit(tmp_path, ActivationPlanner(budget="20%", time_limit_s=0.2), max_steps=2)
     path = str(tmp_path / "half.ckpt")
     trainer.save_checkpoint(path)
-    planner = ActivationPlanner(budget="20%", actions=("keep", "recompute"), time_limit_s=1)
+    planner = ActivationPlanner(budget="20%", actions=("keep", "recompute"), time_limit_s=0.2)
     fit(tmp_path, planner, ckpt_path=path)
     assert planner.handle is not None
     assert not planner.handle.stats().swapped_out_bytes
@@ -311,7 +311,7 @@ def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
             return super().configure_optimizers()
 
     with pytest.raises(ValueError):  # noqa: PT011
-        fit(tmp_path, ActivationPlanner(budget="20%", time_limit_s=1), Fails(), kind=Noted)
+        fit(tmp_path, ActivationPlanner(budget="20%", time_limit_s=0.2), Fails(), kind=Noted)
     assert not any("forward" in vars(m) for m in made[0].modules())
 
 

@@ -126,7 +126,7 @@ def test_training_is_the_same_and_within_the_budget(way: str, tmp_path: Path) ->
     without = dict(how)
     if way == "checkpointing":
         without["options"] = {}  # dropout's numbers are drawn as without it
-    callback = ActivationPlanCallback(budget="30%", time_limit_s=1, check="always", cache=False)
+    callback = ActivationPlanCallback(budget="30%", time_limit_s=0.2, check="always", cache=False)
     plain = trained(tmp_path, **without)
     planned = trained(tmp_path, callback, **how)
     assert_same(planned, plain)
@@ -150,7 +150,7 @@ def test_batches_of_other_lengths(option: str, tmp_path: Path) -> None:
     lengths = [20] * 4 + [16] * 4 + [40] * 4 + [44] * 4
     options = {"label_smoothing_factor": 0.1} if option == "smoothing" else {}
     options |= {"train_sampling_strategy": "sequential"}
-    callback = ActivationPlanCallback(budget_gb=1e-2, time_limit_s=1, cache=False)
+    callback = ActivationPlanCallback(budget_gb=1e-2, time_limit_s=0.2, cache=False)
     plain = trained(tmp_path, lengths=lengths, options=options)
     with pytest.warns(RuntimeWarning, match="planned again"):
         planned = trained(tmp_path, callback, lengths=lengths, options=options)
@@ -170,7 +170,7 @@ class Stops(TrainerCallback):
 def test_saving_and_resuming(tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 2}
     plain = trained(tmp_path / "plain", options=options)
-    first, second = (ActivationPlanCallback(budget="30%", time_limit_s=1) for _ in range(2))
+    first, second = (ActivationPlanCallback(budget="30%", time_limit_s=0.2) for _ in range(2))
     trained(tmp_path / "planned", first, Stops(), options=options)
     again = trained(tmp_path / "planned", second, options=options, resume=True)
     assert_same(again, plain)
@@ -186,7 +186,7 @@ class Interrupts(TrainerCallback):
 
 @pytest.mark.parametrize("event", ["on_step_end", "on_pre_optimizer_step", "on_epoch_end"])
 def test_an_interrupt_leaves_nothing_behind(event: str, tmp_path: Path) -> None:
-    callback = ActivationPlanCallback(budget="30%", time_limit_s=1)
+    callback = ActivationPlanCallback(budget="30%", time_limit_s=0.2)
     made: list[Trainer] = []
 
     class Noted(Trainer):
@@ -211,7 +211,7 @@ def test_a_loop_that_begins_again_with_a_smaller_batch_is_planned_again(tmp_path
                 raise RuntimeError("CUDA out of memory.")
             return loss
 
-    callback = ActivationPlanCallback(budget="30%", time_limit_s=1)
+    callback = ActivationPlanCallback(budget="30%", time_limit_s=0.2)
     planned = trained(tmp_path, callback, kind=Short, options={"auto_find_batch_size": True})
     assert planned.state.global_step == STEPS
     assert callback.plan is not None
@@ -225,7 +225,7 @@ def test_what_cannot_be_planned_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="are both given"):
         ActivationPlanCallback(12, budget="50%")
     with pytest.raises(InfeasibleBudgetError, match="is below"):
-        trained(tmp_path, ActivationPlanCallback(budget_gb=1e-4, time_limit_s=1))
+        trained(tmp_path, ActivationPlanCallback(budget_gb=1e-4, time_limit_s=0.2))
     with pytest.raises(UnsupportedModelError, match="torch_compile=True"):
         trained(tmp_path, ActivationPlanCallback(1), options={"torch_compile": True})
     with pytest.raises(InvalidInputError, match=r"transformers\.Trainer"):
@@ -249,8 +249,8 @@ def test_an_engine_that_is_not_known_is_refused_by_name(tmp_path: Path, monkeypa
 
 def test_the_sentence_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ckptplan")
-    trained(tmp_path, ActivationPlanCallback(budget_gb=4, time_limit_s=1, cache=False))
-    trained(tmp_path, ActivationPlanCallback(budget="10%", time_limit_s=1, cache=False))
+    trained(tmp_path, ActivationPlanCallback(budget_gb=4, time_limit_s=0.2, cache=False))
+    trained(tmp_path, ActivationPlanCallback(budget="10%", time_limit_s=0.2, cache=False))
     kept, planned = (record.message for record in caplog.records if record.name == "ckptplan")
     assert "keeps everything, which fits" in kept
     assert "of the best possible" in planned
@@ -261,7 +261,7 @@ def test_padding_that_comes_later(kind: type[Trainer], tmp_path: Path) -> None:
     """The first batches' masks have only ones, and are left out by the model; later ones have zeros."""
     lengths = ([24] * 8 + [24, 24, 24, 20]) * 8
     options = {"train_sampling_strategy": "sequential", "max_steps": 8}
-    callback = ActivationPlanCallback(budget="30%", time_limit_s=1, cache=False)
+    callback = ActivationPlanCallback(budget="30%", time_limit_s=0.2, cache=False)
     plain = trained(tmp_path, kind=kind, lengths=lengths, options=options)
     planned = trained(tmp_path, callback, kind=kind, lengths=lengths, options=options)
     assert_same(planned, plain)
@@ -286,7 +286,7 @@ def test_what_a_loss_changes_is_put_back_after_planning(tmp_path: Path) -> None:
     CALLS["count"] = 0
     plain = trained(tmp_path, kind=Counting)
     CALLS["count"] = 0
-    assert_same(trained(tmp_path, ActivationPlanCallback(budget="30%", time_limit_s=1), kind=Counting), plain)
+    assert_same(trained(tmp_path, ActivationPlanCallback(budget="30%", time_limit_s=0.2), kind=Counting), plain)
 
 
 class Heavy(MeasuredTrainer):
@@ -306,7 +306,7 @@ class Heavy(MeasuredTrainer):
 
 
 def test_a_loss_on_the_instance_is_planned_with(tmp_path: Path) -> None:
-    callback = ActivationPlanCallback(budget="10%", time_limit_s=1)
+    callback = ActivationPlanCallback(budget="10%", time_limit_s=0.2)
     plain, planned = trained(tmp_path, kind=Heavy), trained(tmp_path, callback, kind=Heavy)
     assert_same(planned, plain)
     assert max(planned.peaks) <= callback.plan.budget_bytes  # type: ignore[union-attr]

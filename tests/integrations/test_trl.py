@@ -78,7 +78,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_training_is_the_same(way: str, tmp_path: Path) -> None:
-    callback = ActivationPlanCallback(budget="20%", time_limit_s=1, check="always", cache=False)
+    callback = ActivationPlanCallback(budget="20%", time_limit_s=0.2, check="always", cache=False)
     plain = trained(tmp_path, **WAYS[way])
     planned = trained(tmp_path, callback, **WAYS[way])
     assert_same(planned, plain)
@@ -107,7 +107,7 @@ def test_preferences(tmp_path: Path) -> None:
         trainer.train()
         return trainer
 
-    callback = ActivationPlanCallback(budget="20%", time_limit_s=1, check="always", cache=False)
+    callback = ActivationPlanCallback(budget="20%", time_limit_s=0.2, check="always", cache=False)
     plain, planned = train(), train(callback)
     assert_same(planned, plain)
     assert callback.handle is not None

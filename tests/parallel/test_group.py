@@ -52,7 +52,7 @@ def wrapped(rows: int = 64, fails: str = "", width: int = 64) -> tuple[Distribut
     return found, torch.randn(rows, width)
 
 
-HOW: dict[str, Any] = {"time_limit_s": 1, "cache": False}
+HOW: dict[str, Any] = {"time_limit_s": 0.2, "cache": False}
 
 
 @pytest.fixture(scope="module")

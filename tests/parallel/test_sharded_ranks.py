@@ -113,7 +113,7 @@ def compared(name: str) -> dict[str, Any]:
     assert bool(gradients) == whole
     before = {k: v.to_local().clone() for k, v in model.state_dict().items() if hasattr(v, "to_local")}
     plan = ckptplan.solve(
-        model, budget="20%", inputs=x, loss_fn=loss_fn, time_limit_s=1, cache=False, accumulate=twice, optimizer="adam"
+        model, budget="20%", inputs=x, loss_fn=loss_fn, time_limit_s=0.2, cache=False, accumulate=twice, optimizer="adam"
     )
     unchanged = all(torch.equal(v.to_local(), before[k]) for k, v in model.state_dict().items() if k in before)
     verified = ckptplan.verify(model, plan, x, loss_fn, repeats=1)
@@ -144,7 +144,7 @@ def test_the_same_bits_within_the_budget(two: Ranks, name: str) -> None:
 
 def ahead() -> tuple[int, int]:
     """Peaks of a plan made before the model is sharded, and of one made after that."""
-    how: dict[str, Any] = {"budget_gb": 1, "loss_fn": loss_fn, "time_limit_s": 1, "cache": False, "optimizer": "adam"}
+    how: dict[str, Any] = {"budget_gb": 1, "loss_fn": loss_fn, "time_limit_s": 0.2, "cache": False, "optimizer": "adam"}
     torch.manual_seed(0)
     plain = Net().train()
     sharded, x = made("resharded")
@@ -170,7 +170,7 @@ def left_whole() -> str:
     """What a pass says that leaves whole gradients, under a plan for reduced ones."""
     model, x = made("resharded")
     plan = ckptplan.solve(
-        model, budget="1%", inputs=x, loss_fn=loss_fn, time_limit_s=1, cache=False, accumulate=True,
+        model, budget="1%", inputs=x, loss_fn=loss_fn, time_limit_s=0.2, cache=False, accumulate=True,
         actions=("keep", "swap"), segments=False,
     )  # fmt: skip
     plan = replace(plan, budget_bytes=plan.peak_bytes)
@@ -207,7 +207,7 @@ def growing() -> tuple[list[Plan], int, bool]:
 
     plans: list[Plan] = []
     plain = steps(None)
-    how: dict[str, Any] = {"loss_fn": loss_fn, "time_limit_s": 1, "actions": ("keep", "recompute")}
+    how: dict[str, Any] = {"loss_fn": loss_fn, "time_limit_s": 0.2, "actions": ("keep", "recompute")}
     plan = ckptplan.solve(model, 2.45 / 1024, inputs=x[: 96 - dist.get_rank()], cache=False, **how)
     with (
         ckptplan.apply(model, plan, on_larger="replan", **how) as handle,
@@ -234,7 +234,7 @@ def refused(plan: Plan) -> None:
 
 
 def test_after_a_restart_with_other_ranks_a_plan_is_made_again(two: Ranks) -> None:
-    how: dict[str, Any] = {"budget": "20%", "loss_fn": loss_fn, "time_limit_s": 1, "cache": False}
+    how: dict[str, Any] = {"budget": "20%", "loss_fn": loss_fn, "time_limit_s": 0.2, "cache": False}
     plan = ckptplan.solve(Net().train(), inputs=torch.randn(512, 64), fsdp=4, **how)
     two.good(refused, plan)
 
@@ -245,7 +245,7 @@ def test_a_group_that_is_not_here(two: Ranks) -> None:
     model, x = Net().train(), torch.randn(512, 64)
     kinds, hooks = [type(m) for m in model.modules()], [len(m._forward_pre_hooks) for m in model.modules()]
     how: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": "adam"}
-    plan = ckptplan.solve(model, 1, inputs=x, time_limit_s=1, cache=False, fsdp=2, **how)
+    plan = ckptplan.solve(model, 1, inputs=x, time_limit_s=0.2, cache=False, fsdp=2, **how)
     assert plan.peak_bytes == two.good(ahead)[0][0] == ckptplan.estimate(model, x, fsdp=2, **how).peak_bytes
     assert [type(m) for m in model.modules()] == kinds
     assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks

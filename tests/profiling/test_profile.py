@@ -391,12 +391,12 @@ def uniform_plans(profile: ckptplan.Profile) -> list[ckptplan.Plan]:
     able = [k for k, option in enumerate(again) if option.recomputes]
     first = next(k for k in able if k + 1 in able)
     last = next(k for k in range(first, len(again) + 1) if k not in able) - 1
-    least = smallest_peak(profile, Limits(actions=ALL, time_limit_s=1)).peak_bytes
+    least = smallest_peak(profile, Limits(actions=ALL, time_limit_s=0.2)).peak_bytes
     return [
         scheduled(profile, swapped),
         scheduled(profile, again),
         scheduled(profile, again, (Segment(first, last),)),
-        *(ckptplan.solve(profile, share * least / 2**30, time_limit_s=1) for share in (1.0, 1.1)),
+        *(ckptplan.solve(profile, share * least / 2**30, time_limit_s=0.2) for share in (1.0, 1.1)),
     ]
 
 

@@ -395,11 +395,11 @@ def text_plan(batch: int, length: int, share: float) -> Plan:
     """For so many samples of such a length, within that share of what keeping everything takes for 4 x 32."""
     model = made()
     kept = ckptplan.solve(profile(model, text(4, 32), menus=False), 1.0).peak_bytes
-    return ckptplan.solve(profile(model, text(batch, length), menus=False), share * kept / 2**30, time_limit_s=0.3)
+    return ckptplan.solve(profile(model, text(batch, length), menus=False), share * kept / 2**30, time_limit_s=0.2)
 
 
 def applied(model: nn.Module, plan: Plan, **more: Any) -> Handle:
-    return ckptplan.apply(model, plan, on_larger="replan", time_limit_s=0.3, **more)
+    return ckptplan.apply(model, plan, on_larger="replan", time_limit_s=0.2, **more)
 
 
 @pytest.fixture
